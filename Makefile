@@ -1,0 +1,74 @@
+# What a contributor and .ci/run call. Needs Python 3.11+, a C++20 compiler and make; everything else, cmake and ninja
+# included, comes from the versions pinned in constraints.txt into .venv.
+PYTHON ?= python3
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+
+bin := .venv/bin
+pip := $(bin)/python -m pip --disable-pip-version-check
+core_files := $(wildcard core/*.hpp core/*.cpp)
+core_test_files := $(wildcard core/tests/*.hpp core/tests/*.cpp)
+python_dirs := $(wildcard src tests benchmarks examples)
+stub = $(shell $(bin)/python -c 'import pathlib, satrap._core as c; print(pathlib.Path(c.__file__).with_name("_core.pyi"))')
+# GCC's thread sanitizer cannot place its shadow memory on kernels with many random address bits.
+fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
+
+.PHONY: setup test core-test check bench demo format stub clean
+.DEFAULT_GOAL := setup
+
+setup: .venv/.built
+
+# The stamps: the tools are installed anew when a version changed, the package when the core changed.
+.venv/.tools: constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Satrap needs Python 3.11 or newer; found " + sys.version.split()[0] + \
+	    ": call make with PYTHON=python3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(pip) --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	$(pip) install -c constraints.txt torch==2.13.0
+	$(pip) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	touch $@
+
+.venv/.built: .venv/.tools CMakeLists.txt $(core_files) src/satrap/errors.py
+	$(pip) install -c constraints.txt --no-build-isolation -e '.[arrow,dev]'
+	touch $@
+
+test: setup core-test
+	$(bin)/python -m pytest
+
+# Once plain with assert() on, once under ASan + UBSan, once under TSan.
+core-test: .venv/.tools
+	$(call run_core_tests,plain,)
+	$(call run_core_tests,address,address)
+	$(call run_core_tests,thread,thread)
+
+define run_core_tests
+$(bin)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(bin)/ninja \
+    -DSATRAP_CORE_TESTS=ON -DSATRAP_SANITIZE=$(2)
+$(bin)/cmake --build build/core-$(1)
+$(fixed_addresses) $(bin)/ctest --test-dir build/core-$(1) --output-on-failure --no-tests=error
+endef
+
+check: setup
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy --strict $(python_dirs)
+	$(bin)/clang-format --dry-run -Werror $(core_files) $(core_test_files)
+	$(bin)/python -m pytest tests/test_layers.py
+
+bench: setup
+	$(bin)/python -m benchmarks.store
+
+demo: setup
+	$(bin)/python examples/table_demo.py
+
+format: setup
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+	$(bin)/clang-format -i $(core_files) $(core_test_files)
+
+# The committed copy of the generated stub, for mypy and for readers; a test compares the two.
+stub: setup
+	cp $(stub) src/satrap/_core.pyi
+
+clean:
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/.built

@@ -1,0 +1,95 @@
+"""Time, memory and noise of one process: what a worker reads before and after the steps it times.
+
+Noise is what others did meanwhile: `other_cpu`, the share of all cores that processes other than this one used, and
+`steal`, the share the host took away. Both come from Linux's counters, which are sampled every 10 ms, so a few ticks
+are their own error and count as none. Where the counters do not exist both are None.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+Batch = TypeVar("Batch")
+OTHER_ERROR_TICKS = 3
+STEAL_ERROR_TICKS = 1
+NOISY_OTHER_CPU = 0.08
+NOISY_STEAL = 0.03
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuCounters:
+    """The machine's and this process's CPU time at one moment, in clock ticks."""
+
+    busy: float
+    stolen: float
+    total: float
+    own: float
+
+
+def read_cpu() -> CpuCounters | None:
+    """The counters now, or None on a machine without /proc/stat."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, idle, iowait, irq, softirq, stolen = (float(field) for field in fields)
+    busy = user + nice + system + irq + softirq
+    own = time.process_time() * os.sysconf("SC_CLK_TCK")
+    return CpuCounters(busy=busy, stolen=stolen, total=busy + idle + iowait + stolen, own=own)
+
+
+def noise_between(before: CpuCounters | None, after: CpuCounters | None) -> dict[str, Any]:
+    """The shares of all cores that went to other processes and to the host between two readings, and if it is a lot."""
+    if before is None or after is None:
+        return {"other_cpu": None, "steal": None, "noisy": None}
+    total = max(1.0, after.total - before.total)
+    other = max(0.0, (after.busy - before.busy) - (after.own - before.own) - OTHER_ERROR_TICKS) / total
+    steal = max(0.0, after.stolen - before.stolen - STEAL_ERROR_TICKS) / total
+    noisy = other > NOISY_OTHER_CPU or steal > NOISY_STEAL
+    return {"other_cpu": round(other, 3), "steal": round(steal, 3), "noisy": noisy}
+
+
+def time_steps(
+    step: Callable[[Batch], object], batches: Sequence[Batch], *, num_warmup: int, ids_per_step: int
+) -> dict[str, Any]:
+    """Run `step` on every batch once, in order; the first `num_warmup` are not timed. Rates are in ids per second."""
+    before = read_cpu()
+    for batch in batches[:num_warmup]:
+        step(batch)
+    seconds = []
+    for batch in batches[num_warmup:]:
+        start = time.perf_counter()
+        step(batch)
+        seconds.append(time.perf_counter() - start)
+    return {
+        "rows_per_s": round(ids_per_step * len(seconds) / sum(seconds)),
+        "median_step_ms": round(1e3 * statistics.median(seconds), 3),
+        "longest_step_ms": round(1e3 * max(seconds), 3),
+        **noise_between(before, read_cpu()),
+    }
+
+
+def resident_bytes() -> int:
+    """This process's resident memory, from the exact page walk (the cheap counter is off by megabytes)."""
+    return _kib_field("/proc/self/smaps_rollup", "Rss:")
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory this process ever had."""
+    return _kib_field("/proc/self/status", "VmHWM:")
+
+
+def available_bytes() -> int:
+    """Memory the machine could still give out."""
+    return _kib_field("/proc/meminfo", "MemAvailable:")
+
+
+def _kib_field(path: str, name: str) -> int:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{path} has no field {name}")

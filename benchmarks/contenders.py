@@ -1,0 +1,240 @@
+"""The tables that are measured: Satrap's store, plain PyTorch, FBGEMM's fused CPU table, and a bare array.
+
+Each is built with every row present, takes the same batches in its own form (`prepare`, not timed) and does one step of
+the work (`MODES` names the methods that may be timed). Everyone uses the same learning rate and eps; the initial
+accumulator is 0. Each imports its own framework only when it is built, so that one worker process has one framework.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.workload import (
+    BATCH_IDS,
+    NUM_FEATURES,
+    SAMPLES,
+    Floats,
+    RowNumbers,
+    gradients,
+    hashed_ids,
+    rows_per_feature,
+    total_rows,
+)
+
+LR = 0.02
+EPS = 1e-8
+CAPACITY_SLACK = 1.05
+
+
+class Contender(Protocol):
+    """What a worker needs of a table: batches in its form, single rows to compare, versions to report."""
+
+    def prepare(self, rows: RowNumbers) -> list[Any]: ...
+    def probe(self, rows: RowNumbers) -> Floats: ...
+    def versions(self) -> dict[str, str]: ...
+
+
+class SatrapTable:
+    """Satrap's store, with room for 1.05 times the rows. Modes: train, train_plain, lookup, lookup_eval."""
+
+    MODES = ("train", "train_plain", "lookup", "lookup_eval")
+
+    def __init__(
+        self, *, rows: int, dim: int, optimizer: str, num_threads: int, filled: bool = True, shared: str | None = None
+    ) -> None:
+        import satrap
+        from satrap.store import Store
+
+        optimizers: dict[str, Any] = {
+            "adagrad": satrap.Adagrad(lr=LR, eps=EPS),
+            "rowwise": satrap.RowWiseAdagrad(lr=LR, eps=EPS),
+        }
+        table = satrap.Table(
+            "bench", dim=dim, optimizer=optimizers[optimizer], capacity=int(rows * CAPACITY_SLACK), on_full="evict"
+        )
+        self.store = Store(table, seed=1, num_threads=num_threads, shared=shared)
+        self.num_threads = num_threads
+        self.gradients = gradients(dim)
+        self.out = np.zeros((BATCH_IDS, dim), np.float32)
+        if filled:
+            self.fill(total_rows(rows))
+
+    def fill(self, count: int) -> None:
+        for begin in range(0, count, BATCH_IDS):
+            self.store.lookup(hashed_ids(np.arange(begin, min(begin + BATCH_IDS, count))))
+        if len(self.store) != count:
+            raise RuntimeError(f"the store holds {len(self.store)} rows after filling it with {count}")
+
+    def prepare(self, rows: RowNumbers) -> list[Any]:
+        return [hashed_ids(batch) for batch in rows]
+
+    def train(self, ids: Any) -> None:
+        _, ticket = self.store.lookup(ids, with_ticket=True)
+        self.store.update(ticket, self.gradients)
+
+    def train_plain(self, ids: Any) -> None:
+        self.store.lookup(ids)
+        self.store.update(ids, self.gradients)
+
+    def lookup(self, ids: Any) -> None:
+        self.store.lookup(ids, out=self.out)
+
+    def lookup_eval(self, ids: Any) -> None:
+        self.store.lookup(ids, train=False, out=self.out)
+
+    def probe(self, rows: RowNumbers) -> Floats:
+        return np.array(self.store.lookup(hashed_ids(rows), train=False))
+
+    def versions(self) -> dict[str, str]:
+        from importlib.metadata import version
+
+        return {"satrap": version("satrap"), "simd": self.store.simd, "numpy": np.__version__}
+
+
+class TorchTable:
+    """One nn.Embedding(sparse=True) with all rows, stepped by torch's sparse Adagrad or a row-wise one written here."""
+
+    MODES = ("train",)
+
+    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+        torch.manual_seed(1)
+        weight = torch.empty(total_rows(rows), dim).uniform_(-0.01, 0.01)
+        self.embedding = torch.nn.Embedding(total_rows(rows), dim, sparse=True, _weight=weight)
+        self.gradients = torch.from_numpy(gradients(dim))
+        if optimizer == "adagrad":
+            adagrad = torch.optim.Adagrad(self.embedding.parameters(), lr=LR, eps=EPS)
+            self.optimizer_step: Any = adagrad.step
+        else:
+            self.sums = torch.zeros(total_rows(rows))
+            self.sums.fill_(0.0)  # every page exists before anything is timed
+            self.optimizer_step = self._rowwise_step
+
+    def _rowwise_step(self) -> None:
+        import torch
+
+        weight = self.embedding.weight
+        assert weight.grad is not None
+        with torch.no_grad():
+            summed = weight.grad.coalesce()
+            touched, gradient = summed.indices()[0], summed.values()
+            self.sums.index_add_(0, touched, gradient.square().mean(dim=1))
+            scale = self.sums[touched].sqrt_().add_(EPS).reciprocal_().mul_(-LR)
+            weight.index_add_(0, touched, gradient.mul_(scale[:, None]))
+
+    def prepare(self, rows: RowNumbers) -> list[Any]:
+        import torch
+
+        return list(torch.from_numpy(rows))
+
+    def train(self, rows: Any) -> None:
+        self.embedding.weight.grad = None
+        self.embedding(rows).backward(self.gradients)
+        self.optimizer_step()
+
+    def probe(self, rows: RowNumbers) -> Floats:
+        import torch
+
+        return np.array(self.embedding.weight.detach()[torch.from_numpy(rows)].numpy())
+
+    def versions(self) -> dict[str, str]:
+        import torch
+
+        return {"torch": str(torch.__version__), "numpy": np.__version__}
+
+
+class FbgemmTable:
+    """FBGEMM's fused table on the CPU: one table per feature in one operator, the optimizer inside its backward."""
+
+    MODES = ("train",)
+
+    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
+        import torch
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            BoundsCheckMode,
+            ComputeDevice,
+            EmbeddingLocation,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        torch.set_num_threads(num_threads)
+        torch.manual_seed(1)
+        self.count, self.dim = rows_per_feature(rows), dim
+        kinds = {"adagrad": EmbOptimType.EXACT_ADAGRAD, "rowwise": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+        self.tables: Any = SplitTableBatchedEmbeddingBagsCodegen(
+            embedding_specs=[(self.count, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for _ in range(NUM_FEATURES)],
+            optimizer=kinds[optimizer],
+            learning_rate=LR,
+            eps=EPS,
+            bounds_check_mode=BoundsCheckMode.NONE,
+        )
+        self.tables.init_embedding_weights_uniform(-0.01, 0.01)
+        for states in self.tables.split_optimizer_states():
+            for state in states:
+                state.zero_()  # every page exists before anything is timed
+        self.offsets = torch.arange(BATCH_IDS + 1)  # one id per bag
+        gradient = torch.from_numpy(gradients(dim)).view(NUM_FEATURES, SAMPLES, dim)
+        self.gradients = gradient.transpose(0, 1).reshape(SAMPLES, NUM_FEATURES * dim).contiguous()
+
+    def prepare(self, rows: RowNumbers) -> list[Any]:
+        import torch
+
+        return list(torch.from_numpy(rows % self.count))  # features are laid out one after another, as FBGEMM wants
+
+    def train(self, local_rows: Any) -> None:
+        self.tables(local_rows, self.offsets).backward(self.gradients)
+
+    def probe(self, rows: RowNumbers) -> Floats:
+        weights = self.tables.split_embedding_weights()
+        picked = [weights[row // self.count].detach()[row % self.count].numpy() for row in rows.tolist()]
+        return np.array(picked, np.float32)
+
+    def versions(self) -> dict[str, str]:
+        from importlib.metadata import version
+
+        import torch
+
+        names = {"torch": str(torch.__version__), "numpy": np.__version__}
+        return {**names, "fbgemm-gpu-cpu": version("fbgemm-gpu-cpu")}
+
+
+class PlainArray:
+    """An array read by torch.index_select into a buffer that is reused: what this machine can read at all."""
+
+    MODES = ("lookup",)
+
+    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self.array = torch.ones(total_rows(rows), dim)
+        self.out = torch.empty(BATCH_IDS, dim)
+
+    def prepare(self, rows: RowNumbers) -> list[Any]:
+        import torch
+
+        return list(torch.from_numpy(rows))
+
+    def lookup(self, rows: Any) -> None:
+        import torch
+
+        torch.index_select(self.array, 0, rows, out=self.out)
+
+    def probe(self, rows: RowNumbers) -> Floats:
+        return np.array(self.array.numpy()[rows])
+
+    def versions(self) -> dict[str, str]:
+        import torch
+
+        return {"torch": str(torch.__version__), "numpy": np.__version__}
+
+
+CONTENDERS: dict[str, Any] = {
+    "satrap": SatrapTable,
+    "torch": TorchTable,
+    "fbgemm": FbgemmTable,
+    "index_select": PlainArray,
+}

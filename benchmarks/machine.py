@@ -1,0 +1,65 @@
+"""What a result must say about where and from what it was measured: machine, commit, date. Read once per run.
+
+Nothing here names the machine or its folders, so that results can be published as they are.
+"""
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe_machine() -> dict[str, Any]:
+    """The processor, the memory, and the kernel settings that change the figures."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(_field("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
+        "huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "shared_huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def describe_commit() -> str:
+    """The commit measured, with "+changes" if the tree differs from it; "unknown" outside a git checkout."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return "unknown"
+    changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return f"{commit}+changes" if changes else commit
+
+
+def now() -> str:
+    """The date and time, UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _field(path: str, name: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return "0" if path == "/proc/meminfo" else "unknown"
+
+
+def _chosen(path: str) -> str:
+    """The bracketed word of a kernel setting such as "always [madvise] never"."""
+    try:
+        words = Path(path).read_text().split()
+    except OSError:
+        return "unknown"
+    return next((word.strip("[]") for word in words if word.startswith("[")), "unknown")

@@ -1,0 +1,152 @@
+"""From the rounds of a group of cases to one record per case: rates, ratios within a round, spread, noise, targets.
+
+A figure is {"median", "low", "high", "rounds"}: one value per round, and their spread. A ratio is taken inside a round,
+against the better of the peers in that round, before anything is averaged: what drifts between rounds drifts for both.
+Rounds that something else on the machine disturbed stay in "rounds", but the median and the spread are those of the
+clean rounds wherever there is one.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.runs import Results, Round
+
+SAME_WORK = 1e-3
+# For each kind, its ratios: what is divided, and the peers of whom the better counts.
+RATIOS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "train": {"ratio": ("satrap", ("torch", "fbgemm")), "ratio_plain": ("satrap_plain", ("torch", "fbgemm"))},
+    "lookup": {
+        "ratio": ("satrap", ("index_select", "index_select_huge")),
+        "ratio_eval": ("satrap_eval", ("index_select", "index_select_huge")),
+    },
+    "shared": {"ratio": ("satrap_shared", ("satrap",))},
+}
+NOT_FIGURES = ("other_cpu", "steal", "noisy", "peak_resident_bytes", "versions")
+
+Figure = dict[str, Any]
+
+
+def spread(values: Sequence[float | None], clean: Sequence[bool]) -> Figure:
+    """The median and the range of a figure over its clean rounds, or over all if none was clean."""
+    known = [value for value in values if value is not None]
+    used = [value for value, good in zip(values, clean, strict=True) if value is not None and good] or known
+    median = round(statistics.median(used), 3) if used else None
+    return {
+        "median": median,
+        "low": min(used, default=None),
+        "high": max(used, default=None),
+        "rounds": list(values),
+    }
+
+
+def make_record(case: Case, results: Results) -> dict[str, Any]:
+    """The record of one case, from the results of all the runs of its group."""
+    record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
+    record |= {"optimizer": case.optimizer, "ids": case.ids, "num_threads": case.num_threads}
+    timed = results if case.ids is None else _streams_of(case, results)
+    clean = _clean_rounds(timed)
+    if case.ids is None:
+        rounds = results["satrap"]
+        names = dict.fromkeys(name for result in rounds if result for name in result if name not in NOT_FIGURES)
+        record["figures"] = {name: spread(_each(rounds, name), clean) for name in names}
+    else:
+        rates = {name: _each(rounds, "rows_per_s") for name, rounds in timed.items()}
+        record["rows_per_s"] = {name: spread(values, clean) for name, values in rates.items()}
+        record["step_ms"] = {name: spread(_each(rounds, "median_step_ms"), clean) for name, rounds in timed.items()}
+        record["figures"], record["all_peers_present"] = _ratios(case.kind, rates, clean)
+    record["targets"] = judge(case, record)
+    record["clean_rounds"] = clean
+    record["noise"] = _worst_noise(timed)
+    record["peak_resident_bytes"] = {
+        name: max((size for size in _each(rounds, "peak_resident_bytes") if size is not None), default=None)
+        for name, rounds in results.items()
+    }
+    if case.kind == "train":
+        record["change"] = {name: _each(rounds, "change") for name, rounds in results.items()}
+        record["same_work"] = all(_agree(changes) for changes in zip(*record["change"].values(), strict=True))
+    done = [result for rounds in results.values() for result in rounds if result is not None]
+    record["versions"] = {key: value for result in done for key, value in result["versions"].items()}
+    return record
+
+
+def judge(case: Case, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each target of the case with the value reached; `met` is None where the measurement is missing or incomplete."""
+    judged = []
+    for target in case.targets:
+        value = record["figures"].get(target.figure, {}).get("median")
+        usable = value is not None and record.get("all_peers_present", True)
+        met = target.met_by(value) if usable else None
+        judged.append({"figure": target.figure, "wanted": target.wanted(), "value": value, "met": met})
+    return judged
+
+
+def complaints(record: Mapping[str, Any]) -> list[str]:
+    """What stands against a record: targets missed or not measured, contenders that did different work."""
+    lines = []
+    for target in record["targets"]:
+        if target["met"] is None:
+            lines.append(f"{record['case']}: {target['figure']} was not measured, or not against every peer")
+        elif not target["met"]:
+            lines.append(f"{record['case']}: {target['figure']} is {target['value']:g}, wanted {target['wanted']}")
+    if record.get("same_work") is False:
+        lines.append(f"{record['case']}: the contenders changed their rows differently: {record['change']}")
+    return lines
+
+
+def _streams_of(case: Case, results: Results) -> dict[str, list[Round]]:
+    """By name, the timed streams over this case's ids, one per round."""
+    prefix = f"{case.ids}:"
+    streams: dict[str, list[Round]] = {}
+    for rounds in results.values():
+        labels = {label for result in rounds if result for label in result["streams"] if label.startswith(prefix)}
+        for label in sorted(labels):
+            streams[label.removeprefix(prefix)] = [result["streams"][label] if result else None for result in rounds]
+    return streams
+
+
+def _ratios(
+    kind: str, rates: Mapping[str, Sequence[float | None]], clean: Sequence[bool]
+) -> tuple[dict[str, Figure], bool]:
+    """The ratios of this kind of case, and whether every peer was there in every round."""
+    figures: dict[str, Figure] = {}
+    complete = True
+    for name, (ours, peers) in RATIOS.get(kind, {}).items():
+        present = [peer for peer in peers if peer in rates]
+        complete = complete and all(peer in rates and None not in rates[peer] for peer in peers)
+        if ours not in rates or not present:
+            continue
+        values: list[float | None] = []
+        better: list[str | None] = []
+        for number, rate in enumerate(rates[ours]):
+            beside = {peer: speed for peer in present if (speed := rates[peer][number]) is not None}
+            better.append(max(beside, key=lambda peer: beside[peer]) if beside else None)
+            values.append(round(rate / max(beside.values()), 3) if rate is not None and beside else None)
+        figures[name] = {**spread(values, clean), "against": better}
+    return figures, complete
+
+
+def _clean_rounds(timed: Mapping[str, Sequence[Round]]) -> list[bool]:
+    """For each round, whether nothing disturbed any contender; unknown noise counts as none."""
+    return [
+        not any(result.get("noisy") for result in results if result is not None)
+        for results in zip(*timed.values(), strict=True)
+    ]
+
+
+def _worst_noise(timed: Mapping[str, Sequence[Round]]) -> dict[str, float | None]:
+    done = [result for rounds in timed.values() for result in rounds if result is not None]
+    seen = {name: [r[name] for r in done if r.get(name) is not None] for name in ("other_cpu", "steal")}
+    return {name: max(values, default=None) for name, values in seen.items()}
+
+
+def _each(rounds: Sequence[Round], name: str) -> list[Any]:
+    """One number of every round, None where it failed."""
+    return [None if result is None else result[name] for result in rounds]
+
+
+def _agree(changes: Sequence[float | None]) -> bool:
+    """Whether the contenders of one round changed their rows by the same amount."""
+    known = [change for change in changes if change is not None]
+    return not known or max(known) - min(known) <= SAME_WORK * max(known)

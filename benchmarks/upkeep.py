@@ -1,0 +1,174 @@
+"""What only Satrap is asked, because an array of fixed size has no such question: bytes per row, growth, snapshots.
+
+Each function is one job of benchmarks.worker: it builds a store, does its work once and returns plain numbers. Ids are
+hashed row numbers, made outside what is timed.
+"""
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu, resident_bytes
+from benchmarks.workload import BATCH_IDS, Ids, hashed_ids
+
+FLOAT_BYTES = 4
+FILL_IDS = 16384  # small batches: the lookup's own buffers should not show in the memory of a small table
+OVERFILL = 1.1
+NUM_COMPARED = 1000
+
+
+def _optimizer(name: str) -> Any:
+    import satrap
+
+    return {
+        "sgd": satrap.SGD(lr=0.02),
+        "momentum": satrap.SGD(lr=0.02, momentum=0.9),
+        "adagrad": satrap.Adagrad(lr=0.02),
+        "rowwise": satrap.RowWiseAdagrad(lr=0.02),
+        "adam": satrap.Adam(),
+        "adamw": satrap.AdamW(),
+        "ftrl": satrap.Ftrl(),
+    }[name]
+
+
+def _versions(store: Any) -> dict[str, str]:
+    return {"satrap": version("satrap"), "simd": store.simd, "numpy": np.__version__}
+
+
+def _ids(begin: int, end: int) -> Ids:
+    return hashed_ids(np.arange(begin, end, dtype=np.int64))
+
+
+def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
+    """Fill a table to its capacity with 1.1 times as many ids; the bytes of a row beyond its values and state."""
+    from satrap import Table
+    from satrap.store import Store
+
+    rows, dim = int(job["rows"]), int(job["dim"])
+    table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), capacity=rows, on_full="evict")
+    out = np.ones((FILL_IDS, dim), np.float32)
+    # Code pages and Python's own first-time costs are no table's; the small store stays, so nothing of it is reused.
+    small = Store(table, seed=1, num_threads=job["num_threads"])
+    small.lookup(_ids(0, FILL_IDS), out=out)
+    before = resident_bytes()
+    store = Store(table, seed=1, num_threads=job["num_threads"])
+    end = int(rows * OVERFILL)
+    for begin in range(0, end, FILL_IDS):
+        ids = _ids(begin, min(begin + FILL_IDS, end))
+        store.lookup(ids, out=out[: len(ids)])
+    resident = resident_bytes() - before
+    raw = FLOAT_BYTES * (dim + store.state_dim)
+    held, stats = len(store), store.stats()
+    return {
+        "rows_held": held,
+        "evicted": stats["evicted"],
+        "raw_bytes_per_row": raw,
+        "overhead_bytes_per_row": round(stats["bytes"] / held - raw, 2),
+        "resident_overhead_bytes_per_row": round(resident / held - raw, 2),
+        "peak_resident_bytes": peak_resident_bytes(),
+        "versions": _versions(store),
+    }
+
+
+def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
+    """Insert rows, all new, into a table without a capacity; how much longer than usual the longest batch took.
+
+    The same in CPU time (of all threads) tells a stall of the table from one of the machine.
+    """
+    from satrap import Table
+    from satrap.store import Store
+
+    rows, dim = int(job["rows"]), int(job["dim"])
+    table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), on_full="grow")
+    store = Store(table, seed=1, num_threads=job["num_threads"])
+    out = np.zeros((BATCH_IDS, dim), np.float32)
+    wall, cpu = [], []
+    noise = read_cpu()
+    for begin in range(0, rows, BATCH_IDS):
+        ids = _ids(begin, min(begin + BATCH_IDS, rows))
+        start, start_cpu = time.perf_counter(), time.process_time()
+        store.lookup(ids, out=out[: len(ids)])
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - start_cpu)
+    return {
+        "rows_held": len(store),
+        "inserted_rows_per_s": round(rows / sum(wall)),
+        "median_batch_ms": round(1e3 * statistics.median(wall), 3),
+        "longest_batch_ms": round(1e3 * max(wall), 3),
+        "longest_batch_at_row": BATCH_IDS * wall.index(max(wall)),
+        "stall_ms": round(1e3 * (max(wall) - statistics.median(wall)), 3),
+        "cpu_stall_ms": round(1e3 * (max(cpu) - statistics.median(cpu)), 3),
+        **noise_between(noise, read_cpu()),
+        "peak_resident_bytes": peak_resident_bytes(),
+        "versions": _versions(store),
+    }
+
+
+def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
+    """Save a table into memory-backed files and load it again; bytes of the files over wall time, in GB/s.
+
+    `plain_write` and `plain_read` are the same folder written and read by one thread with nothing to do but copy.
+    """
+    from satrap import Table
+    from satrap.store import Store
+
+    rows, dim, num_threads = int(job["rows"]), int(job["dim"]), job["num_threads"]
+    table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), capacity=int(rows * 1.05))
+    store = Store(table, seed=1, num_threads=num_threads)
+    for begin in range(0, rows, BATCH_IDS):
+        store.lookup(_ids(begin, min(begin + BATCH_IDS, rows)))
+    compared = _ids(0, NUM_COMPARED)
+    expected = store.lookup(compared, train=False)
+    folder = Path(tempfile.mkdtemp(prefix="satrap-bench-", dir=job["tmpfs"]))
+    try:
+        plain = _plain_copy(folder / "plain", min(1 << 30, 4 * rows * dim))
+        noise = read_cpu()
+        start = time.perf_counter()
+        store.save(folder / "snapshot")
+        save_seconds = time.perf_counter() - start
+        size = sum(file.stat().st_size for file in (folder / "snapshot").rglob("*") if file.is_file())
+        del store  # the loaded table takes its place in memory
+        start = time.perf_counter()
+        loaded = Store.load(folder / "snapshot", num_threads=num_threads)
+        load_seconds = time.perf_counter() - start
+        after = noise_between(noise, read_cpu())
+    finally:
+        shutil.rmtree(folder)
+    if len(loaded) != rows or not np.array_equal(loaded.lookup(compared, train=False), expected):
+        raise RuntimeError("the loaded table is not the saved one")
+    return {
+        "file_bytes": size,
+        "save_gb_per_s": round(size / save_seconds / 1e9, 3),
+        "load_gb_per_s": round(size / load_seconds / 1e9, 3),
+        **plain,
+        **after,
+        "peak_resident_bytes": peak_resident_bytes(),
+        "versions": _versions(loaded),
+    }
+
+
+def _plain_copy(path: Path, size: int) -> dict[str, float]:
+    block = bytearray(os.urandom(1 << 20) * 16)
+    num_blocks = max(1, size // len(block))
+    start = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(num_blocks):
+            file.write(block)
+    middle = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+    end = time.perf_counter()
+    path.unlink()
+    copied = num_blocks * len(block) / 1e9
+    return {
+        "plain_write_gb_per_s": round(copied / (middle - start), 3),
+        "plain_read_gb_per_s": round(copied / (end - middle), 3),
+    }

@@ -1,0 +1,119 @@
+// Memory that is used for one call and again for the next: growing buffers without initialisation, and a pool of
+// large blocks for results that leave to Python. Fresh pages cost more than the copy into them (a page fault per
+// 4 KiB), so blocks are kept, bounded, in huge pages.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace satrap {
+
+template <typename T> class Buffer {
+  public:
+    // At least n elements, contents undefined.
+    T* reserve(std::size_t n) {
+        if (n > capacity_) {
+            capacity_ = n + n / 4;
+            memory_.reset(static_cast<T*>(::operator new[](capacity_ * sizeof(T), std::align_val_t{64})));
+        }
+        return memory_.get();
+    }
+    T* data() const { return memory_.get(); }
+    T& operator[](std::size_t i) const { return memory_[i]; }
+
+  private:
+    struct Free {
+        void operator()(T* memory) const { ::operator delete[](static_cast<void*>(memory), std::align_val_t{64}); }
+    };
+    std::unique_ptr<T[], Free> memory_;
+    std::size_t capacity_ = 0;
+};
+
+// Things that are dear to make, handed out and taken back: scratch space, batches.
+template <typename T> class Recycler {
+  public:
+    std::unique_ptr<T> take() {
+        std::lock_guard lock(mutex_);
+        if (spare_.empty()) return std::make_unique<T>();
+        std::unique_ptr<T> thing = std::move(spare_.back());
+        spare_.pop_back();
+        return thing;
+    }
+    void give(std::unique_ptr<T> thing) {
+        std::lock_guard lock(mutex_);
+        if (spare_.size() < kSpare) spare_.push_back(std::move(thing));
+    }
+
+  private:
+    static constexpr std::size_t kSpare = 16;
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<T>> spare_;
+};
+
+// Blocks of memory, 64-byte aligned; those freed are kept for the next request of about their size, up to a bound.
+class BlockPool {
+  public:
+    struct Block {
+        std::byte* memory;
+        std::size_t bytes;
+    };
+
+    BlockPool() = default;
+    BlockPool(const BlockPool&) = delete;
+    BlockPool& operator=(const BlockPool&) = delete;
+    ~BlockPool() {
+        for (Block block : spare_) std::free(block.memory);
+    }
+
+    Block take(std::size_t bytes) {
+        if (bytes < kHugePage) return {allocate(64, (bytes + 64) / 64 * 64), 0}; // small: malloc is as good
+        bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+        {
+            std::lock_guard lock(mutex_);
+            for (std::size_t i = 0; i < spare_.size(); ++i) {
+                Block block = spare_[i];
+                if (block.bytes < bytes || block.bytes > 2 * bytes) continue;
+                spare_.erase(spare_.begin() + static_cast<std::ptrdiff_t>(i));
+                kept_ -= block.bytes;
+                return block;
+            }
+        }
+        Block block{allocate(kHugePage, bytes), bytes};
+        madvise(block.memory, bytes, MADV_HUGEPAGE);
+        return block;
+    }
+
+    void give(Block block) {
+        if (block.bytes != 0) {
+            std::lock_guard lock(mutex_);
+            if (kept_ + block.bytes <= kMostKept) {
+                kept_ += block.bytes;
+                spare_.push_back(block);
+                return;
+            }
+        }
+        std::free(block.memory);
+    }
+
+  private:
+    static constexpr std::size_t kHugePage = std::size_t{2} << 20;
+    static constexpr std::size_t kMostKept = std::size_t{512} << 20;
+
+    static std::byte* allocate(std::size_t alignment, std::size_t bytes) {
+        void* memory = std::aligned_alloc(alignment, bytes);
+        if (memory == nullptr) throw std::bad_alloc();
+        return static_cast<std::byte*>(memory);
+    }
+
+    std::mutex mutex_;
+    std::vector<Block> spare_;
+    std::size_t kept_ = 0;
+};
+
+} // namespace satrap

@@ -1,0 +1,206 @@
+// An Arena over one file (on tmpfs or a disk) whose chunks outlive the process: after kill -9 a new process maps the
+// file again and finds every chunk by its header. Only rows are in it; indexes and free lists are rebuilt.
+//
+// File: [FileHeader | TableLedger x tables | config blob | padding to 4096] [chunk]... ; chunk: [ChunkHeader | bytes].
+// Invariants: tail <= file size; chunks lie back to back from header_bytes to tail, but for gaps where a chunk would
+// straddle two pieces (a ChunkHeader of kind 0 with the gap's size); the file is grown by posix_fallocate, so a full
+// tmpfs is an error from allocate() and never a SIGBUS in the middle of an update.
+// One process at a time: an exclusive flock, which the kernel drops when its holder dies.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <functional>
+#include <span>
+
+#include "arena.hpp"
+
+namespace satrap {
+
+struct FileHeader {
+    static constexpr std::uint64_t kMagic = 0x314d485350525453ULL; // "STRPSHM1"
+    std::atomic<std::uint64_t> magic; // written last: a file without it was never finished
+    std::uint64_t header_bytes;
+    std::uint64_t piece_bytes;
+    std::uint64_t num_tables;
+    std::uint64_t config_bytes;
+    std::atomic<std::uint64_t> tail;
+    std::atomic<std::uint32_t> latest_step;
+};
+
+struct alignas(64) ChunkHeader {
+    std::uint64_t bytes; // header included; 0: never written
+    std::uint32_t kind;  // 0: a gap
+    std::uint32_t table;
+    std::uint32_t bucket;
+    std::uint32_t sequence;
+};
+
+class SharedArena final : public Arena {
+  public:
+    static constexpr std::size_t kPage = 4096;
+    static constexpr std::size_t kPiece = std::size_t{16} << 20;
+
+    // A new file. Its name is taken with O_EXCL: an existing one is somebody's rows.
+    static std::unique_ptr<SharedArena> create(const std::string& path, std::size_t tables, std::span<const char> config) {
+        std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
+        arena->fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        if (arena->fd_ < 0)
+            arena->fail(errno == EEXIST ? "exists already; Store.attach() opens it, or remove it first" : errno_text("cannot be created"));
+        arena->lock();
+        try {
+            arena->write_header(tables, config);
+        } catch (...) {
+            ::unlink(path.c_str());
+            throw;
+        }
+        return arena;
+    }
+
+    static std::unique_ptr<SharedArena> attach(const std::string& path, std::size_t tables) {
+        std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
+        arena->open_existing();
+        if (arena->header().num_tables != tables)
+            arena->fail("holds " + std::to_string(arena->header().num_tables) + " tables, not " + std::to_string(tables));
+        return arena;
+    }
+
+    static std::string config_of(const std::string& path) {
+        SharedArena arena(path, 0);
+        arena.open_existing();
+        const char* blob = reinterpret_cast<const char*>(arena.pieces_[0].address) + arena.config_offset();
+        return std::string(blob, arena.header().config_bytes);
+    }
+
+    ~SharedArena() override {
+        for (const Piece& piece : pieces_) munmap(piece.address, piece.bytes);
+        if (fd_ >= 0) ::close(fd_); // releases the flock
+    }
+
+    bool survives_process() const override { return true; }
+    TableLedger& ledger(std::size_t table) override { return ledgers()[table]; }
+    std::atomic<std::uint32_t>& latest_step() override { return header().latest_step; }
+
+    std::byte* allocate(const ChunkTag& tag, std::size_t bytes) override {
+        bytes = round_up(bytes, 64) + sizeof(ChunkHeader);
+        std::lock_guard lock(mutex_);
+        std::uint64_t tail = header().tail.load();
+        if (tail + bytes > end()) {
+            std::uint64_t old_end = end();
+            add_piece(round_up(std::max(bytes, kPiece), kPage));
+            if (tail < old_end) { // the chunk must not straddle two pieces
+                *chunk_header(tail) = ChunkHeader{old_end - tail, 0, 0, 0, 0};
+                tail = old_end;
+            }
+        }
+        ChunkHeader* chunk = chunk_header(tail);
+        *chunk = ChunkHeader{bytes, static_cast<std::uint32_t>(tag.kind), tag.table, tag.bucket, tag.sequence};
+        header().tail.store(tail + bytes);
+        return reinterpret_cast<std::byte*>(chunk + 1);
+    }
+
+    std::byte* allocate_index(std::size_t bytes) override { return index_memory_.allocate_index(bytes); }
+    void release_index(std::byte* block, std::size_t bytes) override { index_memory_.release_index(block, bytes); }
+
+    // Every chunk of the file in the order of its making: how owners find their rows again after attach().
+    void for_each(const std::function<void(const ChunkTag&, std::byte*, std::size_t)>& visit) {
+        for (std::uint64_t at = header().header_bytes; at < header().tail.load();) {
+            ChunkHeader* chunk = chunk_header(at);
+            if (chunk->bytes < sizeof(ChunkHeader) || chunk->bytes % 64 != 0 || at + chunk->bytes > header().tail.load())
+                fail("is damaged: a chunk at byte " + std::to_string(at) + " claims " + std::to_string(chunk->bytes) + " bytes");
+            if (chunk->kind != 0)
+                visit({static_cast<ChunkKind>(chunk->kind), chunk->table, chunk->bucket, chunk->sequence},
+                      reinterpret_cast<std::byte*>(chunk + 1), chunk->bytes - sizeof(ChunkHeader));
+            at += chunk->bytes;
+        }
+    }
+
+    [[noreturn]] void fail(const std::string& what) const { throw SharedMemoryError("shared-memory file '" + path_ + "' " + what); }
+
+  private:
+    struct Piece {
+        std::byte* address;
+        std::uint64_t offset;
+        std::size_t bytes;
+    };
+
+    SharedArena(std::string path, std::size_t tables) : Arena(tables), path_(std::move(path)) {}
+
+    static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
+    FileHeader& header() { return *reinterpret_cast<FileHeader*>(pieces_[0].address); }
+    TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(pieces_[0].address + round_up(sizeof(FileHeader), 64)); }
+    std::uint64_t end() const { return pieces_.back().offset + pieces_.back().bytes; }
+    std::size_t config_offset() { return round_up(sizeof(FileHeader), 64) + header().num_tables * sizeof(TableLedger); }
+
+    ChunkHeader* chunk_header(std::uint64_t offset) {
+        auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
+                                      [](std::uint64_t at, const Piece& p) { return at < p.offset; });
+        --piece;
+        return reinterpret_cast<ChunkHeader*>(piece->address + (offset - piece->offset));
+    }
+
+    void lock() {
+        if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) fail("is in use by another process; one process at a time may attach it");
+    }
+
+    void map_piece(std::uint64_t offset, std::size_t bytes) {
+        void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
+        if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
+        madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
+        pieces_.push_back({static_cast<std::byte*>(address), offset, bytes});
+    }
+
+    void add_piece(std::size_t bytes) {
+        std::uint64_t offset = pieces_.empty() ? 0 : end();
+        if (int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes)); error != 0) {
+            (void)!ftruncate(fd_, static_cast<off_t>(offset)); // leaves the file as it was
+            fail("cannot grow by " + std::to_string(bytes) + " bytes: " + std::strerror(error));
+        }
+        map_piece(offset, bytes);
+    }
+
+    void write_header(std::size_t tables, std::span<const char> config) {
+        std::size_t bytes = round_up(sizeof(FileHeader), 64) + tables * sizeof(TableLedger) + config.size();
+        bytes = round_up(bytes, kPage);
+        add_piece(round_up(std::max(bytes, kPiece), kPage));
+        FileHeader& head = header();
+        head.header_bytes = bytes;
+        head.piece_bytes = pieces_[0].bytes;
+        head.num_tables = tables;
+        head.config_bytes = config.size();
+        head.tail.store(bytes);
+        std::memcpy(pieces_[0].address + config_offset(), config.data(), config.size());
+        head.magic.store(FileHeader::kMagic);
+    }
+
+    void open_existing() {
+        fd_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
+        if (fd_ < 0) fail(errno_text("cannot be opened"));
+        lock();
+        struct stat status{};
+        if (fstat(fd_, &status) != 0) fail(errno_text("cannot be examined"));
+        auto size = static_cast<std::uint64_t>(status.st_size);
+        if (size < kPage) fail("is no Satrap shared-memory file: " + std::to_string(size) + " bytes are too few");
+        map_piece(0, size);
+        FileHeader& head = header();
+        if (head.magic.load() != FileHeader::kMagic)
+            fail("is no Satrap shared-memory file, or its creation was cut short; its first bytes are not ours");
+        std::size_t fixed = round_up(sizeof(FileHeader), 64) + head.num_tables * sizeof(TableLedger) + head.config_bytes;
+        if (head.tail.load() > size || head.header_bytes > size || fixed > head.header_bytes)
+            fail("is truncated: " + std::to_string(size) + " bytes found, " + std::to_string(head.tail.load()) + " wanted");
+    }
+
+    AnonymousArena index_memory_{0}; // an index is rebuilt from the rows, never shared
+    std::string path_;
+    int fd_ = -1;
+    std::mutex mutex_;
+    std::vector<Piece> pieces_;
+};
+
+} // namespace satrap

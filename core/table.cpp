@@ -1,0 +1,274 @@
+// The life of a row; see table.hpp.
+#include "table.hpp"
+
+#include "errors.hpp"
+
+namespace satrap {
+
+Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena)
+    : config_(std::move(config)), key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
+      ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
+    const OptimizerConfig& o = config_.optimizer;
+    initial_ = {config_.initial, config_.dtype, o.kind, config_.dim, static_cast<std::uint32_t>(config_.value_bytes()),
+                config_.state_dim(), key_, config_.initial_a, config_.initial_b, static_cast<float>(o.initial_accumulator_value),
+                static_cast<float>(o.ftrl_beta / o.lr + o.l2), static_cast<float>(o.l1)};
+    if (ledger_->version.load() == 0) { // new, not re-attached
+        ledger_->version.store(1);
+        set_lr(o.lr);
+    }
+    for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
+        buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.row_bytes(), row_share(b));
+        buckets_[b].sightings.init(&arena, {ChunkKind::sightings, number, b, 0}, 0, window_share(b));
+    }
+}
+
+StepScalars Table::step_scalars(std::uint32_t step, double lr) const {
+    const OptimizerConfig& o = config_.optimizer;
+    return {o.kind, config_.dtype, o.nesterov, config_.dim, initial_.value_bytes,
+            static_cast<std::uint32_t>(config_.row_bytes()), step, key_, lr, o.beta1, o.beta2,
+            static_cast<float>(o.momentum), static_cast<float>(o.weight_decay), static_cast<float>(o.eps),
+            static_cast<float>(o.ftrl_beta), static_cast<float>(o.l1), static_cast<float>(o.l2)};
+}
+
+void Table::open_step(const LookupStep& at) {
+    if (config_.expire_after == 0 || at.step <= config_.expire_after) return;
+    std::uint32_t line = std::min(at.step - config_.expire_after, at.oldest_open);
+    std::uint32_t now = ledger_->expire_before.load();
+    while (now < line && !ledger_->expire_before.compare_exchange_weak(now, line)) {}
+}
+
+// Finds the slot of every unique id (kNoSlot: none) in passes, so that the cache misses of a bucket overlap.
+void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, std::uint32_t* slots) {
+    Rows& rows = bucket.rows;
+    if (hinted) {
+        for (std::uint32_t i = 0; i < visit.num_unique; ++i) slots[i] = visit.hints[i];
+    } else {
+        for (std::uint32_t i = 0; i < visit.num_unique; ++i) rows.index().prefetch(mix64(visit.unique[i]));
+        for (std::uint32_t i = 0; i < visit.num_unique; ++i) slots[i] = rows.index().candidate(mix64(visit.unique[i]));
+    }
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i)
+        if (slots[i] < rows.used()) __builtin_prefetch(&rows.head(slots[i]), 1);
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i)
+        if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
+}
+
+void Table::lookup(const Visit& visit, const LookupStep& at, float* out, Scratch& scratch) {
+    Bucket& bucket = buckets_[visit.bucket];
+    std::uint32_t* slots = scratch.slots.reserve(visit.num_unique);
+    std::lock_guard lock(bucket.mutex);
+    locate(bucket, visit, false, slots);
+    if (at.train) {
+        const std::uint32_t version = ledger_->version.load(); // under the lock: see begin_version
+        touch_hits(bucket, visit, at.step, version, slots);
+        insert_misses(bucket, visit, at, version, scratch);
+        for (std::uint32_t i = 0; i < visit.num_unique; ++i) visit.hints[i] = slots[i];
+    }
+    point_rows(bucket, visit, scratch);
+    kernels_->gather(scratch.rows.data(), visit.local, visit.positions, visit.count, config_.dim, config_.dtype, out);
+}
+
+// Hits are stamped before any miss is inserted, so that no id of a batch evicts another of it.
+void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version, std::uint32_t* slots) {
+    const std::uint32_t line = expire_before();
+    std::uint64_t hits = 0;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (slots[i] == kNoSlot) continue;
+        Head& head = bucket.rows.head(slots[i]);
+        if (head.stamp < line) {
+            bucket.remove(slots[i], version);
+            ++bucket.counters.expired;
+            slots[i] = kNoSlot;
+            continue;
+        }
+        head.stamp = std::max(head.stamp, step);
+        head.changed = version;
+        ++hits;
+    }
+    bucket.counters.lookups += visit.num_unique;
+    bucket.counters.hits += hits;
+}
+
+void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version, Scratch& scratch) {
+    std::uint32_t* slots = scratch.slots.data();
+    float* values = scratch.values.reserve(config_.dim);
+    if (const std::uint32_t line = expire_before(); line - bucket.swept_before > config_.expire_after / 8 && line > bucket.swept_before)
+        bucket.sweep(line, version); // keeps an unbounded table bounded; the result does not depend on when
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (slots[i] != kNoSlot) continue;
+        const std::uint64_t id = visit.unique[i], hash = mix64(id);
+        if (!admit(bucket, visit.bucket, id, hash, at.step)) {
+            ++bucket.counters.refused;
+            continue;
+        }
+        make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
+        const std::uint32_t slot = bucket.rows.insert(id, hash);
+        kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
+        bucket.rows.publish(slot, at.step, version);
+        ++bucket.counters.inserted;
+        slots[i] = slot;
+    }
+}
+
+bool Table::admit(Bucket& bucket, std::uint32_t b, std::uint64_t id, std::uint64_t hash, std::uint32_t step) {
+    switch (config_.admission) {
+    case AdmissionKind::always: return true;
+    case AdmissionKind::probability: return unit_interval(step_key(row_key(~key_, id), step)) < config_.probability;
+    case AdmissionKind::min_count: return bucket.sight(id, hash, step, config_.min_count, window_share(b));
+    }
+    return true;
+}
+
+// Frees one row of a full bucket, or throws. `wanted`: how many rows the call may still need here, for the message.
+void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted) {
+    if (!config_.bounded() || bucket.rows.size() < row_share(b)) return;
+    const std::uint32_t victim = bucket.rows.oldest();
+    const std::uint32_t stamp = bucket.rows.head(victim).stamp;
+    if (stamp < expire_before()) {
+        ++bucket.counters.expired;
+    } else {
+        if (config_.on_full == OnFull::raise || stamp >= at.oldest_open) fail_full(bucket, b, at, wanted);
+        ++bucket.counters.evicted;
+    }
+    bucket.remove(victim, version);
+}
+
+void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const {
+    std::size_t kept = bucket.rows.size();
+    std::string why = "on_full is 'raise'";
+    if (config_.on_full == OnFull::evict) {
+        kept = 0;
+        bucket.rows.for_each([&](std::uint32_t, const Head& head) { kept += head.stamp >= at.oldest_open; });
+        why = "all of them are in use by open steps (" + std::to_string(at.oldest_open) + " and later)";
+    }
+    throw CapacityError("table '" + config_.name + "' is full at step " + std::to_string(at.step) + ": bucket " + std::to_string(b) +
+                        " of " + std::to_string(config_.num_buckets) + " has " + std::to_string(bucket.rows.size()) + " rows, its share of capacity=" +
+                        std::to_string(config_.capacity) + ", and " + why + "; the lookup needs up to " + std::to_string(wanted) +
+                        " more there; set capacity to at least " + std::to_string((kept + wanted) * config_.num_buckets) +
+                        ", or use on_full='grow'" + (config_.on_full == OnFull::evict ? ", a smaller batch or less staleness" : ""));
+}
+
+// Where each unique id's values are to be read: its row, or what an absent row reads as.
+void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
+    const std::uint32_t* slots = scratch.slots.data();
+    const std::uint32_t line = expire_before();
+    const std::byte** rows = scratch.rows.reserve(visit.num_unique);
+    std::size_t absent = 0;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        const bool found = slots[i] != kNoSlot && bucket.rows.head(slots[i]).stamp >= line;
+        rows[i] = found ? bucket.rows.row(slots[i]) : nullptr;
+        absent += !found;
+    }
+    if (absent == 0) return;
+    const std::size_t stride = config_.row_bytes();
+    const bool zeros = config_.absent == Absent::zeros;
+    std::byte* next = scratch.absent.reserve((zeros ? 1 : absent) * stride);
+    if (zeros) std::memset(next, 0, stride);
+    float* values = scratch.values.reserve(config_.dim);
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (rows[i] != nullptr) continue;
+        rows[i] = next;
+        if (zeros) continue;
+        kernels_->initialise(initial_, visit.unique[i], next, values);
+        next += stride;
+    }
+}
+
+// The entries whose gradients are finite, into scratch.kept_*; returns how many. Only when a batch has others.
+std::size_t Table::filter_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch) const {
+    scratch.kept_local.reserve(visit.count);
+    scratch.kept_positions.reserve(visit.count);
+    std::size_t kept = 0;
+    for (std::uint32_t e = 0; e < visit.count; ++e) {
+        const std::size_t begin = static_cast<std::size_t>(visit.positions[e]) * config_.dim;
+        if (kernels_->first_nonfinite(gradients, begin, begin + config_.dim) != begin + config_.dim) continue;
+        scratch.kept_local[kept] = visit.local[e];
+        scratch.kept_positions[kept++] = visit.positions[e];
+    }
+    return kept;
+}
+
+void Table::update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter, Scratch& scratch) {
+    Bucket& bucket = buckets_[visit.bucket];
+    const std::uint32_t n = visit.num_unique;
+    std::uint32_t* slots = scratch.slots.reserve(n);
+    float* sums = scratch.sums.reserve(static_cast<std::size_t>(n) * config_.dim);
+    std::uint8_t* started = scratch.started.reserve(n);
+    RowStep* steps = scratch.steps.reserve(n);
+    std::memset(started, 0, n);
+    const std::uint32_t *local = visit.local, *positions = visit.positions;
+    std::size_t count = visit.count;
+    if (filter) {
+        count = filter_nonfinite(visit, gradients, scratch);
+        local = scratch.kept_local.data();
+        positions = scratch.kept_positions.data();
+    }
+
+    std::lock_guard lock(bucket.mutex);
+    locate(bucket, visit, hinted, slots);
+    kernels_->sum(gradients, local, positions, count, config_.dim, sums, started);
+    const std::uint32_t line = expire_before();
+    std::size_t ready = 0;
+    for (std::uint32_t i = 0; i < n; ++i) {
+        if (!started[i]) continue;
+        if (slots[i] == kNoSlot || bucket.rows.head(slots[i]).stamp < line) {
+            ++bucket.counters.not_applied_absent;
+            continue;
+        }
+        slots[ready] = slots[i]; // ready <= i
+        steps[ready++] = {bucket.rows.row(slots[i]), sums + static_cast<std::size_t>(i) * config_.dim, visit.unique[i]};
+    }
+    if (scratch.undo != nullptr) {
+        scratch.undo->open(number_, visit.bucket, ready, bucket.rows.row_bytes());
+        for (std::size_t r = 0; r < ready; ++r) scratch.undo->add(slots[r], bucket.rows.head(slots[r]), steps[r].row);
+        scratch.undo->arm();
+    }
+    const std::uint32_t version = ledger_->version.load();
+    for (std::size_t r = 0; r < ready; ++r) {
+        Head& head = bucket.rows.head(slots[r]);
+        head.stamp = std::max(head.stamp, scalars.step);
+        head.changed = version;
+    }
+    kernels_->step(scalars, steps, ready, scratch.values.reserve(config_.dim));
+    if (scratch.undo != nullptr) scratch.undo->disarm();
+    bucket.counters.updated += ready;
+    bucket.counters.skipped += visit.count - count;
+}
+
+bool Table::read(std::uint64_t id, float* values, float* state) {
+    Bucket& bucket = buckets_[hash_bucket(id)];
+    std::lock_guard lock(bucket.mutex);
+    const std::uint32_t slot = bucket.rows.find(id, mix64(id));
+    if (slot == kNoSlot || bucket.rows.head(slot).stamp < expire_before()) return false;
+    const std::byte* row = bucket.rows.row(slot);
+    const std::uint32_t zero = 0;
+    portable_kernels().gather(&row, &zero, &zero, 1, config_.dim, config_.dtype, values);
+    if (config_.state_dim() != 0) std::memcpy(state, row + config_.value_bytes(), config_.state_dim() * sizeof(float));
+    return true;
+}
+
+void Table::check() {
+    for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
+        Bucket& bucket = buckets_[b];
+        std::lock_guard lock(bucket.mutex);
+        bucket.rows.check(row_share(b));
+        bucket.sightings.check(config_.admission == AdmissionKind::min_count ? window_share(b) : 0);
+        auto require = [&](bool holds, const char* what) {
+            if (!holds) throw InvariantError("table '" + config_.name + "', bucket " + std::to_string(b) + ": " + what);
+        };
+        const std::uint32_t version = ledger_->version.load(), latest = arena_->latest_step().load();
+        bucket.rows.for_each([&](std::uint32_t, const Head& head) {
+            require(hash_bucket(head.id()) == b, "a row's id belongs to another bucket");
+            require(head.changed <= version, "a row changed at a version that has not begun");
+            require(head.stamp <= latest, "a row is stamped after the latest step");
+        });
+        bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
+            require(hash_bucket(head.id()) == b, "a sighting's id belongs to another bucket");
+            require(head.changed < config_.min_count, "a sighting that should have been admitted");
+            require(bucket.rows.find(head.id(), mix64(head.id())) == kNoSlot, "an id has a row and a sighting");
+        });
+        for (const Removed& removal : bucket.removed) require(removal.version <= version, "a removal in the future");
+        require(bucket.counters.hits <= bucket.counters.lookups, "more hits than lookups");
+    }
+}
+
+} // namespace satrap

@@ -1,0 +1,97 @@
+// One embedding table: buckets of rows and what happens to them. Engine calls it once per bucket of a batch; each call
+// takes that bucket's lock once, resolves the ids with grouped prefetches, and runs one kernel over the rows.
+//
+// The life of a row: refused or admitted at a lookup -> inserted with its initial values -> updated, stamped ->
+// evicted (bucket full, smallest (stamp, id) first) or expired (stamp < expire_before: gone at once for every reader,
+// swept away later). Rows stamped at or after the oldest open step are pinned: never evicted, never expired.
+// A gradient whose id has no row is counted and touches nothing.
+#pragma once
+
+#include <string>
+
+#include "batch.hpp"
+#include "bucket.hpp"
+#include "kernels.hpp"
+#include "undo.hpp"
+
+namespace satrap {
+
+// One bucket's part of a batch; see Batch for the arrays.
+struct Visit {
+    std::uint32_t bucket; // of the table
+    const std::uint64_t* unique;
+    std::uint32_t num_unique;
+    const std::uint32_t* local;
+    const std::uint32_t* positions;
+    std::uint32_t count;
+    std::uint32_t* hints;
+};
+
+struct LookupStep {
+    bool train;
+    std::uint32_t step;
+    std::uint32_t oldest_open;
+};
+
+// What one thread needs while it works through buckets; kept from call to call.
+struct Scratch {
+    Buffer<std::uint32_t> dedupe;
+    Buffer<std::uint32_t> slots;
+    Buffer<std::uint32_t> misses;
+    Buffer<const std::byte*> rows;
+    Buffer<std::byte> absent;
+    Buffer<float> values;
+    Buffer<float> sums;
+    Buffer<std::uint8_t> started;
+    Buffer<RowStep> steps;
+    Buffer<std::uint32_t> kept_local, kept_positions;
+    std::unique_ptr<UndoSlot> undo;
+};
+
+class Table {
+  public:
+    Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena);
+
+    const TableConfig& config() const { return config_; }
+    Bucket& bucket(std::uint32_t b) { return buckets_[b]; }
+    TableLedger& ledger() { return *ledger_; }
+    double lr() const { return std::bit_cast<double>(ledger_->lr_bits.load()); }
+    void set_lr(double lr) { ledger_->lr_bits.store(std::bit_cast<std::uint64_t>(lr)); }
+    const Kernels& kernels() const { return *kernels_; }
+    std::uint64_t hash_bucket(std::uint64_t id) const { return bucket_of(mix64(id), config_.bucket_bits()); }
+    std::uint64_t row_share(std::uint32_t b) const { return config_.bounded() ? config_.share(config_.capacity, b) : 0; }
+    std::uint64_t window_share(std::uint32_t b) const { return std::max<std::uint64_t>(1, config_.share(config_.window, b)); }
+
+    // Before the buckets of a training lookup: moves the line that rows expire behind.
+    void open_step(const LookupStep& at);
+
+    void lookup(const Visit& visit, const LookupStep& at, float* out, Scratch& scratch);
+    void update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter, Scratch& scratch);
+    StepScalars step_scalars(std::uint32_t step, double lr) const;
+
+    // One row as floats; false and nothing written if the id has none.
+    bool read(std::uint64_t id, float* values, float* state);
+    void check();
+    std::uint32_t expire_before() const { return ledger_->expire_before.load(std::memory_order_relaxed); }
+
+  private:
+    void locate(Bucket& bucket, const Visit& visit, bool hinted, std::uint32_t* slots);
+    void touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version, std::uint32_t* slots);
+    void insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version, Scratch& scratch);
+    bool admit(Bucket& bucket, std::uint32_t b, std::uint64_t id, std::uint64_t hash, std::uint32_t step);
+    void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted);
+    [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const;
+    void point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch);
+    std::size_t filter_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch) const;
+
+    TableConfig config_;
+    std::uint64_t key_;
+    std::uint32_t number_;
+    const Kernels* kernels_;
+    Arena* arena_;
+    TableLedger* ledger_;
+    InitialScalars initial_;
+    std::unique_ptr<Bucket[]> buckets_;
+};
+
+} // namespace satrap

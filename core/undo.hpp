@@ -1,0 +1,101 @@
+// Undo slots in a shared-memory file: an update of one bucket is applied whole or not at all, even under kill -9.
+// Protocol: (1) copy head and bytes of every row to be written into a slot, (2) arm it, (3) apply, (4) disarm. A
+// process that attaches the file later writes back whatever an armed slot holds; then no half-applied bucket is left.
+// Only arenas that survive their process have slots. A slot belongs to one thread from take() to give().
+#pragma once
+
+#include "rows.hpp"
+
+namespace satrap {
+
+struct UndoHeader {
+    std::atomic<std::uint32_t> armed;
+    std::uint32_t table;
+    std::uint32_t bucket;
+    std::uint32_t count;
+    std::uint64_t row_bytes;
+};
+
+struct UndoEntry { // followed by the row's bytes
+    Head head;
+    std::uint32_t slot;
+    std::uint32_t unused;
+};
+
+class UndoSlot {
+  public:
+    explicit UndoSlot(Arena& arena) : arena_(&arena) {}
+    UndoSlot(Arena& arena, std::byte* memory, std::size_t bytes) : arena_(&arena), memory_(memory), bytes_(bytes) {}
+
+    // Room for `count` rows, before anything is written; may throw and has then changed nothing.
+    void open(std::uint32_t table, std::uint32_t bucket, std::size_t count, std::size_t row_bytes) {
+        std::size_t wanted = sizeof(UndoHeader) + count * (sizeof(UndoEntry) + row_bytes);
+        if (wanted > bytes_) {
+            std::size_t grown = std::max(2 * bytes_, round_up(wanted, 4096));
+            memory_ = arena_->allocate({ChunkKind::undo, table, bucket, 0}, grown);
+            bytes_ = grown;
+        }
+        header().table = table;
+        header().bucket = bucket;
+        header().count = 0;
+        header().row_bytes = row_bytes;
+        next_ = memory_ + sizeof(UndoHeader);
+    }
+
+    void add(std::uint32_t slot, const Head& head, const std::byte* row) {
+        UndoEntry entry{head, slot, 0};
+        std::memcpy(next_, &entry, sizeof(entry));
+        std::memcpy(next_ + sizeof(entry), row, header().row_bytes);
+        next_ += sizeof(entry) + header().row_bytes;
+        ++header().count;
+    }
+
+    void arm() { header().armed.store(1, std::memory_order_release); }
+    void disarm() { header().armed.store(0, std::memory_order_release); }
+
+    // After a restart: undoes what the slot holds, if it is armed. `rows_of(table, bucket)` gives the bucket's rows.
+    template <typename RowsOf> void recover(RowsOf rows_of) {
+        if (header().armed.load(std::memory_order_acquire) == 0) return;
+        Rows& rows = rows_of(header().table, header().bucket);
+        next_ = memory_ + sizeof(UndoHeader);
+        for (std::uint32_t i = 0; i < header().count; ++i) {
+            UndoEntry entry;
+            std::memcpy(&entry, next_, sizeof(entry));
+            std::memcpy(rows.row(entry.slot), next_ + sizeof(entry), header().row_bytes);
+            rows.head(entry.slot) = entry.head;
+            next_ += sizeof(entry) + header().row_bytes;
+        }
+        disarm();
+    }
+
+  private:
+    UndoHeader& header() { return *reinterpret_cast<UndoHeader*>(memory_); }
+
+    Arena* arena_;
+    std::byte* memory_ = nullptr;
+    std::size_t bytes_ = 0;
+    std::byte* next_ = nullptr;
+};
+
+class UndoSlots {
+  public:
+    std::unique_ptr<UndoSlot> take(Arena& arena) {
+        if (!arena.survives_process()) return nullptr;
+        std::lock_guard lock(mutex_);
+        if (spare_.empty()) return std::make_unique<UndoSlot>(arena);
+        std::unique_ptr<UndoSlot> slot = std::move(spare_.back());
+        spare_.pop_back();
+        return slot;
+    }
+    void give(std::unique_ptr<UndoSlot> slot) {
+        if (slot == nullptr) return;
+        std::lock_guard lock(mutex_);
+        spare_.push_back(std::move(slot));
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<UndoSlot>> spare_;
+};
+
+} // namespace satrap

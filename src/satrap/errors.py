@@ -1,0 +1,47 @@
+"""The exceptions that Satrap raises on purpose. This file only names them; whoever finds the fault writes the message.
+
+A message says what was found, what was wanted and what to do, and names the table and id where they are known. The
+native core throws the same classes. `assert` is kept for our own mistakes and never checks input.
+
+    Exception
+    └── SatrapError                       catch this to catch all of them
+        ├── ConfigError                   also a ValueError: a configuration that cannot be honoured
+        ├── InputError                    also a ValueError: an argument of a wrong dtype, shape or value
+        │   └── NonFiniteError            a gradient is NaN or infinite, and the table refuses those
+        ├── CapacityError                 also a RuntimeError: a full table may not evict what it would have to
+        ├── SnapshotError                 also a ValueError: a saved table is torn, truncated, foreign or does not fit
+        ├── SharedMemoryError             also a RuntimeError: a shared-memory file cannot be made or attached
+        └── TicketError                   also a RuntimeError: a ticket was used before, or is not of this store
+"""
+
+
+class SatrapError(Exception):
+    """The root: every error that Satrap raises on purpose."""
+
+
+class ConfigError(SatrapError, ValueError):
+    """A configuration value is of a wrong type, out of range, unknown, or contradicts another one."""
+
+
+class InputError(SatrapError, ValueError):
+    """An argument of a call has a wrong dtype, shape or value; the call changed nothing."""
+
+
+class NonFiniteError(InputError):
+    """A gradient holds NaN or infinity and the table has `on_nonfinite="raise"`; nothing was applied."""
+
+
+class CapacityError(SatrapError, RuntimeError):
+    """A table is full and no row may go: `on_full="raise"`, or every row is in use by an open step."""
+
+
+class SnapshotError(SatrapError, ValueError):
+    """A saved table cannot be read: torn, truncated, foreign, or written with another configuration."""
+
+
+class SharedMemoryError(SatrapError, RuntimeError):
+    """A shared-memory file cannot be created, grown or attached."""
+
+
+class TicketError(SatrapError, RuntimeError):
+    """A ticket was already used for an update, or belongs to another store."""

@@ -1,0 +1,329 @@
+"""One table as its user sees it: arrays in, arrays out, over one table of a native engine.
+
+A `Store` checks and converts what it is given (`arrays`), numbers the steps, allocates results, and hands everything
+else to the core: `lookup` and `update` are one native call each, with the GIL released. Saving is `snapshot`'s; the
+Store only remembers which versions it has saved or loaded. Calls may come from several threads at once. The many-table
+face of an engine is `satrap.tables.Tables`, which is made of Stores.
+
+Steps. Everything that changes a table carries a batch number, from 1 to 2**32 - 2. Left to itself, a store numbers its
+training lookups 1, 2, 3, ... and an update takes the latest. A training job gives its own.
+"""
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple, Self, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from satrap import arrays, snapshot
+from satrap._core import Ticket
+from satrap.config import Table
+from satrap.engine import Place, attach_engine, open_engine, open_step
+from satrap.errors import InputError, SharedMemoryError, TicketError
+
+_PathLike = str | os.PathLike[str]
+
+
+class Rows(NamedTuple):
+    """What `Store.read` found: one line for each id asked for."""
+
+    values: NDArray[np.float32]
+    """float32 [n, dim]; 0 where there is no row."""
+    state: NDArray[np.float32]
+    """float32 [n, state_dim]; 0 where there is no row."""
+    present: NDArray[np.bool_]
+    """Whether the id has a row."""
+
+
+class Store:
+    """A table: 64-bit ids to rows of values and optimizer state."""
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        seed: int = 0,
+        num_threads: int | None = None,
+        simd: str = "auto",
+        shared: _PathLike | None = None,
+    ) -> None:
+        """An empty table.
+
+        seed: initial values and random draws are functions of it, of the table's name and of the id.
+        num_threads: threads of one call, the caller's among them; None: the cores of this process. Changes no result.
+        simd: "auto", or one of `satrap._core.simd_paths()`. Changes no result.
+        shared: path of a new shared-memory file (best on tmpfs) that the rows live in. They survive the death of this
+            process; `Store.attach(path)` finds them again.
+        """
+        self._begin(open_engine([table], seed=seed, num_threads=num_threads, simd=simd, shared=shared)[0])
+
+    @classmethod
+    def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
+        """The table in the shared-memory file of a process that has ended, killed or not. The file holds its config."""
+        places = attach_engine(path, num_threads=num_threads, simd=simd)
+        if len(places) != 1:
+            names = ", ".join(repr(place.table.name) for place in places)
+            raise SharedMemoryError(
+                f"shared-memory file {os.fspath(path)!r} holds {len(places)} tables ({names}); "
+                "wanted one: attach it with satrap.tables.Tables.attach"
+            )
+        return cls.in_engine(places[0])
+
+    @classmethod
+    def in_engine(cls, place: Place) -> Self:
+        """The face of one table of an engine that exists already."""
+        store = cls.__new__(cls)
+        store._begin(place)
+        return store
+
+    def _begin(self, place: Place) -> None:
+        self._place = place
+        self._engine = place.engine
+        self._where = f"table {place.table.name!r}"
+        self._snapshots = snapshot.History(place.engine.version(place.index))
+        self._snapshot_lock = threading.Lock()  # one save, or one apply, at a time
+
+    def __repr__(self) -> str:
+        return f"Store({self.table.name!r}, dim={self.table.dim}, rows={len(self)}, latest_step={self.latest_step})"
+
+    # -- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Table:
+        """The configuration it was made with; its `lr` is the first one, see `lr`."""
+        return self._place.table
+
+    @property
+    def seed(self) -> int:
+        """The seed it was made with."""
+        return self._place.seed
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of one call."""
+        return self._place.num_threads
+
+    @property
+    def simd(self) -> str:
+        """The SIMD path in use: "avx512", "avx2" or "portable"."""
+        return self._engine.simd
+
+    @property
+    def state_dim(self) -> int:
+        """Floats of optimizer state in a row."""
+        return self._engine.state_dim(self._place.index)
+
+    @property
+    def latest_step(self) -> int:
+        """The largest step of any training lookup or update so far; 0 before the first."""
+        return self._engine.latest_step
+
+    @property
+    def version(self) -> int:
+        """Counts saves: the version of the last snapshot saved, loaded or applied. A save that failed leaves a gap."""
+        return self._engine.version(self._place.index)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of an update that brings none of its own."""
+        return self._engine.lr(self._place.index)
+
+    def set_lr(self, lr: float) -> None:
+        """Changes the learning rate from the next update on. Saved with the table."""
+        self._engine.set_lr(self._place.index, arrays.as_lr(self._where, lr, self.table.optimizer))
+
+    # -- lookup and update -------------------------------------------------------------------------------------------
+
+    @overload
+    def lookup(
+        self,
+        ids: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: Literal[False] = False,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def lookup(
+        self,
+        ids: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: Literal[True],
+    ) -> tuple[NDArray[np.float32], Ticket]: ...
+
+    def lookup(
+        self,
+        ids: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: bool = False,
+    ) -> NDArray[np.float32] | tuple[NDArray[np.float32], Ticket]:
+        """The values of the ids' rows: float32 [n, dim].
+
+        ids: uint64 [n], or int64 taken as its bit pattern; may repeat. An array that is not C-contiguous is copied.
+        train: True stamps the rows as used at `step` and admits and inserts ids that have none, with their initial
+            values. False changes nothing, counters neither. An id without a row reads as `table.absent` says.
+        step: the job's batch number; None: one after the latest.
+        oldest_open: the oldest step whose update is still to come; rows used since then are neither evicted nor
+            expired. None: this step.
+        out: memory to write into, float32 [n, dim], C-contiguous; it is what is returned. None: a new array.
+        with_ticket: also returns a ticket; `update(ticket, gradients)` need not de-duplicate or search again.
+
+        A full table that may evict nothing raises CapacityError; rows inserted before by the same call stay.
+        """
+        id_array = arrays.as_ids(self._where, ids)
+        train, with_ticket = self._flag("train", train), self._flag("with_ticket", with_ticket)
+        if with_ticket and not train:
+            raise InputError(
+                f"{self._where}: with_ticket=True and train=False; such a batch is never updated: leave one of them out"
+            )
+        shape = (len(id_array), self.table.dim)
+        rows = arrays.as_out(self._where, out, shape) if out is not None else np.asarray(self._engine.empty(*shape))
+        at = open_step(self._where, self._engine, step, oldest_open) if train else (0, 0)
+        ticket = self._engine.lookup(id_array, self._offsets(len(id_array)), *at, train, rows, with_ticket)
+        result = rows if out is None else out
+        if not with_ticket:
+            return result
+        assert ticket is not None
+        return result, ticket
+
+    def update(
+        self, ids: ArrayLike | Ticket, gradients: ArrayLike, *, step: int | None = None, lr: float | None = None
+    ) -> None:
+        """Applies the optimizer to the ids' rows, once per id.
+
+        ids: the ids of the gradients, or the ticket of their lookup. Gradients of one id are summed first, in order
+            of appearance. An id without a row is counted in `stats()["not_applied_absent"]` and nothing else.
+        gradients: float32 [n, dim]. One that is not finite: see `table.on_nonfinite`.
+        step: the job's batch number; None: the latest. Rows are stamped with it.
+        lr: the learning rate of this update; None: see `lr`.
+        """
+        ticket = ids if isinstance(ids, Ticket) else self._prepare(ids)
+        if ticket.used:
+            raise TicketError(f"{self._where}: this ticket was used already; a batch is updated once, look it up again")
+        gradient_array = arrays.as_gradients(self._where, gradients, (ticket.n, self.table.dim))
+        at = self.latest_step if step is None else arrays.as_step(self._where, "step", step)
+        rate = self.lr if lr is None else arrays.as_lr(self._where, lr, self.table.optimizer)
+        # The other tables of the engine have no gradient in this call; any rate will do for them.
+        self._engine.update(ticket, gradient_array.reshape(-1), at, [rate] * self._place.num_tables)
+
+    def read(self, ids: ArrayLike) -> Rows:
+        """The rows themselves, values and state, as they are; changes nothing."""
+        id_array = arrays.as_ids(self._where, ids)
+        values = np.zeros((len(id_array), self.table.dim), np.float32)
+        state = np.zeros((len(id_array), self.state_dim), np.float32)
+        present = np.zeros(len(id_array), np.bool_)
+        self._engine.read(self._place.index, id_array, values, state, present)
+        return Rows(values, state, present)
+
+    # -- what is in it -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Rows in the table."""
+        return self._engine.num_rows(self._place.index)
+
+    def __bool__(self) -> bool:
+        """A store is a store even while it is empty."""
+        return True
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the store was made, loaded or attached, all exact.
+
+        rows, bytes, sightings: what it holds now; sightings are ids seen but not yet admitted.
+        lookups: ids of training lookups, each once a call. hits: of those, had a row. inserted, refused: had none.
+        evicted, expired: rows that went. updated: rows, once an update. not_applied_absent: ids with a gradient and no
+        row. skipped: gradients that were not finite.
+        """
+        return self._engine.stats(self._place.index)
+
+    def check(self) -> None:
+        """Walks the whole table and raises AssertionError if an invariant is broken, which would be a bug of ours."""
+        self._engine.check(self._place.index)
+
+    # -- saving and loading ------------------------------------------------------------------------------------------
+
+    def save(self, path: _PathLike) -> int:
+        """Writes the whole table into the folder `path`, replacing a snapshot of it there; returns its version.
+
+        The folder is valid at every moment: it holds the old snapshot until the new one is complete and on disk. Calls
+        during a save are not held up, but each bucket is saved as it is when its turn comes: pause updates for a cut
+        between two steps. A failed save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md
+        specifies the files.
+        """
+        with self._snapshot_lock:
+            return self._snapshots.add(snapshot.save(self._place, Path(path)))
+
+    def save_changes(self, path: _PathLike, *, since: int) -> int:
+        """Writes what changed since the snapshot of version `since` into the folder `path`; returns the new version.
+
+        since: what a save, load or apply of this store returned or left in `version`. Rows that were inserted, updated
+        or stamped since, and the ids of rows that went. If so many went that the table no longer knows them all,
+        SnapshotError says that a full save is needed.
+        """
+        with self._snapshot_lock:
+            origin = self._snapshots.find(self._where, since)
+            return self._snapshots.add(snapshot.save(self._place, Path(path), since=origin))
+
+    @classmethod
+    def load(
+        cls,
+        path: _PathLike,
+        *,
+        num_threads: int | None = None,
+        simd: str = "auto",
+        shared: _PathLike | None = None,
+    ) -> Self:
+        """The table that `save` wrote, bit for bit; everything is verified first. The options are those of `Store`."""
+        saved = snapshot.Snapshot.open(Path(path), "full", num_threads)
+        options = {"num_threads": num_threads, "simd": simd, "shared": shared}
+        store = cls(saved.table, seed=saved.manifest.seed, **options)  # type: ignore[arg-type]
+        try:
+            saved.fill(store._place)
+        except BaseException:
+            if shared is not None:  # half a table; the file is of our making
+                with suppress(OSError):
+                    os.unlink(shared)
+            raise
+        store._snapshots.add(saved.manifest)
+        return store
+
+    def apply_changes(self, path: _PathLike) -> None:
+        """Brings the table from the version that the changes in the folder `path` start at to the one they lead to.
+
+        Everything is verified before the table is touched: the files, that the table is the same, that it is at that
+        very version and was not changed since.
+        """
+        with self._snapshot_lock:
+            saved = snapshot.Snapshot.open(Path(path), "changes", self.num_threads)
+            saved.require_next(self._place, self._snapshots)
+            saved.fill(self._place)
+            self._snapshots.add(saved.manifest)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, ids: ArrayLike) -> Ticket:
+        id_array = arrays.as_ids(self._where, ids)
+        return self._engine.prepare(id_array, self._offsets(len(id_array)))
+
+    def _offsets(self, n: int) -> NDArray[np.int64]:
+        offsets = np.zeros(self._place.num_tables + 1, np.int64)
+        offsets[self._place.index + 1 :] = n
+        return offsets
+
+    def _flag(self, name: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise InputError(f"{self._where}: {name} is {value!r} ({type(value).__name__}); wanted True or False")
+        return value

@@ -1,0 +1,101 @@
+"""What every test gets: a seed that is printed, stores that are checked at the end, and a failure for whatever leaks.
+
+`pytest --seed N` repeats a run's random draws (hypothesis has its own `--hypothesis-seed`); without it each run draws a new
+seed and prints it in the header. `open_store` makes stores and calls `check()` on each when the test ends. No test may leave
+a thread, a child process or a warning behind.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from satrap.config import Table
+from satrap.store import Store
+
+torch.set_num_threads(1)
+settings.register_profile(
+    "laptop",
+    deadline=None,
+    max_examples=60,
+    stateful_step_count=25,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=2000, stateful_step_count=60)
+settings.load_profile("laptop")
+
+SEED = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of the tests' random draws (default: a new one)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    given = config.getoption("--seed")
+    config.stash[SEED] = random.SystemRandom().randrange(1 << 32) if given is None else given
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"satrap: --seed {config.stash[SEED]}"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test's own: of the run's seed and the test's name, so that tests can be run alone."""
+    own = zlib.crc32(request.node.nodeid.encode(), request.config.stash[SEED] & 0xFFFFFFFF)
+    print(f"seed {own} (repeat with --seed {request.config.stash[SEED]})")
+    return own
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def open_store() -> Iterator[Callable[..., Store]]:
+    """Store(...), checked when the test ends."""
+    stores: list[Store] = []
+
+    def open_(table: Table, **options: Any) -> Store:
+        stores.append(Store(table, **{"num_threads": 1, **options}))
+        return stores[-1]
+
+    yield open_
+    while stores:
+        stores.pop().check()
+
+
+def _children() -> set[str]:
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        return set()
+    found: set[str] = set()
+    for task in tasks.iterdir():
+        try:
+            found.update((task / "children").read_text().split())
+        except FileNotFoundError:  # the thread ended meanwhile
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    threads, children, directory = set(threading.enumerate()), _children(), os.getcwd()
+    yield
+    leaked = [thread.name for thread in threading.enumerate() if thread not in threads]
+    assert not leaked, f"leaked threads: {leaked}"
+    assert not _children() - children, f"leaked processes: {_children() - children}"
+    assert os.getcwd() == directory

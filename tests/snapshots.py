@@ -1,0 +1,116 @@
+"""What the tests of snapshots share: everything that a table holds as plain arrays, and docs/format.md read anew.
+
+The reader here knows the specification and pyarrow, and nothing of `satrap`'s own code, so that a test of the files does not
+believe what it tests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+from numpy.typing import NDArray
+
+from satrap.store import Store
+
+Columns = dict[str, NDArray[Any]]
+
+
+def contents(store: Store) -> dict[str, Any]:
+    """Rows with their stamps and exact bits, sightings, and the numbers that a snapshot carries; no counters."""
+    engine = store._engine
+    buckets = engine.num_buckets(0)
+    return {
+        "rows": by_id(engine.export_rows(0, 0, buckets, 0)),
+        "sightings": by_id(engine.export_sightings(0, 0, buckets)),
+        "lr": store.lr,
+        "latest_step": store.latest_step,
+        "seed": store.seed,
+        "table": store.table,
+    }
+
+
+def by_id(columns: Columns) -> Columns:
+    """The columns in order of id, as copies."""
+    order = np.argsort(columns["id"], kind="stable")
+    return {name: column[order] for name, column in columns.items()}
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Bit for bit."""
+    assert found.keys() == wanted.keys()
+    for name in found:
+        if isinstance(found[name], dict):
+            for column in found[name]:
+                a, b = found[name][column], wanted[name][column]
+                assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), f"{name}.{column}: {a} is not {b}"
+        else:
+            assert found[name] == wanted[name], name
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return loaded
+
+
+def columns(folder: Path, kind: str) -> Columns:
+    """All lines of the files of one kind, in order of id."""
+    parts: list[Columns] = []
+    for file in manifest(folder)["files"]:
+        if file["kind"] == kind:
+            table = pa.ipc.open_file(pa.py_buffer((folder / file["name"]).read_bytes())).read_all()
+            parts.append({name: as_numpy(table.column(name).combine_chunks()) for name in table.column_names})
+    return by_id({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def as_numpy(column: Any) -> NDArray[Any]:
+    if pa.types.is_fixed_size_list(column.type):
+        array: NDArray[Any] = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
+        return array
+    array = column.to_numpy()
+    return array
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C by the book: polynomial 0x1EDC6F41, reflected, one bit at a time."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """A manifest with a right checksum, whatever else is in it."""
+    content = {name: value for name, value in content.items() if name != "crc32c"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(content | {"crc32c": crc32c(canonical)}).encode()
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest and seals it again, as a program with a mistake would write it."""
+    content = manifest(folder)
+    change(content)
+    (folder / "manifest.json").write_bytes(seal(content))
+
+
+def forge_file(folder: Path, kind: str, change: Callable[[Any], Any]) -> str:
+    """Replaces the first file of that kind by `change` of its Arrow table, manifest and checksums right; its name."""
+    content = manifest(folder)
+    file = next(file for file in content["files"] if file["kind"] == kind)
+    path = folder / file["name"]
+    table = change(pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = sink.getvalue().to_pybytes()
+    path.write_bytes(data)
+    file |= {"bytes": len(data), "crc32c": crc32c(data)}
+    (folder / "manifest.json").write_bytes(seal(content))
+    return str(file["name"])

@@ -1,0 +1,423 @@
+"""Bad input for every parameter of every public call of `Store`: the error says what was found and wanted, the table stays.
+
+Each case names the call, what it is given, and words that the message must hold. After each the store is compared with what
+it was before: rows, state, counters, steps, invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oracle import as_ids
+from satrap.config import SGD, Adam, Constant, Ftrl, MinCount, Table
+from satrap.errors import ConfigError, InputError, NonFiniteError, SatrapError, SharedMemoryError, SnapshotError, TicketError
+from satrap.store import Store
+
+IDS = as_ids([1, 2, 3])
+GOOD = np.ones((3, 4), np.float32)
+TABLE = Table("item", dim=4, optimizer=Adam(), capacity=64, admission=MinCount(2), num_buckets=2)
+
+
+@dataclass
+class Unchanged:
+    """What can be seen of a store, to be seen again."""
+
+    store: Store
+
+    def __post_init__(self) -> None:
+        self.seen = self._look()
+
+    def _look(self) -> Any:
+        store = self.store
+        read = [part.tolist() for part in store.read(as_ids(range(100)))]
+        return store.stats(), store.latest_step, store.lr, store.version, len(store), read
+
+    def verify(self) -> None:
+        self.store.check()
+        assert self._look() == self.seen, "a refused call changed the table"
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    """A table with a life behind it, which no test here may change."""
+    store = Store(TABLE, seed=3, num_threads=2)
+    rng = np.random.default_rng(0)
+    for step in range(1, 12):
+        ids = rng.integers(90, size=30).astype(np.uint64)
+        store.lookup(ids, step=step)
+        store.update(ids, rng.normal(size=(30, 4)).astype(np.float32), step=step)
+    unchanged = Unchanged(store)
+    yield store
+    unchanged.verify()
+
+
+def sparse() -> Any:
+    """A tensor without memory that could be read as an array; torch warns of its invariants unless they are checked."""
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        return torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1]), (3,))
+
+
+class Unreadable:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("not today")
+
+
+BAD_IDS: list[tuple[Any, list[str]]] = [
+    ([1, 2, 3], ["list", "uint64"]),
+    ((1, 2), ["tuple", "uint64"]),
+    (7, ["int", "uint64"]),
+    (None, ["NoneType", "uint64"]),
+    ("item", ["str", "uint64"]),
+    ({1, 2}, ["set", "uint64"]),
+    (Unreadable(), ["Unreadable", "not today"]),
+    *((np.array([1, 2, 3], dtype), [np.dtype(dtype).name, "uint64"]) for dtype in ("i4", "u4", "i2", "u1", "f4", "f8", "?")),
+    (np.array([1, 2, 3], ">u8"), [">u8", "uint64"]),
+    (np.array([1, 2, 3], dtype=object), ["object", "uint64"]),
+    (np.array(["1", "2"]), ["uint64"]),
+    (np.array([1, 2], "datetime64[s]"), ["datetime64", "uint64"]),
+    (np.array(3, np.uint64), ["()", "one dimension"]),
+    (np.array([[1, 2, 3]], np.uint64), ["(1, 3)", "one dimension"]),
+    (np.zeros((0, 2), np.uint64), ["(0, 2)", "one dimension"]),
+    (np.ma.masked_array(IDS, mask=[0, 1, 0]), ["mask"]),
+    (torch.tensor([1.0]), ["float32", "uint64"]),
+    (torch.tensor([1], dtype=torch.int32), ["int32", "uint64"]),
+    (sparse(), ["Tensor"]),
+]
+
+
+@pytest.mark.parametrize(("ids", "words"), BAD_IDS)
+@pytest.mark.parametrize("call", ["lookup", "evaluate", "update", "read"])
+def test_ids(store: Store, call: str, ids: Any, words: list[str]) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "lookup": lambda: store.lookup(ids),
+        "evaluate": lambda: store.lookup(ids, train=False),
+        "update": lambda: store.update(ids, GOOD),
+        "read": lambda: store.read(ids),
+    }
+    with pytest.raises(InputError) as raised:
+        calls[call]()
+    for word in ["table 'item'", "ids", *words]:
+        assert word in str(raised.value)
+
+
+BAD_GRADIENTS: list[tuple[Any, list[str]]] = [
+    (GOOD.tolist(), ["list", "float32"]),
+    (None, ["NoneType", "float32"]),
+    (1.0, ["float", "float32"]),
+    *((GOOD.astype(dtype), [np.dtype(dtype).name, "float32"]) for dtype in ("f8", "f2", "i4", "u8", "?", "c8")),
+    (GOOD.astype(">f4"), [">f4", "float32"]),
+    (GOOD[:2], ["(2, 4)", "(3, 4)"]),
+    (GOOD[:, :3], ["(3, 3)", "(3, 4)"]),
+    (GOOD.reshape(-1), ["(12,)", "(3, 4)"]),
+    (GOOD[None], ["(1, 3, 4)", "(3, 4)"]),
+    (np.zeros((0, 4), np.float32), ["(0, 4)", "(3, 4)"]),
+    (np.zeros((4, 3), np.float32), ["(4, 3)", "(3, 4)"]),
+    (np.broadcast_to(np.float32(1), (1 << 40, 4)), [str(1 << 40), "(3, 4)"]),
+    (torch.ones(3, 4, requires_grad=True), ["grad", "detach"]),
+    (torch.ones(3, 4, dtype=torch.bfloat16), ["float32"]),
+    (torch.ones(3, 4, dtype=torch.float64), ["float64", "float32"]),
+    (sparse(), ["Tensor"]),
+    (torch.ones(3, 4, device="meta"), ["Tensor"]),
+    (np.ma.masked_array(GOOD, mask=GOOD > 0), ["mask"]),
+]
+
+
+@pytest.mark.parametrize(("gradients", "words"), BAD_GRADIENTS)
+def test_gradients(store: Store, gradients: Any, words: list[str]) -> None:
+    with pytest.raises(InputError) as raised:
+        store.update(IDS, gradients)
+    for word in ["table 'item'", "gradients", *words]:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("element", [0, 3])
+def test_non_finite_gradients(store: Store, value: float, position: int, element: int) -> None:
+    gradients = GOOD.copy()
+    gradients[position, element] = value
+    with pytest.raises(NonFiniteError) as raised:
+        store.update(as_ids([10, 2**64 - 1, 3]), gradients)
+    for word in ("table 'item'", f"id {[10, 2**64 - 1, 3][position]} ", f"position {position}", "on_nonfinite"):
+        assert word in str(raised.value)
+
+
+def test_the_first_of_several_non_finite_gradients_is_named(store: Store, rng: np.random.Generator) -> None:
+    """In a batch large enough for every thread, and for the tail of every vector."""
+    for num in (1, 7, 16, 33, 5000):
+        ids = rng.integers(50, size=num).astype(np.uint64)
+        gradients = np.ones((num, 4), np.float32)
+        bad = np.unique(rng.integers(num, size=5))
+        gradients[bad, rng.integers(4, size=len(bad))] = np.nan
+        with pytest.raises(NonFiniteError, match=rf"id {ids[bad[0]]} .*position {bad[0]}\b"):
+            store.update(ids, gradients)
+
+
+def test_a_non_finite_gradient_leaves_the_ticket_good(open_store: Callable[..., Store]) -> None:
+    """Nothing was applied, so the batch can still be updated, once."""
+    store = open_store(Table("t", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
+    _, ticket = store.lookup(IDS, with_ticket=True)
+    with pytest.raises(NonFiniteError):
+        store.update(ticket, np.full((3, 4), np.nan, np.float32))
+    store.update(ticket, GOOD)
+    assert np.all(store.read(IDS).values == -1)
+    with pytest.raises(TicketError, match="used"):
+        store.update(ticket, GOOD)
+
+
+def test_finite_gradients_whose_sum_is_not(open_store: Callable[..., Store]) -> None:
+    """Each is finite, but summed for their id they overflow: such a row must not become infinite in silence."""
+    store = open_store(Table("t", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
+    store.lookup(IDS)
+    with pytest.raises(NonFiniteError, match="id 2 "):
+        store.update(as_ids([1, 2, 2]), np.full((3, 4), 3e38, np.float32))
+    assert np.all(store.read(IDS).values == 0)
+
+
+@pytest.mark.parametrize("step", [0, -1, -(2**63), 2**32 - 1, 2**32, 2**64, 1.0, 1.5, "1", None, True, np.nan, Fraction(1)])
+@pytest.mark.parametrize("call", ["lookup", "update", "oldest_open"])
+def test_steps(store: Store, call: str, step: Any) -> None:
+    if step is None:
+        step = [1]
+    calls: dict[str, Callable[[], Any]] = {
+        "lookup": lambda: store.lookup(IDS, step=step),
+        "update": lambda: store.update(IDS, GOOD, step=step),
+        "oldest_open": lambda: store.lookup(IDS, oldest_open=step),
+    }
+    with pytest.raises(InputError) as raised:
+        calls[call]()
+    for word in ("table 'item'", "oldest_open" if call == "oldest_open" else "step", "wanted", "1"):
+        assert word in str(raised.value)
+
+
+def test_oldest_open_after_the_step(store: Store) -> None:
+    with pytest.raises(InputError, match="oldest_open"):
+        store.lookup(IDS, step=20, oldest_open=21)
+    with pytest.raises(InputError, match="oldest_open"):
+        store.lookup(IDS, oldest_open=13)  # the store's own next step is 12
+
+
+def test_integers_of_numpy_are_integers(open_store: Callable[..., Store]) -> None:
+    store = open_store(TABLE)
+    store.lookup(IDS, step=np.int32(5), oldest_open=np.uint8(5))
+    store.update(IDS, GOOD, step=np.uint64(6), lr=np.float32(0.5))
+    assert store.latest_step == 6
+
+
+def _readonly() -> Any:
+    out = np.zeros((3, 4), np.float32)
+    out.flags.writeable = False
+    return out
+
+
+BAD_OUT: list[tuple[Any, list[str]]] = [
+    (np.zeros((2, 4), np.float32), ["(2, 4)", "(3, 4)"]),
+    (np.zeros((3, 5), np.float32), ["(3, 5)", "(3, 4)"]),
+    (np.zeros(12, np.float32), ["(12,)", "(3, 4)"]),
+    (np.zeros((3, 4), np.float64), ["float64", "float32"]),
+    (np.zeros((3, 4), ">f4"), [">f4", "float32"]),
+    (np.zeros((4, 3), np.float32).T, ["contiguous"]),
+    (np.zeros((3, 8), np.float32)[:, ::2], ["contiguous"]),
+    (np.zeros((3, 4), np.float32)[::-1], ["contiguous"]),
+    (np.zeros(49, np.uint8)[1:].view(np.float32).reshape(3, 4), ["aligned"]),
+    (_readonly(), ["read-only"]),
+    ([[0.0] * 4] * 3, ["list", "float32"]),
+    (torch.zeros(3, 4, requires_grad=True), ["out"]),
+    (3, ["int", "float32"]),
+]
+
+
+@pytest.mark.parametrize(("out", "words"), BAD_OUT)
+@pytest.mark.parametrize("train", [True, False])
+def test_out(store: Store, out: Any, words: list[str], train: bool) -> None:
+    with pytest.raises(InputError) as raised:
+        store.lookup(IDS, out=out, train=train)
+    for word in ["table 'item'", "out", *words]:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("lr", [np.nan, np.inf, -np.inf, -0.1, -1, 1e39, "0.1", True, [0.1], 1j, None])
+@pytest.mark.parametrize("call", ["update", "set_lr"])
+def test_lr(store: Store, call: str, lr: Any) -> None:
+    """1e39 is a number, but not in float32, in which rows are computed."""
+    if call == "update" and lr is None:
+        return
+    with pytest.raises(InputError) as raised:
+        store.set_lr(lr) if call == "set_lr" else store.update(IDS, GOOD, lr=lr)
+    for word in ("table 'item'", "lr", "wanted"):
+        assert word in str(raised.value)
+
+
+def test_ftrl_divides_by_lr() -> None:
+    store = Store(Table("item", dim=4, optimizer=Ftrl()), num_threads=1)
+    store.lookup(IDS)
+    for call in (lambda: store.set_lr(0.0), lambda: store.update(IDS, GOOD, lr=0.0)):
+        with pytest.raises(InputError, match=r"lr.*above 0"):
+            call()
+    assert store.stats()["updated"] == 0
+
+
+@pytest.mark.parametrize("flag", [1, 0, None, "yes", np.True_])
+@pytest.mark.parametrize("name", ["train", "with_ticket"])
+def test_flags(store: Store, name: str, flag: Any) -> None:
+    with pytest.raises(InputError, match=rf"{name} is .*True or False"):
+        store.lookup(IDS, **{name: flag})
+
+
+def test_a_ticket_without_training(store: Store) -> None:
+    with pytest.raises(InputError, match=r"ticket.*train"):
+        store.lookup(IDS, train=False, with_ticket=True)
+
+
+def test_a_ticket_is_used_once(open_store: Callable[..., Store]) -> None:
+    store = open_store(Table("item", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
+    _, ticket = store.lookup(IDS, with_ticket=True)
+    assert (ticket.n, ticket.num_unique, ticket.used) == (3, 3, False)
+    with pytest.raises(InputError, match=r"\(2, 4\)"):
+        store.update(ticket, GOOD[:2])
+    assert not ticket.used, "a refused update leaves the ticket good"
+    store.update(ticket, GOOD)
+    assert ticket.used
+    for gradients in (GOOD, GOOD[:2]):
+        with pytest.raises(TicketError, match=r"table 'item'.*used"):
+            store.update(ticket, gradients)
+    assert np.all(store.read(IDS).values == -1)
+
+
+def test_a_ticket_of_another_store(store: Store, open_store: Callable[..., Store]) -> None:
+    other = open_store(TABLE)
+    _, ticket = other.lookup(IDS, with_ticket=True)
+    with pytest.raises(TicketError, match="another store"):
+        store.update(ticket, GOOD)
+    other.update(ticket, GOOD)
+
+
+def test_a_ticket_outlives_its_store(store: Store) -> None:
+    """Its memory is its own: it is refused elsewhere, and dropped, without harm."""
+    other = Store(TABLE, num_threads=2)
+    _, ticket = other.lookup(as_ids(range(1000, 5000)) if other.table.capacity is None else IDS, with_ticket=True)
+    del other
+    with pytest.raises(TicketError, match="another store"):
+        store.update(ticket, GOOD)
+    del ticket
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(({"seed": seed}, ["seed", "integer"]) for seed in (-1, 2**64, 1.0, "0", None, True)),
+        *(({"num_threads": threads}, ["num_threads", "integer"]) for threads in (0, -1, 1025, 2**40, 1.5, "2", True)),
+        *(({"simd": simd}, ["simd", "portable"]) for simd in ("sse2", "", None, 3, "AVX2")),
+        *(({"shared": path}, ["shared", "path"]) for path in (3, "", 1.5, ["x"])),
+    ],
+)
+def test_options_of_a_store(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Store(TABLE, **options)
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("table", [None, "item", {"name": "item", "dim": 4}, Table, [TABLE]])
+def test_a_store_needs_a_table(table: Any) -> None:
+    with pytest.raises(ConfigError, match=r"wanted a satrap\.Table"):
+        Store(table)
+
+
+def test_positional_and_unknown_arguments(store: Store) -> None:
+    with pytest.raises(TypeError):
+        Store(TABLE, 0)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        store.lookup(IDS, True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        store.update(IDS, GOOD, learning_rate=0.1)  # type: ignore[call-arg]
+
+
+def test_more_memory_than_there_is() -> None:
+    """A huge lookup is refused or runs out of memory as an exception, never as a crash."""
+    store = Store(Table("item", dim=65536), num_threads=1)
+    ids = np.lib.stride_tricks.as_strided(IDS, (1 << 38,), (0,))
+    with pytest.raises((SatrapError, MemoryError)):
+        store.lookup(ids, train=False)
+    assert len(store) == 0
+    store.check()
+
+
+@pytest.mark.parametrize("path", [None, 3, ["x"]])
+def test_paths(store: Store, path: Any, tmp_path: Path) -> None:
+    for call in (store.save, Store.load, store.apply_changes, lambda p: store.save_changes(p, since=1)):
+        with pytest.raises((TypeError, SatrapError)):
+            call(path)
+    with pytest.raises((TypeError, SatrapError)):
+        Store.attach(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("since", [0, -1, 5, 2**40, 1.5, "1", None])
+def test_since(store: Store, since: Any, tmp_path: Path) -> None:
+    with pytest.raises(SatrapError, match="since"):
+        store.save_changes(tmp_path / "changes", since=since)
+    assert not (tmp_path / "changes").exists()
+
+
+def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
+    for call in (Store.load, store.apply_changes):
+        with pytest.raises(SnapshotError, match="nothing"):
+            call(tmp_path / "nothing")
+    with pytest.raises(SharedMemoryError, match="nothing"):
+        Store.attach(tmp_path / "nothing")
+
+
+# -- and what is not bad -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_copied_or_taken_as_it_is(open_store: Callable[..., Store], rng: np.random.Generator) -> None:
+    """Documented: int64 as bits; non-contiguous, reversed, unaligned, read-only and torch arrays on the CPU."""
+    dense = rng.integers(2**64, size=20, dtype=np.uint64)
+    gradients = rng.normal(size=(20, 4)).astype(np.float32)
+    raw = np.zeros(20 * 8 + 1, np.uint8)
+    unaligned = raw[1:].view(np.uint64)
+    unaligned[:] = dense
+    spread, reverse = np.repeat(dense, 2)[::2], dense[::-1].copy()[::-1]
+    frozen = dense.copy()
+    frozen.flags.writeable = False
+    wanted = None
+    for ids in (dense, dense.view(np.int64), spread, reverse, unaligned, frozen, torch.from_numpy(dense.view(np.int64))):
+        for given in (gradients, np.asfortranarray(gradients), torch.from_numpy(gradients), gradients[::-1].copy()[::-1]):
+            store = open_store(Table("item", dim=4, optimizer=SGD(lr=1.0)))
+            store.lookup(ids)
+            store.update(ids, given)
+            found = store.read(ids).values
+            wanted = found if wanted is None else wanted
+            np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(dense, frozen, "the caller's ids were written to")
+
+
+def test_out_of_torch(open_store: Callable[..., Store]) -> None:
+    store = open_store(Table("item", dim=4, initial=Constant(2.0)))
+    out = torch.zeros(3, 4)
+    result: Any = store.lookup(IDS, out=out)  # type: ignore[arg-type]
+    assert result is out
+    assert bool((out == 2.0).all())
+
+
+def test_skipping_counts_positions(open_store: Callable[..., Store]) -> None:
+    store = open_store(Table("t", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), on_nonfinite="skip"))
+    ids = as_ids([1, 2, 1, 3, 9])
+    store.lookup(ids[:4])
+    nan, inf = np.nan, np.inf
+    store.update(ids, np.array([[1, 1], [nan, 1], [5, 5], [1, -inf], [nan, nan]], np.float32))
+    assert store.read(as_ids([1, 2, 3])).values.tolist() == [[-6, -6], [0, 0], [0, 0]]
+    stats = store.stats()
+    assert (stats["updated"], stats["skipped"], stats["not_applied_absent"]) == (1, 3, 0)
+    store.update(ids[:3], np.array([[inf, 1], [1, 1], [2, 2]], np.float32))
+    assert store.read(as_ids([1, 2])).values.tolist() == [[-8, -8], [-1, -1]]
+    assert store.stats()["skipped"] == 4

@@ -1,0 +1,345 @@
+"""Every check of the configuration classes fires, and their dict form gives the same object back."""
+
+import dataclasses
+import json
+import math
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from satrap import config
+from satrap.config import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Always,
+    Constant,
+    Ftrl,
+    MinCount,
+    Normal,
+    Probability,
+    RowWiseAdagrad,
+    ScaledUniform,
+    Table,
+    Uniform,
+    Zeros,
+)
+from satrap.errors import ConfigError
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+OPTIMIZERS: list[Callable[..., Any]] = [SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, Ftrl]
+CONFIGS: list[Any] = [
+    *OPTIMIZERS,
+    Uniform,
+    Normal,
+    Zeros,
+    Constant,
+    ScaledUniform,
+    Always,
+    Probability,
+    MinCount,
+    Table,
+]
+REQUIRED: dict[Any, dict[str, Any]] = {
+    Constant: {"value": 1.0},
+    Probability: {"p": 0.5},
+    MinCount: {"n": 2},
+    Table: {"name": "item", "dim": 4},
+}
+
+
+def required(kind: Any) -> dict[str, Any]:
+    return dict(REQUIRED.get(kind, {}))
+
+
+def fields_of_type(*types: object) -> list[tuple[Any, str]]:
+    return [(kind, each.name) for kind in CONFIGS for each in dataclasses.fields(kind) if each.type in types]
+
+
+NUMBERS = fields_of_type(float)
+INTEGERS = fields_of_type(int, int | None)
+
+
+# Wrong types and ranges, for every field of that type
+
+
+@pytest.mark.parametrize(("kind", "name"), NUMBERS)
+@pytest.mark.parametrize("value", ["0.1", None, True, [0.1], 1j, math.nan, math.inf, -math.inf, 1e39, 10**400])
+def test_a_number_must_be_a_finite_float32_number(kind: Any, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}: {name} is .* wanted a (finite )?number"):
+        kind(**required(kind) | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [each for each in NUMBERS if each[1] not in ("low", "high", "mean", "value")]
+)
+def test_a_number_that_cannot_be_negative(kind: Any, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{kind.__name__}: {name} is -0.5 \(float\); wanted a number of at least 0$"
+    ):
+        kind(**required(kind) | {name: -0.5})
+
+
+@pytest.mark.parametrize(("kind", "name"), [*INTEGERS, (Table, "capacity")])
+@pytest.mark.parametrize("value", ["4", 4.0, True, 0, -1, 2**64])
+def test_an_integer_in_its_range(kind: Any, name: str, value: object) -> None:
+    where = "table 'item'" if kind is Table else kind.__name__
+    with pytest.raises(ConfigError, match=rf"^{where}: {name} is .*; wanted an integer from 1 to \d+$"):
+        kind(**required(kind) | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "largest"),
+    [
+        (Table, "dim", 65536),
+        (Table, "expire_after", 2**32 - 2),
+        (MinCount, "n", 2**31 - 1),
+        (MinCount, "window", 2**63 - 1),
+    ],
+)
+def test_the_largest_integer(kind: Any, name: str, largest: int) -> None:
+    assert getattr(kind(**required(kind) | {name: largest}), name) == largest
+    with pytest.raises(ConfigError, match=str(largest)):
+        kind(**required(kind) | {name: largest + 1})
+
+
+@pytest.mark.parametrize("value", [1, None, "yes", 0.0])
+def test_nesterov_is_a_flag(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"SGD: nesterov is .* wanted True or False"):
+        SGD(momentum=0.9, nesterov=value)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize(
+    "value", [0.9, (0.9,), (0.9, 0.99, 0.999), "ab", (0.9, 1.0), (1.0, 0.9), (-0.1, 0.9), ("a", 0.9)]
+)
+def test_betas(kind: Any, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}: betas"):
+        kind(betas=value)
+
+
+@pytest.mark.parametrize("name", ["dtype", "on_full", "absent", "on_nonfinite"])
+@pytest.mark.parametrize("value", ["", "Float32", None, 3, ["evict"]])
+def test_a_choice(name: str, value: object) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=rf"^table 'item': {name} is .*; wanted one of '"):
+        Table("item", dim=4, **options)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "initial", "admission"])
+def test_a_part_must_be_an_object_of_its_kind(name: str) -> None:
+    for value in ("adagrad", None, Table("other", dim=4), Always() if name == "initial" else Zeros, 0.1):
+        options: dict[str, Any] = {name: value}
+        with pytest.raises(ConfigError, match=rf"^table 'item': {name} is .*; wanted an object of one of"):
+            Table("item", dim=4, **options)
+
+
+def test_a_class_in_place_of_an_object_is_explained() -> None:
+    options: dict[str, Any] = {"optimizer": Adagrad}
+    with pytest.raises(ConfigError, match=r"optimizer is the class Adagrad; wanted an object: Adagrad\(\.\.\.\)"):
+        Table("item", dim=4, **options)
+
+
+@pytest.mark.parametrize("name", [None, 3, b"item", "", "a\nb", "\x00", "\ud800", "x" * 256, "é" * 128])
+def test_a_table_name_is_short_printable_text(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^Table: name is .*; wanted "):
+        Table(name, dim=4)
+
+
+# Values that contradict each other
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SGD(nesterov=True), "nesterov is True and momentum is 0"),
+        (lambda: Ftrl(lr=0.0), "Ftrl: lr is 0; wanted > 0"),
+        (lambda: Ftrl(beta=0.0, l2=0.0), "beta and l2 are both 0"),
+        (lambda: Uniform(low=0.2, high=0.1), "low 0.2 is above high 0.1"),
+        (lambda: Probability(0.0), r"p is 0.0; wanted a number in \(0, 1\]"),
+        (lambda: Probability(1.0000001), r"p is 1.0000001; wanted a number in \(0, 1\]"),
+        (lambda: Table("t", dim=4, num_buckets=3), "table 't': num_buckets is 3; wanted a power of two: give 2 or 4"),
+        (lambda: Table("t", dim=4, num_buckets=131072), "num_buckets is 131072; wanted an integer from 1 to 65536"),
+        (lambda: Table("t", dim=4, num_buckets=8, capacity=7), "num_buckets is 8 and capacity 7"),
+        (lambda: Table("t", dim=4, dtype="float16", initial=Constant(65505.0)), "float16 holds at most 65504"),
+        (lambda: Table("t", dim=4, dtype="float16", initial=Normal(mean=-7e4)), "float16 holds at most 65504"),
+        (lambda: Table("t", dim=4, dtype="float16", initial=Uniform(low=-7e4)), "float16 holds at most 65504"),
+        (
+            lambda: Table("t", dim=4, dtype="bfloat16", initial=Constant(LARGEST_FLOAT32)),
+            "bfloat16 holds at most 3.38953e",
+        ),
+    ],
+)
+def test_contradictions(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+# What is accepted
+
+
+def test_the_defaults_are_torchs() -> None:
+    assert (SGD().momentum, SGD().nesterov, SGD().weight_decay) == (0.0, False, 0.0)
+    assert Adagrad() == Adagrad(lr=0.01, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10)
+    assert Adam() == Adam(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    assert AdamW().weight_decay == 1e-2
+
+
+def test_numbers_of_other_types_become_plain_ones() -> None:
+    adagrad = Adagrad(lr=1, eps=np.float32(0.5), weight_decay=Fraction(1, 4))  # type: ignore[arg-type]
+    assert [type(value) for value in (adagrad.lr, adagrad.eps, adagrad.weight_decay)] == [float] * 3
+    table = Table("item", dim=np.uint8(4), capacity=np.int64(8))  # type: ignore[arg-type]
+    assert type(table.dim) is int
+    assert json.loads(json.dumps(table.to_dict()))["capacity"] == 8
+    assert Adam(betas=[0, 0.5]).betas == (0.0, 0.5)  # type: ignore[arg-type]
+
+
+def test_the_edges_are_accepted() -> None:
+    SGD(lr=0.0, momentum=0.9, nesterov=True)
+    Adagrad(lr=LARGEST_FLOAT32, eps=0.0)
+    Ftrl(beta=0.0, l2=0.1)
+    Uniform(low=0.5, high=0.5)
+    Probability(1.0)
+    Table("é" * 127, dim=65536, num_buckets=65536, capacity=65536)
+    Table("t", dim=1, dtype="float16", initial=Constant(-65504.0))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_buckets"),
+    [(None, 256), (1, 1), (8192, 1), (16383, 1), (16384, 2), (24576, 2), (1 << 20, 128), (1 << 40, 1024)],
+)
+def test_the_default_number_of_buckets(capacity: int | None, num_buckets: int) -> None:
+    assert Table("item", dim=4, capacity=capacity).resolved_num_buckets == num_buckets
+    assert Table("item", dim=4, capacity=1 << 30, num_buckets=64).resolved_num_buckets == 64
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_objects_are_frozen_hashable_and_picklable(kind: Any) -> None:
+    made = kind(**required(kind))
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError, TypeError)):
+        made.anything = 1
+    assert hash(made) == hash(kind(**required(kind)))
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_every_field_is_documented() -> None:
+    lines = [line.strip() for line in Path(config.__file__).read_text().splitlines()]
+    for kind in CONFIGS:
+        for each in dataclasses.fields(kind):
+            assert any(
+                line.startswith(f"{each.name}: ") and below.startswith('"""') for line, below in pairwise(lines)
+            ), f"{kind.__name__}.{each.name} has no text beneath it"
+
+
+# The dict form
+
+amounts = st.floats(0.0, LARGEST_FLOAT32)
+values = st.floats(-60000.0, 60000.0)  # fits every dtype
+betas = st.tuples(*[st.floats(0.0, 1.0, exclude_max=True)] * 2)
+positive = st.floats(1e-30, 1e30)
+optimizers: st.SearchStrategy[config.Optimizer] = st.one_of(
+    st.builds(SGD, lr=amounts, momentum=positive, nesterov=st.booleans(), weight_decay=amounts),
+    st.builds(Adagrad, lr=amounts, weight_decay=amounts, initial_accumulator_value=amounts, eps=amounts),
+    st.builds(RowWiseAdagrad, lr=amounts, weight_decay=amounts, initial_accumulator_value=amounts, eps=amounts),
+    st.builds(Adam, lr=amounts, betas=betas, eps=amounts, weight_decay=amounts),
+    st.builds(AdamW, lr=amounts, betas=betas, eps=amounts, weight_decay=amounts),
+    st.builds(Ftrl, lr=positive, beta=positive, l1=amounts, l2=amounts),
+)
+initials: st.SearchStrategy[config.Initial] = st.one_of(
+    st.builds(lambda pair: Uniform(low=min(pair), high=max(pair)), st.tuples(values, values)),
+    st.builds(Normal, mean=values, std=amounts),
+    st.builds(Constant, values),
+    st.sampled_from([Zeros(), ScaledUniform()]),
+)
+admissions: st.SearchStrategy[config.Admission] = st.one_of(
+    st.just(Always()),
+    st.builds(Probability, st.floats(0.0, 1.0, exclude_min=True)),
+    st.builds(MinCount, st.integers(1, 2**31 - 1), window=st.integers(1, 2**63 - 1)),
+)
+names = st.text(min_size=1, max_size=60).filter(str.isprintable)
+tables = st.builds(
+    Table,
+    names,
+    dim=st.integers(1, 65536),
+    optimizer=optimizers,
+    initial=initials,
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    admission=admissions,
+    capacity=st.none() | st.integers(65536, 2**63 - 1),
+    on_full=st.sampled_from(["evict", "raise", "grow"]),
+    expire_after=st.none() | st.integers(1, 2**32 - 2),
+    absent=st.sampled_from(["initial", "zeros"]),
+    on_nonfinite=st.sampled_from(["raise", "skip"]),
+    num_buckets=st.none() | st.integers(0, 16).map(lambda bits: 1 << bits),
+)
+
+
+@given(tables)
+def test_a_table_survives_json_exactly(table: Table) -> None:
+    through = Table.from_dict(json.loads(json.dumps(table.to_dict(), allow_nan=False)))
+    assert through == table
+    assert repr(through) == repr(table)  # == calls 0.0 and -0.0 equal, repr does not
+
+
+@given(st.one_of(optimizers, initials, admissions))
+def test_a_part_survives_json_exactly(part: Any) -> None:
+    data = json.loads(json.dumps(part.to_dict(), allow_nan=False))
+    assert data["type"] == type(part).__name__
+    assert repr(type(part).from_dict(data)) == repr(part)
+
+
+def test_a_dict_may_leave_out_what_has_a_default() -> None:
+    short = {"name": "item", "dim": 4, "optimizer": {"type": "Adam", "betas": [0.5, 0.5]}}
+    assert Table.from_dict(short) == Table("item", dim=4, optimizer=Adam(betas=(0.5, 0.5)))
+    assert Adagrad.from_dict({"lr": 0.5}) == Adagrad(lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capasity": 4}, "table 'item': unknown key 'capasity'; the nearest known one is 'capacity'"),
+        ({7: 4}, "table 'item': unknown key 7; the nearest known one is"),
+        (
+            {"optimizer": {"type": "SGD", "momentun": 0.9}},
+            "table 'item': optimizer: SGD: .*nearest known one is 'momentum'",
+        ),
+        ({"optimizer": {"type": "Adagard"}}, "table 'item': optimizer: type is 'Adagard'; the nearest .* 'Adagrad'"),
+        ({"optimizer": {"type": ["SGD"]}}, r"table 'item': optimizer: type is \['SGD'\]; the nearest"),
+        ({"optimizer": {"lr": 0.1}}, "table 'item': optimizer: the key 'type' is missing; add it, one of SGD, Adagrad"),
+        ({"optimizer": {"type": "SGD", "lr": -1}}, "table 'item': optimizer: SGD: lr is -1"),
+        ({"optimizer": "SGD"}, "table 'item': optimizer: found 'SGD' .*; wanted a dict"),
+        ({"initial": {"type": "Constant"}}, "table 'item': initial: Constant: the key 'value' is missing"),
+        ({"initial": {"type": "Zeros", "low": 0}}, "initial: Zeros: unknown key 'low'; Zeros has none: remove it"),
+        ({"admission": {"type": "MinCount", "n": 0}}, "table 'item': admission: MinCount: n is 0"),
+        ({"name": 3}, "Table: name is 3"),
+    ],
+)
+def test_a_wrong_dict_is_explained(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Table.from_dict({"name": "item", "dim": 4} | changes)
+
+
+@pytest.mark.parametrize("key", ["name", "dim"])
+def test_a_required_key_that_is_missing_is_named(key: str) -> None:
+    data = Table("item", dim=4).to_dict()
+    del data[key]
+    with pytest.raises(ConfigError, match=f"the key '{key}' is missing; add it"):
+        Table.from_dict(data)
+
+
+def test_a_dict_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SGD: type is 'Adam'; wanted 'SGD'"):
+        SGD.from_dict(Adam().to_dict())
+    wrong: Any = [("lr", 0.1)]
+    for kind in (SGD, Table):
+        with pytest.raises(ConfigError, match="wanted a dict"):
+            kind.from_dict(wrong)

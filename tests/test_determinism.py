@@ -1,0 +1,128 @@
+"""One result for any number of threads and any SIMD path, bit for bit, down to the saved columns.
+
+A workload of large random batches (with duplicates, eviction, admission, expiry, evaluation, late steps, 16-bit values) is run
+once on the portable path with one thread, then with every other combination; everything that can be seen is digested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from satrap import _core
+from satrap.config import SGD, Adagrad, Adam, AdamW, Ftrl, MinCount, Normal, Probability, RowWiseAdagrad, Table, Uniform
+from satrap.store import Store
+
+WAYS = [(threads, simd) for simd in _core.simd_paths() for threads in (1, 2, 3, 5)]
+
+TABLES = [
+    Table("sgd", dim=24, optimizer=SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), initial=Normal()),
+    Table("adagrad", dim=16, optimizer=Adagrad(lr=0.1), capacity=1800, num_buckets=16),
+    Table("adagrad16", dim=17, optimizer=Adagrad(lr=0.1), capacity=1800, num_buckets=4, dtype="float16"),
+    Table("rowwise", dim=64, optimizer=RowWiseAdagrad(lr=0.1), initial=Uniform(low=-1, high=1), expire_after=4),
+    Table("rowwise_odd", dim=37, optimizer=RowWiseAdagrad(lr=0.1, weight_decay=0.1), capacity=1500, admission=MinCount(2)),
+    Table("adam", dim=20, optimizer=Adam(lr=0.01), admission=MinCount(2, window=1500), num_buckets=32),
+    Table("adamw16", dim=33, optimizer=AdamW(lr=0.01), dtype="bfloat16", capacity=1800, expire_after=5, num_buckets=8),
+    Table("ftrl", dim=9, optimizer=Ftrl(lr=0.1, l1=0.01, l2=0.1), admission=Probability(0.5), initial=Normal(std=0.3)),
+    Table("sgd1", dim=1, optimizer=SGD(lr=0.1), capacity=1800, num_buckets=1, on_nonfinite="skip"),
+]
+
+
+def saved_columns(path: Path) -> list[bytes]:
+    """Every column of every file of a snapshot, in the order of its manifest."""
+    import json
+
+    import pyarrow as pa
+
+    columns: dict[tuple[str, str], list[bytes]] = {}
+    for file in json.loads((path / "manifest.json").read_bytes())["files"]:
+        with pa.ipc.open_file(path / file["name"]) as reader:
+            for batch in (reader.get_batch(i) for i in range(reader.num_record_batches)):
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    while isinstance(column, pa.FixedSizeListArray):
+                        column = column.flatten()
+                    columns.setdefault((file["kind"], name), []).append(column.to_numpy(zero_copy_only=False).tobytes())
+    return [str(key).encode() + b"".join(columns[key]) for key in sorted(columns)]
+
+
+def run(table: Table, seed: int, num_threads: int, simd: str, folder: Path) -> dict[str, Any]:
+    """The workload; what it did, in words that can be compared."""
+    store = Store(table, seed=seed, num_threads=num_threads, simd=simd)
+    assert (store.num_threads, store.simd) == (num_threads, simd)
+    rng = np.random.default_rng(seed)
+    rows = hashlib.sha256()
+    for step in range(1, 9):
+        ids = (rng.zipf(1.3, size=3000) % 6000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        gradients = rng.normal(size=(len(ids), table.dim)).astype(np.float32)
+        if table.on_nonfinite == "skip":
+            gradients[rng.integers(len(ids), size=20), 0] = np.nan
+        looked_up, ticket = store.lookup(ids, step=step, with_ticket=True)
+        rows.update(looked_up.tobytes())
+        if step % 2:
+            store.update(ticket, gradients, step=step, lr=0.05 * step)
+        else:
+            store.update(ids, gradients, step=step)
+        rows.update(store.lookup(ids[::-1], train=False).tobytes())
+        if step == 5:
+            store.lookup(ids[:200], step=2, oldest_open=1)
+    everything = np.arange(6000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    read = store.read(everything)
+    store.check()
+    store.save(folder)
+    return {
+        "rows": rows.hexdigest(),
+        "present": read.present.tobytes(),
+        "values": read.values.tobytes(),
+        "state": read.state.tobytes(),
+        "stats": {name: count for name, count in store.stats().items() if name != "bytes"},
+        "saved": saved_columns(folder),
+    }
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_threads_and_simd_change_nothing(table: Table, seed: int, tmp_path: Path) -> None:
+    wanted = run(table, seed, 1, "portable", tmp_path / "wanted")
+    assert wanted["stats"]["rows"] > 400, "the workload does nothing"
+    for num_threads, simd in WAYS:
+        found = run(table, seed, num_threads, simd, tmp_path / f"{simd}-{num_threads}")
+        for what in wanted:
+            assert found[what] == wanted[what], f"{what} differ with {num_threads} threads on {simd}"
+
+
+def test_the_workload_evicts_refuses_expires_and_skips(seed: int, tmp_path: Path) -> None:
+    """Or the test above shows less than it says."""
+    total: dict[str, int] = {}
+    for table in TABLES:
+        for name, count in run(table, seed, 2, _core.simd_paths()[0], tmp_path / table.name)["stats"].items():
+            total[name] = total.get(name, 0) + count
+    for name in ("hits", "inserted", "refused", "evicted", "expired", "updated", "not_applied_absent", "skipped", "sightings"):
+        assert total[name] > 0, f"no row was ever {name}"
+
+
+def test_a_loaded_store_goes_on_the_same_way(seed: int, tmp_path: Path) -> None:
+    """Save, load into another thread count and path, go on: the bits of a run without interruption."""
+    rng = np.random.default_rng(seed)
+    batches = [rng.integers(3000, size=800).astype(np.uint64) for _ in range(8)]
+    gradients = [rng.normal(size=(800, 17)).astype(np.float32) for _ in range(8)]
+    table = Table("t", dim=17, optimizer=Adam(), capacity=1500, num_buckets=4, dtype="bfloat16", admission=MinCount(2))
+
+    def advance(store: Store, some: range) -> None:
+        for i in some:
+            store.lookup(batches[i])
+            store.update(batches[i], gradients[i])
+
+    whole = Store(table, seed=seed, num_threads=1)
+    advance(whole, range(8))
+    first = Store(table, seed=seed, num_threads=3)
+    advance(first, range(4))
+    first.save(tmp_path / "half")
+    second = Store.load(tmp_path / "half", num_threads=2, simd="portable")
+    advance(second, range(4, 8))
+    ids = np.arange(3000, dtype=np.uint64)
+    for a, b in zip(whole.read(ids), second.read(ids), strict=True):
+        np.testing.assert_array_equal(a, b)
+    second.check()

@@ -1,0 +1,444 @@
+"""The life of a row, one rule per test: admission, capacity, eviction, pinning, expiry, absence, and what stats() says.
+
+The property test mixes all of this; here each rule stands alone and can be read. Stores have one bucket where the exact
+order of eviction matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oracle import as_ids
+from satrap import _core
+from satrap.config import SGD, Adagrad, Constant, MinCount, Probability, Table
+from satrap.errors import CapacityError
+from satrap.store import Store
+
+OpenStore = Callable[..., Store]
+
+
+def table(**options: Any) -> Table:
+    plain = {"dim": 2, "optimizer": SGD(lr=1.0), "initial": Constant(1.0), "num_buckets": 1}
+    return Table("item", **{**plain, **options})
+
+
+def present(store: Store, ids: Any) -> list[int]:
+    ids = list(ids)
+    return [id_ for id_, there in zip(ids, store.read(as_ids(ids)).present, strict=True) if there]
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+def test_all_64_bits_count(open_store: OpenStore, rng: np.random.Generator) -> None:
+    """Ids that agree in any half, or differ in one bit, have rows of their own; int64 is the same bits."""
+    store = open_store(table(num_buckets=16))
+    ids = [0, 2**64 - 1, *(1 << k for k in range(64)), *(k << 32 for k in range(2, 50)), 0x0123456789ABCDEF]
+    ids = list(dict.fromkeys(ids))
+    store.lookup(as_ids(ids))
+    assert len(store) == len(ids)
+    gradients = rng.integers(-100, 100, size=(len(ids), 2)).astype(np.float32)
+    store.update(as_ids(ids), gradients)
+    np.testing.assert_array_equal(store.read(as_ids(ids)).values, 1 - gradients)
+    signed = as_ids(ids).view(np.int64)
+    np.testing.assert_array_equal(store.lookup(signed), 1 - gradients)
+    assert len(store) == len(ids)
+
+
+def test_duplicates_are_one_row_and_summed(open_store: OpenStore) -> None:
+    store = open_store(table())
+    ids = as_ids([5, 6, 5, 5])
+    rows = store.lookup(ids)
+    assert rows.shape == (4, 2)
+    store.update(ids, np.array([[1, 10], [2, 20], [4, 40], [8, 80]], np.float32))
+    np.testing.assert_array_equal(store.read(as_ids([5, 6])).values, [[1 - 13, 1 - 130], [1 - 2, 1 - 20]])
+    stats = store.stats()
+    assert (stats["lookups"], stats["hits"], stats["inserted"], stats["updated"]) == (2, 0, 2, 2)
+
+
+def test_duplicates_are_summed_in_order_of_appearance(open_store: OpenStore) -> None:
+    """Float32 addition is not associative: 1e8 + 1 - 1e8 is 0 in this order and 1 in others."""
+    store = open_store(table(initial=Constant(0.0)))
+    ids = as_ids([9, 9, 9])
+    store.lookup(ids)
+    store.update(ids, np.array([[1e8, 1e8], [1, -1e8], [-1e8, 1]], np.float32))
+    np.testing.assert_array_equal(store.read(as_ids([9])).values, [[0, -1]])
+
+
+# -- absence -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absent", ["initial", "zeros"])
+def test_what_an_absent_row_reads_as(absent: Any, open_store: OpenStore) -> None:
+    store = open_store(table(absent=absent))
+    ids = as_ids([1, 2, 3])
+    wanted = 1.0 if absent == "initial" else 0.0
+    assert np.all(store.lookup(ids, train=False) == wanted)
+    store.lookup(as_ids([2]))
+    store.update(as_ids([2]), np.full((1, 2), -4, np.float32))
+    np.testing.assert_array_equal(store.lookup(ids, train=False), [[wanted] * 2, [5, 5], [wanted] * 2])
+    assert present(store, [1, 2, 3]) == [2]
+
+
+def test_evaluation_changes_nothing(open_store: OpenStore) -> None:
+    store = open_store(table(capacity=4, admission=MinCount(2), expire_after=3))
+    for step in range(1, 4):
+        store.lookup(as_ids(range(step, step + 4)), step=step)
+    before, ids = store.stats(), as_ids(range(20))
+    read = store.read(ids)
+    for _ in range(3):
+        store.lookup(ids, train=False)
+    assert store.stats() == before
+    assert store.latest_step == 3
+    for old, new in zip(read, store.read(ids), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_gradient_without_a_row_is_counted_and_dropped(open_store: OpenStore) -> None:
+    store = open_store(table())
+    store.lookup(as_ids([1, 3]))
+    store.update(as_ids([1, 2, 3, 2, 4]), np.array([[1], [2], [3], [4], [5]], np.float32) * np.ones((1, 2), np.float32))
+    np.testing.assert_array_equal(store.read(as_ids([1, 2, 3, 4])).values, [[0, 0], [0, 0], [-2, -2], [0, 0]])
+    stats = store.stats()
+    assert (stats["updated"], stats["not_applied_absent"], len(store)) == (2, 2, 2)
+
+
+# -- admission ---------------------------------------------------------------------------------------------------------
+
+
+def test_probability_is_a_draw_of_seed_table_id_and_step(open_store: OpenStore, rng: np.random.Generator) -> None:
+    ids = rng.integers(2**64, size=20_000, dtype=np.uint64)
+    ids = np.unique(ids)
+
+    def admitted(*, seed: int = 0, step: int = 1, name: str = "item", order: Any = None, **options: Any) -> Any:
+        store = open_store(
+            Table(name, dim=1, admission=Probability(0.3), num_buckets=options.pop("num_buckets", 1)), seed=seed, **options
+        )
+        store.lookup(ids if order is None else ids[order], step=step)
+        return store.read(ids).present
+
+    base = admitted()
+    n = len(ids)
+    assert abs(base.mean() - 0.3) < 6 * (0.21 / n) ** 0.5
+    for same in (admitted(num_threads=3), admitted(num_buckets=64), admitted(order=rng.permutation(n))):
+        np.testing.assert_array_equal(base, same)
+    for other in (admitted(seed=1), admitted(step=2), admitted(name="user")):
+        both = np.mean(base & other)
+        assert abs(both - 0.09) < 6 * (0.09 * 0.91 / n) ** 0.5, "draws are not independent"
+
+
+def test_probability_may_admit_at_a_later_step_and_never_at_a_retry(open_store: OpenStore) -> None:
+    store = open_store(table(admission=Probability(0.5)))
+    ids = as_ids(range(1000))
+    store.lookup(ids, step=1)
+    first = len(store)
+    store.lookup(ids, step=1)
+    assert len(store) == first
+    store.lookup(ids, step=2)
+    assert first < len(store) < 1000
+    assert store.stats()["refused"] == 2 * (1000 - first) + (1000 - len(store))
+    store.update(ids, np.ones((1000, 2), np.float32))
+    stats = store.stats()
+    assert (stats["updated"], stats["not_applied_absent"]) == (len(store), 1000 - len(store))
+
+
+def test_min_count_admits_at_the_nth_sighting(open_store: OpenStore) -> None:
+    for n in (1, 2, 3, 7):
+        store = open_store(table(admission=MinCount(n)))
+        for step in range(1, n + 3):
+            rows = store.lookup(as_ids([5, 5, 5]), step=step)
+            assert np.all(rows == 1.0)
+            assert len(store) == (step >= n), f"n={n}, sighting {step}"
+            assert store.stats()["sightings"] == (step < n)
+
+
+def test_a_retried_step_never_counts_twice(open_store: OpenStore) -> None:
+    store = open_store(table(admission=MinCount(3)))
+    for step in (4, 4, 4, 3, 1, 5, 5, 2, 4):
+        store.lookup(as_ids([5]), step=step)
+        assert len(store) == 0, "two steps after all: 4 and 5"
+    store.lookup(as_ids([5]), step=6)
+    assert len(store) == 1
+
+
+def test_min_count_window_forgets_the_least_recently_sighted(open_store: OpenStore) -> None:
+    store = open_store(table(admission=MinCount(2, window=3)))
+    store.lookup(as_ids([11]), step=1)
+    store.lookup(as_ids([12, 10]), step=2)
+    store.lookup(as_ids([20]), step=3)  # forgets 11
+    assert store.stats()["sightings"] == 3
+    store.lookup(as_ids([12]), step=4)
+    assert present(store, [10, 11, 12, 20]) == [12]
+    store.lookup(as_ids([11]), step=5)  # its first sighting again; it fits, 12 left the window
+    assert present(store, [10, 11, 12, 20]) == [12]
+    store.lookup(as_ids([30]), step=6)  # forgets 10 of step 2
+    store.lookup(as_ids([10]), step=7)  # a first sighting; forgets 20 of step 3
+    store.lookup(as_ids([11]), step=8)
+    assert present(store, [10, 11, 12, 20, 30]) == [11, 12]
+
+
+def test_min_count_is_exact_while_the_window_holds_everybody(open_store: OpenStore, rng: np.random.Generator) -> None:
+    store = open_store(table(admission=MinCount(4, window=1 << 14), num_buckets=8), num_threads=2)
+    seen = np.zeros(2000, int)
+    for step in range(1, 60):
+        ids = rng.integers(2000, size=300)
+        store.lookup(ids.astype(np.uint64), step=step)
+        seen[np.unique(ids)] += 1
+    np.testing.assert_array_equal(store.read(np.arange(2000, dtype=np.uint64)).present, seen >= 4)
+    assert store.stats()["sightings"] == np.sum((seen > 0) & (seen < 4))
+
+
+def test_an_evicted_row_must_be_admitted_anew(open_store: OpenStore) -> None:
+    store = open_store(table(admission=MinCount(2), capacity=1))
+    store.lookup(as_ids([1]), step=1)
+    store.lookup(as_ids([1]), step=2)
+    store.lookup(as_ids([2]), step=3)
+    store.lookup(as_ids([2]), step=4)
+    assert present(store, [1, 2]) == [2]
+    store.lookup(as_ids([1]), step=5)
+    assert present(store, [1, 2]) == [2]
+    store.lookup(as_ids([1]), step=6)
+    assert present(store, [1, 2]) == [1]
+
+
+# -- capacity ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_step_goes_first_then_the_smallest_id(open_store: OpenStore) -> None:
+    store = open_store(table(capacity=4))
+    store.lookup(as_ids([40, 30]), step=1)
+    store.lookup(as_ids([20, 10]), step=2)
+    store.lookup(as_ids([40]), step=3)  # 40 is young again
+    store.lookup(as_ids([50]), step=4)
+    assert present(store, [10, 20, 30, 40, 50]) == [10, 20, 40, 50]
+    store.lookup(as_ids([60]), step=5)
+    assert present(store, [10, 20, 40, 50, 60]) == [20, 40, 50, 60]
+    store.update(as_ids([20]), np.zeros((1, 2), np.float32), step=5)  # an update is a use too
+    store.lookup(as_ids([70]), step=6)
+    assert present(store, [20, 40, 50, 60, 70]) == [20, 50, 60, 70]
+    assert store.stats()["evicted"] == 3
+
+
+def test_a_batch_never_evicts_itself(open_store: OpenStore) -> None:
+    """Hits are stamped before any miss is inserted, wherever they stand in the batch."""
+    store = open_store(table(capacity=3))
+    store.lookup(as_ids([1, 2, 3]), step=1)
+    store.lookup(as_ids([9, 8, 1]), step=2)
+    assert present(store, [1, 2, 3, 8, 9]) == [1, 8, 9]
+
+
+@pytest.mark.parametrize("num_buckets", [1, 4])
+def test_capacity_holds_exactly(num_buckets: int, open_store: OpenStore, rng: np.random.Generator) -> None:
+    """Each bucket fills its share, and never more."""
+    capacity = 103
+    store = open_store(table(capacity=capacity, num_buckets=num_buckets))
+    for step in range(1, 200):
+        store.lookup(rng.integers(5000, size=9).astype(np.uint64), step=step)
+        assert len(store) <= capacity
+    rows = np.arange(5000, dtype=np.uint64)
+    shares = np.bincount(_core.bucket_of(rows[store.read(rows).present], num_buckets), minlength=num_buckets)
+    assert shares.tolist() == [capacity // num_buckets + (b < capacity % num_buckets) for b in range(num_buckets)]
+    stats = store.stats()
+    assert stats["inserted"] - stats["evicted"] == stats["rows"] == capacity
+
+
+def test_open_steps_pin_their_rows(open_store: OpenStore) -> None:
+    """Rows looked up at or after the oldest open step stay; the error names the capacity that is needed."""
+    store = open_store(table(capacity=4))
+    store.lookup(as_ids([1, 2]), step=1)
+    store.lookup(as_ids([3, 4]), step=2, oldest_open=1)
+    with pytest.raises(CapacityError, match=r"table 'item'.*step 3") as raised:
+        store.lookup(as_ids([5, 6]), step=3, oldest_open=1)
+    assert present(store, range(1, 7)) == [1, 2, 3, 4], "nothing pinned went"
+    needed = int(re.findall(r"capacity to at least (\d+)", str(raised.value))[0])
+    assert needed == 6
+    roomy = open_store(table(capacity=needed))
+    for step, ids in enumerate(([1, 2], [3, 4], [5, 6]), 1):
+        roomy.lookup(as_ids(ids), step=step, oldest_open=1)
+    store.lookup(as_ids([5, 6]), step=3, oldest_open=2)  # step 1 is closed: its rows may go
+    assert present(store, range(1, 7)) == [3, 4, 5, 6]
+
+
+def test_a_batch_larger_than_the_table_needs_its_own_capacity(open_store: OpenStore) -> None:
+    store = open_store(table(capacity=5))
+    with pytest.raises(CapacityError, match="capacity to at least 8"):
+        store.lookup(as_ids(range(8)), step=1)
+
+
+def test_on_full_raise(open_store: OpenStore) -> None:
+    store = open_store(table(capacity=3, on_full="raise"))
+    store.lookup(as_ids([1, 2, 3]), step=1)
+    store.lookup(as_ids([1, 2, 3]), step=2)
+    with pytest.raises(CapacityError, match=r"table 'item'.*capacity=3"):
+        store.lookup(as_ids([4]), step=3)
+    assert present(store, range(1, 5)) == [1, 2, 3]
+    assert store.stats()["evicted"] == 0
+
+
+def test_on_full_raise_makes_room_by_expiry(open_store: OpenStore) -> None:
+    store = open_store(table(capacity=3, on_full="raise", expire_after=2))
+    store.lookup(as_ids([1, 2, 3]), step=1)
+    store.lookup(as_ids([4]), step=4)
+    assert present(store, range(1, 5)) == [4]
+    assert store.stats()["expired"] == 3
+
+
+def test_on_full_grow(open_store: OpenStore) -> None:
+    store = open_store(table(capacity=3, on_full="grow"))
+    store.lookup(as_ids(range(1000)))
+    assert len(store) == 1000
+    assert store.stats()["evicted"] == 0
+
+
+def test_a_row_evicted_between_lookup_and_update(open_store: OpenStore) -> None:
+    """Its gradient is counted and touches nothing, by ticket as by ids; a row that came back takes it."""
+    store = open_store(table(capacity=2))
+    _, ticket = store.lookup(as_ids([1, 2]), step=1, with_ticket=True)
+    _, back = store.lookup(as_ids([1, 2]), step=2, with_ticket=True)
+    store.lookup(as_ids([3, 4]), step=3)
+    store.update(ticket, np.ones((2, 2), np.float32), step=3)
+    assert np.all(store.read(as_ids([3, 4])).values == 1)
+    assert store.stats()["not_applied_absent"] == 2
+    store.lookup(as_ids([2]), step=4)
+    store.update(back, np.ones((2, 2), np.float32), step=4)
+    assert store.read(as_ids([2])).values.tolist() == [[0, 0]]
+    assert store.stats()["not_applied_absent"] == 3
+
+
+def test_memory_does_not_grow_at_capacity(open_store: OpenStore, rng: np.random.Generator) -> None:
+    store = open_store(table(dim=16, capacity=2000, num_buckets=4, optimizer=Adagrad()))
+    sizes = []
+    for step in range(1, 120):
+        store.lookup(rng.integers(2**64, size=200, dtype=np.uint64), step=step)
+        sizes.append(store.stats()["bytes"])
+    assert max(sizes[60:]) == sizes[60], f"bytes grow under eviction: {sizes[60:]}"
+
+
+# -- expiry ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_unseen_for_n_steps_is_gone(open_store: OpenStore) -> None:
+    store = open_store(table(expire_after=3))
+    store.lookup(as_ids([1, 2]), step=1)
+    store.update(as_ids([1, 2]), np.ones((2, 2), np.float32), step=1)
+    store.lookup(as_ids([2]), step=4)
+    assert present(store, [1, 2]) == [1, 2], "unseen for 3 steps is not more than 3"
+    store.lookup(as_ids([9]), step=5)
+    assert present(store, [1, 2]) == [2]
+    assert len(store) == 2
+    assert store.stats()["expired"] == 1
+    assert np.all(store.lookup(as_ids([1]), train=False) == 1.0), "an expired row reads as absent"
+    store.update(as_ids([1]), np.ones((1, 2), np.float32), step=5)
+    assert store.stats()["not_applied_absent"] == 1
+    assert np.all(store.lookup(as_ids([1]), step=5) == 1.0), "it comes back as new"
+    assert store.stats()["inserted"] == 4
+
+
+def test_expiry_waits_for_open_steps(open_store: OpenStore) -> None:
+    store = open_store(table(expire_after=2))
+    store.lookup(as_ids([1]), step=1)
+    store.lookup(as_ids([2]), step=50, oldest_open=1)
+    assert present(store, [1, 2]) == [1, 2]
+    store.update(as_ids([1]), np.ones((1, 2), np.float32), step=50)
+    store.lookup(as_ids([3]), step=51, oldest_open=51)
+    assert present(store, [1, 2, 3]) == [1, 2, 3], "the update was a use at step 50"
+    store.lookup(as_ids([3]), step=60)
+    assert present(store, [1, 2, 3]) == [3]
+
+
+def test_stats_are_exact_however_rows_expire(open_store: OpenStore, rng: np.random.Generator) -> None:
+    store = open_store(table(expire_after=5, capacity=300, num_buckets=4))
+    for step in range(1, 150):
+        store.lookup(rng.integers(600, size=40).astype(np.uint64), step=step)
+        if step % 7 == 0:
+            stats = store.stats()
+            assert stats["rows"] == len(store) == len(present(store, range(600)))
+            assert stats["inserted"] - stats["evicted"] - stats["expired"] == stats["rows"]
+            assert stats["lookups"] == stats["hits"] + stats["inserted"] + stats["refused"]
+
+
+def test_a_late_step_below_the_line_of_expiry(open_store: OpenStore) -> None:
+    """A lookup that comes very late inserts rows that are older than old: whatever is done, all views agree."""
+    store = open_store(table(expire_after=2))
+    store.lookup(as_ids([1]), step=100)
+    store.lookup(as_ids([2]), step=5)
+    assert len(store) == len(present(store, [1, 2])) == store.stats()["rows"]
+    store.lookup(as_ids([1]), step=101)
+    assert len(store) == len(present(store, [1, 2])) == store.stats()["rows"]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_stores_own_steps(open_store: OpenStore) -> None:
+    store = open_store(table())
+    assert store.latest_step == 0
+    store.lookup(as_ids([1]))
+    assert store.latest_step == 1
+    store.update(as_ids([1]), np.ones((1, 2), np.float32))
+    assert store.latest_step == 1
+    store.lookup(as_ids([1]), step=10)
+    store.lookup(as_ids([1]), step=3)
+    assert store.latest_step == 10
+    store.lookup(as_ids([1]))
+    assert store.latest_step == 11
+    store.lookup(as_ids([1]), train=False)
+    assert store.latest_step == 11
+    store.lookup(as_ids([]))
+    assert store.latest_step == 12
+
+
+def test_stamps_never_fall(open_store: OpenStore) -> None:
+    store = open_store(table(capacity=2))
+    store.lookup(as_ids([1]), step=10)
+    store.lookup(as_ids([2]), step=9)
+    store.lookup(as_ids([1]), step=2)  # still stamped 10
+    store.update(as_ids([1]), np.zeros((1, 2), np.float32), step=3)
+    store.lookup(as_ids([3]), step=11)
+    assert present(store, [1, 2, 3]) == [1, 3]
+
+
+def test_the_last_step(open_store: OpenStore) -> None:
+    """Steps end at 2**32 - 2; the store's own counting stops there with an error, and does not wrap."""
+    store = open_store(table())
+    store.lookup(as_ids([1]), step=2**32 - 2)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="step"):
+            store.lookup(as_ids([1]))
+    assert store.latest_step == 2**32 - 2
+    store.check()
+
+
+def test_an_update_before_any_lookup(open_store: OpenStore) -> None:
+    store = open_store(table())
+    store.update(as_ids([1, 2]), np.ones((2, 2), np.float32))
+    assert store.stats()["not_applied_absent"] == 2
+    assert len(store) == 0
+
+
+def test_empty_batches(open_store: OpenStore) -> None:
+    store = open_store(table())
+    rows, ticket = store.lookup(as_ids([]), with_ticket=True)
+    assert rows.shape == (0, 2)
+    assert ticket.n == ticket.num_unique == 0
+    store.update(ticket, np.zeros((0, 2), np.float32))
+    store.update(as_ids([]), np.zeros((0, 2), np.float32))
+    assert store.lookup(as_ids([]), train=False).shape == (0, 2)
+    assert store.read(as_ids([])).values.shape == (0, 2)
+    assert store.stats()["lookups"] == store.stats()["updated"] == 0
+
+
+def test_a_refused_capacity_costs_no_sighting(open_store: OpenStore) -> None:
+    """An id that was admitted but found no room keeps its count: the retry with room inserts it."""
+    store = open_store(table(admission=MinCount(2), capacity=1))
+    store.lookup(as_ids([1, 2]), step=1)
+    store.lookup(as_ids([1]), step=2)
+    with pytest.raises(CapacityError):
+        store.lookup(as_ids([2]), step=3, oldest_open=2)
+    store.lookup(as_ids([2]), step=3, oldest_open=3)
+    assert present(store, [1, 2]) == [2]

@@ -1,0 +1,64 @@
+"""The face of the package: its public names, what importing costs, the shipped stub, and the README's example."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import satrap
+from satrap import _core, errors
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert list(satrap.__all__) == sorted(satrap.__all__)
+    for name in satrap.__all__:
+        assert hasattr(satrap, name), name
+    every_error = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert every_error <= set(satrap.__all__)
+
+
+def test_the_errors_are_one_tree_and_drawn() -> None:
+    drawing = errors.__doc__ or ""
+    for name, value in vars(errors).items():
+        if isinstance(value, type):
+            assert issubclass(value, errors.SatrapError)
+            line = next(line for line in drawing.splitlines() if f"── {name} " in line)
+            for builtin in {ValueError, RuntimeError} & set(value.__bases__):
+                assert f"also a {builtin.__name__}" in line
+
+
+def test_importing_costs_little() -> None:
+    """Neither torch nor pyarrow: a server starts without them. Asked of a fresh interpreter."""
+    program = "import sys, satrap; print(*sorted({'torch', 'pyarrow', 'ray'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.split() == []
+    assert run.stderr == ""
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert satrap.__version__ == importlib.metadata.version("satrap")
+
+
+def test_the_committed_stub_is_the_generated_one() -> None:
+    """The build generates the stub beside the module; `make stub` copies it into the source tree."""
+    assert _core.__file__ is not None
+    generated = Path(_core.__file__).with_name("_core.pyi").read_text()
+    committed = (ROOT / "src/satrap/_core.pyi").read_text()
+    assert committed == generated, "the bindings changed: run `make stub` and commit src/satrap/_core.pyi"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "src/satrap/py.typed").is_file()
+
+
+def test_the_readme_example_runs() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 150
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        assert len(block.splitlines()) <= 30
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})

@@ -1,0 +1,358 @@
+"""Rows in a shared-memory file outlive their process: closed cleanly, or killed at any moment.
+
+Child processes (shared_memory_child.py) are killed with SIGKILL in the midst of updates and insertions, many times at random
+moments. What is left is attached by another process and must hold: every invariant, every update that was acknowledged,
+each bucket's update whole or not at all, and bit for bit the values of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oracle import as_ids
+from satrap import _core
+from satrap.config import SGD, Adagrad, Adam, Constant, MinCount, Table
+from satrap.errors import SharedMemoryError
+from satrap.store import Store
+from shared_memory_child import CHURN, EQUAL, EQUAL_IDS
+
+DEADLINE_SECONDS = 60.0
+CHILD = Path(__file__).with_name("shared_memory_child.py")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """A file on tmpfs where there is one, so that a test writes no disk full."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        yield tmp_path / "table"
+        return
+    path = shm / f"satrap-test-{os.getpid()}-{tmp_path.name}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@contextmanager
+def child(job: str, path: Path, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process at work; killed in the end whatever happens, and by a timer if it hangs."""
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD), job, str(path), *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    timer = threading.Timer(DEADLINE_SECONDS, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"ready")
+        yield process
+    finally:
+        process.kill()
+        process.wait(DEADLINE_SECONDS)
+        timer.cancel()
+        timer.join()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def kill_amid(process: subprocess.Popen[bytes], rng: np.random.Generator, num_lines: int) -> list[bytes]:
+    """Reads some acknowledgements, lets a random part of a call's time pass, kills; returns all lines that were sent."""
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(num_lines)]
+    began = time.perf_counter()
+    lines.append(process.stdout.readline())
+    end = time.perf_counter() + rng.uniform(0, 1.5) * (time.perf_counter() - began)
+    while time.perf_counter() < end:
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(DEADLINE_SECONDS)
+    lines += process.stdout.readlines()
+    assert process.returncode == -signal.SIGKILL
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+# -- clean -------------------------------------------------------------------------------------------------------------
+
+
+def full(path: Path) -> Store:
+    table = Table(
+        "item", dim=5, optimizer=Adam(), capacity=400, num_buckets=4, admission=MinCount(2), dtype="float16", expire_after=30
+    )
+    store = Store(table, seed=7, shared=path, num_threads=2)
+    rng = np.random.default_rng(1)
+    for step in range(1, 40):
+        ids = rng.integers(900, size=100).astype(np.uint64)
+        store.lookup(ids, step=step)
+        store.update(ids, rng.normal(size=(100, 5)).astype(np.float32), step=step)
+    store.set_lr(0.125)
+    return store
+
+
+def go_on(store: Store) -> list[bytes]:
+    """Some more steps; everything that can be seen then."""
+    rng = np.random.default_rng(2)
+    for step in range(40, 60):
+        ids = rng.integers(900, size=80).astype(np.uint64)
+        store.lookup(ids, step=step)
+        store.update(ids, rng.normal(size=(80, 5)).astype(np.float32), step=step)
+    store.check()
+    return [part.tobytes() for part in store.read(as_ids(range(900)))] + [str(store.latest_step).encode()]
+
+
+def test_attach_after_a_clean_close(path: Path, tmp_path: Path) -> None:
+    """Configuration and seed come from the file; rows, stamps, sightings, lr and steps go on as if nothing had been."""
+    store = full(path)
+    table, before, rows, stats = store.table, store.read(as_ids(range(900))), len(store), store.stats()
+    store.save(tmp_path / "same")
+    del store
+    gc.collect()
+    again = Store.attach(path, num_threads=1)
+    assert (again.table, again.seed, again.lr, again.latest_step, len(again)) == (table, 7, 0.125, 39, rows)
+    assert again.stats()["sightings"] == stats["sightings"] > 0
+    for old, new in zip(before, again.read(as_ids(range(900))), strict=True):
+        np.testing.assert_array_equal(old, new)
+    again.check()
+    uninterrupted = Store.load(tmp_path / "same", num_threads=3)
+    assert go_on(again) == go_on(uninterrupted)
+
+
+def test_the_backing_changes_no_result(path: Path) -> None:
+    shared = Store(EQUAL, seed=5, shared=path, num_threads=2)
+    plain = Store(EQUAL, seed=5, num_threads=2)
+    for store in (shared, plain):
+        store.lookup(EQUAL_IDS)
+        store.update(EQUAL_IDS, np.full((len(EQUAL_IDS), EQUAL.dim), 0.1, np.float32))
+    for one, other in zip(shared.read(EQUAL_IDS), plain.read(EQUAL_IDS), strict=True):
+        np.testing.assert_array_equal(one, other)
+    shared.check()
+
+
+def test_attached_again_and_again(path: Path, rng: np.random.Generator) -> None:
+    """Free rows, growth and undo space survive many generations."""
+    table = Table("item", dim=3, optimizer=Adagrad(), capacity=3000, num_buckets=2)
+    Store(table, shared=path, num_threads=1)
+    gc.collect()
+    sizes = []
+    for generation in range(12):
+        store = Store.attach(path, num_threads=1 + generation % 3)
+        for _ in range(4):
+            ids = rng.integers(2**64, size=1200, dtype=np.uint64)
+            store.lookup(ids)
+            store.update(ids, np.ones((1200, 3), np.float32))
+        store.check()
+        assert store.latest_step == 4 * (generation + 1)
+        del store
+        gc.collect()
+        sizes.append(path.stat().st_size)
+    assert sizes[-1] == sizes[4], f"the file grows with every attach: {sizes}"
+
+
+def test_saves_and_loads_into_shared_memory(path: Path, tmp_path: Path) -> None:
+    store = full(path)
+    store.save(tmp_path / "saved")
+    copy = Path(f"{path}-copy")
+    try:
+        loaded = Store.load(tmp_path / "saved", shared=copy, num_threads=2)
+        assert len(loaded) == len(store)
+        del loaded
+        gc.collect()
+        attached = Store.attach(copy)
+        assert go_on(attached) == go_on(store)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+
+def trajectory(num_updates: int) -> tuple[Any, Any]:
+    """What a row of the table of equal rows holds after 0, 1, 2, ... updates, without interruption."""
+    store = Store(EQUAL, num_threads=1)
+    one = EQUAL_IDS[:1]
+    store.lookup(one)
+    values, states = [], []
+    for _ in range(num_updates + 1):
+        read = store.read(one)
+        values.append(read.values[0].copy())
+        states.append(read.state[0].copy())
+        store.update(one, np.full((1, EQUAL.dim), 0.25, np.float32))
+    return np.array(values), np.array(states)
+
+
+def assert_equal_rows(path: Path, acknowledged: int) -> tuple[int, int]:
+    """Attaches and judges the table of equal rows; returns how many updates its rows have had, least and most."""
+    store = Store.attach(path, num_threads=1)
+    store.check()
+    assert len(store) == len(EQUAL_IDS)
+    read = store.read(EQUAL_IDS)
+    counts = read.state[:, -1].astype(np.int64)  # Adam's own count
+    assert counts.min() >= acknowledged, "an acknowledged update was lost"
+    buckets = _core.bucket_of(EQUAL_IDS, EQUAL.resolved_num_buckets)
+    for bucket in range(EQUAL.resolved_num_buckets):
+        mine = np.unique(counts[buckets == bucket])
+        assert len(mine) == 1, f"bucket {bucket} was updated in part: {mine}"
+    values, states = trajectory(int(counts.max()))
+    np.testing.assert_array_equal(read.values, values[counts], "values differ from an uninterrupted run")
+    np.testing.assert_array_equal(read.state, states[counts], "state differs from an uninterrupted run")
+    return int(counts.min()), int(counts.max())
+
+
+def test_kill_9_amid_updates(path: Path, rng: np.random.Generator) -> None:
+    torn = updates = 0
+    for round_ in range(16):
+        with child("count", path) as process:
+            lines = kill_amid(process, rng, int(rng.integers(1, 6)))
+        updates += len(lines)
+        least, most = assert_equal_rows(path, updates)
+        assert most <= updates + round_ + 1, "more updates than were ever begun"
+        torn += least != most
+        gc.collect()
+    print(f"{torn} of 16 kills left buckets of two ages")
+
+
+def test_kill_9_amid_insertion_and_eviction(path: Path, rng: np.random.Generator) -> None:
+    everyone = np.arange(5000, dtype=np.uint64)
+    shares = [CHURN.capacity // 4] * 4 if CHURN.capacity else []
+    latest = 0
+    for _ in range(12):
+        with child("churn", path, int(rng.integers(2**32))) as process:
+            lines = kill_amid(process, rng, int(rng.integers(1, 40)))
+        store = Store.attach(path, num_threads=1)
+        store.check()
+        assert store.latest_step >= int(lines[-1].split()[2]) > latest, "an acknowledged step was lost"
+        latest = store.latest_step
+        read = store.read(everyone)
+        assert len(store) == read.present.sum()
+        held = np.bincount(_core.bucket_of(everyone[read.present], 4), minlength=4)
+        assert np.all(held <= shares)
+        assert np.all(read.values == read.values[:, :1]), "a row is half-written"
+        assert np.all((read.values >= 0) & (read.values <= latest) & (read.values == np.rint(read.values)))
+        del store
+        gc.collect()
+
+
+def test_the_last_acknowledged_batch_is_there(path: Path, rng: np.random.Generator) -> None:
+    """Looked-up rows of the last acknowledged call are the youngest: none may be missing after the kill."""
+    seed = int(rng.integers(2**32))
+    with child("churn", path, seed) as process:
+        lines = kill_amid(process, rng, 5)
+    done = int(lines[-1].split()[1])
+    replay = np.random.default_rng(seed)
+    for _ in range(done + 1):
+        ids = np.unique(replay.integers(5000, size=150)).astype(np.uint64)
+    assert Store.attach(path).read(ids).present.all()
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_attach_while_another_process_holds_it(path: Path) -> None:
+    store = Store(CHURN, shared=path)
+    store.lookup(as_ids([1, 2, 3]))
+    del store
+    gc.collect()
+    with child("hold", path) as process:
+        with pytest.raises(SharedMemoryError, match="in use") as raised:
+            Store.attach(path)
+        assert str(path) in str(raised.value)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(DEADLINE_SECONDS)
+        assert process.returncode == 0
+    assert len(Store.attach(path)) == 3
+
+
+def test_attach_while_this_process_holds_it(path: Path) -> None:
+    store = Store(CHURN, shared=path)
+    with pytest.raises(SharedMemoryError, match="in use"):
+        Store.attach(path)
+    store.lookup(as_ids([1]))
+    store.check()
+
+
+def test_create_twice_is_refused_and_harms_nothing(path: Path) -> None:
+    store = Store(CHURN, shared=path)
+    store.lookup(as_ids([1, 2]))
+    with pytest.raises(SharedMemoryError, match="exists") as raised:
+        Store(CHURN, shared=path)
+    assert str(path) in str(raised.value)
+    del store
+    gc.collect()
+    with pytest.raises(SharedMemoryError, match="exists"):
+        Store(EQUAL, shared=path)
+    assert len(Store.attach(path)) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(100), bytes(1 << 16), b"\x7fELF" + bytes(1 << 20)])
+def test_a_foreign_file_is_refused_by_name(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(SharedMemoryError) as raised:
+        Store.attach(path)
+    assert str(path) in str(raised.value)
+    assert path.read_bytes() == content, "a foreign file was written to"
+
+
+def test_a_truncated_file_is_refused_by_name(path: Path) -> None:
+    store = Store(EQUAL, shared=path)
+    for at in range(0, 400_000, 50_000):
+        store.lookup(np.arange(at, at + 50_000, dtype=np.uint64))
+    del store
+    gc.collect()
+    whole = path.read_bytes()
+    used = len(whole.rstrip(b"\0"))
+    for size in (used - 1, used // 2, 1 << 20, 4096, 4095, 100):
+        path.write_bytes(whole[:size])
+        with pytest.raises(SharedMemoryError) as raised:
+            Store.attach(path)
+        assert str(path) in str(raised.value)
+    path.write_bytes(whole)
+    assert len(Store.attach(path)) == 400_000
+
+
+def test_damaged_headers_are_refused_or_harmless(path: Path, rng: np.random.Generator) -> None:
+    """Any 8 bytes of the file's beginning replaced: attach refuses by name or opens; it never crashes or hangs."""
+    store = Store(CHURN, shared=path)
+    store.lookup(as_ids(range(300)))
+    del store
+    gc.collect()
+    whole = path.read_bytes()
+    for at in [*range(0, 128, 8), *rng.integers(16, 600, size=40) * 8]:
+        damaged = bytearray(whole)
+        damaged[at : at + 8] = rng.bytes(8)
+        path.write_bytes(damaged)
+        try:
+            attached = Store.attach(path, num_threads=1)
+        except SharedMemoryError as error:
+            assert str(path) in str(error)
+            continue
+        del attached
+        gc.collect()
+
+
+def test_paths_that_cannot_be_made(path: Path, tmp_path: Path) -> None:
+    for bad in (tmp_path / "no" / "folder", tmp_path):
+        with pytest.raises(SharedMemoryError) as raised:
+            Store(CHURN, shared=bad)
+        assert str(bad) in str(raised.value)
+    with pytest.raises(SharedMemoryError):
+        Store.attach(tmp_path)
+
+
+def test_a_file_is_only_as_large_as_needed(path: Path) -> None:
+    Store(Table("tiny", dim=4, optimizer=SGD(), initial=Constant(0.0)), shared=path)
+    gc.collect()
+    assert path.stat().st_size <= 64 << 20
+
+

@@ -1,0 +1,319 @@
+"""Saving and loading: a loaded table is the saved one, bit for bit and from then on; changes lead from one to the next.
+
+Damage, foreign files and failing disks are in test_snapshot_refusals.py; random sequences of saves among all other calls
+in test_property.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oracle import as_ids
+from satrap import _core, snapshot
+from satrap.config import SGD, Adagrad, Adam, Ftrl, MinCount, RowWiseAdagrad, Table
+from satrap.errors import CapacityError, SnapshotError
+from satrap.store import Store
+from satrap.tables import Tables
+from snapshots import assert_same, columns, contents, crc32c, manifest
+
+OPTIMIZERS: list[Any] = [SGD(), SGD(momentum=0.9), Adagrad(), RowWiseAdagrad(), Adam(), Ftrl()]
+
+
+def train(store: Store, rng: np.random.Generator, steps: int = 5, universe: int = 400, batch: int = 120) -> None:
+    for _ in range(steps):
+        ids = rng.integers(universe, size=batch).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        store.lookup(ids)
+        store.update(ids, rng.normal(size=(batch, store.table.dim)).astype(np.float32))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many files and many record batches, even for a small table."""
+    monkeypatch.setattr(snapshot, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(snapshot, "_FILE_BYTES", 8000)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_loaded_table_is_the_saved_one_from_then_on(
+    dtype: Any, optimizer: Any, tmp_path: Path, seed: int, small_pieces: None
+) -> None:
+    table = Table(
+        "ä b/c", dim=5, dtype=dtype, optimizer=optimizer, capacity=200, num_buckets=8, admission=MinCount(2, window=64),
+        expire_after=6,
+    )  # fmt: skip
+    store = Store(table, seed=2**64 - 1, num_threads=3)
+    train(store, np.random.default_rng(seed), steps=12)
+    store.set_lr(0.0625)
+    version = store.save(tmp_path / "a")
+    loaded = Store.load(tmp_path / "a", num_threads=1, simd="portable")
+    assert_same(contents(loaded), contents(store))
+    assert loaded.version == store.version == version
+    assert len(columns(tmp_path / "a", "rows")["id"]) == len(store) == len(loaded) > 0
+    for each in (store, loaded):  # stamps and sightings decide what follows: evictions, admissions
+        train(each, np.random.default_rng(seed + 1), steps=12)
+        each.check()
+    assert_same(contents(loaded), contents(store))
+    assert store.stats()["evicted"] > 0
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_table_of_hardly_any_rows(rows: int, tmp_path: Path) -> None:
+    store = Store(Table("item", dim=3, optimizer=SGD()), num_threads=2)
+    store.lookup(as_ids(range(rows)))
+    store.save(tmp_path / "a")
+    loaded = Store.load(tmp_path / "a", num_threads=2)
+    assert len(loaded) == rows
+    version = store.save_changes(tmp_path / "b", since=store.version)
+    loaded.apply_changes(tmp_path / "b")
+    assert loaded.version == version
+    assert_same(contents(loaded), contents(store))
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 5])
+@pytest.mark.parametrize("loaded_by", [1, 2, 5])
+def test_any_number_of_threads(
+    saved_by: int, loaded_by: int, tmp_path: Path, rng: np.random.Generator, small_pieces: None
+) -> None:
+    store = Store(Table("item", dim=8), num_threads=saved_by)
+    train(store, rng)
+    store.save(tmp_path / "a")
+    assert len(manifest(tmp_path / "a")["files"]) > saved_by
+    assert_same(contents(Store.load(tmp_path / "a", num_threads=loaded_by)), contents(store))
+
+
+# -- what lies in the folder -------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_as_specified(tmp_path: Path, rng: np.random.Generator, small_pieces: None) -> None:
+    table = Table("item", dim=6, dtype="bfloat16", optimizer=Adam(), num_buckets=16, admission=MinCount(2))
+    store = Store(table, seed=7, num_threads=2)
+    train(store, rng)
+    store.save(tmp_path / "a")
+    found = manifest(tmp_path / "a")
+    assert found["format"] == "satrap-table" and found["format_version"] == 1 and found["kind"] == "full"
+    assert Table.from_dict(found["config"]) == table and found["seed"] == 7
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(
+        ["manifest.json", *(file["name"] for file in found["files"])]
+    )
+    for file in found["files"]:
+        data = (tmp_path / "a" / file["name"]).read_bytes()
+        assert (len(data), crc32c(data)) == (file["bytes"], file["crc32c"])
+    rows = columns(tmp_path / "a", "rows")
+    assert {name: (column.dtype.name, column.shape[1:]) for name, column in rows.items()} == {
+        "id": ("uint64", ()), "step": ("uint32", ()), "values": ("uint16", (6,)), "state": ("float32", (13,))
+    }  # fmt: skip
+    read = store.read(rows["id"])
+    assert read.present.all() and len(rows["id"]) == len(store) == found["rows"]
+    np.testing.assert_array_equal((rows["values"].astype(np.uint32) << 16).view(np.float32), read.values)
+    np.testing.assert_array_equal(rows["state"], read.state)
+    assert len(columns(tmp_path / "a", "sightings")["id"]) == store.stats()["sightings"] == found["sightings"] > 0
+
+
+def test_a_table_without_state_has_no_state_column(tmp_path: Path) -> None:
+    store = Store(Table("item", dim=2, optimizer=SGD()), num_threads=1)
+    store.lookup(as_ids([1, 2**64 - 1]))
+    store.save(tmp_path / "a")
+    assert list(columns(tmp_path / "a", "rows")) == ["id", "step", "values"]
+
+
+def test_crc32c_is_castagnoli(rng: np.random.Generator) -> None:
+    data = np.frombuffer(b"123456789", np.uint8)
+    assert _core.crc32c(data) == crc32c(data.tobytes()) == 0xE3069283
+    data = rng.integers(256, size=4099).astype(np.uint8)
+    for cut in (0, 1, 7, 8, 4000, 4099):
+        assert _core.crc32c(data[cut:], _core.crc32c(data[:cut])) == crc32c(data.tobytes())
+
+
+def test_saving_again_replaces_the_snapshot_and_nothing_else(tmp_path: Path, rng: np.random.Generator) -> None:
+    store = Store(Table("item", dim=2), num_threads=1)
+    (tmp_path / "a").mkdir()
+    for name in ("notes.txt", "part-zz-00000.arrow"):
+        (tmp_path / "a" / name).write_text("mine")
+    (tmp_path / "a" / "part-0123456789abcdef-00000.arrow").write_text("left by a save that was killed")
+    for _ in range(3):
+        train(store, rng, steps=1)
+        store.save(tmp_path / "a")
+        names = {"manifest.json", "notes.txt", "part-zz-00000.arrow"}
+        assert {path.name for path in (tmp_path / "a").iterdir()} == names | {
+            file["name"] for file in manifest(tmp_path / "a")["files"]
+        }
+        assert_same(contents(Store.load(tmp_path / "a", num_threads=1)), contents(store))
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_pair(tmp_path: Path) -> Callable[..., tuple[Store, Store]]:
+    def make(table: Table, rng: np.random.Generator, **options: Any) -> tuple[Store, Store]:
+        primary = Store(table, num_threads=2)
+        train(primary, rng, **options)
+        primary.save(tmp_path / "full")
+        return primary, Store.load(tmp_path / "full", num_threads=1)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_changes_lead_from_one_snapshot_to_the_next(
+    dtype: Any, make_pair: Any, tmp_path: Path, rng: np.random.Generator, small_pieces: None
+) -> None:
+    table = Table("item", dim=4, dtype=dtype, capacity=150, num_buckets=4, admission=MinCount(2), expire_after=9)
+    primary, replica = make_pair(table, rng, steps=10)
+    for i in range(4):
+        train(primary, rng, steps=3)
+        primary.set_lr(0.5 / (i + 1))
+        version = primary.save_changes(tmp_path / str(i), since=replica.version)
+        replica.apply_changes(tmp_path / str(i))
+        assert replica.version == primary.version == version
+        replica.check()
+        assert_same(contents(replica), contents(primary))
+    assert primary.stats()["evicted"] > 0
+    assert_same(contents(replica), contents(primary))
+    train(primary, np.random.default_rng(1))
+    train(replica, np.random.default_rng(1))
+    assert_same(contents(replica), contents(primary))
+
+
+def test_changes_are_only_what_changed(tmp_path: Path) -> None:
+    store = Store(Table("item", dim=2, capacity=100, num_buckets=1), num_threads=1)
+    store.lookup(as_ids(range(100)))
+    version = store.save(tmp_path / "full")
+    store.lookup(as_ids([50, 51]))  # stamps
+    store.lookup(as_ids([50, 99]), train=False)
+    store.lookup(as_ids([1000, 1001]))  # evicts the smallest ids of the oldest step
+    store.update(as_ids([7, 2000]), np.ones((2, 2), np.float32))
+    store.save_changes(tmp_path / "changes", since=version)
+    assert columns(tmp_path / "changes", "rows")["id"].tolist() == [7, 50, 51, 1000, 1001]
+    assert columns(tmp_path / "changes", "removed")["id"].tolist() == [0, 1]
+    found = manifest(tmp_path / "changes")
+    assert (found["kind"], found["since"], found["version"]) == ("changes", version, version + 1)
+    assert found["since_id"] == manifest(tmp_path / "full")["id"]
+
+
+def test_changes_may_start_at_any_snapshot_of_the_store(
+    make_pair: Any, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Changes since an older version hold those since a newer one; an id may go and come back in between."""
+    primary, replica = make_pair(Table("item", dim=3, capacity=64, num_buckets=2), rng)
+    first = primary.version
+    for _ in range(3):
+        train(primary, rng)
+        primary.save_changes(tmp_path / "small", since=primary.version)
+    primary.save_changes(tmp_path / "large", since=first)
+    replica.apply_changes(tmp_path / "large")
+    assert_same(contents(replica), contents(primary))
+    train(replica, rng)  # a replica can become the primary
+    follower = Store.load(tmp_path / "full", num_threads=1)
+    follower.apply_changes(tmp_path / "large")
+    replica.save_changes(tmp_path / "next", since=replica.version)
+    follower.apply_changes(tmp_path / "next")
+    assert_same(contents(follower), contents(replica))
+
+
+def test_changes_are_exact_once_training_has_paused(tmp_path: Path) -> None:
+    """A snapshot taken in the middle of training may be a blur; the changes that follow it must settle every row."""
+    primary = Store(Table("item", dim=8, capacity=3000, num_buckets=32), num_threads=1)
+    train(primary, np.random.default_rng(0), steps=20, universe=5000, batch=500)
+    stop = threading.Event()
+
+    def keep_training(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not stop.is_set():
+            try:
+                train(primary, rng, steps=1, universe=5000, batch=50)
+            except CapacityError:  # the other thread's open step holds the bucket
+                continue
+
+    threads = [threading.Thread(target=keep_training, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        primary.save(tmp_path / "full")
+        replica = Store.load(tmp_path / "full", num_threads=2)
+        for i in range(5):
+            primary.save_changes(tmp_path / str(i), since=replica.version)
+            replica.apply_changes(tmp_path / str(i))
+            replica.check()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    primary.save_changes(tmp_path / "last", since=replica.version)
+    replica.apply_changes(tmp_path / "last")
+    assert_same(contents(replica), contents(primary))
+
+
+def test_too_many_rows_went_for_changes(tmp_path: Path) -> None:
+    store = Store(Table("item", dim=1, capacity=10, num_buckets=1), num_threads=1)
+    store.lookup(as_ids(range(10)))
+    version = store.save(tmp_path / "full")
+    for first in range(0, 10_000, 10):
+        store.lookup(as_ids(range(first, first + 10)) + np.uint64(100))
+    with pytest.raises(SnapshotError, match=f"since version {version} .* save the whole table"):
+        store.save_changes(tmp_path / "changes", since=version)
+    assert not (tmp_path / "changes").exists()
+    version = store.save(tmp_path / "full")
+    store.save_changes(tmp_path / "changes", since=version)
+
+
+# -- around it ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_among_others_is_saved_alone(tmp_path: Path) -> None:
+    tables = Tables([Table("a", dim=2), Table("b", dim=3)], num_threads=1)
+    tables.lookup(as_ids([1, 2, 3]), np.array([0, 1, 3]))
+    version = tables["b"].save(tmp_path / "b")
+    loaded = Store.load(tmp_path / "b", num_threads=1)
+    assert (len(loaded), loaded.version, tables["a"].version) == (2, version, 1)
+    np.testing.assert_array_equal(loaded.read(as_ids([2, 3])).values, tables["b"].read(as_ids([2, 3])).values)
+
+
+def test_loading_into_shared_memory(tmp_path: Path, rng: np.random.Generator) -> None:
+    store = Store(Table("item", dim=4), num_threads=1)
+    train(store, rng)
+    version = store.save(tmp_path / "a")
+    Store.load(tmp_path / "a", num_threads=1, shared=tmp_path / "shared")
+    attached = Store.attach(tmp_path / "shared", num_threads=1)
+    assert attached.version == version
+    assert_same(contents(attached), contents(store))
+    with pytest.raises(SnapshotError, match="save the whole table"):  # the ids that went are not in shared memory
+        attached.save_changes(tmp_path / "b", since=version)
+    attached.save(tmp_path / "a")
+
+
+def test_saving_from_several_threads(tmp_path: Path, rng: np.random.Generator) -> None:
+    store = Store(Table("item", dim=4), num_threads=2)
+    train(store, rng)
+    threads = [threading.Thread(target=store.save, args=(tmp_path / str(i % 2),)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert_same(contents(Store.load(tmp_path / str(i), num_threads=1)), contents(store))
+
+
+def test_importing_needs_neither_pyarrow_nor_torch() -> None:
+    code = "import sys, satrap, satrap.tables; print([name for name in ('pyarrow', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_pyarrow_saving_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(Table("item", dim=4), num_threads=1)
+    store.save(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for call in (lambda: store.save(tmp_path / "b"), lambda: Store.load(tmp_path / "a")):
+        with pytest.raises(SnapshotError, match="pip install pyarrow"):
+            call()
+    assert not (tmp_path / "b").exists()

@@ -1,6 +1,6 @@
-// Where rows live: an Arena hands out chunks of zeroed memory that stay put until the arena dies, and memory for indexes,
-// which is always anonymous and may be given back.
-// It knows nothing of rows. Rows asks it for chunks; SharedArena (shared_arena.hpp) is the same over a file.
+// Where rows live: an Arena hands out chunks of zeroed memory that stay put until the arena dies, and memory for
+// indexes, which is always anonymous and may be given back. It knows nothing of rows. Rows asks it for chunks;
+// SharedArena (shared_arena.hpp) is the same over a file.
 //
 // Invariants: a chunk is 64-byte aligned; chunks never move, overlap or return.
 // Lock: one mutex, taken last (under a bucket's lock), held for a search in a small tree or one mmap.
@@ -64,8 +64,8 @@ class Arena {
 
 inline std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Anonymous memory in regions of huge pages. Blocks of all buckets and sizes are carved from them, so small ones share a
-// huge page; released blocks (outgrown indexes) are joined with their free neighbours and used again, for rows too.
+// Anonymous memory in regions of huge pages. Blocks of all buckets and sizes are carved from them, so small ones share
+// a huge page; released blocks (outgrown indexes) are joined with their free neighbours and used again, for rows too.
 class AnonymousArena final : public Arena {
   public:
     using Arena::Arena;
@@ -136,7 +136,8 @@ class AnonymousArena final : public Arena {
     void add_region(std::size_t bytes) {
         std::size_t usable = round_up(bytes > kRegion ? bytes : kRegion, kHugePage);
         std::size_t mapped = usable + kHugePage; // room to align
-        void* address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* address =
+            mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (address == MAP_FAILED) throw std::bad_alloc();
         regions_.emplace_back(address, mapped);
         auto start = round_up(reinterpret_cast<std::uintptr_t>(address), kHugePage);

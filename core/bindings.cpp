@@ -1,4 +1,4 @@
-// The one file that knows Python: turns arrays and attributes into the core's types, validates them, releases the GIL,
+// What Python sees of the engine: turns arrays and attributes into the core's types, validates them, releases the GIL,
 // and maps the core's exceptions to satrap.errors. Nothing below it checks its arguments again.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -6,13 +6,18 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+
 #include "checksum.hpp"
 #include "engine.hpp"
 #include "errors.hpp"
+#include "named_config.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace satrap;
+
+void bind_config(nb::module_& m); // bindings_config.cpp
 
 namespace {
 
@@ -28,48 +33,9 @@ constexpr std::uint32_t kLastStep = 0xfffffffeU;
 [[noreturn]] void refuse(const std::string& message) { throw InputError(message); }
 
 void require_size(const char* what, std::size_t found, std::size_t wanted) {
-    if (found != wanted) refuse(std::string(what) + " holds " + std::to_string(found) + " elements, wanted " + std::to_string(wanted));
+    if (found != wanted)
+        refuse(std::string(what) + " holds " + std::to_string(found) + " elements, wanted " + std::to_string(wanted));
 }
-
-template <typename Choice> Choice choose(const std::string& field, const std::string& found, std::initializer_list<std::pair<const char*, Choice>> known) {
-    std::string names;
-    for (const auto& [name, value] : known) {
-        if (found == name) return value;
-        names += (names.empty() ? "'" : ", '") + std::string(name) + "'";
-    }
-    refuse(field + "='" + found + "' is not known; wanted one of " + names);
-}
-
-// The attributes of satrap._core.TableConfig: names instead of enums, so that Python needs none of ours.
-struct NamedConfig {
-    std::string name, dtype = "float32", optimizer = "adagrad", initial = "uniform", admission = "always", on_full = "evict",
-                      absent = "initial", on_nonfinite = "raise";
-    TableConfig values;
-
-    TableConfig resolve() const {
-        TableConfig config = values;
-        config.name = name;
-        config.dtype = choose<Dtype>("dtype", dtype, {{"float32", Dtype::float32}, {"float16", Dtype::float16}, {"bfloat16", Dtype::bfloat16}});
-        config.optimizer.kind = choose<OptimizerKind>(
-            "optimizer", optimizer,
-            {{"sgd", OptimizerKind::sgd}, {"adagrad", OptimizerKind::adagrad}, {"rowwise_adagrad", OptimizerKind::rowwise_adagrad},
-             {"adam", OptimizerKind::adam}, {"adamw", OptimizerKind::adamw}, {"ftrl", OptimizerKind::ftrl}});
-        config.initial = choose<InitialKind>("initial", initial,
-                                             {{"uniform", InitialKind::uniform}, {"normal", InitialKind::normal}, {"constant", InitialKind::constant}});
-        config.admission = choose<AdmissionKind>(
-            "admission", admission,
-            {{"always", AdmissionKind::always}, {"probability", AdmissionKind::probability}, {"min_count", AdmissionKind::min_count}});
-        config.on_full = choose<OnFull>("on_full", on_full, {{"evict", OnFull::evict}, {"raise", OnFull::raise}, {"grow", OnFull::grow}});
-        config.absent = choose<Absent>("absent", absent, {{"initial", Absent::initial}, {"zeros", Absent::zeros}});
-        config.on_nonfinite = choose<OnNonfinite>("on_nonfinite", on_nonfinite, {{"raise", OnNonfinite::raise}, {"skip", OnNonfinite::skip}});
-        if (config.dim < 1 || config.dim > 65536) refuse("table '" + name + "': dim=" + std::to_string(config.dim) + ", wanted 1..65536");
-        if (!std::has_single_bit(config.num_buckets) || config.num_buckets > 65536)
-            refuse("table '" + name + "': num_buckets=" + std::to_string(config.num_buckets) + ", wanted a power of two up to 65536");
-        if (config.capacity != 0 && config.capacity < config.num_buckets)
-            refuse("table '" + name + "': capacity=" + std::to_string(config.capacity) + " is below num_buckets=" + std::to_string(config.num_buckets));
-        return config;
-    }
-};
 
 std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
     if (named.empty()) refuse("no table was given; wanted at least one");
@@ -79,24 +45,29 @@ std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
 }
 
 Options options_of(std::uint64_t seed, unsigned num_threads, const std::string& simd) {
-    if (num_threads < 1 || num_threads > 1024) refuse("num_threads=" + std::to_string(num_threads) + ", wanted 1..1024");
+    if (num_threads < 1 || num_threads > 1024)
+        refuse("num_threads=" + std::to_string(num_threads) + ", wanted 1..1024");
     return {seed, num_threads, simd};
 }
 
 void require_step(const char* what, std::uint64_t step) {
     if (step < 1 || step > kLastStep)
-        refuse(std::string(what) + "=" + std::to_string(step) + ", wanted 1.." + std::to_string(kLastStep) + " (a batch number)");
+        refuse(std::string(what) + "=" + std::to_string(step) + ", wanted 1.." + std::to_string(kLastStep) +
+               " (a batch number)");
 }
 
 std::span<const std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
     require_size("offsets", offsets.size(), engine.num_tables() + 1);
     const std::int64_t* at = offsets.data();
     if (at[0] != 0 || at[engine.num_tables()] != static_cast<std::int64_t>(ids.size()))
-        refuse("offsets run from " + std::to_string(at[0]) + " to " + std::to_string(at[engine.num_tables()]) + ", wanted 0 to the number of ids, " +
-               std::to_string(ids.size()));
+        refuse("offsets run from " + std::to_string(at[0]) + " to " + std::to_string(at[engine.num_tables()]) +
+               ", wanted 0 to the number of ids, " + std::to_string(ids.size()));
     for (std::size_t t = 0; t < engine.num_tables(); ++t)
-        if (at[t] > at[t + 1]) refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " + std::to_string(t));
-    if (ids.size() >= 0xffffffffU) refuse("a call of " + std::to_string(ids.size()) + " ids; at most 2^32-2 fit, split it");
+        if (at[t] > at[t + 1])
+            refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
+                   std::to_string(t));
+    if (ids.size() >= 0xffffffffU)
+        refuse("a call of " + std::to_string(ids.size()) + " ids; at most 2^32-2 fit, split it");
     return {at, engine.num_tables() + 1};
 }
 
@@ -106,7 +77,11 @@ std::size_t checked_table(const Engine& engine, std::size_t t) {
 }
 
 // A block of the pool as a numpy array; it returns to the pool when the array dies, which may be after the engine.
-template <typename T> nb::object as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block, std::vector<std::size_t> shape) {
+template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
+
+template <typename T, std::size_t Rank = 1>
+Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block,
+                        const std::array<std::size_t, Rank>& shape) {
     if (block.memory == nullptr) block = pool->take(1);
     struct Owner {
         std::shared_ptr<BlockPool> pool;
@@ -118,29 +93,34 @@ template <typename T> nb::object as_array(const std::shared_ptr<BlockPool>& pool
         dead->pool->give(dead->block);
         delete dead;
     });
-    return nb::cast(nb::ndarray<nb::numpy, T>(block.memory, shape.size(), shape.data(), capsule));
+    return Array<T, Rank>(block.memory, Rank, shape.data(), capsule);
 }
 
-nb::object empty_floats(Engine& engine, std::size_t rows, std::size_t dim) {
-    if (dim != 0 && rows > (std::size_t{1} << 46) / dim) refuse("a block of " + std::to_string(rows) + " x " + std::to_string(dim) + " floats");
-    return as_array<float>(engine.shared_blocks(), engine.blocks().take(rows * dim * sizeof(float)), {rows, dim});
+Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) {
+    if (dim != 0 && rows > (std::size_t{1} << 46) / dim)
+        refuse("a block of " + std::to_string(rows) + " x " + std::to_string(dim) + " floats");
+    return as_array<float, 2>(engine.shared_blocks(), engine.blocks().take(rows * dim * sizeof(float)), {rows, dim});
 }
 
-std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step, std::uint64_t oldest_open, bool train,
-                               const FloatsOut& out, bool ticket) {
+std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
+                               std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket) {
     auto at = checked_offsets(engine, ids, offsets);
     require_size("out", out.size(), engine.out_size(at));
     if (train) {
         require_step("step", step);
         require_step("oldest_open", oldest_open);
-        if (oldest_open > step) refuse("oldest_open=" + std::to_string(oldest_open) + " is after step=" + std::to_string(step) + ", which is open itself");
+        if (oldest_open > step)
+            refuse("oldest_open=" + std::to_string(oldest_open) + " is after step=" + std::to_string(step) +
+                   ", which is open itself");
     } else if (ticket) {
         refuse("a ticket was asked of a lookup with train=False; such a batch is never updated");
     }
     const std::uint64_t* id_data = ids.data();
     float* out_data = out.data();
     nb::gil_scoped_release release;
-    return engine.lookup(id_data, at, {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open)}, out_data, ticket);
+    return engine.lookup(id_data, at,
+                         {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open)}, out_data,
+                         ticket);
 }
 
 std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& offsets) {
@@ -150,23 +130,27 @@ std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& o
     return engine.prepare(id_data, at);
 }
 
-void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint64_t step, const std::vector<double>& lrs) {
+void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint64_t step,
+            const std::vector<double>& lrs) {
     require_step("step", step);
     require_size("lrs", lrs.size(), engine.num_tables());
     for (std::size_t t = 0; t < lrs.size(); ++t) {
         const bool divides = engine.table(t).config().optimizer.kind == OptimizerKind::ftrl;
         if (!(lrs[t] >= 0.0) || lrs[t] > 1e30 || (divides && lrs[t] == 0.0))
-            refuse("table '" + engine.table(t).config().name + "': lr=" + std::to_string(lrs[t]) + ", wanted a finite number " + (divides ? "> 0" : ">= 0"));
+            refuse("table '" + engine.table(t).config().name + "': lr=" + std::to_string(lrs[t]) +
+                   ", wanted a finite number " + (divides ? "> 0" : ">= 0"));
     }
     if (ticket.batch != nullptr && !ticket.used.load()) {
-        if (ticket.batch->offsets.size() == engine.num_tables() + 1) require_size("gradients", gradients.size(), engine.out_size(ticket.batch->offsets));
+        if (ticket.batch->offsets.size() == engine.num_tables() + 1)
+            require_size("gradients", gradients.size(), engine.out_size(ticket.batch->offsets));
     }
     const float* data = gradients.data();
     nb::gil_scoped_release release;
     engine.update(ticket, data, static_cast<std::uint32_t>(step), lrs);
 }
 
-void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state, const Flags& present) {
+void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state,
+          const Flags& present) {
     Table& table = engine.table(checked_table(engine, t));
     const std::size_t n = ids.size(), dim = table.config().dim, state_dim = table.config().state_dim();
     require_size("values", values.size(), n * dim);
@@ -205,7 +189,8 @@ nb::dict stats(Engine& engine, std::size_t t) {
 
 void require_buckets(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last) {
     const std::uint32_t n = engine.table(checked_table(engine, t)).config().num_buckets;
-    if (first > last || last > n) refuse("buckets " + std::to_string(first) + ".." + std::to_string(last) + " of " + std::to_string(n));
+    if (first > last || last > n)
+        refuse("buckets " + std::to_string(first) + ".." + std::to_string(last) + " of " + std::to_string(n));
 }
 
 nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
@@ -221,9 +206,10 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
     nb::dict out;
     out["id"] = as_array<std::uint64_t>(pool, columns.id, {n});
     out["step"] = as_array<std::uint32_t>(pool, columns.step, {n});
-    out["values"] = config.dtype == Dtype::float32 ? as_array<float>(pool, columns.values, {n, config.dim})
-                                                   : as_array<std::uint16_t>(pool, columns.values, {n, config.dim});
-    out["state"] = as_array<float>(pool, columns.state, {n, config.state_dim()});
+    out["values"] = config.dtype == Dtype::float32
+                        ? nb::cast(as_array<float, 2>(pool, columns.values, {n, config.dim}))
+                        : nb::cast(as_array<std::uint16_t, 2>(pool, columns.values, {n, config.dim}));
+    out["state"] = as_array<float, 2>(pool, columns.state, {n, config.state_dim()});
     return out;
 }
 
@@ -241,7 +227,8 @@ nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, st
     return out;
 }
 
-nb::object export_removed(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
+Array<std::uint64_t> export_removed(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last,
+                                    std::uint32_t since) {
     require_buckets(engine, t, first, last);
     std::vector<std::uint64_t> ids;
     {
@@ -255,13 +242,15 @@ nb::object export_removed(Engine& engine, std::size_t t, std::uint32_t first, st
 
 using Values = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& steps, const Values& values, const FloatsIn& state) {
+void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& steps, const Values& values,
+                 const FloatsIn& state) {
     const TableConfig& config = engine.table(checked_table(engine, t)).config();
     const std::size_t n = ids.size(), width = config.dtype == Dtype::float32 ? 4 : 2;
     require_size("step", steps.size(), n);
     require_size("values", values.size(), n * config.dim);
     require_size("state", state.size(), n * config.state_dim());
-    if (values.itemsize() != width) refuse("values of " + std::to_string(values.itemsize()) + " bytes each, wanted " + std::to_string(width));
+    if (values.itemsize() != width)
+        refuse("values of " + std::to_string(values.itemsize()) + " bytes each, wanted " + std::to_string(width));
     const std::uint64_t* id = ids.data();
     const std::uint32_t* step = steps.data();
     const auto* value = static_cast<const std::byte*>(values.data());
@@ -277,7 +266,8 @@ void restore(Engine& engine, std::size_t t, std::uint32_t version, std::uint32_t
     engine.reach_step(latest_step);
     for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
         std::lock_guard lock(table.bucket(b).mutex);
-        table.bucket(b).log_start = std::min(table.bucket(b).log_start, version); // nothing was removed since this version
+        table.bucket(b).log_start =
+            std::min(table.bucket(b).log_start, version); // nothing was removed since this version
         if (table.bucket(b).removed.empty()) table.bucket(b).log_start = version;
     }
 }
@@ -303,60 +293,21 @@ void translate(const std::exception_ptr& p, void*) {
     }
 }
 
-void bind_config(nb::module_& m) {
-    nb::class_<NamedConfig> config(m, "TableConfig", "One table's configuration, flat; satrap.Table is its face.");
-    config.def(nb::init<>())
-        .def_rw("name", &NamedConfig::name)
-        .def_rw("dtype", &NamedConfig::dtype)
-        .def_rw("optimizer", &NamedConfig::optimizer)
-        .def_rw("initial", &NamedConfig::initial)
-        .def_rw("admission", &NamedConfig::admission)
-        .def_rw("on_full", &NamedConfig::on_full)
-        .def_rw("absent", &NamedConfig::absent)
-        .def_rw("on_nonfinite", &NamedConfig::on_nonfinite);
-    auto field = [&](const char* name, auto member) {
-        using Value = std::remove_reference_t<decltype(std::declval<TableConfig&>().*member)>;
-        config.def_prop_rw(name, [member](const NamedConfig& c) { return c.values.*member; }, [member](NamedConfig& c, Value v) { c.values.*member = v; });
-    };
-    field("dim", &TableConfig::dim);
-    field("initial_a", &TableConfig::initial_a);
-    field("initial_b", &TableConfig::initial_b);
-    field("probability", &TableConfig::probability);
-    field("min_count", &TableConfig::min_count);
-    field("window", &TableConfig::window);
-    field("capacity", &TableConfig::capacity);
-    field("expire_after", &TableConfig::expire_after);
-    field("num_buckets", &TableConfig::num_buckets);
-    auto optimizer = [&](const char* name, auto member) {
-        using Value = std::remove_reference_t<decltype(std::declval<OptimizerConfig&>().*member)>;
-        config.def_prop_rw(name, [member](const NamedConfig& c) { return c.values.optimizer.*member; },
-                           [member](NamedConfig& c, Value v) { c.values.optimizer.*member = v; });
-    };
-    optimizer("lr", &OptimizerConfig::lr);
-    optimizer("momentum", &OptimizerConfig::momentum);
-    optimizer("nesterov", &OptimizerConfig::nesterov);
-    optimizer("weight_decay", &OptimizerConfig::weight_decay);
-    optimizer("initial_accumulator_value", &OptimizerConfig::initial_accumulator_value);
-    optimizer("eps", &OptimizerConfig::eps);
-    optimizer("beta1", &OptimizerConfig::beta1);
-    optimizer("beta2", &OptimizerConfig::beta2);
-    optimizer("ftrl_beta", &OptimizerConfig::ftrl_beta);
-    optimizer("l1", &OptimizerConfig::l1);
-    optimizer("l2", &OptimizerConfig::l2);
-}
-
-std::unique_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads, const std::string& simd,
-                                    const std::string& shared_path, const nb::bytes& shared_config) {
+std::unique_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads,
+                                    const std::string& simd, const std::string& shared_path,
+                                    const nb::bytes& shared_config) {
     std::vector<TableConfig> tables = resolve_all(configs);
     Options options = options_of(seed, num_threads, simd);
     std::unique_ptr<Arena> arena;
-    if (shared_path.empty()) arena = std::make_unique<AnonymousArena>(tables.size());
-    else arena = SharedArena::create(shared_path, tables.size(), {shared_config.c_str(), shared_config.size()});
+    if (shared_path.empty())
+        arena = std::make_unique<AnonymousArena>(tables.size());
+    else
+        arena = SharedArena::create(shared_path, tables.size(), {shared_config.c_str(), shared_config.size()});
     return std::make_unique<Engine>(std::move(tables), options, std::move(arena));
 }
 
-std::unique_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads,
-                                      const std::string& simd) {
+std::unique_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs,
+                                      std::uint64_t seed, unsigned num_threads, const std::string& simd) {
     std::vector<TableConfig> tables = resolve_all(configs);
     Options options = options_of(seed, num_threads, simd);
     auto arena = SharedArena::attach(path, tables.size());
@@ -367,41 +318,87 @@ std::unique_ptr<Engine> attach_engine(const std::string& path, const std::vector
 void bind_engine(nb::module_& m) {
     nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; goes back to update() once.")
         .def_prop_ro("n", [](const Ticket& t) { return t.batch == nullptr ? std::size_t{0} : t.batch->size(); })
-        .def_prop_ro("num_unique", [](const Ticket& t) { return t.batch == nullptr ? std::size_t{0} : t.batch->unique_size(); })
+        .def_prop_ro("num_unique",
+                     [](const Ticket& t) { return t.batch == nullptr ? std::size_t{0} : t.batch->unique_size(); })
         .def_prop_ro("used", [](const Ticket& t) { return t.used.load(); });
     nb::class_<Engine>(m, "Engine", "Many tables in one memory; satrap.Store is its one-table face.")
-        .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "", "shared_config"_a = nb::bytes("", 0))
+        .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
+             "shared_config"_a = nb::bytes("", 0))
         .def_static("attach", &attach_engine, "path"_a, "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
-        .def_static("shared_config", [](const std::string& path) { std::string blob = SharedArena::config_of(path); return nb::bytes(blob.data(), blob.size()); }, "path"_a)
+        .def_static(
+            "shared_config",
+            [](const std::string& path) {
+                std::string blob = SharedArena::config_of(path);
+                return nb::bytes(blob.data(), blob.size());
+            },
+            "path"_a)
         .def("next_step", &Engine::next_step)
         .def_prop_ro("latest_step", &Engine::latest_step)
         .def_prop_ro("simd", &Engine::simd)
         .def_prop_ro("num_threads", &Engine::num_threads)
-        .def("empty", &empty_floats, "rows"_a, "dim"_a, "An uninitialised float32 block, 64-byte aligned, recycled when it dies.")
+        .def("empty", &empty_floats, "rows"_a, "dim"_a,
+             "An uninitialised float32 block, 64-byte aligned, recycled when it dies.")
         .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a)
         .def("prepare", &prepare, "ids"_a, "offsets"_a)
         .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a)
         .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a)
-        .def("lr", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).lr(); }, "table"_a)
-        .def("set_lr", [](Engine& e, std::size_t t, double lr) { e.table(checked_table(e, t)).set_lr(lr); }, "table"_a, "lr"_a)
-        .def("state_dim", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).config().state_dim(); }, "table"_a)
-        .def("num_buckets", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).config().num_buckets; }, "table"_a)
-        .def("num_rows", [](Engine& e, std::size_t t) { checked_table(e, t); nb::gil_scoped_release release; return e.num_rows(t); }, "table"_a)
-        .def("stats", &stats, "table"_a)
-        .def("check", [](Engine& e, std::size_t t) { checked_table(e, t); nb::gil_scoped_release release; e.table(t).check(); }, "table"_a)
-        .def("version", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).ledger().version.load(); }, "table"_a)
-        .def("begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
-        .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a)
+        .def(
+            "lr", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).lr(); }, "table"_a)
+        .def(
+            "set_lr", [](Engine& e, std::size_t t, double lr) { e.table(checked_table(e, t)).set_lr(lr); }, "table"_a,
+            "lr"_a)
+        .def(
+            "state_dim", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).config().state_dim(); },
+            "table"_a)
+        .def(
+            "num_buckets", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).config().num_buckets; },
+            "table"_a)
+        .def(
+            "num_rows",
+            [](Engine& e, std::size_t t) {
+                checked_table(e, t);
+                nb::gil_scoped_release release;
+                return e.num_rows(t);
+            },
+            "table"_a)
+        .def("stats", &stats, "table"_a, nb::sig("def stats(self, table: int) -> dict[str, int]"))
+        .def(
+            "check",
+            [](Engine& e, std::size_t t) {
+                checked_table(e, t);
+                nb::gil_scoped_release release;
+                e.table(t).check();
+            },
+            "table"_a)
+        .def(
+            "version", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).ledger().version.load(); },
+            "table"_a)
+        .def(
+            "begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
+        .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a,
+             nb::sig("def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, "
+                     "NDArray[typing.Any]]"))
         .def("export_removed", &export_removed, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a)
-        .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a)
-        .def("removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
+        .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a,
+             nb::sig("def export_sightings(self, table: int, bucket_begin: int, bucket_end: int) -> dict[str, "
+                     "NDArray[typing.Any]]"))
+        .def(
+            "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
         .def("import_rows", &import_rows, "table"_a, "id"_a, "step"_a, "values"_a, "state"_a)
-        .def("import_removed", [](Engine& e, std::size_t t, const Ids& ids) { e.import_removed(checked_table(e, t), {ids.data(), ids.size()}); }, "table"_a, "ids"_a)
-        .def("import_sightings", [](Engine& e, std::size_t t, const Ids& ids, const Steps& steps, const Steps& counts, bool clear) {
-            require_size("step", steps.size(), ids.size());
-            require_size("count", counts.size(), ids.size());
-            e.import_sightings(checked_table(e, t), ids.size(), ids.data(), steps.data(), counts.data(), clear);
-        }, "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
+        .def(
+            "import_removed",
+            [](Engine& e, std::size_t t, const Ids& ids) {
+                e.import_removed(checked_table(e, t), {ids.data(), ids.size()});
+            },
+            "table"_a, "ids"_a)
+        .def(
+            "import_sightings",
+            [](Engine& e, std::size_t t, const Ids& ids, const Steps& steps, const Steps& counts, bool clear) {
+                require_size("step", steps.size(), ids.size());
+                require_size("count", counts.size(), ids.size());
+                e.import_sightings(checked_table(e, t), ids.size(), ids.data(), steps.data(), counts.data(), clear);
+            },
+            "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
         .def("restore", &restore, "table"_a, "version"_a, "latest_step"_a, "lr"_a);
 }
 
@@ -410,25 +407,37 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_core, m) {
     m.doc() = "Satrap's native table: see satrap.Store for the face that users call.";
     nb::register_exception_translator(translate);
-    m.def("simd_paths", [] {
-        std::vector<std::string> names;
-        for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
-        return names;
-    }, "The SIMD paths of this machine, best first.");
-    m.def("crc32c", [](const nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes, std::uint32_t crc) {
-        const std::uint8_t* data = bytes.data();
-        const std::size_t n = bytes.size();
-        nb::gil_scoped_release release;
-        return crc32c(data, n, crc);
-    }, "data"_a, "crc"_a = 0, "CRC-32C of a byte buffer, chained from `crc`.");
-    m.def("bucket_of", [](const Ids& ids, std::uint32_t num_buckets) {
-        if (!std::has_single_bit(num_buckets)) refuse("num_buckets=" + std::to_string(num_buckets) + ", wanted a power of two");
-        auto pool = std::make_shared<BlockPool>();
-        BlockPool::Block block = pool->take(ids.size() * 4);
-        auto* out = reinterpret_cast<std::uint32_t*>(block.memory);
-        for (std::size_t i = 0; i < ids.size(); ++i) out[i] = bucket_of(mix64(ids.data()[i]), static_cast<unsigned>(std::countr_zero(num_buckets)));
-        return as_array<std::uint32_t>(pool, block, {ids.size()});
-    }, "ids"_a, "num_buckets"_a, "The bucket of each id.");
+    m.def(
+        "simd_paths",
+        [] {
+            std::vector<std::string> names;
+            for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+            return names;
+        },
+        "The SIMD paths of this machine, best first.");
+    m.def(
+        "crc32c",
+        [](const nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes,
+           std::uint32_t crc) {
+            const std::uint8_t* data = bytes.data();
+            const std::size_t n = bytes.size();
+            nb::gil_scoped_release release;
+            return crc32c(data, n, crc);
+        },
+        "data"_a, "crc"_a = 0, "CRC-32C of a byte buffer, chained from `crc`.");
+    m.def(
+        "bucket_of",
+        [](const Ids& ids, std::uint32_t num_buckets) {
+            if (!std::has_single_bit(num_buckets))
+                refuse("num_buckets=" + std::to_string(num_buckets) + ", wanted a power of two");
+            auto pool = std::make_shared<BlockPool>();
+            BlockPool::Block block = pool->take(ids.size() * 4);
+            auto* out = reinterpret_cast<std::uint32_t*>(block.memory);
+            for (std::size_t i = 0; i < ids.size(); ++i)
+                out[i] = bucket_of(mix64(ids.data()[i]), static_cast<unsigned>(std::countr_zero(num_buckets)));
+            return as_array<std::uint32_t>(pool, block, {ids.size()});
+        },
+        "ids"_a, "num_buckets"_a, "The bucket of each id.");
     bind_config(m);
     bind_engine(m);
 }

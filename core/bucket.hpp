@@ -49,7 +49,7 @@ struct Bucket {
     Rows sightings;
     Counters counters;
     std::vector<Removed> removed;
-    std::uint32_t log_start = 2;  // the oldest version whose removals are all in the log; 2 is the first ever saved
+    std::uint32_t log_start = 2;    // the oldest version whose removals are all in the log; 2 is the first ever saved
     std::uint32_t swept_before = 0; // rows stamped before this step are gone already
 
     // Removes a row and, once the table has been saved (version > 1), remembers the id for save_changes.

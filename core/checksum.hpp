@@ -28,7 +28,8 @@ inline std::uint32_t crc32c_portable(const std::uint8_t* data, std::size_t n, st
 }
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) inline std::uint32_t crc32c_native(const std::uint8_t* data, std::size_t n, std::uint32_t crc) {
+__attribute__((target("sse4.2"))) inline std::uint32_t crc32c_native(const std::uint8_t* data, std::size_t n,
+                                                                     std::uint32_t crc) {
     std::uint64_t c = ~crc;
     for (; n >= 8; n -= 8, data += 8) {
         std::uint64_t word;

@@ -8,7 +8,8 @@ namespace satrap {
 static const Kernels& choose_kernels(const std::string& simd) {
     for (const Kernels* kernels : available_kernels())
         if (simd == "auto" || simd == kernels->name) return *kernels;
-    throw InputError("simd='" + simd + "' is not available on this machine; use 'auto' or one of satrap._core.simd_paths()");
+    throw InputError("simd='" + simd +
+                     "' is not available on this machine; use 'auto' or one of satrap._core.simd_paths()");
 }
 
 static std::uint64_t next_identity() {
@@ -17,16 +18,19 @@ static std::uint64_t next_identity() {
 }
 
 Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
-    : identity_(next_identity()), kernels_(&choose_kernels(options.simd)), arena_(std::move(arena)), pool_(options.num_threads) {
+    : identity_(next_identity()), kernels_(&choose_kernels(options.simd)), arena_(std::move(arena)),
+      pool_(options.num_threads) {
     map_.first.push_back(0);
     for (TableConfig& config : configs) {
         map_.first.push_back(map_.first.back() + config.num_buckets);
         map_.bits.push_back(static_cast<std::uint8_t>(config.bucket_bits()));
-        tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()), options.seed, *kernels_, *arena_));
+        tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()),
+                                                  options.seed, *kernels_, *arena_));
     }
 }
 
-std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<SharedArena> arena) {
+std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
+                                       std::unique_ptr<SharedArena> arena) {
     SharedArena& file = *arena;
     auto engine = std::make_unique<Engine>(std::move(configs), options, std::move(arena));
     try {
@@ -41,7 +45,8 @@ void Engine::adopt(SharedArena& file) {
     std::vector<UndoSlot> undo;
     file.for_each([&](const ChunkTag& tag, std::byte* memory, std::size_t bytes) {
         if (tag.table >= tables_.size() || tag.bucket >= tables_[tag.table]->config().num_buckets)
-            throw InvariantError("a chunk of table " + std::to_string(tag.table) + ", bucket " + std::to_string(tag.bucket));
+            throw InvariantError("a chunk of table " + std::to_string(tag.table) + ", bucket " +
+                                 std::to_string(tag.bucket));
         Bucket& bucket = tables_[tag.table]->bucket(tag.bucket);
         switch (tag.kind) {
         case ChunkKind::rows: bucket.rows.adopt_chunk(tag.sequence, memory, bytes); break;
@@ -63,13 +68,12 @@ void Engine::adopt(SharedArena& file) {
         }
 }
 
-std::uint32_t Engine::next_step() {
-    return ++arena_->latest_step();
-}
+std::uint32_t Engine::next_step() { return ++arena_->latest_step(); }
 
 void Engine::reach_step(std::uint32_t step) {
     std::uint32_t now = arena_->latest_step().load();
-    while (now < step && !arena_->latest_step().compare_exchange_weak(now, step)) {}
+    while (now < step && !arena_->latest_step().compare_exchange_weak(now, step)) {
+    }
 }
 
 std::size_t Engine::out_size(std::span<const std::int64_t> offsets) const {
@@ -88,8 +92,9 @@ std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const s
 
 Visit Engine::visit(Batch& batch, std::size_t t, std::uint32_t b) {
     const std::uint32_t first = batch.begin[b];
-    return {b - map_.first[t], batch.unique.data() + first, batch.num_unique[b], batch.local.data() + first,
-            batch.positions.data() + first, batch.begin[b + 1] - first, batch.hints.data() + first};
+    return {b - map_.first[t],          batch.unique.data() + first,    batch.num_unique[b],
+            batch.local.data() + first, batch.positions.data() + first, batch.begin[b + 1] - first,
+            batch.hints.data() + first};
 }
 
 // Runs work(table, bucket, scratch) for every bucket with entries, on all threads. Of several errors the one of the
@@ -121,13 +126,15 @@ template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work) {
         undo_.give(std::move(scratch->undo));
         spares_.scratch.give(std::move(scratch));
     };
-    if (batch.size() < 512) job(0, 1);
-    else pool_.run(job);
+    if (batch.size() < 512)
+        job(0, 1);
+    else
+        pool_.run(job);
     if (error != nullptr) std::rethrow_exception(error);
 }
 
-std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets, const LookupStep& at, float* out,
-                                       bool want_ticket) {
+std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                       const LookupStep& at, float* out, bool want_ticket) {
     std::unique_ptr<Batch> batch = group(ids, offsets);
     std::vector<float*> out_of_table(tables_.size());
     for (std::size_t t = 0; t < tables_.size(); ++t) {
@@ -150,7 +157,8 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
 
 std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
     std::unique_ptr<Batch> batch = group(ids, offsets);
-    for_each_bucket(*batch, [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
+    for_each_bucket(*batch,
+                    [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
     return std::unique_ptr<Ticket>(new Ticket{std::move(batch), identity_});
 }
 
@@ -176,18 +184,23 @@ void Engine::refuse_nonfinite(const Batch& batch, const float* gradients) {
             std::string id = "?";
             for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b)
                 for (std::uint32_t e = batch.begin[b]; e < batch.begin[b + 1]; ++e)
-                    if (batch.positions[e] == position) id = std::to_string(batch.unique[batch.begin[b] + batch.local[e]]);
-            throw NonFiniteError("table '" + config.name + "': the gradient of id " + id + " at position " + std::to_string(position) +
-                                 ", element " + std::to_string((at - base) % config.dim) + " is " + std::to_string(gradients[at]) +
-                                 "; finite values are wanted and nothing was applied; on_nonfinite='skip' would ignore and count such gradients");
+                    if (batch.positions[e] == position)
+                        id = std::to_string(batch.unique[batch.begin[b] + batch.local[e]]);
+            throw NonFiniteError("table '" + config.name + "': the gradient of id " + id + " at position " +
+                                 std::to_string(position) + ", element " + std::to_string((at - base) % config.dim) +
+                                 " is " + std::to_string(gradients[at]) +
+                                 "; finite values are wanted and nothing was applied; on_nonfinite='skip' would ignore "
+                                 "and count such gradients");
         }
         base = end;
     }
 }
 
 void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs) {
-    if (ticket.engine != identity_) throw TicketError("this ticket came from another store; bring it back to the one that gave it");
-    if (ticket.used.exchange(true)) throw TicketError("this ticket was used already; a batch is updated once, look it up again for another step");
+    if (ticket.engine != identity_)
+        throw TicketError("this ticket came from another store; bring it back to the one that gave it");
+    if (ticket.used.exchange(true))
+        throw TicketError("this ticket was used already; a batch is updated once, look it up again for another step");
     Batch& batch = *ticket.batch;
     bool filter = false;
     try {
@@ -220,7 +233,8 @@ std::size_t Engine::num_rows(std::size_t t) {
 Counters Engine::counters(std::size_t t, std::size_t* rows, std::size_t* sightings, std::size_t* bytes) {
     Table& table = *tables_[t];
     Counters sum;
-    std::size_t num_rows = 0, num_sightings = 0, num_bytes = sizeof(Table) + table.config().num_buckets * sizeof(Bucket);
+    std::size_t num_rows = 0, num_sightings = 0,
+                num_bytes = sizeof(Table) + table.config().num_buckets * sizeof(Bucket);
     for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);

@@ -38,7 +38,8 @@ class Engine {
   public:
     Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena);
     // Continues where a dead process stopped: rows from the file's chunks, armed undo slots undone.
-    static std::unique_ptr<Engine> attach(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<SharedArena> arena);
+    static std::unique_ptr<Engine> attach(std::vector<TableConfig> configs, const Options& options,
+                                          std::unique_ptr<SharedArena> arena);
 
     std::size_t num_tables() const { return tables_.size(); }
     Table& table(std::size_t t) { return *tables_[t]; }
@@ -51,8 +52,8 @@ class Engine {
     void reach_step(std::uint32_t step);
     std::size_t out_size(std::span<const std::int64_t> offsets) const; // floats of a lookup's result
 
-    std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets, const LookupStep& at, float* out,
-                                   bool want_ticket);
+    std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                   const LookupStep& at, float* out, bool want_ticket);
     std::unique_ptr<Ticket> prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
     void update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs);
 
@@ -62,13 +63,14 @@ class Engine {
 
     Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since);
     Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last);
-    std::vector<std::uint64_t> export_removed(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since);
+    std::vector<std::uint64_t> export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
+                                              std::uint32_t since);
     std::uint32_t removed_since(std::size_t t);
-    void import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps, const std::byte* values,
-                     const float* state);
+    void import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
+                     const std::byte* values, const float* state);
     void import_removed(std::size_t t, std::span<const std::uint64_t> ids);
-    void import_sightings(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps, const std::uint32_t* counts,
-                          bool clear);
+    void import_sightings(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
+                          const std::uint32_t* counts, bool clear);
 
   private:
     struct Spares {

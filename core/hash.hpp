@@ -1,6 +1,7 @@
 // Hashing and random draws: every pseudo-random decision of a table is a pure function written here.
-// Nothing in this file has state; all is static, because kernels_*.cpp compile it with other machine flags. Ids come from config and batches; the results decide buckets, tags, initial
-// values, admission and rounding. Only integer and IEEE operations are used, so all machines give the same bits.
+// Nothing in this file has state; all is static, because kernels_*.cpp compile it with other machine flags. Ids come
+// from config and batches; the results decide buckets, tags, initial values, admission and rounding. Only integer and
+// IEEE operations are used, so all machines give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +30,15 @@ static inline std::uint32_t bucket_of(std::uint64_t hash, unsigned bits) {
 }
 
 // Keys chain: table_key(seed, name) -> row_key(table, id) -> draw(row, step) or draw_element(row, element).
-static inline std::uint64_t table_key(std::uint64_t seed, std::string_view name) { return mix64(mix64(seed) ^ hash_name(name)); }
-static inline std::uint64_t row_key(std::uint64_t table, std::uint64_t id) { return mix64(table ^ mix64(id ^ 0x9e3779b97f4a7c15ULL)); }
-static inline std::uint64_t step_key(std::uint64_t row, std::uint32_t step) { return mix64(row + 0x9e3779b97f4a7c15ULL * (step + 1ULL)); }
+static inline std::uint64_t table_key(std::uint64_t seed, std::string_view name) {
+    return mix64(mix64(seed) ^ hash_name(name));
+}
+static inline std::uint64_t row_key(std::uint64_t table, std::uint64_t id) {
+    return mix64(table ^ mix64(id ^ 0x9e3779b97f4a7c15ULL));
+}
+static inline std::uint64_t step_key(std::uint64_t row, std::uint32_t step) {
+    return mix64(row + 0x9e3779b97f4a7c15ULL * (step + 1ULL));
+}
 
 // 32 random bits for one element of a row: 32-bit operations only, so a loop over elements becomes SIMD.
 static inline std::uint32_t draw_element(std::uint64_t key, std::uint32_t element) {

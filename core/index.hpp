@@ -32,7 +32,8 @@ struct alignas(64) Group {
     unsigned match(std::uint8_t tag) const {
 #if defined(__SSE2__)
         __m128i line = _mm_load_si128(reinterpret_cast<const __m128i*>(tags));
-        return static_cast<unsigned>(_mm_movemask_epi8(_mm_cmpeq_epi8(line, _mm_set1_epi8(static_cast<char>(tag))))) & 0xfffU;
+        return static_cast<unsigned>(_mm_movemask_epi8(_mm_cmpeq_epi8(line, _mm_set1_epi8(static_cast<char>(tag))))) &
+               0xfffU;
 #else
         unsigned bits = 0;
         for (unsigned i = 0; i < kWidth; ++i) bits |= static_cast<unsigned>(tags[i] == tag) << i;
@@ -50,7 +51,9 @@ class Index {
     std::size_t bytes() const { return num_groups_ * sizeof(Group); }
     std::size_t limit() const { return limit_; }
 
-    static std::uint64_t groups_for(std::uint64_t entries) { return (entries * 10 + 95) / 96 + (entries != 0); } // load 0.8
+    static std::uint64_t groups_for(std::uint64_t entries) {
+        return (entries * 10 + 95) / 96 + (entries != 0);
+    } // load 0.8
 
     ~Index() { release(); }
 

@@ -75,9 +75,10 @@ inline std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> paths;
 #ifdef SATRAP_HAVE_X86
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         paths.push_back(&avx512_kernels());
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths.push_back(&avx2_kernels());
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        paths.push_back(&avx2_kernels());
 #endif
     paths.push_back(&portable_kernels());
     return paths;

@@ -1,20 +1,26 @@
 // The kernels compiled for avx2; see kernels.hpp.
+#include <immintrin.h>
+
 #include "hash.hpp"
 #include "kernels.hpp"
 
 namespace satrap {
 namespace {
 
-// Rows are asked for some entries ahead of their copy; those that an id's earlier entry brought are in the cache already.
-inline void prefetch_values(const std::byte* const* rows, const std::uint32_t* local, std::size_t e, std::size_t count, std::uint32_t dim) {
-    constexpr std::size_t kAhead = 8;
-    if (e + kAhead >= count) return;
-    const std::byte* row = rows[local[e + kAhead]];
-    for (std::uint32_t at = 0; at < 4 * dim && at < 1024; at += 64) __builtin_prefetch(row + at);
-}
+#include "kernels_prefetch.hpp"
 
-inline bool copy_streaming(const std::byte* const*, const std::uint32_t*, const std::uint32_t*, std::size_t, std::uint32_t, float*) {
-    return false;
+// Half cache lines written past the cache, as in kernels_avx512.cpp.
+inline bool copy_streaming(const std::byte* const* rows, const std::uint32_t* local, const std::uint32_t* positions,
+                           std::size_t count, std::uint32_t dim, float* out) {
+    if (dim % 8 != 0 || reinterpret_cast<std::uintptr_t>(out) % 32 != 0) return false;
+    for (std::size_t e = 0; e < count; ++e) {
+        prefetch_values(rows, local, e, count, dim);
+        const float* from = reinterpret_cast<const float*>(rows[local[e]]);
+        float* to = out + static_cast<std::size_t>(positions[e]) * dim;
+        for (std::uint32_t i = 0; i < dim; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+    }
+    _mm_sfence();
+    return true;
 }
 
 #include "kernels_body.hpp"

@@ -17,9 +17,15 @@ inline float decode_float16(std::uint16_t h) {
 
 // Rounding to 16 bits: `noise` of 32 random bits rounds stochastically; kNearest rounds to nearest, ties to even.
 struct Nearest {};
-inline std::uint32_t bump(std::uint32_t bits, unsigned dropped, Nearest) { return (1U << (dropped - 1)) - 1 + ((bits >> dropped) & 1U); }
-inline std::uint32_t bump(std::uint32_t, unsigned dropped, std::uint32_t noise) { return noise & ((1U << dropped) - 1); }
-inline bool bump_fraction(float fraction, std::uint32_t n, Nearest) { return fraction > 0.5f || (fraction == 0.5f && (n & 1U)); }
+inline std::uint32_t bump(std::uint32_t bits, unsigned dropped, Nearest) {
+    return (1U << (dropped - 1)) - 1 + ((bits >> dropped) & 1U);
+}
+inline std::uint32_t bump(std::uint32_t, unsigned dropped, std::uint32_t noise) {
+    return noise & ((1U << dropped) - 1);
+}
+inline bool bump_fraction(float fraction, std::uint32_t n, Nearest) {
+    return fraction > 0.5f || (fraction == 0.5f && (n & 1U));
+}
 inline bool bump_fraction(float fraction, std::uint32_t, std::uint32_t noise) {
     return static_cast<float>(noise >> 8) * 0x1p-24f < fraction;
 }
@@ -94,7 +100,8 @@ void gather(const std::byte* const* rows, const std::uint32_t* local, const std:
     if (copy_streaming(rows, local, positions, count, dim, out)) return;
     for (std::size_t e = 0; e < count; ++e) {
         prefetch_values(rows, local, e, count, dim);
-        copy_floats(out + static_cast<std::size_t>(positions[e]) * dim, reinterpret_cast<const float*>(rows[local[e]]), dim);
+        copy_floats(out + static_cast<std::size_t>(positions[e]) * dim, reinterpret_cast<const float*>(rows[local[e]]),
+                    dim);
     }
 }
 
@@ -102,7 +109,8 @@ void sum(const float* gradients, const std::uint32_t* local, const std::uint32_t
          std::uint32_t dim, float* sums, std::uint8_t* started) {
     constexpr std::size_t kAhead = 8;
     for (std::size_t e = 0; e < count; ++e) {
-        if (e + kAhead < count) prefetch_gradient(gradients + static_cast<std::size_t>(positions[e + kAhead]) * dim, dim);
+        if (e + kAhead < count)
+            prefetch_gradient(gradients + static_cast<std::size_t>(positions[e + kAhead]) * dim, dim);
         const float* from = gradients + static_cast<std::size_t>(positions[e]) * dim;
         float* to = sums + static_cast<std::size_t>(local[e]) * dim;
         if (started[local[e]]) {
@@ -263,13 +271,15 @@ struct Ftrl {
     }
 };
 
-template <typename Optimizer> void step_rows(const StepScalars& k, const RowStep* steps, std::size_t count, float* scratch) {
+template <typename Optimizer>
+void step_rows(const StepScalars& k, const RowStep* steps, std::size_t count, float* scratch) {
     constexpr std::size_t kAhead = 6;
     const Optimizer optimizer(k);
     for (std::size_t r = 0; r < count; ++r) {
         std::byte* row = steps[r].row;
         if (r + kAhead < count)
-            for (std::uint32_t at = 0; at < k.row_bytes && at < 1024; at += 64) __builtin_prefetch(steps[r + kAhead].row + at, 1);
+            for (std::uint32_t at = 0; at < k.row_bytes && at < 1024; at += 64)
+                __builtin_prefetch(steps[r + kAhead].row + at, 1);
         float* state = reinterpret_cast<float*>(row + k.value_bytes);
         if (k.dtype == Dtype::float32) {
             optimizer(reinterpret_cast<float*>(row), state, steps[r].gradient);
@@ -298,15 +308,31 @@ inline double normal_quantile(double u) {
     const double q = u < 0.5 ? u : 1.0 - u;
     if (q > 0.02425) {
         const double d = u - 0.5, r = d * d;
-        return (((((-3.969683028665376e+01 * r + 2.209460984245205e+02) * r - 2.759285104469687e+02) * r + 1.383577518672690e+02) * r -
-                 3.066479806614716e+01) * r + 2.506628277459239e+00) * d /
-               (((((-5.447609879822406e+01 * r + 1.615858368580409e+02) * r - 1.556989798598866e+02) * r + 6.680131188771972e+01) * r -
-                 1.328068155288572e+01) * r + 1.0);
+        return (((((-3.969683028665376e+01 * r + 2.209460984245205e+02) * r - 2.759285104469687e+02) * r +
+                  1.383577518672690e+02) *
+                     r -
+                 3.066479806614716e+01) *
+                    r +
+                2.506628277459239e+00) *
+               d /
+               (((((-5.447609879822406e+01 * r + 1.615858368580409e+02) * r - 1.556989798598866e+02) * r +
+                  6.680131188771972e+01) *
+                     r -
+                 1.328068155288572e+01) *
+                    r +
+                1.0);
     }
     const double t = __builtin_sqrt(-2.0 * portable_log(q));
-    const double x = (((((-7.784894002430293e-03 * t - 3.223964580411365e-01) * t - 2.400758277161838e+00) * t - 2.549732539343734e+00) * t +
-                       4.374664141464968e+00) * t + 2.938163982698783e+00) /
-                     ((((7.784695709041462e-03 * t + 3.224671290700398e-01) * t + 2.445134137142996e+00) * t + 3.754408661907416e+00) * t + 1.0);
+    const double x = (((((-7.784894002430293e-03 * t - 3.223964580411365e-01) * t - 2.400758277161838e+00) * t -
+                        2.549732539343734e+00) *
+                           t +
+                       4.374664141464968e+00) *
+                          t +
+                      2.938163982698783e+00) /
+                     ((((7.784695709041462e-03 * t + 3.224671290700398e-01) * t + 2.445134137142996e+00) * t +
+                       3.754408661907416e+00) *
+                          t +
+                      1.0);
     return u < 0.5 ? x : -x;
 }
 
@@ -319,7 +345,8 @@ void initialise(const InitialScalars& k, std::uint64_t id, std::byte* row, float
     case InitialKind::uniform:
 #pragma GCC ivdep
         for (std::uint32_t i = 0; i < dim; ++i)
-            values[i] = __builtin_fmaf(static_cast<float>(static_cast<std::int32_t>(draw_element(key, i) >> 8)) * 0x1p-24f, span, low);
+            values[i] = __builtin_fmaf(
+                static_cast<float>(static_cast<std::int32_t>(draw_element(key, i) >> 8)) * 0x1p-24f, span, low);
         break;
     case InitialKind::normal:
         for (std::uint32_t i = 0; i < dim; ++i) {
@@ -341,5 +368,6 @@ void initialise(const InitialScalars& k, std::uint64_t id, std::byte* row, float
     for (std::uint32_t i = 0; i < k.state_dim; ++i) state[i] = start;
     if (k.optimizer == OptimizerKind::ftrl) // z such that FTRL's closed form at n = 0 is the initial value
         for (std::uint32_t i = 0; i < dim; ++i)
-            state[i] = values[i] == 0.0f ? 0.0f : -(values[i] * k.ftrl_decay) - __builtin_copysignf(k.ftrl_l1, values[i]);
+            state[i] =
+                values[i] == 0.0f ? 0.0f : -(values[i] * k.ftrl_decay) - __builtin_copysignf(k.ftrl_l1, values[i]);
 }

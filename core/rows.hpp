@@ -57,13 +57,15 @@ class Rows {
     std::size_t size() const { return size_; }
     std::size_t row_bytes() const { return row_bytes_; }
     std::size_t bytes() const {
-        return chunk_bytes_ + index_.bytes() + chunks_.capacity() * sizeof(std::byte*) + victims_.capacity() * sizeof(Victim);
+        return chunk_bytes_ + index_.bytes() + chunks_.capacity() * sizeof(std::byte*) +
+               victims_.capacity() * sizeof(Victim);
     }
     const Index& index() const { return index_; }
     std::uint32_t used() const { return used_; }
 
     Head& head(std::uint32_t slot) const {
-        return *reinterpret_cast<Head*>(chunks_[chunk_of(slot)] + static_cast<std::size_t>(slot - first_of(slot)) * stride_);
+        return *reinterpret_cast<Head*>(chunks_[chunk_of(slot)] +
+                                        static_cast<std::size_t>(slot - first_of(slot)) * stride_);
     }
     std::byte* row(std::uint32_t slot) const { return reinterpret_cast<std::byte*>(&head(slot) + 1); }
     bool live(std::uint32_t slot) const { return head(slot).changed != 0; }
@@ -92,7 +94,8 @@ class Rows {
         Head& h = head(slot);
         h.stamp = stamp;
         std::atomic_ref(h.changed).store(changed, std::memory_order_release);
-        if (!victims_.empty() && Victim{h.id(), stamp, slot} < victims_.front()) victims_.clear(); // an old stamp came in
+        if (!victims_.empty() && Victim{h.id(), stamp, slot} < victims_.front())
+            victims_.clear(); // an old stamp came in
     }
 
     void erase(std::uint32_t slot) {
@@ -156,10 +159,12 @@ class Rows {
         bool operator<(const Victim& other) const { return stamp != other.stamp ? stamp < other.stamp : id < other.id; }
     };
 
-    static constexpr std::uint32_t kDoublings = std::bit_width(kChunkRows / kFirstChunk); // chunks before the constant ones
+    static constexpr std::uint32_t kDoublings =
+        std::bit_width(kChunkRows / kFirstChunk); // chunks before the constant ones
 
     static std::uint32_t chunk_of(std::uint32_t slot) {
-        return slot < kChunkRows ? static_cast<std::uint32_t>(std::bit_width(slot / kFirstChunk)) : slot / kChunkRows + kDoublings - 1;
+        return slot < kChunkRows ? static_cast<std::uint32_t>(std::bit_width(slot / kFirstChunk))
+                                 : slot / kChunkRows + kDoublings - 1;
     }
     static std::uint32_t first_of(std::uint32_t slot) {
         return slot >= kChunkRows ? slot / kChunkRows * kChunkRows : slot < kFirstChunk ? 0 : std::bit_floor(slot);
@@ -206,7 +211,8 @@ class Rows {
         for_each([&](std::uint32_t slot, const Head& h) { index_.insert(mix64(h.id()), slot); });
     }
 
-    // Collects the oldest 1/32 in one scan, so that an eviction costs some 32 heads; the result is the same for any share.
+    // Collects the oldest 1/32 in one scan, so that an eviction costs some 32 heads; the result is the same for any
+    // share.
     void collect_victims() {
         std::size_t wanted = std::max<std::size_t>(1, size_ / 32);
         std::vector<Victim> heap; // a max-heap of the smallest seen
@@ -265,7 +271,8 @@ inline void Rows::check(std::uint64_t share) const {
             ++entries;
             std::uint32_t slot = index_.group(g).slots[i];
             require(slot < used_ && live(slot), "an index entry names a free row");
-            require(index_.group(g).tags[i] == Index::tag_of(mix64(head(slot).id())), "an index tag differs from its id's");
+            require(index_.group(g).tags[i] == Index::tag_of(mix64(head(slot).id())),
+                    "an index tag differs from its id's");
         }
     require(entries == size_, "index entries != rows");
     require(size_ <= index_.limit(), "the index is fuller than its limit");

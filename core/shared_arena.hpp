@@ -25,7 +25,7 @@ namespace satrap {
 
 struct FileHeader {
     static constexpr std::uint64_t kMagic = 0x314d485350525453ULL; // "STRPSHM1"
-    std::atomic<std::uint64_t> magic; // written last: a file without it was never finished
+    std::atomic<std::uint64_t> magic;                              // written last: a file without it was never finished
     std::uint64_t header_bytes;
     std::uint64_t piece_bytes;
     std::uint64_t num_tables;
@@ -48,11 +48,13 @@ class SharedArena final : public Arena {
     static constexpr std::size_t kPiece = std::size_t{16} << 20;
 
     // A new file. Its name is taken with O_EXCL: an existing one is somebody's rows.
-    static std::unique_ptr<SharedArena> create(const std::string& path, std::size_t tables, std::span<const char> config) {
+    static std::unique_ptr<SharedArena> create(const std::string& path, std::size_t tables,
+                                               std::span<const char> config) {
         std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
         arena->fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
         if (arena->fd_ < 0)
-            arena->fail(errno == EEXIST ? "exists already; Store.attach() opens it, or remove it first" : errno_text("cannot be created"));
+            arena->fail(errno == EEXIST ? "exists already; Store.attach() opens it, or remove it first"
+                                        : errno_text("cannot be created"));
         arena->lock();
         try {
             arena->write_header(tables, config);
@@ -67,7 +69,8 @@ class SharedArena final : public Arena {
         std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
         arena->open_existing();
         if (arena->header().num_tables != tables)
-            arena->fail("holds " + std::to_string(arena->header().num_tables) + " tables, not " + std::to_string(tables));
+            arena->fail("holds " + std::to_string(arena->header().num_tables) + " tables, not " +
+                        std::to_string(tables));
         return arena;
     }
 
@@ -112,8 +115,10 @@ class SharedArena final : public Arena {
     void for_each(const std::function<void(const ChunkTag&, std::byte*, std::size_t)>& visit) {
         for (std::uint64_t at = header().header_bytes; at < header().tail.load();) {
             ChunkHeader* chunk = chunk_header(at);
-            if (chunk->bytes < sizeof(ChunkHeader) || chunk->bytes % 64 != 0 || at + chunk->bytes > header().tail.load())
-                fail("is damaged: a chunk at byte " + std::to_string(at) + " claims " + std::to_string(chunk->bytes) + " bytes");
+            if (chunk->bytes < sizeof(ChunkHeader) || chunk->bytes % 64 != 0 ||
+                at + chunk->bytes > header().tail.load())
+                fail("is damaged: a chunk at byte " + std::to_string(at) + " claims " + std::to_string(chunk->bytes) +
+                     " bytes");
             if (chunk->kind != 0)
                 visit({static_cast<ChunkKind>(chunk->kind), chunk->table, chunk->bucket, chunk->sequence},
                       reinterpret_cast<std::byte*>(chunk + 1), chunk->bytes - sizeof(ChunkHeader));
@@ -121,7 +126,9 @@ class SharedArena final : public Arena {
         }
     }
 
-    [[noreturn]] void fail(const std::string& what) const { throw SharedMemoryError("shared-memory file '" + path_ + "' " + what); }
+    [[noreturn]] void fail(const std::string& what) const {
+        throw SharedMemoryError("shared-memory file '" + path_ + "' " + what);
+    }
 
   private:
     struct Piece {
@@ -134,7 +141,9 @@ class SharedArena final : public Arena {
 
     static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
     FileHeader& header() { return *reinterpret_cast<FileHeader*>(pieces_[0].address); }
-    TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(pieces_[0].address + round_up(sizeof(FileHeader), 64)); }
+    TableLedger* ledgers() {
+        return reinterpret_cast<TableLedger*>(pieces_[0].address + round_up(sizeof(FileHeader), 64));
+    }
     std::uint64_t end() const { return pieces_.back().offset + pieces_.back().bytes; }
     std::size_t config_offset() { return round_up(sizeof(FileHeader), 64) + header().num_tables * sizeof(TableLedger); }
 
@@ -146,7 +155,8 @@ class SharedArena final : public Arena {
     }
 
     void lock() {
-        if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) fail("is in use by another process; one process at a time may attach it");
+        if (::flock(fd_, LOCK_EX | LOCK_NB) != 0)
+            fail("is in use by another process; one process at a time may attach it");
     }
 
     void map_piece(std::uint64_t offset, std::size_t bytes) {
@@ -191,9 +201,11 @@ class SharedArena final : public Arena {
         FileHeader& head = header();
         if (head.magic.load() != FileHeader::kMagic)
             fail("is no Satrap shared-memory file, or its creation was cut short; its first bytes are not ours");
-        std::size_t fixed = round_up(sizeof(FileHeader), 64) + head.num_tables * sizeof(TableLedger) + head.config_bytes;
+        std::size_t fixed =
+            round_up(sizeof(FileHeader), 64) + head.num_tables * sizeof(TableLedger) + head.config_bytes;
         if (head.tail.load() > size || head.header_bytes > size || fixed > head.header_bytes)
-            fail("is truncated: " + std::to_string(size) + " bytes found, " + std::to_string(head.tail.load()) + " wanted");
+            fail("is truncated: " + std::to_string(size) + " bytes found, " + std::to_string(head.tail.load()) +
+                 " wanted");
     }
 
     AnonymousArena index_memory_{0}; // an index is rebuilt from the rows, never shared

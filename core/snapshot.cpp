@@ -22,7 +22,8 @@ void grow(BlockPool& blocks, BlockPool::Block& column, std::size_t& capacity, st
 
 Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
     Table& table = *tables_[t];
-    const std::size_t value_bytes = static_cast<std::size_t>(table.config().dim) * (table.config().dtype == Dtype::float32 ? 4 : 2);
+    const std::size_t value_bytes =
+        static_cast<std::size_t>(table.config().dim) * (table.config().dtype == Dtype::float32 ? 4 : 2);
     const std::size_t state_bytes = table.config().state_dim() * sizeof(float), state_at = table.config().value_bytes();
     Columns out{};
     std::size_t capacity[4] = {};
@@ -76,7 +77,8 @@ Columns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32
     return out;
 }
 
-std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
+std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
+                                                  std::uint32_t since) {
     std::vector<std::uint64_t> ids;
     for (std::uint32_t b = first; b < last; ++b) {
         Bucket& bucket = tables_[t]->bucket(b);
@@ -99,28 +101,32 @@ std::uint32_t Engine::removed_since(std::size_t t) {
     return oldest;
 }
 
-void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps, const std::byte* values,
-                         const float* state) {
+void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
+                         const std::byte* values, const float* state) {
     Table& table = *tables_[t];
-    const std::size_t value_bytes = static_cast<std::size_t>(table.config().dim) * (table.config().dtype == Dtype::float32 ? 4 : 2);
+    const std::size_t value_bytes =
+        static_cast<std::size_t>(table.config().dim) * (table.config().dtype == Dtype::float32 ? 4 : 2);
     const std::size_t state_dim = table.config().state_dim();
     for (std::size_t i = 0; i < n;) {
         const auto b = static_cast<std::uint32_t>(table.hash_bucket(ids[i]));
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         const std::uint32_t version = table.ledger().version.load();
-        for (; i < n && table.hash_bucket(ids[i]) == b; ++i) { // files keep buckets together, so the lock is taken once each
+        for (; i < n && table.hash_bucket(ids[i]) == b;
+             ++i) { // files keep buckets together, so the lock is taken once each
             const std::uint64_t hash = mix64(ids[i]);
             std::uint32_t slot = bucket.rows.find(ids[i], hash);
             if (slot == kNoSlot) {
                 if (table.config().bounded() && bucket.rows.size() >= table.row_share(b))
-                    throw CapacityError("table '" + table.config().name + "': bucket " + std::to_string(b) + " has no room for id " +
-                                        std::to_string(ids[i]) + "; its share of the capacity is " + std::to_string(table.row_share(b)));
+                    throw CapacityError("table '" + table.config().name + "': bucket " + std::to_string(b) +
+                                        " has no room for id " + std::to_string(ids[i]) +
+                                        "; its share of the capacity is " + std::to_string(table.row_share(b)));
                 slot = bucket.rows.insert(ids[i], hash);
             }
             std::byte* row = bucket.rows.row(slot);
             std::memcpy(row, values + i * value_bytes, value_bytes);
-            if (state_dim != 0) std::memcpy(row + table.config().value_bytes(), state + i * state_dim, state_dim * sizeof(float));
+            if (state_dim != 0)
+                std::memcpy(row + table.config().value_bytes(), state + i * state_dim, state_dim * sizeof(float));
             bucket.rows.publish(slot, steps[i], version);
         }
     }

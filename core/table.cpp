@@ -6,12 +6,21 @@
 namespace satrap {
 
 Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena)
-    : config_(std::move(config)), key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
-      ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
+    : config_(std::move(config)), key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels),
+      arena_(&arena), ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
     const OptimizerConfig& o = config_.optimizer;
-    initial_ = {config_.initial, config_.dtype, o.kind, config_.dim, static_cast<std::uint32_t>(config_.value_bytes()),
-                config_.state_dim(), key_, config_.initial_a, config_.initial_b, static_cast<float>(o.initial_accumulator_value),
-                static_cast<float>(o.ftrl_beta / o.lr + o.l2), static_cast<float>(o.l1)};
+    initial_ = {config_.initial,
+                config_.dtype,
+                o.kind,
+                config_.dim,
+                static_cast<std::uint32_t>(config_.value_bytes()),
+                config_.state_dim(),
+                key_,
+                config_.initial_a,
+                config_.initial_b,
+                static_cast<float>(o.initial_accumulator_value),
+                static_cast<float>(o.ftrl_beta / o.lr + o.l2),
+                static_cast<float>(o.l1)};
     if (ledger_->version.load() == 0) { // new, not re-attached
         ledger_->version.store(1);
         set_lr(o.lr);
@@ -24,17 +33,31 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
 
 StepScalars Table::step_scalars(std::uint32_t step, double lr) const {
     const OptimizerConfig& o = config_.optimizer;
-    return {o.kind, config_.dtype, o.nesterov, config_.dim, initial_.value_bytes,
-            static_cast<std::uint32_t>(config_.row_bytes()), step, key_, lr, o.beta1, o.beta2,
-            static_cast<float>(o.momentum), static_cast<float>(o.weight_decay), static_cast<float>(o.eps),
-            static_cast<float>(o.ftrl_beta), static_cast<float>(o.l1), static_cast<float>(o.l2)};
+    return {o.kind,
+            config_.dtype,
+            o.nesterov,
+            config_.dim,
+            initial_.value_bytes,
+            static_cast<std::uint32_t>(config_.row_bytes()),
+            step,
+            key_,
+            lr,
+            o.beta1,
+            o.beta2,
+            static_cast<float>(o.momentum),
+            static_cast<float>(o.weight_decay),
+            static_cast<float>(o.eps),
+            static_cast<float>(o.ftrl_beta),
+            static_cast<float>(o.l1),
+            static_cast<float>(o.l2)};
 }
 
 void Table::open_step(const LookupStep& at) {
     if (config_.expire_after == 0 || at.step <= config_.expire_after) return;
     std::uint32_t line = std::min(at.step - config_.expire_after, at.oldest_open);
     std::uint32_t now = ledger_->expire_before.load();
-    while (now < line && !ledger_->expire_before.compare_exchange_weak(now, line)) {}
+    while (now < line && !ledger_->expire_before.compare_exchange_weak(now, line)) {
+    }
 }
 
 // Finds the slot of every unique id (kNoSlot: none) in passes, so that the cache misses of a bucket overlap.
@@ -68,7 +91,8 @@ void Table::lookup(const Visit& visit, const LookupStep& at, float* out, Scratch
 }
 
 // Hits are stamped before any miss is inserted, so that no id of a batch evicts another of it.
-void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version, std::uint32_t* slots) {
+void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
+                       std::uint32_t* slots) {
     const std::uint32_t line = expire_before();
     std::uint64_t hits = 0;
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
@@ -88,10 +112,12 @@ void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, s
     bucket.counters.hits += hits;
 }
 
-void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version, Scratch& scratch) {
+void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
+                          Scratch& scratch) {
     std::uint32_t* slots = scratch.slots.data();
     float* values = scratch.values.reserve(config_.dim);
-    if (const std::uint32_t line = expire_before(); line - bucket.swept_before > config_.expire_after / 8 && line > bucket.swept_before)
+    if (const std::uint32_t line = expire_before();
+        line - bucket.swept_before > config_.expire_after / 8 && line > bucket.swept_before)
         bucket.sweep(line, version); // keeps an unbounded table bounded; the result does not depend on when
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         if (slots[i] != kNoSlot) continue;
@@ -119,7 +145,8 @@ bool Table::admit(Bucket& bucket, std::uint32_t b, std::uint64_t id, std::uint64
 }
 
 // Frees one row of a full bucket, or throws. `wanted`: how many rows the call may still need here, for the message.
-void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted) {
+void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version,
+                      std::size_t wanted) {
     if (!config_.bounded() || bucket.rows.size() < row_share(b)) return;
     const std::uint32_t victim = bucket.rows.oldest();
     const std::uint32_t stamp = bucket.rows.head(victim).stamp;
@@ -140,11 +167,13 @@ void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std
         bucket.rows.for_each([&](std::uint32_t, const Head& head) { kept += head.stamp >= at.oldest_open; });
         why = "all of them are in use by open steps (" + std::to_string(at.oldest_open) + " and later)";
     }
-    throw CapacityError("table '" + config_.name + "' is full at step " + std::to_string(at.step) + ": bucket " + std::to_string(b) +
-                        " of " + std::to_string(config_.num_buckets) + " has " + std::to_string(bucket.rows.size()) + " rows, its share of capacity=" +
-                        std::to_string(config_.capacity) + ", and " + why + "; the lookup needs up to " + std::to_string(wanted) +
-                        " more there; set capacity to at least " + std::to_string((kept + wanted) * config_.num_buckets) +
-                        ", or use on_full='grow'" + (config_.on_full == OnFull::evict ? ", a smaller batch or less staleness" : ""));
+    throw CapacityError(
+        "table '" + config_.name + "' is full at step " + std::to_string(at.step) + ": bucket " + std::to_string(b) +
+        " of " + std::to_string(config_.num_buckets) + " has " + std::to_string(bucket.rows.size()) +
+        " rows, its share of capacity=" + std::to_string(config_.capacity) + ", and " + why +
+        "; the lookup needs up to " + std::to_string(wanted) + " more there; set capacity to at least " +
+        std::to_string((kept + wanted) * config_.num_buckets) + ", or use on_full='grow'" +
+        (config_.on_full == OnFull::evict ? ", a smaller batch or less staleness" : ""));
 }
 
 // Where each unique id's values are to be read: its row, or what an absent row reads as.
@@ -187,7 +216,8 @@ std::size_t Table::filter_nonfinite(const Visit& visit, const float* gradients, 
     return kept;
 }
 
-void Table::update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter, Scratch& scratch) {
+void Table::update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter,
+                   Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     const std::uint32_t n = visit.num_unique;
     std::uint32_t* slots = scratch.slots.reserve(n);

@@ -59,14 +59,19 @@ class Table {
     void set_lr(double lr) { ledger_->lr_bits.store(std::bit_cast<std::uint64_t>(lr)); }
     const Kernels& kernels() const { return *kernels_; }
     std::uint64_t hash_bucket(std::uint64_t id) const { return bucket_of(mix64(id), config_.bucket_bits()); }
-    std::uint64_t row_share(std::uint32_t b) const { return config_.bounded() ? config_.share(config_.capacity, b) : 0; }
-    std::uint64_t window_share(std::uint32_t b) const { return std::max<std::uint64_t>(1, config_.share(config_.window, b)); }
+    std::uint64_t row_share(std::uint32_t b) const {
+        return config_.bounded() ? config_.share(config_.capacity, b) : 0;
+    }
+    std::uint64_t window_share(std::uint32_t b) const {
+        return std::max<std::uint64_t>(1, config_.share(config_.window, b));
+    }
 
     // Before the buckets of a training lookup: moves the line that rows expire behind.
     void open_step(const LookupStep& at);
 
     void lookup(const Visit& visit, const LookupStep& at, float* out, Scratch& scratch);
-    void update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter, Scratch& scratch);
+    void update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter,
+                Scratch& scratch);
     StepScalars step_scalars(std::uint32_t step, double lr) const;
 
     // One row as floats; false and nothing written if the id has none.
@@ -76,8 +81,10 @@ class Table {
 
   private:
     void locate(Bucket& bucket, const Visit& visit, bool hinted, std::uint32_t* slots);
-    void touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version, std::uint32_t* slots);
-    void insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version, Scratch& scratch);
+    void touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
+                    std::uint32_t* slots);
+    void insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
+                       Scratch& scratch);
     bool admit(Bucket& bucket, std::uint32_t b, std::uint64_t id, std::uint64_t hash, std::uint32_t step);
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const;

@@ -52,8 +52,10 @@ class ThreadPool {
         wake_.notify_all();
         job(0, num_threads());
         for (unsigned spin = 0; running_.load(std::memory_order_acquire) != 0; ++spin) {
-            if (spin < kSpins) relax_cpu();
-            else std::this_thread::yield();
+            if (spin < kSpins)
+                relax_cpu();
+            else
+                std::this_thread::yield();
         }
     }
 
@@ -63,7 +65,8 @@ class ThreadPool {
     void serve(unsigned thread) {
         std::uint64_t seen = 0;
         for (;;) {
-            for (unsigned spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) relax_cpu();
+            for (unsigned spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin)
+                relax_cpu();
             const std::function<void(unsigned, unsigned)>* job;
             {
                 std::unique_lock lock(mutex_);

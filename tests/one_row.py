@@ -44,7 +44,8 @@ def initial_state(optimizer: Any, values: F32, lr: float) -> F64:
     """The state of a row just inserted with these values."""
     match optimizer:
         case Adagrad() | RowWiseAdagrad():
-            return np.full(state_dim(optimizer, len(values)), optimizer.initial_accumulator_value, np.float64)
+            start = np.float32(optimizer.initial_accumulator_value)
+            return np.full(state_dim(optimizer, len(values)), start, np.float64)
         case Ftrl():
             w = values.astype(np.float64)
             z = -(w * (optimizer.beta / lr + optimizer.l2)) - np.sign(w) * optimizer.l1

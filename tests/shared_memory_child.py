@@ -5,6 +5,7 @@
 It prints one line after each call that returned, in one write(2), so a line that arrived is a promise. Jobs:
     count   creates or attaches the table of equal rows; every update gives every row the same gradient
     churn   creates or attaches a small table; random batches are looked up (inserting, evicting) and updated
+    grow    creates or attaches an unbounded table; each lookup inserts the next ids
     hold    attaches and waits for the end of its standard input
 """
 
@@ -22,6 +23,8 @@ from satrap.store import Store
 
 EQUAL = Table("equal", dim=24, optimizer=Adam(lr=0.01), initial=Constant(0.5), num_buckets=8)
 EQUAL_IDS = np.arange(4000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+GROW = Table("grow", dim=12, num_buckets=4)
+GROW_IDS = 300  # in each lookup
 CHURN = Table("churn", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0), capacity=1000, num_buckets=4)
 
 
@@ -57,10 +60,22 @@ def churn(path: Path, seed: int) -> None:
         say("done", i, store.latest_step)
 
 
+def grow(path: Path) -> None:
+    """Prints the first of the ids that have rows now. A step that was begun is never begun again."""
+    store = open_table(path, GROW)
+    say("ready")
+    while True:
+        begin = store.latest_step * GROW_IDS
+        store.lookup(np.arange(begin, begin + GROW_IDS, dtype=np.uint64))
+        say("done", begin)
+
+
 def main() -> None:
     job, path = sys.argv[1], Path(sys.argv[2])
     if job == "count":
         count(path)
+    elif job == "grow":
+        grow(path)
     elif job == "churn":
         churn(path, int(sys.argv[3]))
     else:

@@ -1,7 +1,7 @@
 """What the tests of snapshots share: everything that a table holds as plain arrays, and docs/format.md read anew.
 
-The reader here knows the specification and pyarrow, and nothing of `satrap`'s own code, so that a test of the files does not
-believe what it tests.
+The reader here knows the specification and pyarrow, and nothing of `satrap`'s own code, so that a test of the files
+does not believe what it tests.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def test_the_edges_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "num_buckets"),
-    [(None, 256), (1, 1), (8192, 1), (16383, 1), (16384, 2), (24576, 2), (1 << 20, 128), (1 << 40, 1024)],
+    [(None, 256), (1, 1), (32768, 1), (65535, 1), (65536, 2), (98304, 2), (1 << 20, 32), (1 << 40, 4096)],
 )
 def test_the_default_number_of_buckets(capacity: int | None, num_buckets: int) -> None:
     assert Table("item", dim=4, capacity=capacity).resolved_num_buckets == num_buckets

@@ -27,7 +27,7 @@ from satrap import _core
 from satrap.config import SGD, Adagrad, Adam, Constant, MinCount, Table
 from satrap.errors import SharedMemoryError
 from satrap.store import Store
-from shared_memory_child import CHURN, EQUAL, EQUAL_IDS
+from shared_memory_child import CHURN, EQUAL, EQUAL_IDS, GROW, GROW_IDS
 
 DEADLINE_SECONDS = 60.0
 CHILD = Path(__file__).with_name("shared_memory_child.py")
@@ -68,14 +68,12 @@ def child(job: str, path: Path, *arguments: Any) -> Iterator[subprocess.Popen[by
 
 
 def kill_amid(process: subprocess.Popen[bytes], rng: np.random.Generator, num_lines: int) -> list[bytes]:
-    """Reads some acknowledgements, lets a random part of a call's time pass, kills; returns all lines that were sent."""
+    """Reads some acknowledgements, lets a random time pass, kills; returns all lines that were sent.
+
+    The sleep waits for nothing: it is the random moment. Spinning instead would keep the child off its core."""
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(num_lines)]
-    began = time.perf_counter()
-    lines.append(process.stdout.readline())
-    end = time.perf_counter() + rng.uniform(0, 1.5) * (time.perf_counter() - began)
-    while time.perf_counter() < end:
-        pass
+    time.sleep(rng.uniform(0, 3e-3))
     os.kill(process.pid, signal.SIGKILL)
     process.wait(DEADLINE_SECONDS)
     lines += process.stdout.readlines()
@@ -220,6 +218,7 @@ def test_kill_9_amid_updates(path: Path, rng: np.random.Generator) -> None:
         torn += least != most
         gc.collect()
     print(f"{torn} of 16 kills left buckets of two ages")
+    assert torn > 0, "no kill came amid an update: the test shows nothing"
 
 
 def test_kill_9_amid_insertion_and_eviction(path: Path, rng: np.random.Generator) -> None:
@@ -239,6 +238,26 @@ def test_kill_9_amid_insertion_and_eviction(path: Path, rng: np.random.Generator
         assert np.all(held <= shares)
         assert np.all(read.values == read.values[:, :1]), "a row is half-written"
         assert np.all((read.values >= 0) & (read.values <= latest) & (read.values == np.rint(read.values)))
+        del store
+        gc.collect()
+
+
+def test_kill_9_amid_growth(path: Path, rng: np.random.Generator) -> None:
+    """Rows are born whole: acknowledged ones are all there, and every row holds its initial values."""
+    acknowledged: list[int] = []
+    for _ in range(10):
+        with child("grow", path) as process:
+            acknowledged += [int(line.split()[1]) for line in kill_amid(process, rng, int(rng.integers(1, 20)))]
+        store = Store.attach(path, num_threads=1)
+        store.check()
+        ids = np.arange(acknowledged[-1] + 3 * GROW_IDS, dtype=np.uint64)
+        read = store.read(ids)
+        for begin in acknowledged:
+            assert read.present[begin : begin + GROW_IDS].all(), "a row of an acknowledged lookup is gone"
+        assert len(store) == read.present.sum()
+        initial = Store(GROW, num_threads=1).lookup(ids, train=False)
+        np.testing.assert_array_equal(read.values[read.present], initial[read.present])
+        assert not read.state[read.present].any()
         del store
         gc.collect()
 

@@ -21,8 +21,8 @@ _LARGEST_INT = 2**63 - 1
 _LARGEST_STEP = 2**32 - 2
 _MAX_NAME_BYTES = 255
 _DEFAULT_BUCKETS = 256  # without a capacity: enough that many threads rarely meet and that growing one is short
-_MAX_DEFAULT_BUCKETS = 1024
-_ROWS_PER_BUCKET = 8192
+_MAX_DEFAULT_BUCKETS = 4096
+_ROWS_PER_BUCKET = 32768
 
 
 class _Config:
@@ -293,7 +293,7 @@ class Table(_Config):
 
     @property
     def resolved_num_buckets(self) -> int:
-        """`num_buckets`, or its default: 256 without a capacity, else about one per 8192 rows, at most 1024."""
+        """`num_buckets`, or its default: 256 without a capacity, else about one per 32768 rows, at most 4096."""
         if self.num_buckets is not None:
             return self.num_buckets
         if self.capacity is None:

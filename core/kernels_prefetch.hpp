@@ -1,0 +1,11 @@
+// Included by each kernels_*.cpp in its own anonymous namespace, before its streaming copy; see kernels_body.hpp.
+
+// Rows are asked for some entries ahead of their copy; those that an id's earlier entry brought are in the cache
+// already.
+inline void prefetch_values(const std::byte* const* rows, const std::uint32_t* local, std::size_t e, std::size_t count,
+                            std::uint32_t dim) {
+    constexpr std::size_t kAhead = 8;
+    if (e + kAhead >= count) return;
+    const std::byte* row = rows[local[e + kAhead]];
+    for (std::uint32_t at = 0; at < 4 * dim && at < 1024; at += 64) __builtin_prefetch(row + at);
+}

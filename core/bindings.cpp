@@ -66,8 +66,8 @@ std::span<const std::int64_t> checked_offsets(const Engine& engine, const Ids& i
         if (at[t] > at[t + 1])
             refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
                    std::to_string(t));
-    if (ids.size() >= 0xffffffffU)
-        refuse("a call of " + std::to_string(ids.size()) + " ids; at most 2^32-2 fit, split it");
+    if (ids.size() >= 0x40000000U)
+        refuse("a call of " + std::to_string(ids.size()) + " ids; at most 2^30-1 fit, split it");
     return {at, engine.num_tables() + 1};
 }
 
@@ -140,10 +140,7 @@ void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint
             refuse("table '" + engine.table(t).config().name + "': lr=" + std::to_string(lrs[t]) +
                    ", wanted a finite number " + (divides ? "> 0" : ">= 0"));
     }
-    if (ticket.batch != nullptr && !ticket.used.load()) {
-        if (ticket.batch->offsets.size() == engine.num_tables() + 1)
-            require_size("gradients", gradients.size(), engine.out_size(ticket.batch->offsets));
-    }
+    if (!ticket.used.load() && engine.owns(ticket)) require_size("gradients", gradients.size(), ticket.num_floats);
     const float* data = gradients.data();
     nb::gil_scoped_release release;
     engine.update(ticket, data, static_cast<std::uint32_t>(step), lrs);
@@ -315,13 +312,50 @@ std::unique_ptr<Engine> attach_engine(const std::string& path, const std::vector
     return Engine::attach(std::move(tables), options, std::move(arena));
 }
 
+void bind_saving(nb::class_<Engine>& engine) {
+    engine
+        .def(
+            "version", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).ledger().version.load(); },
+            "table"_a)
+        .def(
+            "begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
+        .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a,
+             nb::sig("def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, "
+                     "NDArray[typing.Any]]"))
+        .def("export_removed", &export_removed, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a)
+        .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a,
+             nb::sig("def export_sightings(self, table: int, bucket_begin: int, bucket_end: int) -> dict[str, "
+                     "NDArray[typing.Any]]"))
+        .def(
+            "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
+        .def(
+            "import_rows", &import_rows, "table"_a, "id"_a, "step"_a, "values"_a, "state"_a,
+            nb::sig("def import_rows(self, table: int, id: NDArray[numpy.uint64], step: NDArray[numpy.uint32], values: "
+                    "NDArray[typing.Any], state: NDArray[numpy.float32]) -> None"))
+        .def(
+            "import_removed",
+            [](Engine& e, std::size_t t, const Ids& ids) {
+                e.import_removed(checked_table(e, t), {ids.data(), ids.size()});
+            },
+            "table"_a, "ids"_a)
+        .def(
+            "import_sightings",
+            [](Engine& e, std::size_t t, const Ids& ids, const Steps& steps, const Steps& counts, bool clear) {
+                require_size("step", steps.size(), ids.size());
+                require_size("count", counts.size(), ids.size());
+                e.import_sightings(checked_table(e, t), ids.size(), ids.data(), steps.data(), counts.data(), clear);
+            },
+            "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
+        .def("restore", &restore, "table"_a, "version"_a, "latest_step"_a, "lr"_a);
+}
+
 void bind_engine(nb::module_& m) {
     nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; goes back to update() once.")
-        .def_prop_ro("n", [](const Ticket& t) { return t.batch == nullptr ? std::size_t{0} : t.batch->size(); })
-        .def_prop_ro("num_unique",
-                     [](const Ticket& t) { return t.batch == nullptr ? std::size_t{0} : t.batch->unique_size(); })
+        .def_prop_ro("n", [](const Ticket& t) { return t.size; })
+        .def_prop_ro("num_unique", [](const Ticket& t) { return t.num_unique; })
         .def_prop_ro("used", [](const Ticket& t) { return t.used.load(); });
-    nb::class_<Engine>(m, "Engine", "Many tables in one memory; satrap.Store is its one-table face.")
+    nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its one-table face.");
+    engine
         .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
              "shared_config"_a = nb::bytes("", 0))
         .def_static("attach", &attach_engine, "path"_a, "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
@@ -369,37 +403,8 @@ void bind_engine(nb::module_& m) {
                 nb::gil_scoped_release release;
                 e.table(t).check();
             },
-            "table"_a)
-        .def(
-            "version", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).ledger().version.load(); },
-            "table"_a)
-        .def(
-            "begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
-        .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a,
-             nb::sig("def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, "
-                     "NDArray[typing.Any]]"))
-        .def("export_removed", &export_removed, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a)
-        .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a,
-             nb::sig("def export_sightings(self, table: int, bucket_begin: int, bucket_end: int) -> dict[str, "
-                     "NDArray[typing.Any]]"))
-        .def(
-            "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
-        .def("import_rows", &import_rows, "table"_a, "id"_a, "step"_a, "values"_a, "state"_a)
-        .def(
-            "import_removed",
-            [](Engine& e, std::size_t t, const Ids& ids) {
-                e.import_removed(checked_table(e, t), {ids.data(), ids.size()});
-            },
-            "table"_a, "ids"_a)
-        .def(
-            "import_sightings",
-            [](Engine& e, std::size_t t, const Ids& ids, const Steps& steps, const Steps& counts, bool clear) {
-                require_size("step", steps.size(), ids.size());
-                require_size("count", counts.size(), ids.size());
-                e.import_sightings(checked_table(e, t), ids.size(), ids.data(), steps.data(), counts.data(), clear);
-            },
-            "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
-        .def("restore", &restore, "table"_a, "version"_a, "latest_step"_a, "lr"_a);
+            "table"_a);
+    bind_saving(engine);
 }
 
 } // namespace

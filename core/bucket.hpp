@@ -78,22 +78,31 @@ struct Bucket {
         }
     }
 
-    // Notes that an id without a row was seen at `step`; true when that makes it `wanted` times.
+    // Notes that an id without a row was seen at `step`; true once that makes it `wanted` times. The sighting stays
+    // until the row is there (forget), so that a lookup that fails in between can be repeated.
     bool sight(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t wanted, std::uint64_t share) {
         if (wanted <= 1) return true;
         std::uint32_t slot = sightings.find(id, hash);
         if (slot == kNoSlot) {
-            if (sightings.size() >= share) sightings.erase(sightings.oldest());
-            slot = sightings.insert(id, hash);
-            sightings.publish(slot, step, 1);
+            add_sighting(id, hash, step, 1, share);
             return false;
         }
         Head& seen = sightings.head(slot);
-        if (step <= seen.stamp) return false; // a retry, or a step that came late: counted once
-        seen.stamp = step;
-        if (++seen.changed < wanted) return false;
-        sightings.erase(slot);
-        return true;
+        if (step > seen.stamp && seen.changed < wanted)
+            ++seen.changed; // else a retry, or a step that came late: counted once
+        sightings.touch(slot, step);
+        return seen.changed >= wanted;
+    }
+
+    void add_sighting(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t count,
+                      std::uint64_t share) {
+        if (sightings.size() >= share) sightings.erase(sightings.oldest());
+        sightings.publish(sightings.insert(id, hash), step, count);
+    }
+
+    void forget(std::uint64_t id, std::uint64_t hash) {
+        std::uint32_t slot = sightings.find(id, hash);
+        if (slot != kNoSlot) sightings.erase(slot);
     }
 };
 

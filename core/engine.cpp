@@ -1,6 +1,8 @@
 // Splitting calls over buckets and threads; see engine.hpp.
 #include "engine.hpp"
 
+#include <limits>
+
 #include "errors.hpp"
 
 namespace satrap {
@@ -99,14 +101,18 @@ Visit Engine::visit(Batch& batch, std::size_t t, std::uint32_t b) {
 
 // Runs work(table, bucket, scratch) for every bucket with entries, on all threads. Of several errors the one of the
 // lowest bucket is thrown, so the message does not depend on timing more than the state does.
-template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work) {
+// With undo_bytes, each thread has an undo slot of that size from the start: a full file is noticed before any change.
+template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work, std::size_t undo_bytes) {
     constexpr std::uint32_t kGrain = 4;
     std::atomic<std::uint32_t> next{0}, failed_bucket{0xffffffffU};
     std::mutex error_mutex;
     std::exception_ptr error;
-    auto job = [&](unsigned, unsigned) {
+    const bool alone = batch.size() < 512; // waking threads costs more than it saves
+    std::vector<std::unique_ptr<UndoSlot>> undo(alone ? 1 : pool_.num_threads());
+    for (std::size_t i = 0; undo_bytes != 0 && i < undo.size(); ++i) undo[i] = undo_.take(*arena_, undo_bytes);
+    auto job = [&](unsigned thread, unsigned) {
         std::unique_ptr<Scratch> scratch = spares_.scratch.take();
-        scratch->undo = undo_.take(*arena_);
+        scratch->undo = undo[thread].get();
         std::size_t t = 0;
         for (std::uint32_t b; (b = next.fetch_add(kGrain)) < map_.total();) {
             for (std::uint32_t end = std::min(b + kGrain, map_.total()); b < end; ++b) {
@@ -123,14 +129,28 @@ template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work) {
                 }
             }
         }
-        undo_.give(std::move(scratch->undo));
         spares_.scratch.give(std::move(scratch));
     };
-    if (batch.size() < 512)
+    if (alone)
         job(0, 1);
     else
         pool_.run(job);
+    for (auto& slot : undo) undo_.give(std::move(slot));
     if (error != nullptr) std::rethrow_exception(error);
+}
+
+std::unique_ptr<Ticket> Engine::make_ticket(std::unique_ptr<Batch> batch) const {
+    const std::size_t size = batch->size(), num_unique = batch->unique_size(), num_floats = out_size(batch->offsets);
+    return std::unique_ptr<Ticket>(new Ticket{std::move(batch), identity_, size, num_unique, num_floats});
+}
+
+// The room that the largest bucket of an update needs in an undo slot; 0 if rows die with the process anyway.
+std::size_t Engine::undo_bytes(const Batch& batch) const {
+    std::size_t most = 0;
+    for (std::size_t t = 0; arena_->survives_process() && t < tables_.size(); ++t)
+        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b)
+            most = std::max(most, UndoSlot::bytes_for(batch.num_unique[b], tables_[t]->config().row_bytes()));
+    return most;
 }
 
 std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
@@ -150,7 +170,7 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
         tables_[t]->lookup(visit(*batch, t, b), at, out_of_table[t], scratch);
     });
     batch->hinted = true;
-    if (want_ticket) return std::unique_ptr<Ticket>(new Ticket{std::move(batch), identity_});
+    if (want_ticket) return make_ticket(std::move(batch));
     spares_.batches.give(std::move(batch));
     return nullptr;
 }
@@ -159,52 +179,50 @@ std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<cons
     std::unique_ptr<Batch> batch = group(ids, offsets);
     for_each_bucket(*batch,
                     [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
-    return std::unique_ptr<Ticket>(new Ticket{std::move(batch), identity_});
+    return make_ticket(std::move(batch));
 }
 
-bool Engine::has_nonfinite(const Batch& batch, const float* gradients) {
+// Whether all gradients are finite, and so small that no sum of them can overflow: one pass over them, before any
+// change.
+bool Engine::all_sums_finite(const Batch& batch, const float* gradients) {
+    constexpr std::size_t kBlock = 4096; // stays in the first-level cache and in one register
     const std::size_t n = out_size(batch.offsets);
-    std::atomic<bool> found{false};
+    std::atomic<std::uint32_t> most{0};
     pool_.run([&](unsigned thread, unsigned threads) {
-        const std::size_t begin = n * thread / threads, end = n * (thread + 1) / threads;
-        if (kernels_->first_nonfinite(gradients, begin, end) != end) found.store(true);
+        const std::size_t end = n * (thread + 1) / threads;
+        std::uint32_t here = 0;
+        for (std::size_t at = n * thread / threads; at < end && here < 0x7f800000U; at += kBlock)
+            here = std::max(here, kernels_->largest(gradients + at, std::min(kBlock, end - at)));
+        for (std::uint32_t seen = most.load(); seen < here && !most.compare_exchange_weak(seen, here);) {
+        }
     });
-    return found.load();
+    const auto magnitude = static_cast<double>(std::bit_cast<float>(most.load()));
+    return magnitude * static_cast<double>(batch.size()) < static_cast<double>(std::numeric_limits<float>::max());
 }
 
-// Throws for the first bad gradient of a table that wants to know; tables that skip are passed over.
-void Engine::refuse_nonfinite(const Batch& batch, const float* gradients) {
-    std::size_t base = 0;
+// Throws for the first id, by position, whose gradients or their sum are not finite, of a table that wants to know.
+void Engine::refuse_nonfinite(Batch& batch, const float* gradients) {
+    Scratch scratch;
     for (std::size_t t = 0; t < tables_.size(); ++t) {
-        const TableConfig& config = tables_[t]->config();
-        const std::size_t end = base + static_cast<std::size_t>(batch.offsets[t + 1] - batch.offsets[t]) * config.dim;
-        const std::size_t at = kernels_->first_nonfinite(gradients, base, end);
-        if (config.on_nonfinite == OnNonfinite::raise && at != end) {
-            const auto position = static_cast<std::uint32_t>((at - base) / config.dim);
-            std::string id = "?";
+        Table& table = *tables_[t];
+        if (table.config().on_nonfinite == OnNonfinite::raise) {
+            NonFinite first;
             for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b)
-                for (std::uint32_t e = batch.begin[b]; e < batch.begin[b + 1]; ++e)
-                    if (batch.positions[e] == position)
-                        id = std::to_string(batch.unique[batch.begin[b] + batch.local[e]]);
-            throw NonFiniteError("table '" + config.name + "': the gradient of id " + id + " at position " +
-                                 std::to_string(position) + ", element " + std::to_string((at - base) % config.dim) +
-                                 " is " + std::to_string(gradients[at]) +
-                                 "; finite values are wanted and nothing was applied; on_nonfinite='skip' would ignore "
-                                 "and count such gradients");
+                table.find_nonfinite(visit(batch, t, b), gradients, scratch, first);
+            if (first.found()) table.refuse_nonfinite(first);
         }
-        base = end;
+        gradients += static_cast<std::size_t>(batch.offsets[t + 1] - batch.offsets[t]) * table.config().dim;
     }
 }
 
 void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs) {
-    if (ticket.engine != identity_)
-        throw TicketError("this ticket came from another store; bring it back to the one that gave it");
+    if (!owns(ticket)) throw TicketError("this ticket came from another store; bring it back to the one that gave it");
     if (ticket.used.exchange(true))
         throw TicketError("this ticket was used already; a batch is updated once, look it up again for another step");
     Batch& batch = *ticket.batch;
     bool filter = false;
     try {
-        filter = has_nonfinite(batch, gradients);
+        filter = !all_sums_finite(batch, gradients);
         if (filter) refuse_nonfinite(batch, gradients);
     } catch (...) {
         ticket.used.store(false); // nothing was applied
@@ -218,9 +236,12 @@ void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, 
         scalars[t] = tables_[t]->step_scalars(step, lrs[t]);
     }
     reach_step(step);
-    for_each_bucket(batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-        tables_[t]->update(visit(batch, t, b), of_table[t], scalars[t], batch.hinted, filter, scratch);
-    });
+    for_each_bucket(
+        batch,
+        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+            tables_[t]->update(visit(batch, t, b), of_table[t], scalars[t], batch.hinted, filter, scratch);
+        },
+        undo_bytes(batch));
     spares_.batches.give(std::move(ticket.batch));
 }
 

@@ -17,8 +17,11 @@ namespace satrap {
 
 // How a batch comes back for its update: its grouping and the slots that the lookup found. Used once.
 struct Ticket {
-    std::unique_ptr<Batch> batch;
-    std::uint64_t engine; // which engine made it
+    std::unique_ptr<Batch> batch; // touched only by the one call that set `used`
+    std::uint64_t engine;         // which engine made it
+    std::size_t size;             // ids
+    std::size_t num_unique;
+    std::size_t num_floats; // of its rows, and so of its gradients
     std::atomic<bool> used{false};
 };
 
@@ -55,6 +58,7 @@ class Engine {
     std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                    const LookupStep& at, float* out, bool want_ticket);
     std::unique_ptr<Ticket> prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
+    bool owns(const Ticket& ticket) const { return ticket.engine == identity_; }
     void update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs);
 
     std::size_t num_rows(std::size_t t);
@@ -78,11 +82,13 @@ class Engine {
         Recycler<Batch> batches;
     };
 
-    template <typename Work> void for_each_bucket(Batch& batch, Work work);
+    template <typename Work> void for_each_bucket(Batch& batch, Work work, std::size_t undo_bytes = 0);
+    std::unique_ptr<Ticket> make_ticket(std::unique_ptr<Batch> batch) const;
+    std::size_t undo_bytes(const Batch& batch) const;
     void adopt(SharedArena& arena);
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
-    bool has_nonfinite(const Batch& batch, const float* gradients);
-    void refuse_nonfinite(const Batch& batch, const float* gradients);
+    bool all_sums_finite(const Batch& batch, const float* gradients);
+    void refuse_nonfinite(Batch& batch, const float* gradients);
     Visit visit(Batch& batch, std::size_t t, std::uint32_t b);
 
     std::uint64_t identity_;

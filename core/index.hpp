@@ -78,14 +78,18 @@ class Index {
 
     template <typename IsIt> std::uint32_t find(std::uint64_t hash, IsIt is_it) const {
         const std::uint8_t tag = tag_of(hash);
-        for (std::uint64_t g = home(hash);; g = next(g)) {
+        const std::uint64_t start = home(hash);
+        std::uint64_t g = start;
+        do {
             const Group& group = groups_[g];
             for (unsigned bits = group.match(tag); bits != 0; bits &= bits - 1) {
                 std::uint32_t slot = group.slots[__builtin_ctz(bits)];
                 if (is_it(slot)) return slot;
             }
             if (group.passed == 0) return kNoSlot;
-        }
+            g = next(g);
+        } while (g != start); // in a small index every group may have been passed by somebody
+        return kNoSlot;
     }
 
     // The caller knows that the id is absent and that size < limit().

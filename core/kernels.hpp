@@ -58,8 +58,8 @@ struct Kernels {
                 std::uint32_t dim, float* sums, std::uint8_t* started);
     // one optimizer step on each row; scratch holds dim floats
     void (*step)(const StepScalars& scalars, const RowStep* steps, std::size_t count, float* scratch);
-    // the first index in [begin, end) that is not finite, or end
-    std::size_t (*first_nonfinite)(const float* values, std::size_t begin, std::size_t end);
+    // the bits of the largest magnitude; from 0x7f800000 (infinity) on, something is not finite
+    std::uint32_t (*largest)(const float* values, std::size_t count);
     // values and state of a new row; scratch holds dim floats
     void (*initialise)(const InitialScalars& scalars, std::uint64_t id, std::byte* row, float* scratch);
 };

@@ -27,7 +27,7 @@ inline bool copy_streaming(const std::byte* const* rows, const std::uint32_t* lo
 } // namespace
 
 const Kernels& avx512_kernels() {
-    static constexpr Kernels kernels{"avx512", gather, sum, step, first_nonfinite, initialise};
+    static constexpr Kernels kernels{"avx512", gather, sum, step, largest, initialise};
     return kernels;
 }
 

@@ -123,20 +123,13 @@ void sum(const float* gradients, const std::uint32_t* local, const std::uint32_t
     }
 }
 
-std::size_t first_nonfinite(const float* values, std::size_t begin, std::size_t end) {
-    constexpr std::size_t kBlock = 4096;
-    for (std::size_t at = begin; at < end; at += kBlock) {
-        std::size_t stop = end - at < kBlock ? end : at + kBlock;
-        std::uint32_t largest = 0;
-        for (std::size_t i = at; i < stop; ++i) {
-            std::uint32_t magnitude = as_bits(values[i]) & 0x7fffffffU;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        if (largest < 0x7f800000U) continue;
-        for (std::size_t i = at; i < stop; ++i)
-            if ((as_bits(values[i]) & 0x7f800000U) == 0x7f800000U) return i;
+std::uint32_t largest(const float* values, std::size_t count) {
+    std::uint32_t most = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::uint32_t magnitude = as_bits(values[i]) & 0x7fffffffU;
+        most = magnitude > most ? magnitude : most;
     }
-    return end;
+    return most;
 }
 
 // beta^n by squaring: the same bits everywhere, unlike libm's pow. n is a row's step count, below 2^24.

@@ -16,7 +16,7 @@ inline bool copy_streaming(const std::byte* const*, const std::uint32_t*, const 
 } // namespace
 
 const Kernels& portable_kernels() {
-    static constexpr Kernels kernels{"portable", gather, sum, step, first_nonfinite, initialise};
+    static constexpr Kernels kernels{"portable", gather, sum, step, largest, initialise};
     return kernels;
 }
 

@@ -7,7 +7,8 @@
 // Invariants: head.changed == 0 <=> the slot is free (then its id is the next free slot);
 //   used = size + free; every live slot has exactly one index entry and no free slot has one;
 //   victims_, if not empty, holds the smallest (stamp, id) pairs of the bucket in falling order, each as it was when
-//   collected: a pair whose stamp has risen since is skipped, so the next victim is always the true minimum.
+//   collected: a pair whose stamp has risen since is skipped, so the next victim is always the true minimum. A stamp
+//   that comes to lie within their range (a late step) clears them.
 // Thread safety: none; the bucket's lock is held (candidate prefetches aside).
 // In a file that outlives us the order of writes matters: payload and id before `changed` (a row is born), `changed`
 // before anything else (a row dies). The compiler is told by release stores; x86 and kill -9 keep program order.
@@ -44,7 +45,7 @@ class Rows {
     static constexpr std::uint32_t kFirstChunk = 16;
     static constexpr std::uint32_t kChunkRows = 1024;
 
-    // limit: the most rows there will ever be, 0 if unknown. It only avoids over-allocation.
+    // limit: the most rows there will ever be (the last chunk is cut to it), 0 if unknown.
     void init(Arena* arena, ChunkTag tag, std::size_t row_bytes, std::uint64_t limit) {
         arena_ = arena;
         tag_ = tag;
@@ -96,6 +97,14 @@ class Rows {
         std::atomic_ref(h.changed).store(changed, std::memory_order_release);
         if (!victims_.empty() && Victim{h.id(), stamp, slot} < victims_.front())
             victims_.clear(); // an old stamp came in
+    }
+
+    // The row was used at `step`. A rise within the range of the collected victims would spoil their order.
+    void touch(std::uint32_t slot, std::uint32_t step) {
+        Head& h = head(slot);
+        if (step <= h.stamp) return;
+        h.stamp = step;
+        if (!victims_.empty() && Victim{h.id(), step, slot} < victims_.front()) victims_.clear();
     }
 
     void erase(std::uint32_t slot) {

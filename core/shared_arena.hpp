@@ -140,10 +140,8 @@ class SharedArena final : public Arena {
     SharedArena(std::string path, std::size_t tables) : Arena(tables), path_(std::move(path)) {}
 
     static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
-    FileHeader& header() { return *reinterpret_cast<FileHeader*>(pieces_[0].address); }
-    TableLedger* ledgers() {
-        return reinterpret_cast<TableLedger*>(pieces_[0].address + round_up(sizeof(FileHeader), 64));
-    }
+    FileHeader& header() { return *reinterpret_cast<FileHeader*>(first_); }
+    TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(first_ + round_up(sizeof(FileHeader), 64)); }
     std::uint64_t end() const { return pieces_.back().offset + pieces_.back().bytes; }
     std::size_t config_offset() { return round_up(sizeof(FileHeader), 64) + header().num_tables * sizeof(TableLedger); }
 
@@ -164,6 +162,7 @@ class SharedArena final : public Arena {
         if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
         madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
         pieces_.push_back({static_cast<std::byte*>(address), offset, bytes});
+        if (first_ == nullptr) first_ = pieces_.front().address;
     }
 
     void add_piece(std::size_t bytes) {
@@ -196,7 +195,9 @@ class SharedArena final : public Arena {
         struct stat status{};
         if (fstat(fd_, &status) != 0) fail(errno_text("cannot be examined"));
         auto size = static_cast<std::uint64_t>(status.st_size);
-        if (size < kPage) fail("is no Satrap shared-memory file: " + std::to_string(size) + " bytes are too few");
+        if (size < kPage || size % kPage != 0)
+            fail("is no whole Satrap shared-memory file: " + std::to_string(size) +
+                 " bytes, wanted a multiple of 4096");
         map_piece(0, size);
         FileHeader& head = header();
         if (head.magic.load() != FileHeader::kMagic)
@@ -213,6 +214,7 @@ class SharedArena final : public Arena {
     int fd_ = -1;
     std::mutex mutex_;
     std::vector<Piece> pieces_;
+    std::byte* first_ = nullptr; // of pieces_, which others may read only under the lock
 };
 
 } // namespace satrap

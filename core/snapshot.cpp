@@ -152,9 +152,15 @@ void Engine::import_sightings(std::size_t t, std::size_t n, const std::uint64_t*
             if (bucket.sightings.live(slot)) bucket.sightings.erase(slot);
     }
     for (std::size_t i = 0; i < n; ++i) {
-        Bucket& bucket = table.bucket(static_cast<std::uint32_t>(table.hash_bucket(ids[i])));
+        const auto b = static_cast<std::uint32_t>(table.hash_bucket(ids[i]));
+        const std::uint64_t hash = mix64(ids[i]);
+        Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
-        bucket.sightings.publish(bucket.sightings.insert(ids[i], mix64(ids[i])), steps[i], counts[i]);
+        if (counts[i] == 0 || bucket.rows.find(ids[i], hash) != kNoSlot)
+            continue; // a row came during the save: it counts
+        bucket.forget(ids[i], hash);
+        bucket.add_sighting(ids[i], hash, steps[i], std::min(counts[i], table.config().min_count),
+                            table.window_share(b));
     }
 }
 

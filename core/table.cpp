@@ -22,8 +22,8 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
                 static_cast<float>(o.ftrl_beta / o.lr + o.l2),
                 static_cast<float>(o.l1)};
     if (ledger_->version.load() == 0) { // new, not re-attached
+        set_lr(o.lr);                   // first: killed in between, the version says that the table is still new
         ledger_->version.store(1);
-        set_lr(o.lr);
     }
     for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
         buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.row_bytes(), row_share(b));
@@ -104,7 +104,7 @@ void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, s
             slots[i] = kNoSlot;
             continue;
         }
-        head.stamp = std::max(head.stamp, step);
+        bucket.rows.touch(slots[i], step);
         head.changed = version;
         ++hits;
     }
@@ -130,6 +130,7 @@ void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& 
         const std::uint32_t slot = bucket.rows.insert(id, hash);
         kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
         bucket.rows.publish(slot, at.step, version);
+        if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
         ++bucket.counters.inserted;
         slots[i] = slot;
     }
@@ -202,18 +203,62 @@ void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
     }
 }
 
-// The entries whose gradients are finite, into scratch.kept_*; returns how many. Only when a batch has others.
+// The entries whose gradients are finite, into scratch.kept_*; returns how many. Only when a batch may have others.
 std::size_t Table::filter_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch) const {
-    scratch.kept_local.reserve(visit.count);
-    scratch.kept_positions.reserve(visit.count);
+    std::uint32_t* local = scratch.kept_local.reserve(visit.count);
+    std::uint32_t* positions = scratch.kept_positions.reserve(visit.count);
     std::size_t kept = 0;
     for (std::uint32_t e = 0; e < visit.count; ++e) {
-        const std::size_t begin = static_cast<std::size_t>(visit.positions[e]) * config_.dim;
-        if (kernels_->first_nonfinite(gradients, begin, begin + config_.dim) != begin + config_.dim) continue;
-        scratch.kept_local[kept] = visit.local[e];
-        scratch.kept_positions[kept++] = visit.positions[e];
+        if (!finite(gradients + static_cast<std::size_t>(visit.positions[e]) * config_.dim, config_.dim)) continue;
+        local[kept] = visit.local[e];
+        positions[kept++] = visit.positions[e];
     }
     return kept;
+}
+
+void Table::start_sums(const Visit& visit, Scratch& scratch) const {
+    scratch.sums.reserve(static_cast<std::size_t>(visit.num_unique) * config_.dim);
+    std::memset(scratch.started.reserve(visit.num_unique), 0, visit.num_unique);
+}
+
+// Finite gradients whose sum is not: their ids get no update, their positions count as skipped (count falls).
+void Table::drop_overflowed(const Visit& visit, std::size_t& count, Scratch& scratch) const {
+    const std::size_t kept = count;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (!scratch.started[i] || finite(&scratch.sums[static_cast<std::size_t>(i) * config_.dim], config_.dim))
+            continue;
+        scratch.started[i] = 0;
+        for (std::size_t e = 0; e < kept; ++e) count -= scratch.kept_local[e] == i;
+    }
+}
+
+void Table::find_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch, NonFinite& first) const {
+    auto note = [&](std::uint32_t e, const float* row, bool of_sum) {
+        if (of_sum != first.of_sum ? of_sum : visit.positions[e] >= first.position) return;
+        std::uint32_t i = 0;
+        while (i + 1 < config_.dim && finite(row + i, 1)) ++i;
+        first = {visit.positions[e], visit.unique[visit.local[e]], row[i], of_sum};
+    };
+    start_sums(visit, scratch);
+    kernels_->sum(gradients, visit.local, visit.positions, visit.count, config_.dim, scratch.sums.data(),
+                  scratch.started.data());
+    for (std::uint32_t e = 0; e < visit.count; ++e) {
+        const float* row = gradients + static_cast<std::size_t>(visit.positions[e]) * config_.dim;
+        const float* sum = &scratch.sums[static_cast<std::size_t>(visit.local[e]) * config_.dim];
+        if (!finite(row, config_.dim))
+            note(e, row, false);
+        else if (!finite(sum, config_.dim))
+            note(e, sum, true);
+    }
+}
+
+void Table::refuse_nonfinite(const NonFinite& first) const {
+    const std::string id = std::to_string(first.id), position = std::to_string(first.position);
+    throw NonFiniteError("table '" + config_.name + "': " +
+                         (first.of_sum ? "the gradients of id " + id + " (first at position " + position + ") sum to "
+                                       : "the gradient of id " + id + " at position " + position + " holds ") +
+                         std::to_string(first.value) + "; finite values are wanted and nothing was applied; " +
+                         "on_nonfinite='skip' would ignore and count such gradients");
 }
 
 void Table::update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter,
@@ -221,10 +266,8 @@ void Table::update(const Visit& visit, const float* gradients, const StepScalars
     Bucket& bucket = buckets_[visit.bucket];
     const std::uint32_t n = visit.num_unique;
     std::uint32_t* slots = scratch.slots.reserve(n);
-    float* sums = scratch.sums.reserve(static_cast<std::size_t>(n) * config_.dim);
-    std::uint8_t* started = scratch.started.reserve(n);
     RowStep* steps = scratch.steps.reserve(n);
-    std::memset(started, 0, n);
+    start_sums(visit, scratch);
     const std::uint32_t *local = visit.local, *positions = visit.positions;
     std::size_t count = visit.count;
     if (filter) {
@@ -235,33 +278,41 @@ void Table::update(const Visit& visit, const float* gradients, const StepScalars
 
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, hinted, slots);
-    kernels_->sum(gradients, local, positions, count, config_.dim, sums, started);
+    kernels_->sum(gradients, local, positions, count, config_.dim, scratch.sums.data(), scratch.started.data());
+    if (filter) drop_overflowed(visit, count, scratch);
+    bucket.counters.skipped += visit.count - count;
     const std::uint32_t line = expire_before();
     std::size_t ready = 0;
     for (std::uint32_t i = 0; i < n; ++i) {
-        if (!started[i]) continue;
+        if (!scratch.started[i]) continue;
         if (slots[i] == kNoSlot || bucket.rows.head(slots[i]).stamp < line) {
             ++bucket.counters.not_applied_absent;
             continue;
         }
         slots[ready] = slots[i]; // ready <= i
-        steps[ready++] = {bucket.rows.row(slots[i]), sums + static_cast<std::size_t>(i) * config_.dim, visit.unique[i]};
+        const float* sum = &scratch.sums[static_cast<std::size_t>(i) * config_.dim];
+        steps[ready++] = {bucket.rows.row(slots[i]), sum, visit.unique[i]};
     }
+    apply(bucket, visit.bucket, scalars, ready, scratch);
+}
+
+// One optimizer step on the rows of scratch.slots and steps. In a file that outlives us, whole or not at all.
+void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, Scratch& scratch) {
+    const std::uint32_t* slots = scratch.slots.data();
+    const RowStep* steps = scratch.steps.data();
     if (scratch.undo != nullptr) {
-        scratch.undo->open(number_, visit.bucket, ready, bucket.rows.row_bytes());
-        for (std::size_t r = 0; r < ready; ++r) scratch.undo->add(slots[r], bucket.rows.head(slots[r]), steps[r].row);
+        scratch.undo->open(number_, b, bucket.rows.row_bytes());
+        for (std::size_t r = 0; r < count; ++r) scratch.undo->add(slots[r], bucket.rows.head(slots[r]), steps[r].row);
         scratch.undo->arm();
     }
     const std::uint32_t version = ledger_->version.load();
-    for (std::size_t r = 0; r < ready; ++r) {
-        Head& head = bucket.rows.head(slots[r]);
-        head.stamp = std::max(head.stamp, scalars.step);
-        head.changed = version;
+    for (std::size_t r = 0; r < count; ++r) {
+        bucket.rows.touch(slots[r], scalars.step);
+        bucket.rows.head(slots[r]).changed = version;
     }
-    kernels_->step(scalars, steps, ready, scratch.values.reserve(config_.dim));
+    kernels_->step(scalars, steps, count, scratch.values.reserve(config_.dim));
     if (scratch.undo != nullptr) scratch.undo->disarm();
-    bucket.counters.updated += ready;
-    bucket.counters.skipped += visit.count - count;
+    bucket.counters.updated += count;
 }
 
 bool Table::read(std::uint64_t id, float* values, float* state) {
@@ -293,7 +344,7 @@ void Table::check() {
         });
         bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
             require(hash_bucket(head.id()) == b, "a sighting's id belongs to another bucket");
-            require(head.changed < config_.min_count, "a sighting that should have been admitted");
+            require(head.changed <= config_.min_count, "a sighting counted beyond its admission");
             require(bucket.rows.find(head.id(), mix64(head.id())) == kNoSlot, "an id has a row and a sighting");
         });
         for (const Removed& removal : bucket.removed) require(removal.version <= version, "a removal in the future");

@@ -27,6 +27,15 @@ struct Visit {
     std::uint32_t* hints;
 };
 
+// The first position of a table whose gradient cannot be applied; a sum is blamed only if every gradient is finite.
+struct NonFinite {
+    std::uint32_t position = 0xffffffffU;
+    std::uint64_t id = 0;
+    float value = 0.0f;
+    bool of_sum = true; // each gradient of the id is finite, their sum is not
+    bool found() const { return position != 0xffffffffU; }
+};
+
 struct LookupStep {
     bool train;
     std::uint32_t step;
@@ -45,7 +54,7 @@ struct Scratch {
     Buffer<std::uint8_t> started;
     Buffer<RowStep> steps;
     Buffer<std::uint32_t> kept_local, kept_positions;
-    std::unique_ptr<UndoSlot> undo;
+    UndoSlot* undo = nullptr; // of the thread, for the time of an update
 };
 
 class Table {
@@ -72,6 +81,8 @@ class Table {
     void lookup(const Visit& visit, const LookupStep& at, float* out, Scratch& scratch);
     void update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter,
                 Scratch& scratch);
+    void find_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch, NonFinite& first) const;
+    [[noreturn]] void refuse_nonfinite(const NonFinite& first) const;
     StepScalars step_scalars(std::uint32_t step, double lr) const;
 
     // One row as floats; false and nothing written if the id has none.
@@ -89,7 +100,11 @@ class Table {
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const;
     void point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch);
+    bool finite(const float* values, std::size_t count) const { return kernels_->largest(values, count) < 0x7f800000U; }
     std::size_t filter_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch) const;
+    void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, Scratch& scratch);
+    void start_sums(const Visit& visit, Scratch& scratch) const;
+    void drop_overflowed(const Visit& visit, std::size_t& count, Scratch& scratch) const;
 
     TableConfig config_;
     std::uint64_t key_;

@@ -1,7 +1,8 @@
 // Undo slots in a shared-memory file: an update of one bucket is applied whole or not at all, even under kill -9.
 // Protocol: (1) copy head and bytes of every row to be written into a slot, (2) arm it, (3) apply, (4) disarm. A
 // process that attaches the file later writes back whatever an armed slot holds; then no half-applied bucket is left.
-// Only arenas that survive their process have slots. A slot belongs to one thread from take() to give().
+// Only arenas that survive their process have slots. A slot belongs to one thread from take() to give(); its size is
+// settled before a call changes anything.
 #pragma once
 
 #include "rows.hpp"
@@ -27,14 +28,19 @@ class UndoSlot {
     explicit UndoSlot(Arena& arena) : arena_(&arena) {}
     UndoSlot(Arena& arena, std::byte* memory, std::size_t bytes) : arena_(&arena), memory_(memory), bytes_(bytes) {}
 
-    // Room for `count` rows, before anything is written; may throw and has then changed nothing.
-    void open(std::uint32_t table, std::uint32_t bucket, std::size_t count, std::size_t row_bytes) {
-        std::size_t wanted = sizeof(UndoHeader) + count * (sizeof(UndoEntry) + row_bytes);
-        if (wanted > bytes_) {
-            std::size_t grown = std::max(2 * bytes_, round_up(wanted, 4096));
-            memory_ = arena_->allocate({ChunkKind::undo, table, bucket, 0}, grown);
-            bytes_ = grown;
-        }
+    static std::size_t bytes_for(std::size_t count, std::size_t row_bytes) {
+        return sizeof(UndoHeader) + count * (sizeof(UndoEntry) + row_bytes);
+    }
+
+    // Makes the slot large enough, before anything is written; may throw and has then changed nothing.
+    void reserve(std::size_t wanted) {
+        if (wanted <= bytes_) return;
+        std::size_t grown = std::max(2 * bytes_, round_up(wanted, 4096));
+        memory_ = arena_->allocate({ChunkKind::undo, 0, 0, 0}, grown);
+        bytes_ = grown;
+    }
+
+    void open(std::uint32_t table, std::uint32_t bucket, std::size_t row_bytes) {
         header().table = table;
         header().bucket = bucket;
         header().count = 0;
@@ -79,12 +85,18 @@ class UndoSlot {
 
 class UndoSlots {
   public:
-    std::unique_ptr<UndoSlot> take(Arena& arena) {
-        if (!arena.survives_process()) return nullptr;
-        std::lock_guard lock(mutex_);
-        if (spare_.empty()) return std::make_unique<UndoSlot>(arena);
-        std::unique_ptr<UndoSlot> slot = std::move(spare_.back());
-        spare_.pop_back();
+    // A slot of at least `bytes`; several callers may hold one each.
+    std::unique_ptr<UndoSlot> take(Arena& arena, std::size_t bytes) {
+        std::unique_ptr<UndoSlot> slot;
+        {
+            std::lock_guard lock(mutex_);
+            if (!spare_.empty()) {
+                slot = std::move(spare_.back());
+                spare_.pop_back();
+            }
+        }
+        if (slot == nullptr) slot = std::make_unique<UndoSlot>(arena);
+        slot->reserve(bytes);
         return slot;
     }
     void give(std::unique_ptr<UndoSlot> slot) {

@@ -1,8 +1,8 @@
 """What every test gets: a seed that is printed, stores that are checked at the end, and a failure for whatever leaks.
 
-`pytest --seed N` repeats a run's random draws (hypothesis has its own `--hypothesis-seed`); without it each run draws a new
-seed and prints it in the header. `open_store` makes stores and calls `check()` on each when the test ends. No test may leave
-a thread, a child process or a warning behind.
+`pytest --seed N` repeats a run's random draws (hypothesis has its own `--hypothesis-seed`); without it each run draws
+a new seed and prints it in the header. `open_store` makes stores and calls `check()` on each when the test ends. No
+test may leave a thread, a child process or a warning behind.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ torch.set_num_threads(1)
 settings.register_profile(
     "laptop",
     deadline=None,
-    max_examples=60,
+    max_examples=120,
     stateful_step_count=25,
     print_blob=True,
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=2000, stateful_step_count=60)

@@ -3,11 +3,13 @@
 `assert_step` takes a row before and after a step and raises unless the step is right:
  1. plain SGD is an exact fma, bit for bit;
  2. SGD with momentum or decay, Adagrad, Adam, AdamW: the state is within 2 ulp of what torch.optim makes of a one-row
-    `torch.nn.Parameter`, and so are the values, beyond torch's own rounding (torch's vectorised sqrt is an ulp off at times);
+    `torch.nn.Parameter`, and so are the values, beyond torch's own rounding (torch's vectorised sqrt is an ulp off at
+    times);
  3. row-wise Adagrad and FTRL-proximal: the state is within 2 ulp of the papers' formulas in float64;
  4. all but plain SGD: the values are within 2 ulp of the formula in float64, evaluated on the row's new state.
-An ulp is one of the largest operand: old value, new value or their difference. Where a formula itself loses more, the place
-says so. 16-bit values must be one of the two neighbours of the exact result. It knows nothing of ids, buckets or stores.
+An ulp is one of the largest operand: old value, new value or their difference. Where a formula itself loses more, the
+place says so. 16-bit values must be one of the two neighbours of the exact result. It knows nothing of ids, buckets
+or stores.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def initial_state(optimizer: Any, values: F32, lr: float) -> F64:
 
 
 def fma(a: F32, b: F32, c: F32) -> F32:
-    """a * b + c rounded once. The product is exact in float64; rounding the sum to odd makes the second rounding harmless."""
+    """a * b + c rounded once. The product is exact in float64; a sum rounded to odd can be rounded a second time."""
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)
     total = product + addend
@@ -69,7 +71,7 @@ def fma(a: F32, b: F32, c: F32) -> F32:
 def ulp(*operands: Any) -> F64:
     """A unit in the last place of the largest of the operands: 2**-23 of it."""
     largest = np.maximum.reduce(np.broadcast_arrays(*(np.abs(np.asarray(each, np.float64)) for each in operands)))
-    return np.maximum(largest * 2.0**-23, 2.0**-149)
+    return np.asarray(np.maximum(largest * 2.0**-23, 2.0**-149), np.float64)
 
 
 def torch_step(optimizer: Any, values: F32, state: F32, gradient: F32, lr: float) -> tuple[F32, F32]:

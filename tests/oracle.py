@@ -1,12 +1,13 @@
 """A plain dictionary that says what a `Store` must do: the model of the property test.
 
-One dict: id -> Row(values, state, stamp), one dict of sightings per bucket, counters. It decides admission, sightings,
-shares of the capacity, eviction, expiry, what an absent row reads as, and which gradients are applied. Three things it asks
-of the store's own functions instead of repeating them, through probe stores: the initial values of an id, the draw of
-`Probability`, and the bucket of an id. It is slow and simple; it has no threads, no files and no native code of its own.
+One dict: id -> Row(values, state, stamp), one dict of sightings per bucket, counters. It decides admission,
+sightings, shares of the capacity, eviction, expiry, what an absent row reads as, and which gradients are applied.
+Three things it asks of the store's own functions instead of repeating them, through probe stores: the initial values
+of an id, the draw of `Probability`, and the bucket of an id. It is slow and simple; it has no threads, no files and
+no native code of its own.
 
-Values after an update are not predicted but judged: `settle` takes the row the store arrived at, asserts that the step is
-right (one_row.py) and adopts it, so that differences of an ulp never add up.
+Values after an update are not predicted but judged: `settle` takes the row the store arrived at, asserts that the
+step is right (one_row.py) and adopts it, so that differences of an ulp never add up.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from one_row import F32, Ftrl, assert_step, initial_state, ulp
+from one_row import F32, assert_step, initial_state, ulp
 from satrap import _core
-from satrap.config import Always, MinCount, Probability, Table
+from satrap.config import Always, Ftrl, MinCount, Probability, Table
 from satrap.store import Store
 
 COUNTERS = (
@@ -121,7 +122,7 @@ class Oracle:
             if drawn.get(id_, True) and self._admit(id_, step):
                 self._make_room(id_, oldest_open)
                 self.sightings[self.bucket(id_)].pop(id_, None)
-                self.rows[id_] = Row(initial[id_], None, step)
+                self.rows[id_] = Row(initial[id_], None, max(step, self.expire_before))  # a late step: still pinned
                 self.counters["inserted"] += 1
             else:
                 self.counters["refused"] += 1
@@ -136,26 +137,26 @@ class Oracle:
         self.counters["expired"] += len(gone)
 
     def _admit(self, id_: int, step: int) -> bool:
-        """MinCount: counts one sighting a step, in a window per bucket that forgets the smallest (stamp, id)."""
+        """MinCount: one sighting a step, in a window per bucket that forgets the smallest (stamp, id). The sighting
+        that admits stays until the row is there, so that a lookup without room can be repeated."""
         admission = self.table.admission
         if not isinstance(admission, MinCount) or admission.n == 1:
             return True
         seen = self.sightings[self.bucket(id_)]
-        stamp, count = seen.get(id_, (0, 0))
-        if step <= stamp:
+        if id_ not in seen:
+            if len(seen) >= max(1, self.share(admission.window, self.bucket(id_))):
+                del seen[min(seen, key=lambda other: (seen[other][0], other))]
+            seen[id_] = (step, 1)
             return False
-        if count + 1 >= admission.n:
-            seen[id_] = (step, count + 1)
-            return True
-        if id_ not in seen and len(seen) >= max(1, admission.window // len(self.sightings)):
-            del seen[min(seen, key=lambda other: (seen[other][0], other))]
-        seen[id_] = (step, count + 1)
-        return False
+        stamp, count = seen[id_]
+        if step > stamp and count < admission.n:
+            count += 1
+        seen[id_] = (max(stamp, step), count)
+        return count >= admission.n
 
-    def share(self, bucket: int) -> int:
-        """The bucket's part of the capacity."""
-        assert self.table.capacity is not None
-        each, rest = divmod(self.table.capacity, self.table.resolved_num_buckets)
+    def share(self, total: int, bucket: int) -> int:
+        """The bucket's part of the capacity, or of the window."""
+        each, rest = divmod(total, self.table.resolved_num_buckets)
         return each + (bucket < rest)
 
     def _make_room(self, id_: int, oldest_open: int) -> None:
@@ -163,7 +164,7 @@ class Oracle:
             return
         bucket = self.bucket(id_)
         mine = [other for other in self.rows if self.bucket(other) == bucket]
-        if len(mine) < self.share(bucket):
+        if len(mine) < self.share(self.table.capacity, bucket):
             return
         oldest = min(((self.rows[other].stamp, other) for other in mine), default=(oldest_open, 0))
         if self.table.on_full == "raise" or oldest[0] >= oldest_open:
@@ -175,10 +176,10 @@ class Oracle:
 
     def update(self, ids: Sequence[int], gradients: F32, *, step: int | None = None) -> dict[int, F32]:
         """The gradient that each row must be stepped with: summed in order of appearance, float32 adds."""
-        finite = np.isfinite(gradients).all(axis=1)
-        if not finite.all() and self.table.on_nonfinite == "raise":
-            raise NonFinite(int(np.argmin(finite)))
-        self.counters["skipped"] += int((~finite).sum())
+        finite = [bool(np.isfinite(gradient).all()) for gradient in gradients]
+        if not all(finite) and self.table.on_nonfinite == "raise":
+            raise NonFinite(finite.index(False))
+        self.counters["skipped"] += finite.count(False)
         step = max(1, self.latest_step) if step is None else step
         self.latest_step = max(self.latest_step, step)
         summed: dict[int, F32] = {}
@@ -226,9 +227,11 @@ class Oracle:
         read = store.read(as_ids(universe))
         present = [id_ in self.rows for id_ in universe]
         assert read.present.tolist() == present, _membership(universe, read.present, present)
+        self.see(store)
         for i, id_ in enumerate(universe):
             if id_ in self.rows:
-                self._compare_row(id_, read.values[i], read.state[i])
+                np.testing.assert_array_equal(read.values[i], self.rows[id_].values, err_msg=f"values of {id_}")
+                np.testing.assert_array_equal(read.state[i], self.rows[id_].state, err_msg=f"state of {id_}")
         np.testing.assert_array_equal(store.lookup(as_ids(universe), train=False), self.peek(universe))
         assert len(store) == len(self.rows)
         assert store.lr == self.lr
@@ -239,15 +242,19 @@ class Oracle:
         if counters:
             assert {name: stats[name] for name in COUNTERS} == self.counters
 
-    def _compare_row(self, id_: int, values: F32, state: F32) -> None:
-        row = self.rows[id_]
-        if row.state is None:
-            wanted = initial_state(self.table.optimizer, row.values, self.table.optimizer.lr)
-            slack = 2 * ulp(wanted) if isinstance(self.table.optimizer, Ftrl) else 0.0
+    def see(self, store: Store) -> None:
+        """Judge and adopt the state of rows that were inserted since."""
+        new = [id_ for id_, row in self.rows.items() if row.state is None]
+        read = store.read(as_ids(new))
+        for i, id_ in enumerate(new):
+            if not read.present[i]:
+                continue  # compare() says so
+            state = read.state[i]
+            row, optimizer = self.rows[id_], self.table.optimizer
+            wanted = initial_state(optimizer, row.values, optimizer.lr)
+            slack = 2 * ulp(wanted) if isinstance(optimizer, Ftrl) else 0.0
             assert np.all(np.abs(state - wanted) <= slack), f"state of the new row {id_}: {state}, wanted {wanted}"
             row.state = state.copy()
-        np.testing.assert_array_equal(values, row.values, err_msg=f"values of {id_}")
-        np.testing.assert_array_equal(state, row.state, err_msg=f"state of {id_}")
 
 
 def as_ids(ids: Iterable[int]) -> NDArray[np.uint64]:
@@ -265,4 +272,3 @@ def _membership(universe: Sequence[int], found: Any, wanted: Sequence[bool]) -> 
     extra = [id_ for id_, a, b in zip(universe, found, wanted, strict=True) if a and not b]
     missing = [id_ for id_, a, b in zip(universe, found, wanted, strict=True) if b and not a]
     return f"rows that should not be there: {extra}; rows that are missing: {missing}"
-

@@ -1,4 +1,5 @@
-"""A process that test_shared_memory.py kills: it writes to a table in a shared-memory file and says what it has finished.
+"""A process that test_shared_memory.py kills: it writes to a table in a shared-memory file and says what it has
+finished.
 
     python shared_memory_child.py JOB PATH [SEED]
 

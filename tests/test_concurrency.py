@@ -1,7 +1,9 @@
-"""Several Python threads in one store: nothing lost, nothing applied twice, no row half-written, the GIL free meanwhile.
+"""Several Python threads in one store: nothing lost, nothing applied twice, no row half-written, the GIL free
+meanwhile.
 
-SGD with lr = 1 on rows of zeros and gradients of ones makes a row's every element minus the number of updates applied to
-it, exact in float32 far beyond what is done here, so sums tell everything. Threads are joined with deadlines; none sleeps.
+SGD with lr = 1 on rows of zeros and gradients of ones makes a row's every element minus the number of updates applied
+to it, exact in float32 far beyond what is done here, so sums tell everything. Threads are joined with deadlines; none
+sleeps.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def assert_whole(rows: Any) -> None:
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_updates_from_many_threads_all_count(num_threads: int, open_store: OpenStore, seed: int) -> None:
     store = open_store(counting(), num_threads=num_threads)
-    num_ids, num_updates, batch = 3000, 40, 1500
+    num_ids, num_updates, batch = 3000, 150, 1500
     everyone = np.arange(num_ids, dtype=np.uint64)
     applied = np.zeros((4, num_ids), np.int64)
     crew = Crew()
@@ -139,7 +141,7 @@ def test_updates_from_many_threads_all_count(num_threads: int, open_store: OpenS
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_updates_amid_evictions_are_applied_or_counted(num_threads: int, open_store: OpenStore, seed: int) -> None:
     """Rows come and go; each gradient is applied to a row of its id or counted, none lands on another row."""
-    num_ids, workers, batch, num_batches = 4000, 4, 200, 60
+    num_ids, workers, batch, num_batches = 4000, 4, 200, 250
     store = open_store(counting(capacity=1600, num_buckets=4), num_threads=num_threads)
     sent = [0] * workers
     crew = Crew()
@@ -220,7 +222,8 @@ def test_one_ticket_in_many_threads_is_applied_once(open_store: OpenStore) -> No
     ids = np.arange(2000, dtype=np.uint64)
     for round_ in range(1, 21):
         _, ticket = store.lookup(ids, with_ticket=True)
-        refused, barrier, crew = [], threading.Barrier(4), Crew()
+        refused: list[int] = []
+        barrier, crew = threading.Barrier(4), Crew()
 
         def use(ticket: Any = ticket, refused: list[int] = refused, barrier: threading.Barrier = barrier) -> None:
             barrier.wait(DEADLINE_SECONDS)

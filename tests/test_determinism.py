@@ -1,7 +1,8 @@
 """One result for any number of threads and any SIMD path, bit for bit, down to the saved columns.
 
-A workload of large random batches (with duplicates, eviction, admission, expiry, evaluation, late steps, 16-bit values) is run
-once on the portable path with one thread, then with every other combination; everything that can be seen is digested.
+A workload of large random batches (with duplicates, eviction, admission, expiry, evaluation, late steps, 16-bit
+values) is run once on the portable path with one thread, then with every other combination; everything that can be
+seen is digested.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ TABLES = [
     Table("adagrad", dim=16, optimizer=Adagrad(lr=0.1), capacity=1800, num_buckets=16),
     Table("adagrad16", dim=17, optimizer=Adagrad(lr=0.1), capacity=1800, num_buckets=4, dtype="float16"),
     Table("rowwise", dim=64, optimizer=RowWiseAdagrad(lr=0.1), initial=Uniform(low=-1, high=1), expire_after=4),
-    Table("rowwise_odd", dim=37, optimizer=RowWiseAdagrad(lr=0.1, weight_decay=0.1), capacity=1500, admission=MinCount(2)),
+    Table(
+        "rowwise_odd", dim=37, optimizer=RowWiseAdagrad(lr=0.1, weight_decay=0.1), capacity=1500, admission=MinCount(2)
+    ),
     Table("adam", dim=20, optimizer=Adam(lr=0.01), admission=MinCount(2, window=1500), num_buckets=32),
     Table("adamw16", dim=33, optimizer=AdamW(lr=0.01), dtype="bfloat16", capacity=1800, expire_after=5, num_buckets=8),
     Table("ftrl", dim=9, optimizer=Ftrl(lr=0.1, l1=0.01, l2=0.1), admission=Probability(0.5), initial=Normal(std=0.3)),
@@ -99,7 +102,17 @@ def test_the_workload_evicts_refuses_expires_and_skips(seed: int, tmp_path: Path
     for table in TABLES:
         for name, count in run(table, seed, 2, _core.simd_paths()[0], tmp_path / table.name)["stats"].items():
             total[name] = total.get(name, 0) + count
-    for name in ("hits", "inserted", "refused", "evicted", "expired", "updated", "not_applied_absent", "skipped", "sightings"):
+    for name in (
+        "hits",
+        "inserted",
+        "refused",
+        "evicted",
+        "expired",
+        "updated",
+        "not_applied_absent",
+        "skipped",
+        "sightings",
+    ):
         assert total[name] > 0, f"no row was ever {name}"
 
 

@@ -28,9 +28,7 @@ def kind(initial: Any) -> str:
 def values(ids: Any, *, initial: Initial, dim: int = 8, name: str = "item", seed: int = 0, **options: Any) -> Any:
     """What new rows of these ids read as."""
     table_options = {key: options.pop(key) for key in ("capacity", "num_buckets", "dtype") if key in options}
-    store = Store(
-        Table(name, dim=dim, initial=initial, **table_options), seed=seed, **{"num_threads": 1, **options}
-    )
+    store = Store(Table(name, dim=dim, initial=initial, **table_options), seed=seed, **{"num_threads": 1, **options})
     return store.lookup(np.asarray(ids, np.uint64))
 
 

@@ -1,7 +1,8 @@
-"""The life of a row, one rule per test: admission, capacity, eviction, pinning, expiry, absence, and what stats() says.
+"""The life of a row, one rule per test: admission, capacity, eviction, pinning, expiry, absence, and what stats()
+says.
 
-The property test mixes all of this; here each rule stands alone and can be read. Stores have one bucket where the exact
-order of eviction matters.
+The property test mixes all of this; here each rule stands alone and can be read. Stores have one bucket where the
+exact order of eviction matters.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oracle import as_ids
+from oracle import Full, Oracle, as_ids
 from satrap import _core
-from satrap.config import SGD, Adagrad, Constant, MinCount, Probability, Table
+from satrap.config import SGD, Adagrad, Always, Constant, MinCount, Probability, Table
 from satrap.errors import CapacityError
 from satrap.store import Store
 
@@ -117,7 +118,9 @@ def test_probability_is_a_draw_of_seed_table_id_and_step(open_store: OpenStore, 
 
     def admitted(*, seed: int = 0, step: int = 1, name: str = "item", order: Any = None, **options: Any) -> Any:
         store = open_store(
-            Table(name, dim=1, admission=Probability(0.3), num_buckets=options.pop("num_buckets", 1)), seed=seed, **options
+            Table(name, dim=1, admission=Probability(0.3), num_buckets=options.pop("num_buckets", 1)),
+            seed=seed,
+            **options,
         )
         store.lookup(ids if order is None else ids[order], step=step)
         return store.read(ids).present
@@ -182,6 +185,13 @@ def test_min_count_window_forgets_the_least_recently_sighted(open_store: OpenSto
     assert present(store, [10, 11, 12, 20, 30]) == [11, 12]
 
 
+def test_the_window_is_shared_out_whole(open_store: OpenStore) -> None:
+    """7 ids over 4 buckets: no part of the window is lost to rounding."""
+    store = open_store(table(admission=MinCount(2, window=7), num_buckets=4))
+    store.lookup(as_ids(range(1000)))
+    assert store.stats()["sightings"] == 7
+
+
 def test_min_count_is_exact_while_the_window_holds_everybody(open_store: OpenStore, rng: np.random.Generator) -> None:
     store = open_store(table(admission=MinCount(4, window=1 << 14), num_buckets=8), num_threads=2)
     seen = np.zeros(2000, int)
@@ -230,6 +240,32 @@ def test_a_batch_never_evicts_itself(open_store: OpenStore) -> None:
     store.lookup(as_ids([1, 2, 3]), step=1)
     store.lookup(as_ids([9, 8, 1]), step=2)
     assert present(store, [1, 2, 3, 8, 9]) == [1, 8, 9]
+
+
+@pytest.mark.parametrize("admission", [Always(), MinCount(2, window=400)])
+def test_large_buckets_evict_as_the_model_does(admission: Any, open_store: OpenStore, seed: int) -> None:
+    """The property test has few ids; here victims are collected by the dozen while steps repeat, jump and go back."""
+    rng = np.random.default_rng(seed)
+    config = table(capacity=240, num_buckets=2, admission=admission)
+    store, model = open_store(config), Oracle(config, 0)
+    for _ in range(90):
+        ids = rng.integers(1500, size=40).tolist()
+        step = max(1, store.latest_step + int(rng.integers(-6, 4)))
+        oldest_open = max(1, step - int(rng.integers(0, 3)))
+        try:
+            model.lookup(ids, step=step, oldest_open=oldest_open)
+        except Full:
+            with pytest.raises(CapacityError):
+                store.lookup(as_ids(ids), step=step, oldest_open=oldest_open)
+            model.adopt(store)
+            continue
+        store.lookup(as_ids(ids), step=step, oldest_open=oldest_open)
+        some = rng.integers(1500, size=40).tolist()
+        step = max(1, step + int(rng.integers(-3, 2)))
+        model.update(some, np.zeros((40, 2), np.float32), step=step)
+        store.update(as_ids(some), np.zeros((40, 2), np.float32), step=step)
+        model.compare(store, range(1500))
+    assert store.stats()["evicted"] > 100
 
 
 @pytest.mark.parametrize("num_buckets", [1, 4])

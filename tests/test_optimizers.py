@@ -1,8 +1,8 @@
 """Every optimizer against its reference (one_row.py), over many steps and random hyperparameters.
 
-Rows are stepped in batches with duplicates; each row is compared after each step and the reference starts again from the
-store's row, so the bound is 2 ulp a step (plain SGD: bit for bit), not 2 ulp in the end. Each parameter is shown to have an
-effect, row-wise Adagrad and FTRL are also written out by hand on one small row.
+Rows are stepped in batches with duplicates; each row is compared after each step and the reference starts again from
+the store's row, so the bound is 2 ulp a step (plain SGD: bit for bit), not 2 ulp in the end. Each parameter is shown
+to have an effect, row-wise Adagrad and FTRL are also written out by hand on one small row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_row import F32, assert_step, fma, state_dim
@@ -44,11 +44,15 @@ KINDS: list[Any] = [
 
 
 def names(kind: Any) -> str:
-    changed = {name: getattr(kind, name) for name in kind.__slots__ if getattr(kind, name) != getattr(type(kind)(), name)}
+    changed = {
+        name: getattr(kind, name) for name in kind.__slots__ if getattr(kind, name) != getattr(type(kind)(), name)
+    }
     return type(kind).__name__ + "".join(f",{name}={value}" for name, value in changed.items())
 
 
-def follow(store: Store, rng: np.random.Generator, *, num_steps: int, num_ids: int = 8, lr: float | None = None) -> None:
+def follow(
+    store: Store, rng: np.random.Generator, *, num_steps: int, num_ids: int = 8, lr: float | None = None
+) -> None:
     """Train with random gradients of many sizes, judging each row after each step."""
     table, ids = store.table, np.arange(num_ids, dtype=np.uint64)
     store.lookup(ids)
@@ -65,7 +69,9 @@ def follow(store: Store, rng: np.random.Generator, *, num_steps: int, num_ids: i
             old, new = (before.values[id_], before.state[id_]), (after.values[id_], after.state[id_])
             mine = gradients[some == id_]
             if len(mine) == 0:
-                np.testing.assert_array_equal(np.concatenate(old), np.concatenate(new), "a row without a gradient moved")
+                np.testing.assert_array_equal(
+                    np.concatenate(old), np.concatenate(new), "a row without a gradient moved"
+                )
                 continue
             total = mine[0]
             for gradient in mine[1:]:
@@ -77,7 +83,9 @@ def follow(store: Store, rng: np.random.Generator, *, num_steps: int, num_ids: i
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_follows_the_reference(optimizer: Any, dtype: Any, open_store: OpenStore, rng: np.random.Generator) -> None:
     dim = int(rng.integers(1, 40))
-    follow(open_store(Table("t", dim=dim, optimizer=optimizer, initial=Normal(std=0.5), dtype=dtype)), rng, num_steps=40)
+    follow(
+        open_store(Table("t", dim=dim, optimizer=optimizer, initial=Normal(std=0.5), dtype=dtype)), rng, num_steps=40
+    )
 
 
 @pytest.mark.parametrize("optimizer", KINDS, ids=names)
@@ -104,6 +112,7 @@ ANY: st.SearchStrategy[Any] = st.one_of(
 )
 
 
+@settings(max_examples=60)
 @given(optimizer=ANY, dim=st.integers(1, 20), draw=st.integers(0, 2**32 - 1), other_lr=st.one_of(st.none(), lr))
 def test_random_hyperparameters(optimizer: Any, dim: int, draw: int, other_lr: float | None) -> None:
     store = Store(Table("t", dim=dim, optimizer=optimizer, initial=Normal(std=0.3)), num_threads=1)
@@ -155,7 +164,9 @@ def test_sgd_is_bit_exact_over_many_steps(open_store: OpenStore, rng: np.random.
         gradients = rng.normal(size=(64, dim)).astype(np.float32)
         store.update(some.astype(np.uint64), gradients)
         unique, inverse = np.unique(some, return_inverse=True)
-        total = torch.zeros(len(unique), dim).index_add_(0, torch.from_numpy(inverse), torch.from_numpy(gradients)).numpy()
+        total = (
+            torch.zeros(len(unique), dim).index_add_(0, torch.from_numpy(inverse), torch.from_numpy(gradients)).numpy()
+        )
         values[unique] = fma(np.full_like(total, -np.float32(rate)), total, values[unique])
     np.testing.assert_array_equal(store.read(ids).values, values)
 
@@ -168,8 +179,8 @@ def test_the_fma_of_the_reference() -> None:
 
 
 def test_rowwise_adagrad_as_fbgemm_defines_it(open_store: OpenStore) -> None:
-    """FBGEMM's EXACT_ROWWISE_ADAGRAD: one accumulator per row, the mean over the row of the squared gradient; eps is added to
-    the root, not under it; L2 weight decay goes into the gradient first. Written out for a row of two."""
+    """FBGEMM's EXACT_ROWWISE_ADAGRAD: one accumulator per row, the mean over it of the squared gradient; eps is added
+    to the root, not under it; L2 weight decay goes into the gradient first. Written out for a row of two."""
     optimizer = RowWiseAdagrad(lr=0.5, weight_decay=0.1, initial_accumulator_value=1.0, eps=0.25)
     store = open_store(Table("t", dim=2, optimizer=optimizer, initial=Constant(1.0)))
     ids = np.array([3], np.uint64)

@@ -1,8 +1,9 @@
 """Rows in a shared-memory file outlive their process: closed cleanly, or killed at any moment.
 
-Child processes (shared_memory_child.py) are killed with SIGKILL in the midst of updates and insertions, many times at random
-moments. What is left is attached by another process and must hold: every invariant, every update that was acknowledged,
-each bucket's update whole or not at all, and bit for bit the values of a run that was never interrupted.
+Child processes (shared_memory_child.py) are killed with SIGKILL in the midst of updates and insertions, many times at
+random moments. What is left is attached by another process and must hold: every invariant, every update that was
+acknowledged, each bucket's update whole or not at all, and bit for bit the values of a run that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def path(tmp_path: Path) -> Iterator[Path]:
 def child(job: str, path: Path, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process at work; killed in the end whatever happens, and by a timer if it hangs."""
     process = subprocess.Popen(
-        [sys.executable, str(CHILD), job, str(path), *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, str(CHILD), job, str(path), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     timer = threading.Timer(DEADLINE_SECONDS, process.kill)
     timer.start()
@@ -86,7 +89,14 @@ def kill_amid(process: subprocess.Popen[bytes], rng: np.random.Generator, num_li
 
 def full(path: Path) -> Store:
     table = Table(
-        "item", dim=5, optimizer=Adam(), capacity=400, num_buckets=4, admission=MinCount(2), dtype="float16", expire_after=30
+        "item",
+        dim=5,
+        optimizer=Adam(),
+        capacity=400,
+        num_buckets=4,
+        admission=MinCount(2),
+        dtype="float16",
+        expire_after=30,
     )
     store = Store(table, seed=7, shared=path, num_threads=2)
     rng = np.random.default_rng(1)
@@ -373,5 +383,3 @@ def test_a_file_is_only_as_large_as_needed(path: Path) -> None:
     Store(Table("tiny", dim=4, optimizer=SGD(), initial=Constant(0.0)), shared=path)
     gc.collect()
     assert path.stat().st_size <= 64 << 20
-
-

@@ -6,10 +6,12 @@ calls in test_property.py.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,30 @@ def test_crc32c_is_castagnoli(rng: np.random.Generator) -> None:
         assert _core.crc32c(data[cut:], _core.crc32c(data[:cut])) == crc32c(data.tobytes())
 
 
+def test_buckets_are_as_specified(rng: np.random.Generator) -> None:
+    def mix64(x: int) -> int:
+        x ^= x >> 30
+        x = x * 0xBF58476D1CE4E5B9 % 2**64
+        x ^= x >> 27
+        x = x * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    ids = [0, 1, 2**63, 2**64 - 1, *rng.integers(2**64, size=100, dtype=np.uint64).tolist()]
+    for bits in (0, 1, 7, 16):
+        assert np.asarray(_core.bucket_of(as_ids(ids), 1 << bits)).tolist() == [
+            mix64(id_) >> (64 - bits) for id_ in ids
+        ]
+
+
+def test_the_manifest_can_be_checked_as_text(tmp_path: Path) -> None:
+    """As format.md tells programs that cannot print numbers the way Python does."""
+    Store(Table('"crc32c":1,', dim=1, optimizer=Adagrad(lr=1e-5, eps=1e-30)), num_threads=1).save(tmp_path / "a")
+    text = (tmp_path / "a" / "manifest.json").read_bytes()
+    found = re.search(rb'"crc32c":(\d+),', text)
+    assert found is not None and text.endswith(b"\n")
+    assert crc32c(text[: found.start()] + text[found.end() : -1]) == int(found[1])
+
+
 def test_saving_again_replaces_the_snapshot_and_nothing_else(tmp_path: Path, rng: np.random.Generator) -> None:
     store = Store(Table("item", dim=2), num_threads=1)
     (tmp_path / "a").mkdir()
@@ -222,30 +248,34 @@ def test_changes_are_exact_once_training_has_paused(tmp_path: Path) -> None:
     """A snapshot taken in the middle of training may be a blur; the changes that follow it must settle every row."""
     primary = Store(Table("item", dim=8, capacity=3000, num_buckets=32), num_threads=1)
     train(primary, np.random.default_rng(0), steps=20, universe=5000, batch=500)
-    stop = threading.Event()
 
-    def keep_training(seed: int) -> None:
+    def train_meanwhile(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        while not stop.is_set():
+        for _ in range(100):  # few enough that the ids of evicted rows are all remembered
             try:
                 train(primary, rng, steps=1, universe=5000, batch=50)
             except CapacityError:  # the other thread's open step holds the bucket
                 continue
 
-    threads = [threading.Thread(target=keep_training, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    try:
+    @contextmanager
+    def in_training(seed: int) -> Iterator[None]:
+        threads = [threading.Thread(target=train_meanwhile, args=(seed + i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            for thread in threads:
+                thread.join()
+
+    with in_training(10):
         primary.save(tmp_path / "full")
-        replica = Store.load(tmp_path / "full", num_threads=2)
-        for i in range(5):
+    replica = Store.load(tmp_path / "full", num_threads=2)
+    for i in range(5):
+        with in_training(20 + 2 * i):
             primary.save_changes(tmp_path / str(i), since=replica.version)
             replica.apply_changes(tmp_path / str(i))
             replica.check()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
     primary.save_changes(tmp_path / "last", since=replica.version)
     replica.apply_changes(tmp_path / "last")
     assert_same(contents(replica), contents(primary))

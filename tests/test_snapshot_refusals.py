@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,6 @@ import pyarrow as pa
 import pytest
 
 from oracle import as_ids
-from satrap import folder as folder_module
 from satrap.config import SGD, Adagrad, MinCount, Table
 from satrap.errors import SnapshotError
 from satrap.store import Store
@@ -172,8 +172,8 @@ FORGED: list[tuple[str, Callable[[dict[str, Any]], Any], list[str]]] = [
     *(
         (f"no {name}", lambda content, name=name: content.pop(name), [f"'{name}' is missing"])
         for name in (
-            "kind", "id", "version", "config", "seed", "latest_step", "lr", "num_buckets", "rows", "removed", "sightings",
-            "files",
+            "kind", "id", "version", "config", "seed", "latest_step", "lr", "num_buckets", "rows", "removed",
+            "sightings", "files",
         )
     ),
     ("kind", lambda content: content.update(kind="half"), ["'kind' is 'half'", "'full'"]),
@@ -197,7 +197,7 @@ FORGED: list[tuple[str, Callable[[dict[str, Any]], Any], list[str]]] = [
     ("removed", lambda content: content.update(removed=1000), ["removed is 1000"]),
     ("files", lambda content: content.update(files=[1]), ["'files' is [1]"]),
     ("no rows file", lambda content: content["files"].remove(file_of(content, "rows")), ["bucket 0 of 4"]),
-    ("no sightings file", lambda content: content["files"].remove(file_of(content, "sightings")), ["0 sightings files"]),
+    ("no sightings file", lambda content: content["files"].pop(-2), ["are 0 sightings"]),
     ("file kind", lambda content: file_of(content, "rows").update(kind="row"), ["files[0]", "'kind' is 'row'"]),
     ("file outside", lambda content: file_of(content, "rows").update(name="../../etc/passwd"), ["'../../etc/passwd'"]),
     ("bucket gap", lambda content: file_of(content, "rows").update(bucket_begin=1), ["but 0 is the next"]),
@@ -250,7 +250,7 @@ def test_ids_of_other_buckets(saved: Any, tmp_path: Path, monkeypatch: pytest.Mo
             content["files"][0][key], content["files"][1][key] = content["files"][1][key], content["files"][0][key]
 
     forge(tmp_path / "two", exchange)
-    with refused(saved[1], files[0]["name"], "holds ids of the buckets 0 to 1; wanted 2 to 3"):
+    with refused(saved[1], files[1]["name"], "holds ids of the buckets 2 to", "wanted 0 to 1"):
         Store.load(tmp_path / "two", num_threads=1)
 
 
@@ -264,7 +264,7 @@ def test_one_id_twice(saved: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "shared").exists()
 
 
-# -- changes that do not fit ----------------------------------------------------------------------------------------------
+# -- changes that do not fit -------------------------------------------------------------------------------------------
 
 
 def test_changes_out_of_order(saved: Any, tmp_path: Path) -> None:
@@ -332,12 +332,13 @@ def test_one_folder_holds_one_snapshot(saved: Any, tmp_path: Path) -> None:
     other = Store(Table("user", dim=3), num_threads=1)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "manifest.json").write_text('{"format": "other"}')
-    for call, words in [
+    calls: list[tuple[Callable[[], Any], list[str]]] = [
         (lambda: other.save(tmp_path / "full"), ["'item'", "not 'user'"]),
         (lambda: store.save_changes(tmp_path / "full", since=version), ["a full snapshot", "give another"]),
         (lambda: store.save(tmp_path / "changes"), ["the changes of a save_changes", "give another"]),
         (lambda: store.save(tmp_path / "foreign"), ["manifest.json", "not overwritten"]),
-    ]:
+    ]
+    for call, words in calls:
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         with refused(store, *words):
             call()
@@ -372,16 +373,17 @@ def files_up_to(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("size", [0, 700, 1500, 3000])
+@pytest.mark.parametrize("size", [0, 700, 1500])
 def test_a_full_disk(size: int, saved: Any, tmp_path: Path) -> None:
     store, replica = saved
     since = store.version
     store.lookup(as_ids(range(30, 42)), step=100)
     before = sorted(path.name for path in (tmp_path / "full").iterdir())
-    for path, call in [
-        ("full", lambda: store.save(tmp_path / "full")),
-        ("new", lambda: store.save_changes(tmp_path / "new", since=since)),
-    ]:
+    calls: dict[str, Callable[[], Any]] = {
+        "full": lambda: store.save(tmp_path / "full"),
+        "new": lambda: store.save_changes(tmp_path / "new", since=since),
+    }
+    for path, call in calls.items():
         with (
             pytest.raises(SnapshotError, match=rf"table 'item': .*{path}/\S+: File too large") as raised,
             files_up_to(size),
@@ -412,7 +414,7 @@ def test_a_disk_that_fails(call: str, saved: Any, tmp_path: Path, monkeypatch: p
             raise OSError(errno.EIO, "Input/output error", str(arguments[0]))
         return real(*arguments)
 
-    monkeypatch.setattr(folder_module.os, call, failing)
+    monkeypatch.setattr(os, call, failing)
     for i in range(10):
         left = i
         try:
@@ -454,10 +456,11 @@ def test_a_save_that_is_killed(after: int, tmp_path: Path, rng: np.random.Genera
         assert process.stdout is not None
         steps = [int(process.stdout.readline()) for _ in range(after)]
         names = {each.name for each in path.iterdir()}
+        deadline = time.monotonic() + 60
         for _ in range(int(rng.integers(3))):  # until the folder has changed so many times: in the middle of a save
-            while {each.name for each in path.iterdir()} == names:
-                pass
-            names = {each.name for each in path.iterdir()}
+            while (now := {each.name for each in path.iterdir()}) == names:
+                assert time.monotonic() < deadline
+            names = now
         process.kill()
         steps += [int(line) for line in process.stdout.read().split()]
     loaded = Store.load(path, num_threads=1)

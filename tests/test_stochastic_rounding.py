@@ -1,7 +1,7 @@
 """16-bit values are rounded stochastically after an update: without bias, and by a hash, not by a generator's state.
 
-The draw hashes (seed, table, id, step, element), so a repeated run repeats every bit, whatever the batch, the threads or the
-SIMD path. Statistical bounds are six standard errors wide.
+The draw hashes (seed, table, id, step, element), so a repeated run repeats every bit, whatever the batch, the threads
+or the SIMD path. Statistical bounds are six standard errors wide.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_bfloat16_never_rounds_to_infinity() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lookups_return_what_is_stored(dtype: str) -> None:
+def test_lookups_return_what_is_stored(dtype: Any) -> None:
     """Reading rounds nothing: lookup, read and the update that follows see one value."""
     table = Table("t", dim=3, optimizer=SGD(lr=1.0), dtype=dtype)
     store = Store(table, num_threads=1)

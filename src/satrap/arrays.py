@@ -6,7 +6,6 @@ dtype, and a guessed one turns large ids into floats. Arrays that are not C-cont
 `where` names the table in what a function raises. No values are read here; the core looks for NaN in gradients.
 """
 
-import math
 import numbers
 from typing import Any
 
@@ -18,6 +17,7 @@ from satrap.errors import InputError
 
 LAST_STEP = 2**32 - 2
 """The largest batch number; steps are stored in 32 bits."""
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
@@ -88,12 +88,13 @@ def as_step(where: str, name: str, step: object, low: int = 1, high: int = LAST_
 def as_lr(where: str, lr: object, optimizer: Optimizer) -> float:
     """A learning rate that this optimizer can take."""
     above = isinstance(optimizer, Ftrl)  # its formula divides by lr
-    wanted = "a finite number above 0" if above else "a finite number of at least 0"
+    wanted = f"a number {'above' if above else 'of at least'} 0 that float32 can hold"
     if isinstance(lr, bool) or not isinstance(lr, numbers.Real):
         raise InputError(f"{where}: lr is {lr!r} ({type(lr).__name__}); wanted {wanted}")
-    if not 0.0 <= float(lr) < math.inf or (above and lr == 0):
-        raise InputError(f"{where}: lr is {float(lr)}; wanted {wanted}")
-    return float(lr)
+    number: Any = lr
+    if not 0 <= number <= _LARGEST_FLOAT32 or (above and number == 0):
+        raise InputError(f"{where}: lr is {number}; wanted {wanted}")
+    return float(number)
 
 
 def _as_array(where: str, name: str, value: object, wanted: str) -> NDArray[Any]:

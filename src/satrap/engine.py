@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from satrap import _core
-from satrap.arrays import as_step
+from satrap.arrays import LAST_STEP, as_step
 from satrap.config import (
     SGD,
     Adagrad,
@@ -32,7 +32,7 @@ from satrap.config import (
     Uniform,
     Zeros,
 )
-from satrap.errors import ConfigError, SharedMemoryError
+from satrap.errors import ConfigError, InputError, SharedMemoryError
 
 _MAX_THREADS = 1024
 _SHARED_FORMAT = "satrap-shared"  # the blob that a shared-memory file carries, so that attach() needs no configuration
@@ -91,6 +91,8 @@ def open_step(where: str, engine: _core.Engine, step: int | None, oldest_open: i
     if oldest_open is not None:
         high = engine.latest_step + 1 if step is None else step
         oldest_open = as_step(where, "oldest_open", oldest_open, high=high)
+    if step is None and engine.latest_step >= LAST_STEP:
+        raise InputError(f"{where}: the latest step is {LAST_STEP}, the last there is; give a step yourself")
     at = engine.next_step() if step is None else step
     return at, at if oldest_open is None else oldest_open
 

@@ -208,14 +208,14 @@ class Store:
         ids: the ids of the gradients, or the ticket of their lookup. Gradients of one id are summed first, in order
             of appearance. An id without a row is counted in `stats()["not_applied_absent"]` and nothing else.
         gradients: float32 [n, dim]. One that is not finite: see `table.on_nonfinite`.
-        step: the job's batch number; None: the latest. Rows are stamped with it.
+        step: the job's batch number; None: the latest, or 1 if there is none. Rows are stamped with it.
         lr: the learning rate of this update; None: see `lr`.
         """
         ticket = ids if isinstance(ids, Ticket) else self._prepare(ids)
         if ticket.used:
             raise TicketError(f"{self._where}: this ticket was used already; a batch is updated once, look it up again")
         gradient_array = arrays.as_gradients(self._where, gradients, (ticket.n, self.table.dim))
-        at = self.latest_step if step is None else arrays.as_step(self._where, "step", step)
+        at = max(1, self.latest_step) if step is None else arrays.as_step(self._where, "step", step)
         rate = self.lr if lr is None else arrays.as_lr(self._where, lr, self.table.optimizer)
         # The other tables of the engine have no gradient in this call; any rate will do for them.
         self._engine.update(ticket, gradient_array.reshape(-1), at, [rate] * self._place.num_tables)

@@ -156,7 +156,7 @@ class Tables(Mapping[str, Store]):
         if ticket.used:
             raise TicketError(f"{self._where}: this ticket was used already; a batch is updated once, look it up again")
         gradient_array = arrays.as_gradients(self._where, gradients, None)
-        at = self.latest_step if step is None else arrays.as_step(self._where, "step", step)
+        at = max(1, self.latest_step) if step is None else arrays.as_step(self._where, "step", step)
         self._engine.update(ticket, gradient_array, at, self._lrs({} if lrs is None else lrs))
 
     def _lrs(self, given: Mapping[str, float]) -> list[float]:

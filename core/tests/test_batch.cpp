@@ -1,0 +1,157 @@
+// Grouping a call's ids by bucket and making them unique, against the plain way of doing it; and the thread pool below.
+#include <algorithm>
+#include <map>
+
+#include "batch.hpp"
+#include "testing.hpp"
+
+using namespace satrap;
+using testing::Random;
+
+namespace {
+
+BucketMap draw_map(Random& random) {
+    BucketMap map;
+    map.first.push_back(0);
+    for (std::uint32_t tables = random.between(1, 12); tables > 0; --tables) {
+        map.bits.push_back(static_cast<std::uint8_t>(random.below(7)));
+        map.first.push_back(map.first.back() + (1U << map.bits.back()));
+    }
+    return map;
+}
+
+struct Call {
+    std::vector<std::uint64_t> ids;
+    std::vector<std::int64_t> offsets{0};
+};
+
+// Some tables without ids, some with one id many times, some with ids all different.
+Call draw_call(Random& random, std::size_t tables, std::size_t most) {
+    Call call;
+    for (std::size_t t = 0; t < tables; ++t) {
+        const std::uint64_t kinds = random.chance(0.3) ? 3 : random.chance(0.5) ? 200 : std::uint64_t{1} << 32;
+        const std::uint64_t first = random.bits();
+        for (std::uint32_t n = random.chance(0.2) ? 0 : random.below(most); n > 0; --n)
+            call.ids.push_back(first + random.below(kinds));
+        call.offsets.push_back(static_cast<std::int64_t>(call.ids.size()));
+    }
+    return call;
+}
+
+// What the batch must hold, bucket by bucket: for each, the positions of its ids in order of appearance.
+void check_grouped(const Batch& batch, const Call& call, const BucketMap& map) {
+    std::vector<std::vector<std::uint32_t>> positions(map.total());
+    for (std::size_t t = 0; t < map.num_tables(); ++t)
+        for (std::int64_t i = call.offsets[t]; i < call.offsets[t + 1]; ++i)
+            positions[map.first[t] + bucket_of(mix64(call.ids[static_cast<std::size_t>(i)]), map.bits[t])].push_back(
+                static_cast<std::uint32_t>(i - call.offsets[t]));
+    CHECK_EQ(batch.size(), call.ids.size());
+    CHECK_EQ(batch.begin.size(), map.total() + 1);
+    std::uint32_t at = 0;
+    for (std::uint32_t b = 0; b < map.total(); ++b) {
+        CHECK_EQ(batch.begin[b], at);
+        for (std::uint32_t position : positions[b]) CHECK_EQ(batch.positions[at++], position);
+        CHECK_EQ(batch.begin[b + 1], at);
+    }
+}
+
+void check_unique(const Batch& batch, const Call& call, const BucketMap& map) {
+    std::size_t total = 0;
+    for (std::size_t t = 0; t < map.num_tables(); ++t)
+        for (std::uint32_t b = map.first[t]; b < map.first[t + 1]; ++b) {
+            const std::uint32_t first = batch.begin[b];
+            std::vector<std::uint64_t> seen; // in order of first appearance
+            std::map<std::uint64_t, std::uint32_t> local;
+            for (std::uint32_t e = first; e < batch.begin[b + 1]; ++e) {
+                const std::uint64_t id = call.ids[static_cast<std::size_t>(call.offsets[t]) + batch.positions[e]];
+                if (local.emplace(id, static_cast<std::uint32_t>(seen.size())).second) seen.push_back(id);
+                CHECK_EQ(batch.local[e], local[id]);
+            }
+            CHECK_EQ(batch.num_unique[b], seen.size());
+            for (std::size_t i = 0; i < seen.size(); ++i) CHECK_EQ(batch.unique[first + i], seen[i]);
+            total += seen.size();
+        }
+    CHECK_EQ(batch.unique_size(), total);
+}
+
+void groups_like_the_plain_way(Random& random) {
+    ThreadPool one(1), two(2), three(3);
+    Batch batches[3]; // used again and again, as the engine does
+    ThreadPool* pools[] = {&one, &two, &three};
+    Buffer<std::uint32_t> scratch;
+    for (unsigned call_number = 0; call_number < 6; ++call_number) {
+        const BucketMap map = draw_map(random);
+        const Call call = draw_call(random, map.num_tables(), call_number % 2 == 0 ? 60 : 2500);
+        for (unsigned i = 0; i < 3; ++i) {
+            Batch& batch = batches[i];
+            batch.hinted = true;
+            batch.offsets = call.offsets;
+            batch.group(call.ids.data(), map, *pools[i]);
+            CHECK(!batch.hinted);
+            check_grouped(batch, call, map);
+            for (std::uint32_t b = 0; b < map.total(); ++b)
+                if (batch.begin[b] != batch.begin[b + 1]) batch.deduplicate(b, scratch);
+            check_unique(batch, call, map);
+        }
+    }
+}
+
+void empty_calls(Random& random) {
+    ThreadPool pool(2);
+    const BucketMap map = draw_map(random);
+    Call call;
+    call.offsets.resize(map.num_tables() + 1);
+    Batch batch;
+    batch.offsets = call.offsets;
+    batch.group(nullptr, map, pool);
+    check_grouped(batch, call, map);
+    check_unique(batch, call, map);
+}
+
+// Ids whose probe sequences in the scratch table all start at the same place.
+void colliding_ids(Random& random) {
+    ThreadPool pool(1);
+    const BucketMap map{{0, 1}, {0}};
+    Call call;
+    while (call.ids.size() < 300) {
+        const std::uint64_t id = random.bits();
+        if (((mix64(id) >> 8) & 0xff) == 0xff) call.ids.push_back(id);
+    }
+    for (unsigned i = 0; i < 300; ++i) call.ids.push_back(call.ids[random.below(300)]);
+    call.offsets.push_back(600);
+    Batch batch;
+    Buffer<std::uint32_t> scratch;
+    batch.offsets = call.offsets;
+    batch.group(call.ids.data(), map, pool);
+    batch.deduplicate(0, scratch);
+    check_unique(batch, call, map);
+}
+
+// Each thread's number exactly once a run, whoever calls, and runs of several callers never mixed up.
+void pool_runs_each_thread_once(Random& random) {
+    const unsigned size = random.between(1, 4);
+    ThreadPool pool(size);
+    CHECK_EQ(pool.num_threads(), size);
+    testing::in_threads(3, [&](unsigned) {
+        for (unsigned i = 0; i < testing::scaled(400); ++i) {
+            std::vector<std::atomic<unsigned>> calls(size);
+            std::atomic<unsigned> told{0};
+            pool.run([&](unsigned thread, unsigned threads) {
+                told.store(threads);
+                calls[thread].fetch_add(1);
+            });
+            for (unsigned thread = 0; thread < told.load(); ++thread) CHECK_EQ(calls[thread].load(), 1);
+            CHECK(told.load() == 1 || told.load() == size);
+        }
+    });
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    return testing::run(argc, argv,
+                        {{"groups_like_the_plain_way", testing::scaled(60), groups_like_the_plain_way},
+                         {"empty_calls", 5, empty_calls},
+                         {"colliding_ids", 10, colliding_ids},
+                         {"pool_runs_each_thread_once", 8, pool_runs_each_thread_once}});
+}

@@ -1,0 +1,307 @@
+// The kernels: every path of this machine gives the same bits, and those bits are the plain loops' or near the formulas
+// in double. Sixteen-bit numbers have a test of their own (test_sixteen_bits.cpp).
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels.hpp"
+#include "testing.hpp"
+
+using namespace satrap;
+using testing::Random;
+
+namespace {
+
+constexpr std::uint32_t kMostDim = 70;
+constexpr std::byte kGuard{0xa5};
+constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
+
+std::vector<float> draw_floats(Random& random, std::size_t n, float most = 2.0f) {
+    std::vector<float> values(n);
+    for (float& value : values) value = random.chance(0.05) ? 0.0f : random.real(-most, most);
+    return values;
+}
+
+TableConfig draw_config(Random& random, OptimizerKind kind, Dtype dtype, std::uint32_t dim) {
+    TableConfig config;
+    config.dim = dim;
+    config.dtype = dtype;
+    OptimizerConfig& o = config.optimizer;
+    o.kind = kind;
+    o.lr = random.real(0.001f, 0.5f);
+    if (random.chance(0.5)) o.weight_decay = random.real(0.0f, 0.1f);
+    if (random.chance(0.6)) o.momentum = random.real(0.1f, 0.9f), o.nesterov = random.chance(0.5);
+    o.initial_accumulator_value = random.chance(0.5) ? 0.0 : random.real(0.0f, 1.0f);
+    o.eps = random.chance(0.5) ? 1e-8 : 1e-3;
+    o.beta1 = random.real(0.5f, 0.95f);
+    o.beta2 = random.real(0.9f, 0.9999f);
+    o.l1 = random.chance(0.5) ? 0.0 : random.real(0.0f, 0.5f);
+    o.l2 = random.chance(0.5) ? 0.0 : random.real(0.0f, 0.5f);
+    config.initial = std::vector{InitialKind::uniform, InitialKind::normal, InitialKind::constant}[random.below(3)];
+    config.initial_a = random.real(-0.5f, 0.1f);
+    config.initial_b = config.initial_a + 0.7;
+    return config;
+}
+
+StepScalars step_scalars(const TableConfig& config, std::uint32_t step) {
+    const OptimizerConfig& o = config.optimizer;
+    return {o.kind, config.dtype, o.nesterov, config.dim, static_cast<std::uint32_t>(config.value_bytes()),
+            static_cast<std::uint32_t>(config.row_bytes()), step, 77, o.lr, o.beta1, o.beta2, static_cast<float>(o.momentum),
+            static_cast<float>(o.weight_decay), static_cast<float>(o.eps), static_cast<float>(o.ftrl_beta),
+            static_cast<float>(o.l1), static_cast<float>(o.l2)};
+}
+
+InitialScalars initial_scalars(const TableConfig& config) {
+    const OptimizerConfig& o = config.optimizer;
+    return {config.initial, config.dtype, o.kind, config.dim, static_cast<std::uint32_t>(config.value_bytes()),
+            config.state_dim(), 77, config.initial_a, config.initial_b, static_cast<float>(o.initial_accumulator_value),
+            static_cast<float>(o.ftrl_beta / o.lr + o.l2), static_cast<float>(o.l1)};
+}
+
+// Rows at a stride that is a multiple of 4 only, as in a bucket, with guard bytes between them.
+struct RowBlock {
+    std::size_t stride;
+    std::vector<std::uint32_t> words;
+    RowBlock(const TableConfig& config, std::size_t rows) : stride(config.row_bytes() + 20), words((rows + 1) * stride / 4) {
+        std::memset(words.data(), static_cast<int>(kGuard), words.size() * 4);
+    }
+    std::byte* row(std::size_t r) { return reinterpret_cast<std::byte*>(words.data()) + 4 + r * stride; }
+    bool operator==(const RowBlock&) const = default;
+};
+
+// Initial rows and some steps on each path; returns what they all hold.
+RowBlock run_steps(Random& random, const TableConfig& config, std::size_t rows, std::uint32_t steps) {
+    const std::vector<const Kernels*> paths = available_kernels();
+    std::vector<RowBlock> blocks(paths.size(), RowBlock(config, rows));
+    std::vector<float> scratch(config.dim);
+    for (std::size_t k = 0; k < paths.size(); ++k)
+        for (std::size_t r = 0; r < rows; ++r) paths[k]->initialise(initial_scalars(config), r * 1000, blocks[k].row(r), scratch.data());
+    for (std::uint32_t step = 1; step <= steps; ++step) {
+        const std::vector<float> gradients = draw_floats(random, rows * config.dim);
+        for (std::size_t k = 0; k < paths.size(); ++k) {
+            std::vector<RowStep> each;
+            for (std::size_t r = 0; r < rows; ++r) each.push_back({blocks[k].row(r), gradients.data() + r * config.dim, r * 1000});
+            paths[k]->step(step_scalars(config, step), each.data(), rows, scratch.data());
+        }
+    }
+    for (std::size_t k = 1; k < paths.size(); ++k)
+        if (!(blocks[k] == blocks[0]))
+            testing::fail(__FILE__, __LINE__, std::string(paths[k]->name) + " differs from " + paths[0]->name + ": optimizer " +
+                              std::to_string(static_cast<int>(config.optimizer.kind)) + ", dtype " +
+                              std::to_string(static_cast<int>(config.dtype)) + ", dim " + std::to_string(config.dim));
+    for (std::size_t r = 0; r + 1 < rows; ++r)
+        CHECK(std::count(blocks[0].row(r) + config.row_bytes(), blocks[0].row(r + 1), kGuard) == 20); // nothing beyond a row
+    return blocks[0];
+}
+
+void paths_agree_on_rows(Random& random) {
+    for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
+        for (int kind = 0; kind <= static_cast<int>(OptimizerKind::ftrl); ++kind)
+            for (Dtype dtype : kDtypes) run_steps(random, draw_config(random, static_cast<OptimizerKind>(kind), dtype, dim), 9, 4);
+}
+
+// One optimizer step in double, straight from its paper's or torch's text.
+void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<double>& p, std::vector<double>& s, const float* gradient) {
+    double mean_square = 0;
+    for (std::uint32_t i = 0; i < dim; ++i) mean_square += std::pow(gradient[i] + o.weight_decay * p[i], 2) / dim;
+    if (o.kind == OptimizerKind::rowwise_adagrad) s[0] += mean_square;
+    const bool is_adam = o.kind == OptimizerKind::adam || o.kind == OptimizerKind::adamw;
+    const double t = is_adam ? ++s[2 * dim] : 0;
+    for (std::uint32_t i = 0; i < dim; ++i) {
+        double g = gradient[i] + (o.kind == OptimizerKind::adamw || o.kind == OptimizerKind::ftrl ? 0 : o.weight_decay * p[i]);
+        switch (o.kind) {
+        case OptimizerKind::sgd:
+            if (o.momentum != 0) {
+                s[i] = s[i] * o.momentum + g;
+                g = o.nesterov ? g + o.momentum * s[i] : s[i];
+            }
+            p[i] -= o.lr * g;
+            break;
+        case OptimizerKind::adagrad:
+            s[i] += g * g;
+            p[i] -= o.lr * g / (std::sqrt(s[i]) + o.eps);
+            break;
+        case OptimizerKind::rowwise_adagrad: p[i] -= o.lr / (std::sqrt(s[0]) + o.eps) * g; break;
+        case OptimizerKind::adam:
+        case OptimizerKind::adamw:
+            if (o.kind == OptimizerKind::adamw) p[i] *= 1 - o.lr * o.weight_decay;
+            s[i] = o.beta1 * s[i] + (1 - o.beta1) * g;
+            s[dim + i] = o.beta2 * s[dim + i] + (1 - o.beta2) * g * g;
+            p[i] -= o.lr * (s[i] / (1 - std::pow(o.beta1, t))) / (std::sqrt(s[dim + i] / (1 - std::pow(o.beta2, t))) + o.eps);
+            break;
+        case OptimizerKind::ftrl: {
+            const double n = s[dim + i] + g * g;
+            s[i] += g - (std::sqrt(n) - std::sqrt(s[dim + i])) / o.lr * p[i];
+            s[dim + i] = n;
+            p[i] = std::fabs(s[i]) <= o.l1
+                       ? 0
+                       : -(s[i] - std::copysign(o.l1, s[i])) / ((o.ftrl_beta + std::sqrt(n)) / o.lr + o.l2);
+            break;
+        }
+        }
+    }
+}
+
+void formulas_are_right(Random& random) {
+    for (int kind = 0; kind <= static_cast<int>(OptimizerKind::ftrl); ++kind) {
+        TableConfig config = draw_config(random, static_cast<OptimizerKind>(kind), Dtype::float32, random.between(1, kMostDim));
+        config.optimizer.l1 = std::min(config.optimizer.l1, 0.01);
+        Random same = random; // run_steps draws the gradients in this order
+        RowBlock rows = run_steps(random, config, 1, 5);
+        RowBlock initial = run_steps(random, config, 1, 0);
+        const auto* start = reinterpret_cast<const float*>(initial.row(0));
+        std::vector<double> p(start, start + config.dim), state(start + config.dim, start + config.dim + config.state_dim());
+        for (unsigned step = 0; step < 5; ++step)
+            step_in_double(config.optimizer, config.dim, p, state, draw_floats(same, config.dim).data());
+        const auto* found = reinterpret_cast<const float*>(rows.row(0));
+        for (std::uint32_t i = 0; i < config.dim; ++i) CHECK(std::fabs(found[i] - p[i]) < 2e-5 * std::max(1.0, std::fabs(p[i])));
+        for (std::uint32_t i = 0; i < config.state_dim(); ++i)
+            CHECK(std::fabs(found[config.dim + i] - state[i]) < 1e-4 * std::max(1.0, std::fabs(state[i])));
+    }
+}
+
+void plain_sgd_is_exact(Random& random) {
+    TableConfig config;
+    config.dim = random.between(1, kMostDim);
+    config.optimizer.kind = OptimizerKind::sgd;
+    config.optimizer.lr = random.real(0.0f, 1.0f);
+    std::vector<float> scratch(config.dim);
+    for (const Kernels* kernels : available_kernels()) {
+        std::vector<float> row = draw_floats(random, config.dim), wanted = row;
+        const std::vector<float> gradient = draw_floats(random, config.dim);
+        const auto lr = static_cast<float>(config.optimizer.lr);
+        for (std::uint32_t i = 0; i < config.dim; ++i) wanted[i] = std::fma(-lr, gradient[i], row[i]);
+        const RowStep step{reinterpret_cast<std::byte*>(row.data()), gradient.data(), 1};
+        kernels->step(step_scalars(config, 1), &step, 1, scratch.data());
+        CHECK(row == wanted);
+    }
+}
+
+// The value that FTRL's closed form makes of a new row's z is the initial value, so that a zero gradient changes little.
+void ftrl_starts_at_the_initial_value(Random& random) {
+    TableConfig config = draw_config(random, OptimizerKind::ftrl, Dtype::float32, 40);
+    config.initial = InitialKind::uniform;
+    RowBlock block(config, 1);
+    std::vector<float> scratch(40), zeros(40);
+    portable_kernels().initialise(initial_scalars(config), 5, block.row(0), scratch.data());
+    auto* values = reinterpret_cast<float*>(block.row(0));
+    const std::vector<float> initial(values, values + 40);
+    const RowStep step{block.row(0), zeros.data(), 5};
+    portable_kernels().step(step_scalars(config, 1), &step, 1, scratch.data());
+    for (unsigned i = 0; i < 40; ++i) CHECK(std::fabs(values[i] - initial[i]) <= 1e-6f + 1e-5f * std::fabs(initial[i]));
+}
+
+void gather_copies_exactly(Random& random) {
+    for (std::uint32_t dim = 1; dim <= kMostDim; dim += random.between(1, 3))
+        for (const Kernels* kernels : available_kernels()) {
+            const std::size_t rows = random.between(1, 30), count = random.between(1, 60), first = random.below(17);
+            TableConfig config;
+            config.dim = dim;
+            RowBlock block(config, rows);
+            for (std::size_t r = 0; r < rows; ++r)
+                for (std::uint32_t i = 0; i < dim; ++i) { // any bits, NaNs with payloads among them
+                    const std::uint32_t bits = random.chance(0.1) ? 0x7f800000U | random.word() : random.word();
+                    std::memcpy(block.row(r) + 4 * i, &bits, 4);
+                }
+            std::vector<const std::byte*> pointers;
+            for (std::size_t r = 0; r < rows; ++r) pointers.push_back(block.row(r));
+            std::vector<std::uint32_t> local, positions;
+            for (std::size_t e = 0; e < count; ++e) local.push_back(random.below(rows)), positions.push_back(static_cast<std::uint32_t>(2 * e));
+            for (std::size_t e = count; e > 1; --e) std::swap(positions[e - 1], positions[random.below(e)]);
+            std::vector<std::uint32_t> out(16 + first + 2 * count * dim + 16, 0x12345678U), wanted = out;
+            const std::size_t aligned = (64 - reinterpret_cast<std::uintptr_t>(out.data()) % 64) % 64 / 4;
+            const std::size_t at = aligned + (random.chance(0.5) ? 0 : first); // streaming wants whole lines
+            for (std::size_t e = 0; e < count; ++e) std::memcpy(wanted.data() + at + positions[e] * dim, pointers[local[e]], 4 * dim);
+            kernels->gather(pointers.data(), local.data(), positions.data(), count, dim, Dtype::float32,
+                            reinterpret_cast<float*>(out.data() + at));
+            CHECK(out == wanted);
+        }
+}
+
+void sum_adds_in_order(Random& random) {
+    for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
+        for (const Kernels* kernels : available_kernels()) {
+            const std::uint32_t ids = random.between(1, 10), count = random.between(1, 50);
+            const std::vector<float> gradients = draw_floats(random, std::size_t{count} * dim, 1e6f);
+            std::vector<std::uint32_t> local, positions;
+            for (std::uint32_t e = 0; e < count; ++e) local.push_back(random.below(ids)), positions.push_back(e);
+            std::vector<float> sums(std::size_t{ids} * dim, 3.0f), wanted = sums;
+            std::vector<std::uint8_t> started(ids), seen(ids);
+            for (std::uint32_t e = 0; e < count; ++e) {
+                for (std::uint32_t i = 0; i < dim; ++i) {
+                    float& sum = wanted[local[e] * dim + i];
+                    sum = seen[local[e]] ? sum + gradients[positions[e] * dim + i] : gradients[positions[e] * dim + i];
+                }
+                seen[local[e]] = 1;
+            }
+            kernels->sum(gradients.data(), local.data(), positions.data(), count, dim, sums.data(), started.data());
+            CHECK(sums == wanted);
+            CHECK(started == seen);
+        }
+}
+
+// The largest magnitude's bits, wherever it lies: a number that is not finite is larger than all that are.
+void largest_is_found_anywhere(Random& random) {
+    for (const Kernels* kernels : available_kernels()) {
+        CHECK_EQ(kernels->largest(nullptr, 0), 0);
+        std::vector<float> values(9000);
+        for (float& value : values) value = random.real(-3.0f, 3.0f);
+        auto try_at = [&](std::size_t begin, std::size_t count, std::size_t at) {
+            const std::uint32_t bad[] = {0x7f800000U, 0x7f800001U, 0x7fc00000U, 0x7fffffffU, 0x7f7fffffU, 0x40800000U};
+            const std::uint32_t magnitude = bad[random.below(6)], sign = random.chance(0.5) ? 0x80000000U : 0;
+            const float kept = values[at];
+            values[at] = std::bit_cast<float>(magnitude | sign);
+            std::uint32_t wanted = 0;
+            for (std::size_t i = begin; i < begin + count; ++i) wanted = std::max(wanted, std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffU);
+            CHECK_EQ(kernels->largest(values.data() + begin, count), wanted);
+            if (at >= begin && at < begin + count) CHECK_EQ(wanted, magnitude);
+            values[at] = kept;
+        };
+        for (std::size_t begin = 0; begin < 4; ++begin)
+            for (std::size_t count = 1; count <= kMostDim; ++count)
+                for (std::size_t at = 0; at < begin + count + 3; ++at) try_at(begin, count, at);
+        for (std::size_t at : {0U, 4095U, 4096U, 8192U, 8999U}) try_at(0, 9000, at), try_at(3, 8000, at);
+    }
+}
+
+void initial_values_are_spread(Random& random) {
+    TableConfig config;
+    config.dim = 64;
+    config.optimizer.kind = OptimizerKind::sgd;
+    config.initial_a = random.real(-1.0f, 0.0f);
+    config.initial_b = random.real(0.5f, 2.0f);
+    std::vector<float> row(64), scratch(64);
+    for (InitialKind kind : {InitialKind::uniform, InitialKind::normal, InitialKind::constant}) {
+        config.initial = kind;
+        double sum = 0, squares = 0, n = 0;
+        const double a = config.initial_a, b = config.initial_b;
+        for (std::uint64_t id = random.bits(), i = 0; i < 2000; ++i, ++id) {
+            portable_kernels().initialise(initial_scalars(config), id, reinterpret_cast<std::byte*>(row.data()), scratch.data());
+            for (float value : row) {
+                sum += value, squares += double{value} * value, ++n;
+                if (kind == InitialKind::uniform) CHECK(value >= static_cast<float>(a) && value <= static_cast<float>(b));
+                if (kind == InitialKind::constant) CHECK_EQ(value, static_cast<float>(a));
+            }
+        }
+        const double mean = sum / n, deviation = std::sqrt(std::max(0.0, squares / n - mean * mean));
+        const double wanted_mean = kind == InitialKind::uniform ? (a + b) / 2 : a;
+        const double wanted = kind == InitialKind::uniform ? (b - a) / std::sqrt(12.0) : kind == InitialKind::normal ? b : 0;
+        CHECK(std::fabs(mean - wanted_mean) < 6 * wanted / std::sqrt(n) + 1e-6);
+        CHECK(std::fabs(deviation - wanted) < 6 * wanted / std::sqrt(n) + 1e-3);
+    }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    for (const Kernels* kernels : available_kernels()) std::printf("path: %s\n", kernels->name);
+    return testing::run(argc, argv,
+                        {{"paths_agree_on_rows", testing::scaled(12), paths_agree_on_rows},
+                         {"formulas_are_right", testing::scaled(200), formulas_are_right},
+                         {"plain_sgd_is_exact", testing::scaled(200), plain_sgd_is_exact},
+                         {"ftrl_starts_at_the_initial_value", 20, ftrl_starts_at_the_initial_value},
+                         {"gather_copies_exactly", testing::scaled(40), gather_copies_exactly},
+                         {"sum_adds_in_order", testing::scaled(20), sum_adds_in_order},
+                         {"largest_is_found_anywhere", testing::scaled(8), largest_is_found_anywhere},
+                         {"initial_values_are_spread", testing::scaled(10), initial_values_are_spread}});
+}

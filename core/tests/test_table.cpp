@@ -1,0 +1,451 @@
+// The life of a row against a simple oracle: one table, every option mixed, steps that come late; after each call the
+// same rows, sightings and counters. Then the cases that the oracle's random calls reach rarely.
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "calls.hpp"
+#include "errors.hpp"
+
+using namespace satrap;
+using testing::Ids, testing::Line, testing::Random;
+
+namespace {
+
+constexpr float kInitial = 0.25f;
+
+// What a table should be: maps instead of buckets' memory, everything done at once instead of when it is noticed.
+class Oracle {
+  public:
+    struct Row {
+        std::uint32_t stamp;
+        float value;
+    };
+    struct Sighting {
+        std::uint32_t stamp, count;
+    };
+    struct Full {};
+
+    explicit Oracle(const TableConfig& config) : config_(config), rows_(config.num_buckets), sightings_(config.num_buckets) {}
+
+    // What the lookup reads; throws Full where the table must raise.
+    std::vector<float> lookup(const Ids& ids, const LookupStep& at) {
+        if (config_.expire_after != 0 && at.step > config_.expire_after)
+            expire_before_ = std::max(expire_before_, std::min(at.step - config_.expire_after, at.oldest_open));
+        expire();
+        for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
+            Ids misses;
+            for (std::uint64_t id : unique_of(ids, b)) {
+                ++counters.lookups;
+                if (auto row = rows_[b].find(id); row != rows_[b].end()) {
+                    ++counters.hits;
+                    row->second.stamp = std::max(row->second.stamp, at.step);
+                } else misses.push_back(id);
+            }
+            for (std::uint64_t id : misses) insert(b, id, at);
+        }
+        return read(ids);
+    }
+
+    std::vector<float> read(const Ids& ids) const {
+        std::vector<float> values;
+        for (std::uint64_t id : ids) {
+            const auto& rows = rows_[bucket(id)];
+            const auto row = rows.find(id);
+            values.push_back(row != rows.end() ? row->second.value : config_.absent == Absent::zeros ? 0.0f : kInitial);
+        }
+        return values;
+    }
+
+    void update(const Ids& ids, const std::vector<float>& gradients, std::uint32_t step) {
+        for (std::uint32_t b = 0; b < config_.num_buckets; ++b)
+            for (std::uint64_t id : unique_of(ids, b)) {
+                float sum = 0;
+                bool any = false;
+                for (std::size_t i = 0; i < ids.size(); ++i) {
+                    if (ids[i] != id) continue;
+                    if (!std::isfinite(gradients[i])) {
+                        ++counters.skipped;
+                        continue;
+                    }
+                    sum = any ? sum + gradients[i] : gradients[i];
+                    any = true;
+                }
+                if (!any) continue;
+                const auto row = rows_[b].find(id);
+                if (row == rows_[b].end()) {
+                    ++counters.not_applied_absent;
+                    continue;
+                }
+                ++counters.updated;
+                row->second.stamp = std::max(row->second.stamp, step);
+                row->second.value = std::fma(-static_cast<float>(config_.optimizer.lr), sum, row->second.value);
+            }
+    }
+
+    std::map<std::uint64_t, Row> rows() const { return joined(rows_); }
+    std::map<std::uint64_t, Sighting> sightings() const { return joined(sightings_); }
+    Counters counters;
+
+  private:
+    std::uint32_t bucket(std::uint64_t id) const { return bucket_of(mix64(id), config_.bucket_bits()); }
+
+    template <typename T> static std::map<std::uint64_t, T> joined(const std::vector<std::map<std::uint64_t, T>>& parts) {
+        std::map<std::uint64_t, T> all;
+        for (const auto& part : parts) all.insert(part.begin(), part.end());
+        return all;
+    }
+
+    Ids unique_of(const Ids& ids, std::uint32_t b) const {
+        Ids unique;
+        for (std::uint64_t id : ids)
+            if (bucket(id) == b && std::find(unique.begin(), unique.end(), id) == unique.end()) unique.push_back(id);
+        return unique;
+    }
+
+    void expire() {
+        for (auto& rows : rows_)
+            counters.expired += std::erase_if(rows, [&](const auto& row) { return row.second.stamp < expire_before_; });
+    }
+
+    template <typename T> static auto oldest(std::map<std::uint64_t, T>& things) {
+        return std::min_element(things.begin(), things.end(), [](const auto& a, const auto& b) {
+            return std::pair(a.second.stamp, a.first) < std::pair(b.second.stamp, b.first);
+        });
+    }
+
+    void insert(std::uint32_t b, std::uint64_t id, const LookupStep& at) {
+        auto& rows = rows_[b];
+        if (!admit(b, id, at.step)) {
+            ++counters.refused;
+            return;
+        }
+        if (config_.capacity != 0 && config_.on_full != OnFull::grow && rows.size() >= config_.share(config_.capacity, b)) {
+            const auto victim = oldest(rows);
+            if (config_.on_full == OnFull::raise || victim->second.stamp >= at.oldest_open) throw Full{};
+            rows.erase(victim);
+            ++counters.evicted;
+        }
+        sightings_[b].erase(id);
+        rows[id] = {at.step, kInitial};
+        ++counters.inserted;
+    }
+
+    bool admit(std::uint32_t b, std::uint64_t id, std::uint32_t step) {
+        if (config_.admission == AdmissionKind::probability)
+            return unit_interval(step_key(row_key(~table_key(7, config_.name), id), step)) < config_.probability;
+        if (config_.admission == AdmissionKind::always || config_.min_count == 1) return true;
+        auto& sightings = sightings_[b];
+        const auto seen = sightings.find(id);
+        if (seen == sightings.end()) {
+            if (sightings.size() >= std::max<std::uint64_t>(1, config_.share(config_.window, b))) sightings.erase(oldest(sightings));
+            sightings[id] = {step, 1};
+            return false;
+        }
+        Sighting& s = seen->second; // one that was enough already waits for a call that failed
+        if (step > s.stamp && s.count < config_.min_count) ++s.count;
+        s.stamp = std::max(s.stamp, step);
+        return s.count >= config_.min_count;
+    }
+
+    TableConfig config_;
+    std::uint32_t expire_before_ = 0;
+    std::vector<std::map<std::uint64_t, Row>> rows_;
+    std::vector<std::map<std::uint64_t, Sighting>> sightings_;
+};
+
+TableConfig draw_config(Random& random) {
+    TableConfig config = testing::counting_table("table " + std::to_string(random.below(5)), 1, 1U << random.below(4));
+    config.initial_a = kInitial;
+    config.optimizer.lr = 0.5;
+    config.admission = std::vector{AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(3)];
+    config.probability = random.real(0.1f, 1.0f);
+    config.min_count = random.between(1, 4);
+    config.window = random.between(1, 100);
+    if (random.chance(0.8)) config.capacity = config.num_buckets + random.below(random.chance(0.5) ? 300 : 40);
+    config.on_full = random.chance(0.8) ? OnFull::evict : random.chance(0.5) ? OnFull::raise : OnFull::grow;
+    if (random.chance(0.4)) config.expire_after = random.between(1, 30);
+    config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
+    config.on_nonfinite = random.chance(0.5) ? OnNonfinite::skip : OnNonfinite::raise;
+    return config;
+}
+
+void check_same(Engine& engine, const Oracle& oracle) {
+    std::size_t num_rows, num_sightings, bytes;
+    const Counters found = engine.counters(0, &num_rows, &num_sightings, &bytes); // sweeps what expired
+    engine.table(0).check();
+    const auto rows = oracle.rows();
+    CHECK_EQ(num_rows, rows.size());
+    const std::vector<Line> lines = testing::rows_of(engine, 0);
+    CHECK_EQ(lines.size(), rows.size());
+    for (const Line& line : lines) {
+        CHECK(rows.contains(line.id));
+        CHECK_EQ(line.step, rows.at(line.id).stamp);
+        CHECK_EQ(line.value(), rows.at(line.id).value);
+    }
+    const auto sightings = oracle.sightings();
+    CHECK_EQ(num_sightings, sightings.size());
+    for (const Line& line : testing::sightings_of(engine, 0)) {
+        CHECK(sightings.contains(line.id));
+        std::uint32_t count;
+        std::memcpy(&count, line.values.data(), 4);
+        CHECK_EQ(line.step, sightings.at(line.id).stamp);
+        CHECK_EQ(count, sightings.at(line.id).count);
+    }
+    CHECK_EQ(found.lookups, oracle.counters.lookups);
+    CHECK_EQ(found.hits, oracle.counters.hits);
+    CHECK_EQ(found.inserted, oracle.counters.inserted);
+    CHECK_EQ(found.refused, oracle.counters.refused);
+    CHECK_EQ(found.evicted, oracle.counters.evicted);
+    CHECK_EQ(found.expired, oracle.counters.expired);
+    CHECK_EQ(found.updated, oracle.counters.updated);
+    CHECK_EQ(found.not_applied_absent, oracle.counters.not_applied_absent);
+    CHECK_EQ(found.skipped, oracle.counters.skipped);
+}
+
+Ids draw_ids(Random& random, std::uint32_t kinds, std::uint32_t most) {
+    Ids ids;
+    for (std::uint32_t n = random.below(most); n > 0; --n) ids.push_back(random.below(kinds) * 0x9e3779b97f4a7c15ULL);
+    return ids;
+}
+
+std::vector<float> draw_gradients(Random& random, const TableConfig& config, std::size_t n) {
+    std::vector<float> gradients(n);
+    for (float& g : gradients) g = random.real(-1.0f, 1.0f);
+    if (config.on_nonfinite == OnNonfinite::skip && random.chance(0.3))
+        for (float& g : gradients)
+            if (random.chance(0.2)) g = random.chance(0.5) ? std::numeric_limits<float>::infinity() : std::nanf("");
+    return gradients;
+}
+
+// Training with staleness: steps lie between the oldest open one and the newest, in any order.
+void lives_as_the_oracle_says(Random& random) {
+    const TableConfig config = draw_config(random);
+    const auto engine = testing::make_engine({config}, 1, random.pick(available_kernels())->name);
+    Oracle oracle(config);
+    const std::uint32_t kinds = random.chance(0.5) ? 50 : 600, most = random.between(2, 60), staleness = random.below(6);
+    std::vector<std::pair<testing::Looked, Ids>> open;
+    std::uint32_t newest = 1, oldest = 1;
+    for (unsigned call = 0; call < 150; ++call) {
+        newest += random.below(3) + (random.chance(0.02) ? 20 : 0);
+        oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
+        const Ids ids = draw_ids(random, kinds, most);
+        const LookupStep at{true, random.between(oldest, newest), oldest};
+        const unsigned kind = random.below(10);
+        if (kind < 6) {
+            testing::Looked looked;
+            bool full = false;
+            std::vector<float> wanted;
+            try {
+                wanted = oracle.lookup(ids, at);
+            } catch (const Oracle::Full&) {
+                full = true;
+            }
+            if (full) {
+                CHECK_THROWS(CapacityError, "set capacity to at least", testing::lookup(*engine, {ids}, at.step, at.oldest_open));
+            } else {
+                looked = testing::lookup(*engine, {ids}, at.step, at.oldest_open);
+                CHECK(looked.rows == wanted);
+                open.emplace_back(std::move(looked), ids);
+            }
+        } else if (kind < 9 && !open.empty()) { // a ticket that may be old: its rows may have gone
+            std::swap(open[random.below(open.size())], open.back());
+            const Ids& of_ticket = open.back().second;
+            const std::vector<float> gradients = draw_gradients(random, config, of_ticket.size());
+            oracle.update(of_ticket, gradients, at.step);
+            testing::update(*engine, *open.back().first.ticket, gradients, at.step);
+            open.pop_back();
+        } else if (kind == 9) {
+            CHECK(testing::peek(*engine, {ids}) == oracle.read(ids));
+            const std::vector<float> gradients = draw_gradients(random, config, ids.size());
+            oracle.update(ids, gradients, at.step);
+            testing::update(*engine, {ids}, gradients, at.step);
+        }
+        if (call % 10 == 9) check_same(*engine, oracle);
+    }
+    check_same(*engine, oracle);
+}
+
+void pinned_rows_stay(Random&) {
+    TableConfig config = testing::counting_table("pinned", 1);
+    config.capacity = 4;
+    const auto engine = testing::make_engine({config});
+    for (std::uint64_t id : {1, 2, 3, 4}) testing::lookup(*engine, {{id}}, static_cast<std::uint32_t>(id));
+    CHECK_THROWS(CapacityError, "bucket 0 of 1 has 4 rows", testing::lookup(*engine, {{5}}, 5, 1));
+    CHECK_THROWS(CapacityError, "set capacity to at least 5,", testing::lookup(*engine, {{5}}, 5, 1));
+    testing::lookup(*engine, {{5}}, 5, 2); // 1 goes
+    CHECK_THROWS(CapacityError, "open steps (3 and later)", testing::lookup(*engine, {{6, 7}}, 6, 3)); // 6 evicts 2, 7 fails
+    Ids left;
+    for (const Line& line : testing::rows_of(*engine, 0)) left.push_back(line.id);
+    CHECK(left == (Ids{3, 4, 5, 6}));
+    testing::update(*engine, {{3}}, {-1.0f}, 7); // an update stamps, too: 4 is the oldest now
+    testing::lookup(*engine, {{8}}, 8);
+    CHECK_EQ(testing::peek(*engine, {{3}})[0], 1.0f);
+    // A whole batch of new ids into a full table: none of them evicts another.
+    CHECK_THROWS(CapacityError, "at least 5,", testing::lookup(*engine, {{11, 12, 13, 14, 15}}, 20));
+    engine->table(0).check();
+}
+
+void on_full_raise_and_grow(Random&) {
+    TableConfig config = testing::counting_table("bounded", 1);
+    config.capacity = 3;
+    config.on_full = OnFull::raise;
+    config.expire_after = 10;
+    auto engine = testing::make_engine({config});
+    testing::lookup(*engine, {{1, 2, 3}}, 1);
+    CHECK_THROWS(CapacityError, "on_full is 'raise'", testing::lookup(*engine, {{4}}, 5));
+    CHECK_EQ(engine->num_rows(0), 3);
+    testing::lookup(*engine, {{4}}, 12); // those of step 1 have expired: there is room
+    CHECK_EQ(engine->num_rows(0), 1);
+    config.on_full = OnFull::grow;
+    engine = testing::make_engine({config});
+    testing::lookup(*engine, {{1, 2, 3, 4, 5}}, 1);
+    CHECK_EQ(engine->num_rows(0), 5);
+}
+
+void expires_at_the_exact_step(Random&) {
+    TableConfig config = testing::counting_table("expiring", 1, 2);
+    config.expire_after = 5;
+    const auto engine = testing::make_engine({config});
+    auto count_of = [&](std::uint64_t id) { return testing::peek(*engine, {{id}})[0]; };
+    testing::lookup(*engine, {{1}}, 10);
+    testing::update(*engine, {{1}}, {-7.0f}, 10);
+    testing::lookup(*engine, {{2}}, 15); // 15 - 5 = 10: stamped at it, not before it
+    CHECK_EQ(count_of(1), 7.0f);
+    testing::lookup(*engine, {{2}}, 16, 10); // 11 - but step 10 is still open
+    CHECK_EQ(count_of(1), 7.0f);
+    testing::lookup(*engine, {{2}}, 16);
+    CHECK_EQ(count_of(1), 0.0f); // gone for readers at once, in whichever bucket
+    testing::update(*engine, {{1}}, {-1.0f}, 16);
+    float value = 5.0f;
+    CHECK(!engine->table(0).read(1, &value, nullptr));
+    CHECK_EQ(value, 5.0f);
+    const Counters counters = engine->counters(0, nullptr, nullptr, nullptr);
+    CHECK_EQ(counters.expired, 1);
+    CHECK_EQ(counters.not_applied_absent, 1);
+    CHECK_EQ(testing::lookup(*engine, {{1}}, 17).rows[0], 0.0f); // anew
+    CHECK_EQ(engine->num_rows(0), 2);
+}
+
+// Whether an id gets in is a function of (seed, table, id, step), whatever came before, and about p of them do.
+void probability_is_pure(Random& random) {
+    TableConfig config = testing::counting_table("lottery", 1, 4);
+    config.admission = AdmissionKind::probability;
+    config.probability = random.real(0.05f, 0.95f);
+    Ids ids;
+    while (ids.size() < 4000) ids.push_back(random.bits());
+    auto admitted = [&](std::uint64_t seed, std::uint32_t step) {
+        Ids in;
+        const auto engine = testing::make_engine({config}, 1, "auto", seed);
+        testing::lookup(*engine, {Ids(ids.begin() + 2000, ids.end())}, step);
+        testing::lookup(*engine, {ids}, step); // those refused a moment ago are refused again
+        for (const Line& line : testing::rows_of(*engine, 0)) in.push_back(line.id);
+        return in;
+    };
+    const Ids first = admitted(1, 10);
+    CHECK(first == admitted(1, 10));
+    CHECK(first != admitted(1, 11) && first != admitted(2, 10));
+    const double p = config.probability, n = 4000;
+    CHECK(std::fabs(static_cast<double>(first.size()) - p * n) < 6 * std::sqrt(n * p * (1 - p)));
+}
+
+// A full table must not cost an id its sightings: the call can be repeated once there is room.
+void a_failed_lookup_keeps_the_sightings(Random&) {
+    TableConfig config = testing::counting_table("patient", 1);
+    config.admission = AdmissionKind::min_count;
+    config.min_count = 3;
+    config.capacity = 1;
+    const auto engine = testing::make_engine({config});
+    for (std::uint32_t step : {1, 2, 3}) testing::lookup(*engine, {{1}}, step);
+    for (std::uint32_t step : {4, 5}) testing::lookup(*engine, {{2}}, step);
+    CHECK_THROWS(CapacityError, "is full", testing::lookup(*engine, {{2}}, 6, 3));
+    engine->table(0).check();
+    testing::lookup(*engine, {{2}}, 6);
+    CHECK_EQ(testing::rows_of(*engine, 0).at(0).id, 2);
+    engine->table(0).check();
+}
+
+void nonfinite_gradients(Random&) {
+    const float infinity = std::numeric_limits<float>::infinity(), most = std::numeric_limits<float>::max();
+    TableConfig config = testing::counting_table("strict", 3, 2);
+    TableConfig skipping = testing::counting_table("lenient", 1, 2);
+    skipping.on_nonfinite = OnNonfinite::skip;
+    const auto engine = testing::make_engine({skipping, config});
+    const testing::IdsOfTables ids{{1, 2, 1, 3}, {11, 12, 11}};
+    const auto ticket = testing::lookup(*engine, ids, 1).ticket;
+    const std::vector<float> fine(4 + 9, -1.0f);
+    auto with = [&](std::vector<std::pair<std::size_t, float>> bad) {
+        std::vector<float> gradients = fine;
+        for (auto [at, value] : bad) gradients[at] = value;
+        return gradients;
+    };
+    CHECK_THROWS(NonFiniteError, "table 'strict': the gradient of id 12 at position 1 ", testing::update(*engine, *ticket, with({{4 + 5, infinity}, {4 + 8, NAN}}), 1));
+    CHECK_THROWS(NonFiniteError, "id 11 (first at position 0) sum to", testing::update(*engine, *ticket, with({{4, most}, {4 + 6, most}}), 1));
+    CHECK_THROWS(NonFiniteError, "id 11 at position 2 ", testing::update(*engine, *ticket, with({{4, most}, {4 + 6, -infinity}, {0, NAN}}), 1));
+    CHECK(testing::peek(*engine, ids) == std::vector<float>(13, 0.0f)); // nothing was applied, not even to the other table
+    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped + engine->counters(1, nullptr, nullptr, nullptr).updated, 0);
+    testing::update(*engine, *ticket, with({{0, NAN}, {1, -infinity}, {3, -most}}), 1); // and the ticket is still good
+    CHECK(testing::peek(*engine, {{1, 2, 3}, {11, 12}}) == (std::vector<float>{1, 0, most, 2, 2, 2, 1, 1, 1}));
+    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped, 2);
+    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).updated, 2);
+    testing::update(*engine, {{3, 1, 3}, {}}, {-most, -1.0f, -most}, 2); // a sum that overflows: both positions skipped
+    CHECK(testing::peek(*engine, {{1, 3}, {}}) == (std::vector<float>{2, most}));
+    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped, 4);
+}
+
+void check_sees_what_is_broken(Random&) {
+    struct Break {
+        const char* says;
+        void (*by)(Engine&, Bucket&);
+    };
+    const Break breaks[] = {
+        {"version that has not begun", [](Engine&, Bucket& b) { b.rows.head(0).changed = 9; }},
+        {"after the latest step", [](Engine&, Bucket& b) { b.rows.head(0).stamp = 99; }},
+        {"a row's id belongs to another bucket",
+         [](Engine& e, Bucket& b) {
+             std::uint64_t id = 0;
+             while (e.table(0).hash_bucket(id) == e.table(0).hash_bucket(b.rows.head(0).id())) ++id;
+             b.rows.publish(b.rows.insert(id, mix64(id)), 1, 1);
+         }},
+        {"more rows than the bucket's share", [](Engine&, Bucket& b) { testing::Random random(1); while (b.rows.size() <= 4) {
+             const std::uint64_t id = random.bits();
+             b.rows.publish(b.rows.insert(id, mix64(id)), 1, 1);
+         } }},
+        {"an id has a row and a sighting",
+         [](Engine&, Bucket& b) {
+             const std::uint64_t id = b.rows.head(0).id();
+             b.sightings.publish(b.sightings.insert(id, mix64(id)), 1, 1);
+         }},
+        {"counted beyond its admission", [](Engine&, Bucket& b) { b.sightings.head(0).changed = 7; }},
+        {"a removal in the future", [](Engine&, Bucket& b) { b.removed.push_back({1, 5}); }},
+        {"more hits than lookups", [](Engine&, Bucket& b) { b.counters.hits = b.counters.lookups + 1; }},
+    };
+    for (const Break& each : breaks) {
+        TableConfig config = testing::counting_table("broken", 1, 2);
+        config.admission = AdmissionKind::min_count;
+        config.min_count = 2;
+        config.capacity = 8;
+        const auto engine = testing::make_engine({config});
+        testing::lookup(*engine, {{1, 2, 3, 4}}, 1);
+        testing::lookup(*engine, {{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}}, 2);
+        engine->table(0).check();
+        Bucket& bucket = engine->table(0).bucket(0);
+        CHECK(bucket.rows.size() > 0 && bucket.sightings.size() > 0);
+        each.by(*engine, bucket);
+        CHECK_THROWS(InvariantError, each.says, engine->table(0).check());
+    }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    return testing::run(argc, argv,
+                        {{"lives_as_the_oracle_says", testing::scaled(1000), lives_as_the_oracle_says},
+                         {"pinned_rows_stay", 1, pinned_rows_stay},
+                         {"on_full_raise_and_grow", 1, on_full_raise_and_grow},
+                         {"expires_at_the_exact_step", 1, expires_at_the_exact_step},
+                         {"probability_is_pure", testing::scaled(20), probability_is_pure},
+                         {"a_failed_lookup_keeps_the_sightings", 1, a_failed_lookup_keeps_the_sightings},
+                         {"nonfinite_gradients", 1, nonfinite_gradients},
+                         {"check_sees_what_is_broken", 1, check_sees_what_is_broken}});
+}

@@ -100,6 +100,15 @@ struct Bucket {
         sightings.publish(sightings.insert(id, hash), step, count);
     }
 
+    // After a restart: an admission that was cut short left the sighting beside its row.
+    void drop_stale_sightings() {
+        for (std::uint32_t slot = 0; slot < sightings.used(); ++slot) {
+            if (!sightings.live(slot)) continue;
+            const std::uint64_t id = sightings.head(slot).id();
+            if (rows.find(id, mix64(id)) != kNoSlot) sightings.erase(slot);
+        }
+    }
+
     void forget(std::uint64_t id, std::uint64_t hash) {
         std::uint32_t slot = sightings.find(id, hash);
         if (slot != kNoSlot) sightings.erase(slot);

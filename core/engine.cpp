@@ -66,6 +66,7 @@ void Engine::adopt(SharedArena& file) {
             Bucket& bucket = table->bucket(b);
             bucket.rows.rebuild();
             bucket.sightings.rebuild();
+            bucket.drop_stale_sightings();
             bucket.log_start = table->ledger().version.load() + 1; // what was removed before is not known any more
         }
 }
@@ -101,18 +102,15 @@ Visit Engine::visit(Batch& batch, std::size_t t, std::uint32_t b) {
 
 // Runs work(table, bucket, scratch) for every bucket with entries, on all threads. Of several errors the one of the
 // lowest bucket is thrown, so the message does not depend on timing more than the state does.
-// With undo_bytes, each thread has an undo slot of that size from the start: a full file is noticed before any change.
-template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work, std::size_t undo_bytes) {
+// `undo`, if any, holds a slot for each thread.
+template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work, UndoSet* undo) {
     constexpr std::uint32_t kGrain = 4;
     std::atomic<std::uint32_t> next{0}, failed_bucket{0xffffffffU};
     std::mutex error_mutex;
     std::exception_ptr error;
-    const bool alone = batch.size() < 512; // waking threads costs more than it saves
-    std::vector<std::unique_ptr<UndoSlot>> undo(alone ? 1 : pool_.num_threads());
-    for (std::size_t i = 0; undo_bytes != 0 && i < undo.size(); ++i) undo[i] = undo_.take(*arena_, undo_bytes);
     auto job = [&](unsigned thread, unsigned) {
         std::unique_ptr<Scratch> scratch = spares_.scratch.take();
-        scratch->undo = undo[thread].get();
+        scratch->undo = undo == nullptr ? nullptr : undo->slot(thread);
         std::size_t t = 0;
         for (std::uint32_t b; (b = next.fetch_add(kGrain)) < map_.total();) {
             for (std::uint32_t end = std::min(b + kGrain, map_.total()); b < end; ++b) {
@@ -220,10 +218,12 @@ void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, 
     if (ticket.used.exchange(true))
         throw TicketError("this ticket was used already; a batch is updated once, look it up again for another step");
     Batch& batch = *ticket.batch;
+    UndoSet undo(undo_, *arena_);
     bool filter = false;
     try {
         filter = !all_sums_finite(batch, gradients);
         if (filter) refuse_nonfinite(batch, gradients);
+        if (const std::size_t bytes = undo_bytes(batch); bytes != 0) undo.fill(pool_.num_threads(), bytes);
     } catch (...) {
         ticket.used.store(false); // nothing was applied
         throw;
@@ -241,7 +241,7 @@ void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, 
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
             tables_[t]->update(visit(batch, t, b), of_table[t], scalars[t], batch.hinted, filter, scratch);
         },
-        undo_bytes(batch));
+        &undo);
     spares_.batches.give(std::move(ticket.batch));
 }
 

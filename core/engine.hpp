@@ -82,7 +82,7 @@ class Engine {
         Recycler<Batch> batches;
     };
 
-    template <typename Work> void for_each_bucket(Batch& batch, Work work, std::size_t undo_bytes = 0);
+    template <typename Work> void for_each_bucket(Batch& batch, Work work, UndoSet* undo = nullptr);
     std::unique_ptr<Ticket> make_ticket(std::unique_ptr<Batch> batch) const;
     std::size_t undo_bytes(const Batch& batch) const;
     void adopt(SharedArena& arena);

@@ -220,7 +220,9 @@ struct Adam {
         const std::uint32_t count = static_cast<std::uint32_t>(state[2 * dim]);
         const float step_size = static_cast<float>(k.lr / (1.0 - power(k.beta1, count)));
         const float correction = static_cast<float>(__builtin_sqrt(1.0 - power(k.beta2, count)));
-        const float one_minus_beta1 = static_cast<float>(1.0 - k.beta1);
+        const float weight = static_cast<float>(1.0 - k.beta1); // torch's lerp: from whichever end is nearer
+        const bool from_average = weight < 0.5f;
+        const float coefficient = from_average ? weight : weight - 1.0f;
         const float one_minus_beta2 = static_cast<float>(1.0 - k.beta2);
         const float beta2 = static_cast<float>(k.beta2);
         const bool decoupled = k.kind == OptimizerKind::adamw;
@@ -230,7 +232,7 @@ struct Adam {
         for (std::uint32_t i = 0; i < dim; ++i) {
             float value = p[i] * shrink;
             float g = __builtin_fmaf(coupled, value, gradient[i]);
-            float m = __builtin_fmaf(one_minus_beta1, g - average[i], average[i]); // lerp
+            float m = __builtin_fmaf(coefficient, g - average[i], from_average ? average[i] : g);
             float v = __builtin_fmaf(one_minus_beta2 * g, g, square[i] * beta2);
             average[i] = m;
             square[i] = v;

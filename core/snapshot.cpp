@@ -128,6 +128,7 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
             if (state_dim != 0)
                 std::memcpy(row + table.config().value_bytes(), state + i * state_dim, state_dim * sizeof(float));
             bucket.rows.publish(slot, steps[i], version);
+            bucket.swept_before = std::min(bucket.swept_before, steps[i]);
         }
     }
 }

@@ -130,6 +130,7 @@ void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& 
         const std::uint32_t slot = bucket.rows.insert(id, hash);
         kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
         bucket.rows.publish(slot, at.step, version);
+        bucket.swept_before = std::min(bucket.swept_before, at.step); // a very late step: the row may be gone already
         if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
         ++bucket.counters.inserted;
         slots[i] = slot;

@@ -96,7 +96,12 @@ class UndoSlots {
             }
         }
         if (slot == nullptr) slot = std::make_unique<UndoSlot>(arena);
-        slot->reserve(bytes);
+        try {
+            slot->reserve(bytes);
+        } catch (...) {
+            give(std::move(slot)); // it is still good for a smaller update
+            throw;
+        }
         return slot;
     }
     void give(std::unique_ptr<UndoSlot> slot) {
@@ -108,6 +113,27 @@ class UndoSlots {
   private:
     std::mutex mutex_;
     std::vector<std::unique_ptr<UndoSlot>> spare_;
+};
+
+// The slots of one update, a thread's each: all taken before anything changes, all given back when it ends.
+class UndoSet {
+  public:
+    UndoSet(UndoSlots& slots, Arena& arena) : slots_(slots), arena_(arena) {}
+    UndoSet(const UndoSet&) = delete;
+    UndoSet& operator=(const UndoSet&) = delete;
+    ~UndoSet() {
+        for (auto& slot : taken_) slots_.give(std::move(slot));
+    }
+
+    void fill(unsigned threads, std::size_t bytes) {
+        while (taken_.size() < threads) taken_.push_back(slots_.take(arena_, bytes));
+    }
+    UndoSlot* slot(unsigned thread) { return taken_.empty() ? nullptr : taken_[thread].get(); }
+
+  private:
+    UndoSlots& slots_;
+    Arena& arena_;
+    std::vector<std::unique_ptr<UndoSlot>> taken_;
 };
 
 } // namespace satrap

@@ -1,0 +1,213 @@
+// Rows out of a table as columns and into another: all of them, or what changed since a version, and the log of removed
+// ids with its bound. What files add to this is tested in Python.
+#include <map>
+
+#include "calls.hpp"
+#include "errors.hpp"
+
+using namespace satrap;
+using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Line, testing::Random;
+
+namespace {
+
+TableConfig draw_config(Random& random, std::size_t number) {
+    TableConfig config = testing::counting_table("table " + std::to_string(number), random.between(1, 9), 1U << random.below(4));
+    config.dtype = std::vector{Dtype::float32, Dtype::float16, Dtype::bfloat16}[random.below(3)];
+    config.optimizer.kind = static_cast<OptimizerKind>(random.below(6));
+    config.optimizer.momentum = 0.5;
+    config.initial = InitialKind::uniform;
+    config.initial_a = -1.0;
+    config.initial_b = 1.0;
+    config.admission = random.chance(0.5) ? AdmissionKind::always : AdmissionKind::min_count;
+    config.min_count = 2;
+    config.window = random.between(8, 200);
+    if (random.chance(0.6)) config.capacity = random.between(200, 400);
+    if (random.chance(0.3)) config.expire_after = 6;
+    return config;
+}
+
+void train(Engine& engine, Random& random, unsigned calls) {
+    for (unsigned call = 0; call < calls; ++call) {
+        IdsOfTables ids(engine.num_tables());
+        for (Ids& each : ids)
+            for (unsigned i = random.below(60); i > 0; --i) each.push_back(mix64(random.below(500)));
+        const std::uint32_t step = engine.next_step();
+        const auto looked = testing::lookup(engine, ids, step);
+        std::vector<float> gradients(looked.rows.size());
+        for (float& g : gradients) g = random.real(-1.0f, 1.0f);
+        testing::update(engine, *looked.ticket, gradients, step);
+    }
+}
+
+// The columns of a range of buckets, straight into another engine.
+void copy_rows(Engine& from, Engine& to, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
+    const Columns c = from.export_rows(t, first, last, since);
+    to.import_rows(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory), reinterpret_cast<const std::uint32_t*>(c.step.memory),
+                   c.values.memory, reinterpret_cast<const float*>(c.state.memory));
+    for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks().give(block);
+}
+
+void copy_sightings(Engine& from, Engine& to, std::size_t t) {
+    const Columns c = from.export_sightings(t, 0, from.table(t).config().num_buckets);
+    to.import_sightings(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory), reinterpret_cast<const std::uint32_t*>(c.step.memory),
+                        reinterpret_cast<const std::uint32_t*>(c.values.memory), true);
+    for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks().give(block);
+}
+
+// A save as snapshot.py makes it: a new version begins, then rows, removed ids and sightings, bucket range by range.
+std::uint32_t copy(Random& random, Engine& from, Engine& to, std::size_t t, std::uint32_t since) {
+    const std::uint32_t version = from.begin_version(t), buckets = from.table(t).config().num_buckets;
+    CHECK(since == 0 || from.removed_since(t) <= since);
+    const std::uint32_t middle = random.below(buckets + 1);
+    if (since != 0) { // all rows are read before the removed ids, and applied after them
+        testing::rows_of(from, t, since);
+        to.import_removed(t, from.export_removed(t, 0, middle, since));
+        to.import_removed(t, from.export_removed(t, middle, buckets, since));
+    }
+    to.import_sightings(t, 0, nullptr, nullptr, nullptr, true);
+    copy_rows(from, to, t, 0, middle, since);
+    copy_rows(from, to, t, middle, buckets, since);
+    copy_sightings(from, to, t);
+    to.reach_step(from.latest_step());
+    to.table(t).ledger().version.store(version);
+    return version;
+}
+
+void a_copy_is_equal_and_goes_on_equally(Random& random) {
+    const std::vector<TableConfig> configs{draw_config(random, 0), draw_config(random, 1)};
+    const auto from = testing::make_engine(configs, 2), to = testing::make_engine(configs, 1);
+    train(*from, random, 20);
+    for (std::size_t t = 0; t < 2; ++t) copy(random, *from, *to, t, 0);
+    CHECK(Contents(*from) == Contents(*to));
+    Random same = random;
+    train(*from, random, 10); // evictions, draws and admissions go on as if nothing had happened
+    train(*to, same, 10);
+    CHECK(Contents(*from) == Contents(*to));
+}
+
+void changes_lead_from_copy_to_copy(Random& random) {
+    const std::vector<TableConfig> configs{draw_config(random, 0)};
+    const auto from = testing::make_engine(configs), to = testing::make_engine(configs);
+    train(*from, random, 10);
+    std::uint32_t since = copy(random, *from, *to, 0, 0);
+    for (unsigned round = 0; round < 6; ++round) {
+        CHECK(testing::rows_of(*from, 0, since).empty());
+        train(*from, random, random.below(12));
+        since = copy(random, *from, *to, 0, since);
+        CHECK(Contents(*from) == Contents(*to));
+    }
+}
+
+// Exactly the rows that a lookup or an update touched carry the new version; a look without training touches none.
+void changes_are_the_touched_rows(Random&) {
+    const auto engine = testing::make_engine({testing::counting_table("t", 2, 4)});
+    testing::lookup(*engine, {{1, 2, 3, 4}}, 1);
+    CHECK_EQ(engine->begin_version(0), 2);
+    testing::peek(*engine, {{1, 2}});
+    CHECK_EQ(testing::rows_of(*engine, 0, 2).size(), 0);
+    testing::lookup(*engine, {{3}}, 2); // only its stamp
+    testing::update(*engine, {{4}}, {1.0f, 1.0f}, 2);
+    const std::vector<Line> changed = testing::rows_of(*engine, 0, 2);
+    CHECK_EQ(changed.size(), 2);
+    CHECK_EQ(changed[0].id + changed[1].id, 7);
+    CHECK_EQ(testing::rows_of(*engine, 0, 1).size(), 4);
+    CHECK_EQ(testing::rows_of(*engine, 0, 0).size(), 4);
+    engine->table(0).check();
+}
+
+// Evictions before the first save are not remembered, later ones are, each id once, until the log overflows.
+void removed_ids_are_remembered_up_to_a_bound(Random&) {
+    TableConfig config = testing::counting_table("t", 1);
+    config.capacity = 100;
+    const auto engine = testing::make_engine({config});
+    std::uint32_t step = 0;
+    std::uint64_t id = 0;
+    auto evict = [&](unsigned n) {
+        for (unsigned i = 0; i < n; ++i) testing::lookup(*engine, {{++id}}, ++step);
+    };
+    evict(150);
+    CHECK(engine->export_removed(0, 0, 1, 0).empty());
+    CHECK_EQ(engine->begin_version(0), 2);
+    evict(10);
+    CHECK_EQ(engine->export_removed(0, 0, 1, 2).size(), 10);
+    CHECK_EQ(engine->begin_version(0), 3);
+    evict(5);
+    testing::lookup(*engine, {{1}}, ++step); // was there, was removed, is there again, and goes once more
+    evict(101);
+    CHECK_EQ(engine->export_removed(0, 0, 1, 3).size(), 5 + 102);
+    CHECK_EQ(engine->export_removed(0, 0, 1, 2).size(), 10 + 5 + 102);
+    CHECK_EQ(engine->removed_since(0), 2);
+    evict(5000);
+    const std::uint32_t known_since = engine->removed_since(0);
+    CHECK_EQ(known_since, 4); // half of the log went, entries of version 3 among them
+    CHECK_EQ(engine->begin_version(0), 4);
+    evict(20);
+    CHECK_EQ(engine->export_removed(0, 0, 1, 4).size(), 20);
+    CHECK_EQ(engine->removed_since(0), 4);
+    engine->table(0).check();
+}
+
+void removed_rows_are_removed(Random&) {
+    TableConfig config = testing::counting_table("t", 1, 2);
+    const auto engine = testing::make_engine({config});
+    testing::lookup(*engine, {{1, 2, 3}}, 1);
+    engine->begin_version(0);
+    engine->import_removed(0, std::vector<std::uint64_t>{2, 77, 2});
+    CHECK_EQ(engine->num_rows(0), 2);
+    CHECK(engine->export_removed(0, 0, 2, 2) == Ids{2}); // so that changes of the copy know it, too
+    engine->table(0).check();
+}
+
+void too_many_rows_are_refused(Random&) {
+    TableConfig config = testing::counting_table("narrow", 1);
+    config.capacity = 2;
+    const auto engine = testing::make_engine({config});
+    const Ids ids{1, 2, 1, 3};
+    const std::uint32_t steps[4] = {1, 2, 3, 4};
+    const float values[4] = {1, 2, 3, 4};
+    CHECK_THROWS(CapacityError, "no room for id 3", engine->import_rows(0, 4, ids.data(), steps, reinterpret_cast<const std::byte*>(values), nullptr));
+    engine->reach_step(4);
+    engine->table(0).check();
+    const std::vector<Line> rows = testing::rows_of(*engine, 0);
+    CHECK_EQ(rows.size(), 2);
+    CHECK_EQ(rows[0].value(), 3.0f); // an id that comes again replaces its row
+    CHECK_EQ(rows[0].step, 3);
+}
+
+// Sightings of a foreign or an overlapping save: beyond the window, twice, of ids with rows, counted zero or too far.
+void sightings_stay_in_their_window(Random& random) {
+    TableConfig config = testing::counting_table("patient", 1, 2);
+    config.admission = AdmissionKind::min_count;
+    config.min_count = 3;
+    config.window = random.between(1, 60);
+    const auto engine = testing::make_engine({config});
+    for (std::uint32_t step : {1, 2, 3}) testing::lookup(*engine, {{500, 501, 502}}, step);
+    const std::uint64_t with_rows = engine->num_rows(0);
+    Ids ids;
+    std::vector<std::uint32_t> steps, counts;
+    for (unsigned i = 0; i < 300; ++i) {
+        ids.push_back(random.chance(0.1) ? 500 + random.below(3) : random.below(120));
+        steps.push_back(random.between(1, 50));
+        counts.push_back(random.below(5));
+    }
+    engine->reach_step(50);
+    engine->import_sightings(0, ids.size(), ids.data(), steps.data(), counts.data(), random.chance(0.5));
+    engine->table(0).check();
+    CHECK_EQ(engine->num_rows(0), with_rows);
+    for (const Line& line : testing::sightings_of(*engine, 0)) CHECK(line.id < 500 || with_rows < 3);
+    for (std::uint32_t step = 51; step < 55; ++step) testing::lookup(*engine, {Ids(ids.begin(), ids.begin() + 20)}, step);
+    engine->table(0).check();
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    return testing::run(argc, argv,
+                        {{"a_copy_is_equal_and_goes_on_equally", testing::scaled(150), a_copy_is_equal_and_goes_on_equally},
+                         {"changes_lead_from_copy_to_copy", testing::scaled(150), changes_lead_from_copy_to_copy},
+                         {"changes_are_the_touched_rows", 1, changes_are_the_touched_rows},
+                         {"removed_ids_are_remembered_up_to_a_bound", 1, removed_ids_are_remembered_up_to_a_bound},
+                         {"removed_rows_are_removed", 1, removed_rows_are_removed},
+                         {"too_many_rows_are_refused", 1, too_many_rows_are_refused},
+                         {"sightings_stay_in_their_window", 40, sightings_stay_in_their_window}});
+}

@@ -129,11 +129,10 @@ template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work, U
         }
         spares_.scratch.give(std::move(scratch));
     };
-    if (alone)
-        job(0, 1);
+    if (batch.size() < 512)
+        job(0, 1); // waking threads costs more than it saves
     else
         pool_.run(job);
-    for (auto& slot : undo) undo_.give(std::move(slot));
     if (error != nullptr) std::rethrow_exception(error);
 }
 

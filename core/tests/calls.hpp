@@ -99,7 +99,8 @@ struct Line {
     }
 };
 
-inline std::vector<Line> lines_of(Engine& engine, satrap::Columns columns, std::size_t value_bytes, std::size_t state_dim) {
+inline std::vector<Line> lines_of(Engine& engine, satrap::Columns columns, std::size_t value_bytes,
+                                  std::size_t state_dim) {
     std::vector<Line> lines(columns.rows);
     for (std::size_t i = 0; i < columns.rows; ++i) {
         std::memcpy(&lines[i].id, columns.id.memory + 8 * i, 8);
@@ -109,7 +110,8 @@ inline std::vector<Line> lines_of(Engine& engine, satrap::Columns columns, std::
         lines[i].state.resize(state_dim);
         if (state_dim != 0) std::memcpy(lines[i].state.data(), columns.state.memory + 4 * i * state_dim, 4 * state_dim);
     }
-    for (satrap::BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state}) engine.blocks().give(block);
+    for (satrap::BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state})
+        engine.blocks().give(block);
     return lines;
 }
 

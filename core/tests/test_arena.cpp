@@ -101,7 +101,8 @@ void larger_than_a_region(Random&) {
 
 void ledgers_start_empty(Random&) {
     AnonymousArena arena(3);
-    for (std::size_t t = 0; t < 3; ++t) CHECK_EQ(arena.ledger(t).version.load() + arena.ledger(t).expire_before.load(), 0);
+    for (std::size_t t = 0; t < 3; ++t)
+        CHECK_EQ(arena.ledger(t).version.load() + arena.ledger(t).expire_before.load(), 0);
     arena.ledger(1).version = 5;
     CHECK_EQ(arena.ledger(0).version.load() + arena.ledger(2).version.load(), 0);
     CHECK_EQ(arena.latest_step().load(), 0);

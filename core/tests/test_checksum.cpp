@@ -12,9 +12,13 @@ std::vector<std::uint8_t> bytes_of(const char* text) { return {text, text + std:
 void known_vectors(Random&) {
     std::vector<std::uint8_t> zeros(32, 0), ones(32, 0xff), rising(32), falling(32); // RFC 3720, B.4
     for (std::uint8_t i = 0; i < 32; ++i) rising[i] = i, falling[i] = static_cast<std::uint8_t>(31 - i);
-    const std::pair<std::vector<std::uint8_t>, std::uint32_t> vectors[] = {
-        {{}, 0},          {bytes_of("a"), 0xc1d04330U}, {bytes_of("123456789"), 0xe3069283U}, {zeros, 0x8a9136aaU},
-        {ones, 0x62a8ab43U}, {rising, 0x46dd794eU},     {falling, 0x113fdb5cU}};
+    const std::pair<std::vector<std::uint8_t>, std::uint32_t> vectors[] = {{{}, 0},
+                                                                           {bytes_of("a"), 0xc1d04330U},
+                                                                           {bytes_of("123456789"), 0xe3069283U},
+                                                                           {zeros, 0x8a9136aaU},
+                                                                           {ones, 0x62a8ab43U},
+                                                                           {rising, 0x46dd794eU},
+                                                                           {falling, 0x113fdb5cU}};
     for (const auto& [data, wanted] : vectors) {
         CHECK_EQ(crc32c(data.data(), data.size(), 0), wanted);
         CHECK_EQ(crc32c_portable(data.data(), data.size(), 0), wanted);

@@ -24,7 +24,8 @@ TableConfig draw_config(Random& random, std::size_t number) {
     config.optimizer.momentum = random.chance(0.5) ? 0.9 : 0.0;
     config.optimizer.weight_decay = random.chance(0.5) ? 0.01 : 0.0;
     config.initial = random.chance(0.5) ? InitialKind::uniform : InitialKind::normal;
-    config.admission = std::vector{AdmissionKind::always, AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(4)];
+    config.admission = std::vector{AdmissionKind::always, AdmissionKind::always, AdmissionKind::probability,
+                                   AdmissionKind::min_count}[random.below(4)];
     config.probability = 0.6;
     config.min_count = 2;
     config.window = 1 + random.below(3000);
@@ -43,7 +44,8 @@ struct Outcome {
     bool operator==(const Outcome&) const = default;
 };
 
-Outcome run_workload(const std::vector<TableConfig>& configs, unsigned threads, const std::string& simd, std::uint64_t seed) {
+Outcome run_workload(const std::vector<TableConfig>& configs, unsigned threads, const std::string& simd,
+                     std::uint64_t seed) {
     Random random(seed);
     const auto engine = testing::make_engine(configs, threads, simd);
     std::vector<std::vector<float>> returned;
@@ -52,7 +54,8 @@ Outcome run_workload(const std::vector<TableConfig>& configs, unsigned threads, 
         IdsOfTables ids(configs.size());
         for (Ids& each : ids)
             if (!random.chance(0.2)) {
-                const std::uint32_t n = random.chance(0.2) ? random.below(10) : random.between(500, 1500), kinds = random.between(20, 4000);
+                const std::uint32_t n = random.chance(0.2) ? random.below(10) : random.between(500, 1500),
+                                    kinds = random.between(20, 4000);
                 for (std::uint32_t i = 0; i < n; ++i) each.push_back(mix64(random.below(kinds)));
             }
         open.push_back(testing::lookup(*engine, ids, step, step > 1 ? step - 1 : 1));
@@ -70,7 +73,8 @@ Outcome run_workload(const std::vector<TableConfig>& configs, unsigned threads, 
     for (std::size_t t = 0; t < configs.size(); ++t) {
         std::size_t rows = 0, sightings = 0, bytes = 0;
         const Counters c = engine->counters(t, &rows, &sightings, &bytes);
-        outcome.counted.push_back({rows, sightings, c.lookups, c.hits, c.inserted, c.refused, c.evicted, c.expired, c.updated, c.not_applied_absent, c.skipped});
+        outcome.counted.push_back({rows, sightings, c.lookups, c.hits, c.inserted, c.refused, c.evicted, c.expired,
+                                   c.updated, c.not_applied_absent, c.skipped});
         CHECK_EQ(c.lookups, c.hits + c.inserted + c.refused);
         CHECK_EQ(rows, c.inserted - c.evicted - c.expired);
     }
@@ -83,13 +87,15 @@ void same_for_any_threads_and_path(Random& random) {
     const std::uint64_t seed = random.bits();
     const Outcome one = run_workload(configs, 1, "auto", seed);
     for (unsigned threads : {2, 3}) CHECK(run_workload(configs, threads, "auto", seed) == one);
-    for (const Kernels* kernels : available_kernels()) CHECK(run_workload(configs, random.between(1, 2), kernels->name, seed) == one);
+    for (const Kernels* kernels : available_kernels())
+        CHECK(run_workload(configs, random.between(1, 2), kernels->name, seed) == one);
 }
 
 // A table alone and among others, and rows of other tables with the same ids: none disturbs another.
 void tables_are_apart(Random& random) {
     std::vector<TableConfig> configs;
-    while (configs.size() < 3) configs.push_back(testing::counting_table(std::string(1, static_cast<char>('a' + configs.size())), 2, 4));
+    while (configs.size() < 3)
+        configs.push_back(testing::counting_table(std::string(1, static_cast<char>('a' + configs.size())), 2, 4));
     configs[1].initial = InitialKind::uniform;
     configs[1].initial_a = -1.0;
     configs[1].initial_b = 1.0;
@@ -104,8 +110,9 @@ void tables_are_apart(Random& random) {
     CHECK(testing::rows_of(*together, 1) == testing::rows_of(*alone, 0));
     CHECK(testing::peek(*together, {ids, {}, ids}) == std::vector<float>(400, 0.0f));
     configs[1].name = "another";
-    CHECK(testing::lookup(*testing::make_engine({configs[1]}), {ids}, 1).rows != single.rows); // the name is part of the draw
-    testing::lookup(*together, {{}, {}, {}}, 3);                                               // nothing at all is a batch, too
+    CHECK(testing::lookup(*testing::make_engine({configs[1]}), {ids}, 1).rows !=
+          single.rows);                          // the name is part of the draw
+    testing::lookup(*together, {{}, {}, {}}, 3); // nothing at all is a batch, too
     testing::update(*together, {{}, {}, {}}, {}, 3);
 }
 
@@ -175,12 +182,14 @@ void train(Engine& engine, Random random, unsigned calls, std::uint32_t ids_a_ca
     for (unsigned call = 0; call < calls; ++call) {
         IdsOfTables ids(engine.num_tables());
         for (Ids& each : ids)
-            for (std::uint32_t i = random.below(ids_a_call); i > 0; --i) each.push_back(mix64(random.below(call % 2 == 0 ? 40 : 2000)));
+            for (std::uint32_t i = random.below(ids_a_call); i > 0; --i)
+                each.push_back(mix64(random.below(call % 2 == 0 ? 40 : 2000)));
         const std::uint32_t step = engine.next_step();
         const auto looked = testing::lookup(engine, ids, step, step > 8 ? step - 8 : 1);
         for (float value : looked.rows) CHECK(value >= 0 && value == std::floor(value));
         const auto again = random.chance(0.3) ? testing::prepare(engine, ids) : nullptr;
-        testing::update(engine, again == nullptr ? *looked.ticket : *again, std::vector<float>(looked.rows.size(), -1.0f), step);
+        testing::update(engine, again == nullptr ? *looked.ticket : *again,
+                        std::vector<float>(looked.rows.size(), -1.0f), step);
         tally.applied += looked.rows.size();
     }
 }
@@ -217,7 +226,8 @@ void watch(Engine& engine, Random random, Tally& tally) {
 
 void callers_lose_nothing(Random& random) {
     std::vector<TableConfig> configs;
-    for (std::uint32_t t = 0; t < 4; ++t) configs.push_back(testing::counting_table("shared " + std::to_string(t), 1 + 5 * t, 1U << (2 * t)));
+    for (std::uint32_t t = 0; t < 4; ++t)
+        configs.push_back(testing::counting_table("shared " + std::to_string(t), 1 + 5 * t, 1U << (2 * t)));
     const auto engine = testing::make_engine(configs, 2);
     Tally tally;
     const std::uint64_t seed = random.bits();
@@ -243,7 +253,8 @@ void callers_lose_nothing(Random& random) {
 
 // The same with a table that evicts and one that expires: nothing to count, all invariants hold.
 void callers_with_rows_that_go(Random& random) {
-    std::vector<TableConfig> configs{testing::counting_table("small", 4, 4), testing::counting_table("short", 4, 8), testing::counting_table("slow", 4, 2)};
+    std::vector<TableConfig> configs{testing::counting_table("small", 4, 4), testing::counting_table("short", 4, 8),
+                                     testing::counting_table("slow", 4, 2)};
     configs[0].capacity = 3000; // less than there are ids, more than a few open batches need
     configs[1].expire_after = 10;
     configs[2].admission = AdmissionKind::min_count;

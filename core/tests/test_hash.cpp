@@ -63,8 +63,10 @@ void buckets_are_the_top_bits(Random& random) {
             CHECK_EQ(bucket_of(h, bits), bits == 0 ? 0 : h >> (64 - bits));
         const std::uint32_t total = 200000;
         std::vector<std::uint32_t> counts(std::size_t{1} << std::min(bits, 12U));
-        const std::uint64_t first = random.bits(), stride = random.chance(0.5) ? 1 : std::uint64_t{1} << random.below(40);
-        for (std::uint64_t i = 0; i < total; ++i) ++counts[bucket_of(mix64(first + i * stride), bits) >> (bits - std::min(bits, 12U))];
+        const std::uint64_t first = random.bits(),
+                            stride = random.chance(0.5) ? 1 : std::uint64_t{1} << random.below(40);
+        for (std::uint64_t i = 0; i < total; ++i)
+            ++counts[bucket_of(mix64(first + i * stride), bits) >> (bits - std::min(bits, 12U))];
         if (bits > 0) check_even(counts, total);
     }
 }
@@ -73,8 +75,9 @@ void keys_differ(Random& random) {
     std::set<std::uint64_t> keys;
     const std::uint64_t seed = random.bits(), id = random.bits();
     const std::uint64_t table = table_key(seed, "a"), row = row_key(table, id);
-    for (std::uint64_t key : {table, table_key(seed + 1, "a"), table_key(seed, "b"), table_key(seed, "ab"), row, row_key(table, id + 1),
-                              row_key(~table, id), step_key(row, 1), step_key(row, 2), step_key(row, 0xffffffffU)})
+    for (std::uint64_t key :
+         {table, table_key(seed + 1, "a"), table_key(seed, "b"), table_key(seed, "ab"), row, row_key(table, id + 1),
+          row_key(~table, id), step_key(row, 1), step_key(row, 2), step_key(row, 0xffffffffU)})
         CHECK(keys.insert(key).second);
 }
 

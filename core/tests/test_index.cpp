@@ -60,9 +60,9 @@ std::uint64_t draw_hash(Random& random, unsigned kind) {
     const std::uint64_t hash = random.bits();
     switch (kind) {
     case 0: return hash;
-    case 1: return hash & ~std::uint64_t{0xffffff0000};        // home in the first 1/256
-    case 2: return hash & ~std::uint64_t{0xfe};                // two tags, which are one
-    case 3: return (hash & ~std::uint64_t{0xffffffffff}) | 7;  // one home, one tag
+    case 1: return hash & ~std::uint64_t{0xffffff0000};           // home in the first 1/256
+    case 2: return hash & ~std::uint64_t{0xfe};                   // two tags, which are one
+    case 3: return (hash & ~std::uint64_t{0xffffffffff}) | 7;     // one home, one tag
     default: return (hash & 1) != 0 ? hash | 0xffffff0000 : hash; // half of them in the last group, going round
     }
 }
@@ -75,7 +75,8 @@ void agrees_with_a_map(Random& random) {
         const std::size_t most = indexed.index.limit();
         const bool grow = random.chance(i / 500 % 2 == 0 ? 0.8 : 0.3);
         if (grow && there.size() < most) {
-            const std::uint64_t hash = !gone.empty() && random.chance(0.3) ? random.pick(gone) : draw_hash(random, kind);
+            const std::uint64_t hash =
+                !gone.empty() && random.chance(0.3) ? random.pick(gone) : draw_hash(random, kind);
             if (indexed.slot_of.contains(hash)) continue;
             CHECK_EQ(indexed.find(hash), kNoSlot);
             indexed.insert(hash);
@@ -128,8 +129,10 @@ void candidate_is_in_the_home_group(Random& random) {
         const std::uint32_t candidate = indexed.index.candidate(hash);
         const Group& home = indexed.index.group(indexed.index.home(hash));
         const bool at_home = std::count(home.slots, home.slots + Group::kWidth, slot) != 0;
-        if (candidate == kNoSlot) CHECK(!at_home);
-        else CHECK_EQ(Index::tag_of(indexed.hash_of[candidate]), Index::tag_of(hash));
+        if (candidate == kNoSlot)
+            CHECK(!at_home);
+        else
+            CHECK_EQ(Index::tag_of(indexed.hash_of[candidate]), Index::tag_of(hash));
     }
 }
 

@@ -45,24 +45,47 @@ TableConfig draw_config(Random& random, OptimizerKind kind, Dtype dtype, std::ui
 
 StepScalars step_scalars(const TableConfig& config, std::uint32_t step) {
     const OptimizerConfig& o = config.optimizer;
-    return {o.kind, config.dtype, o.nesterov, config.dim, static_cast<std::uint32_t>(config.value_bytes()),
-            static_cast<std::uint32_t>(config.row_bytes()), step, 77, o.lr, o.beta1, o.beta2, static_cast<float>(o.momentum),
-            static_cast<float>(o.weight_decay), static_cast<float>(o.eps), static_cast<float>(o.ftrl_beta),
-            static_cast<float>(o.l1), static_cast<float>(o.l2)};
+    return {o.kind,
+            config.dtype,
+            o.nesterov,
+            config.dim,
+            static_cast<std::uint32_t>(config.value_bytes()),
+            static_cast<std::uint32_t>(config.row_bytes()),
+            step,
+            77,
+            o.lr,
+            o.beta1,
+            o.beta2,
+            static_cast<float>(o.momentum),
+            static_cast<float>(o.weight_decay),
+            static_cast<float>(o.eps),
+            static_cast<float>(o.ftrl_beta),
+            static_cast<float>(o.l1),
+            static_cast<float>(o.l2)};
 }
 
 InitialScalars initial_scalars(const TableConfig& config) {
     const OptimizerConfig& o = config.optimizer;
-    return {config.initial, config.dtype, o.kind, config.dim, static_cast<std::uint32_t>(config.value_bytes()),
-            config.state_dim(), 77, config.initial_a, config.initial_b, static_cast<float>(o.initial_accumulator_value),
-            static_cast<float>(o.ftrl_beta / o.lr + o.l2), static_cast<float>(o.l1)};
+    return {config.initial,
+            config.dtype,
+            o.kind,
+            config.dim,
+            static_cast<std::uint32_t>(config.value_bytes()),
+            config.state_dim(),
+            77,
+            config.initial_a,
+            config.initial_b,
+            static_cast<float>(o.initial_accumulator_value),
+            static_cast<float>(o.ftrl_beta / o.lr + o.l2),
+            static_cast<float>(o.l1)};
 }
 
 // Rows at a stride that is a multiple of 4 only, as in a bucket, with guard bytes between them.
 struct RowBlock {
     std::size_t stride;
     std::vector<std::uint32_t> words;
-    RowBlock(const TableConfig& config, std::size_t rows) : stride(config.row_bytes() + 20), words((rows + 1) * stride / 4) {
+    RowBlock(const TableConfig& config, std::size_t rows)
+        : stride(config.row_bytes() + 20), words((rows + 1) * stride / 4) {
         std::memset(words.data(), static_cast<int>(kGuard), words.size() * 4);
     }
     std::byte* row(std::size_t r) { return reinterpret_cast<std::byte*>(words.data()) + 4 + r * stride; }
@@ -75,40 +98,47 @@ RowBlock run_steps(Random& random, const TableConfig& config, std::size_t rows, 
     std::vector<RowBlock> blocks(paths.size(), RowBlock(config, rows));
     std::vector<float> scratch(config.dim);
     for (std::size_t k = 0; k < paths.size(); ++k)
-        for (std::size_t r = 0; r < rows; ++r) paths[k]->initialise(initial_scalars(config), r * 1000, blocks[k].row(r), scratch.data());
+        for (std::size_t r = 0; r < rows; ++r)
+            paths[k]->initialise(initial_scalars(config), r * 1000, blocks[k].row(r), scratch.data());
     for (std::uint32_t step = 1; step <= steps; ++step) {
         const std::vector<float> gradients = draw_floats(random, rows * config.dim);
         for (std::size_t k = 0; k < paths.size(); ++k) {
             std::vector<RowStep> each;
-            for (std::size_t r = 0; r < rows; ++r) each.push_back({blocks[k].row(r), gradients.data() + r * config.dim, r * 1000});
+            for (std::size_t r = 0; r < rows; ++r)
+                each.push_back({blocks[k].row(r), gradients.data() + r * config.dim, r * 1000});
             paths[k]->step(step_scalars(config, step), each.data(), rows, scratch.data());
         }
     }
     for (std::size_t k = 1; k < paths.size(); ++k)
         if (!(blocks[k] == blocks[0]))
-            testing::fail(__FILE__, __LINE__, std::string(paths[k]->name) + " differs from " + paths[0]->name + ": optimizer " +
+            testing::fail(__FILE__, __LINE__,
+                          std::string(paths[k]->name) + " differs from " + paths[0]->name + ": optimizer " +
                               std::to_string(static_cast<int>(config.optimizer.kind)) + ", dtype " +
                               std::to_string(static_cast<int>(config.dtype)) + ", dim " + std::to_string(config.dim));
     for (std::size_t r = 0; r + 1 < rows; ++r)
-        CHECK(std::count(blocks[0].row(r) + config.row_bytes(), blocks[0].row(r + 1), kGuard) == 20); // nothing beyond a row
+        CHECK(std::count(blocks[0].row(r) + config.row_bytes(), blocks[0].row(r + 1), kGuard) ==
+              20); // nothing beyond a row
     return blocks[0];
 }
 
 void paths_agree_on_rows(Random& random) {
     for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
         for (int kind = 0; kind <= static_cast<int>(OptimizerKind::ftrl); ++kind)
-            for (Dtype dtype : kDtypes) run_steps(random, draw_config(random, static_cast<OptimizerKind>(kind), dtype, dim), 9, 4);
+            for (Dtype dtype : kDtypes)
+                run_steps(random, draw_config(random, static_cast<OptimizerKind>(kind), dtype, dim), 9, 4);
 }
 
 // One optimizer step in double, straight from its paper's or torch's text.
-void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<double>& p, std::vector<double>& s, const float* gradient) {
+void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<double>& p, std::vector<double>& s,
+                    const float* gradient) {
     double mean_square = 0;
     for (std::uint32_t i = 0; i < dim; ++i) mean_square += std::pow(gradient[i] + o.weight_decay * p[i], 2) / dim;
     if (o.kind == OptimizerKind::rowwise_adagrad) s[0] += mean_square;
     const bool is_adam = o.kind == OptimizerKind::adam || o.kind == OptimizerKind::adamw;
     const double t = is_adam ? ++s[2 * dim] : 0;
     for (std::uint32_t i = 0; i < dim; ++i) {
-        double g = gradient[i] + (o.kind == OptimizerKind::adamw || o.kind == OptimizerKind::ftrl ? 0 : o.weight_decay * p[i]);
+        double g =
+            gradient[i] + (o.kind == OptimizerKind::adamw || o.kind == OptimizerKind::ftrl ? 0 : o.weight_decay * p[i]);
         switch (o.kind) {
         case OptimizerKind::sgd:
             if (o.momentum != 0) {
@@ -127,7 +157,8 @@ void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<dou
             if (o.kind == OptimizerKind::adamw) p[i] *= 1 - o.lr * o.weight_decay;
             s[i] = o.beta1 * s[i] + (1 - o.beta1) * g;
             s[dim + i] = o.beta2 * s[dim + i] + (1 - o.beta2) * g * g;
-            p[i] -= o.lr * (s[i] / (1 - std::pow(o.beta1, t))) / (std::sqrt(s[dim + i] / (1 - std::pow(o.beta2, t))) + o.eps);
+            p[i] -= o.lr * (s[i] / (1 - std::pow(o.beta1, t))) /
+                    (std::sqrt(s[dim + i] / (1 - std::pow(o.beta2, t))) + o.eps);
             break;
         case OptimizerKind::ftrl: {
             const double n = s[dim + i] + g * g;
@@ -144,17 +175,20 @@ void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<dou
 
 void formulas_are_right(Random& random) {
     for (int kind = 0; kind <= static_cast<int>(OptimizerKind::ftrl); ++kind) {
-        TableConfig config = draw_config(random, static_cast<OptimizerKind>(kind), Dtype::float32, random.between(1, kMostDim));
+        TableConfig config =
+            draw_config(random, static_cast<OptimizerKind>(kind), Dtype::float32, random.between(1, kMostDim));
         config.optimizer.l1 = std::min(config.optimizer.l1, 0.01);
         Random same = random; // run_steps draws the gradients in this order
         RowBlock rows = run_steps(random, config, 1, 5);
         RowBlock initial = run_steps(random, config, 1, 0);
         const auto* start = reinterpret_cast<const float*>(initial.row(0));
-        std::vector<double> p(start, start + config.dim), state(start + config.dim, start + config.dim + config.state_dim());
+        std::vector<double> p(start, start + config.dim),
+            state(start + config.dim, start + config.dim + config.state_dim());
         for (unsigned step = 0; step < 5; ++step)
             step_in_double(config.optimizer, config.dim, p, state, draw_floats(same, config.dim).data());
         const auto* found = reinterpret_cast<const float*>(rows.row(0));
-        for (std::uint32_t i = 0; i < config.dim; ++i) CHECK(std::fabs(found[i] - p[i]) < 2e-5 * std::max(1.0, std::fabs(p[i])));
+        for (std::uint32_t i = 0; i < config.dim; ++i)
+            CHECK(std::fabs(found[i] - p[i]) < 2e-5 * std::max(1.0, std::fabs(p[i])));
         for (std::uint32_t i = 0; i < config.state_dim(); ++i)
             CHECK(std::fabs(found[config.dim + i] - state[i]) < 1e-4 * std::max(1.0, std::fabs(state[i])));
     }
@@ -177,7 +211,8 @@ void plain_sgd_is_exact(Random& random) {
     }
 }
 
-// The value that FTRL's closed form makes of a new row's z is the initial value, so that a zero gradient changes little.
+// The value that FTRL's closed form makes of a new row's z is the initial value, so that a zero gradient changes
+// little.
 void ftrl_starts_at_the_initial_value(Random& random) {
     TableConfig config = draw_config(random, OptimizerKind::ftrl, Dtype::float32, 40);
     config.initial = InitialKind::uniform;
@@ -206,12 +241,14 @@ void gather_copies_exactly(Random& random) {
             std::vector<const std::byte*> pointers;
             for (std::size_t r = 0; r < rows; ++r) pointers.push_back(block.row(r));
             std::vector<std::uint32_t> local, positions;
-            for (std::size_t e = 0; e < count; ++e) local.push_back(random.below(rows)), positions.push_back(static_cast<std::uint32_t>(2 * e));
+            for (std::size_t e = 0; e < count; ++e)
+                local.push_back(random.below(rows)), positions.push_back(static_cast<std::uint32_t>(2 * e));
             for (std::size_t e = count; e > 1; --e) std::swap(positions[e - 1], positions[random.below(e)]);
             std::vector<std::uint32_t> out(16 + first + 2 * count * dim + 16, 0x12345678U), wanted = out;
             const std::size_t aligned = (64 - reinterpret_cast<std::uintptr_t>(out.data()) % 64) % 64 / 4;
             const std::size_t at = aligned + (random.chance(0.5) ? 0 : first); // streaming wants whole lines
-            for (std::size_t e = 0; e < count; ++e) std::memcpy(wanted.data() + at + positions[e] * dim, pointers[local[e]], 4 * dim);
+            for (std::size_t e = 0; e < count; ++e)
+                std::memcpy(wanted.data() + at + positions[e] * dim, pointers[local[e]], 4 * dim);
             kernels->gather(pointers.data(), local.data(), positions.data(), count, dim, Dtype::float32,
                             reinterpret_cast<float*>(out.data() + at));
             CHECK(out == wanted);
@@ -252,7 +289,8 @@ void largest_is_found_anywhere(Random& random) {
             const float kept = values[at];
             values[at] = std::bit_cast<float>(magnitude | sign);
             std::uint32_t wanted = 0;
-            for (std::size_t i = begin; i < begin + count; ++i) wanted = std::max(wanted, std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffU);
+            for (std::size_t i = begin; i < begin + count; ++i)
+                wanted = std::max(wanted, std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffU);
             CHECK_EQ(kernels->largest(values.data() + begin, count), wanted);
             if (at >= begin && at < begin + count) CHECK_EQ(wanted, magnitude);
             values[at] = kept;
@@ -276,16 +314,20 @@ void initial_values_are_spread(Random& random) {
         double sum = 0, squares = 0, n = 0;
         const double a = config.initial_a, b = config.initial_b;
         for (std::uint64_t id = random.bits(), i = 0; i < 2000; ++i, ++id) {
-            portable_kernels().initialise(initial_scalars(config), id, reinterpret_cast<std::byte*>(row.data()), scratch.data());
+            portable_kernels().initialise(initial_scalars(config), id, reinterpret_cast<std::byte*>(row.data()),
+                                          scratch.data());
             for (float value : row) {
                 sum += value, squares += double{value} * value, ++n;
-                if (kind == InitialKind::uniform) CHECK(value >= static_cast<float>(a) && value <= static_cast<float>(b));
+                if (kind == InitialKind::uniform)
+                    CHECK(value >= static_cast<float>(a) && value <= static_cast<float>(b));
                 if (kind == InitialKind::constant) CHECK_EQ(value, static_cast<float>(a));
             }
         }
         const double mean = sum / n, deviation = std::sqrt(std::max(0.0, squares / n - mean * mean));
         const double wanted_mean = kind == InitialKind::uniform ? (a + b) / 2 : a;
-        const double wanted = kind == InitialKind::uniform ? (b - a) / std::sqrt(12.0) : kind == InitialKind::normal ? b : 0;
+        const double wanted = kind == InitialKind::uniform  ? (b - a) / std::sqrt(12.0)
+                              : kind == InitialKind::normal ? b
+                                                            : 0;
         CHECK(std::fabs(mean - wanted_mean) < 6 * wanted / std::sqrt(n) + 1e-6);
         CHECK(std::fabs(deviation - wanted) < 6 * wanted / std::sqrt(n) + 1e-3);
     }

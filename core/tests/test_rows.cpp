@@ -156,9 +156,12 @@ void agrees_with_a_map(Random& random) {
         } else if (!model.known.empty()) {
             const std::uint64_t old = model.any(random);
             const Known known = model.known.at(old);
-            if (random.chance(0.4)) model.erase(old);
-            else if (random.chance(0.7)) model.touch(old, stamp);
-            else model.publish(old, known.slot, stamp, known.changed + 1); // an import: stamps may fall
+            if (random.chance(0.4))
+                model.erase(old);
+            else if (random.chance(0.7))
+                model.touch(old, stamp);
+            else
+                model.publish(old, known.slot, stamp, known.changed + 1); // an import: stamps may fall
         }
         if (random.chance(0.1)) model.check_oldest();
         if (i % 500 == 0) model.check();
@@ -209,8 +212,10 @@ void chunks_fit(Random& random) {
             const auto first = starts.lower_bound(memory), last = starts.lower_bound(memory + bytes);
             CHECK(first != last && *std::prev(last) + stride <= memory + bytes);
         }
-        if (most != 0) CHECK_EQ(allocated, most * stride);
-        else CHECK(allocated <= 4096 * stride);
+        if (most != 0)
+            CHECK_EQ(allocated, most * stride);
+        else
+            CHECK(allocated <= 4096 * stride);
         CHECK(model.rows.bytes() >= allocated + model.rows.index().bytes());
         model.check();
     }
@@ -277,8 +282,10 @@ void check_sees_what_is_broken(Random&) {
         {"a ring", [](Modelled& m) { m.rows.head(3).set_id(3); }},
         {"used != live + free", [](Modelled& m) { m.rows.head(3).set_id(kNoSlot); }},
         {"names a free row", [](Modelled& m) { const_cast<Index&>(m.rows.index()).insert(mix64(1), 3); }},
-        {"not found by its id", [](Modelled& m) { const_cast<Index&>(m.rows.index()).erase(mix64(m.rows.head(20).id()), 20); }},
-        {"index entries != rows", [](Modelled& m) { const_cast<Index&>(m.rows.index()).insert(mix64(m.rows.head(20).id()), 20); }},
+        {"not found by its id",
+         [](Modelled& m) { const_cast<Index&>(m.rows.index()).erase(mix64(m.rows.head(20).id()), 20); }},
+        {"index entries != rows",
+         [](Modelled& m) { const_cast<Index&>(m.rows.index()).insert(mix64(m.rows.head(20).id()), 20); }},
     };
     for (const Break& each : breaks) {
         Modelled model(4, 0);

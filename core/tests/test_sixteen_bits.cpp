@@ -19,8 +19,9 @@ using Code = std::uint16_t;
 double value_of(Dtype dtype, Code code) {
     const int mantissa_bits = dtype == Dtype::float16 ? 10 : 7, bias = dtype == Dtype::float16 ? 15 : 127;
     const int exponent = (code & 0x7fff) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
-    const double magnitude = exponent == 0 ? std::ldexp(mantissa, 1 - bias - mantissa_bits)
-                                           : std::ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits);
+    const double magnitude = exponent == 0
+                                 ? std::ldexp(mantissa, 1 - bias - mantissa_bits)
+                                 : std::ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits);
     return (code & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
@@ -40,7 +41,8 @@ Code low_of(Dtype dtype, double x) {
 Code nearest_of(Dtype dtype, double x) {
     const Code low = low_of(dtype, x), most = static_cast<Code>(infinity_of(dtype) - 1);
     if (low == most) return low; // saturates: never up to infinity
-    const double below = std::fabs(x) - value_of(dtype, low), above = value_of(dtype, static_cast<Code>(low + 1)) - std::fabs(x);
+    const double below = std::fabs(x) - value_of(dtype, low),
+                 above = value_of(dtype, static_cast<Code>(low + 1)) - std::fabs(x);
     return below < above || (below == above && low % 2 == 0) ? low : static_cast<Code>(low + 1);
 }
 
@@ -54,7 +56,8 @@ float draw_float(Random& random, Dtype dtype) {
     default: {
         const auto low = static_cast<Code>(random.below(infinity_of(dtype) - 1U));
         const double middle = (value_of(dtype, low) + value_of(dtype, static_cast<Code>(low + 1))) / 2;
-        return std::nextafter(static_cast<float>(middle), random.pick(std::vector{0.0f, static_cast<float>(middle), std::numeric_limits<float>::max()}));
+        return std::nextafter(static_cast<float>(middle), random.pick(std::vector{0.0f, static_cast<float>(middle),
+                                                                                  std::numeric_limits<float>::max()}));
     }
     }
 }
@@ -122,7 +125,8 @@ void new_rows_round_to_nearest(Random& random) {
                 const Code found = encoded(*kernels, dtype, value);
                 const Code wanted = nearest_of(dtype, value), sign = std::signbit(value) ? 0x8000 : 0;
                 if (found != (wanted | sign))
-                    testing::fail(__FILE__, __LINE__, std::string(kernels->name) + ": " + std::to_string(value) + " became code " +
+                    testing::fail(__FILE__, __LINE__,
+                                  std::string(kernels->name) + ": " + std::to_string(value) + " became code " +
                                       std::to_string(found) + "; wanted " + std::to_string(wanted | sign));
             }
         }
@@ -132,17 +136,20 @@ void new_rows_round_to_nearest(Random& random) {
 void every_half_way_rounds_right(Random& random) {
     for (Dtype dtype : {Dtype::float16, Dtype::bfloat16})
         for (const Kernels* kernels : available_kernels())
-            for (std::uint32_t low = testing::kSanitized ? random.below(8) : 0; low + 1 < infinity_of(dtype); low += testing::kSanitized ? 8 : 1) {
+            for (std::uint32_t low = testing::kSanitized ? random.below(8) : 0; low + 1 < infinity_of(dtype);
+                 low += testing::kSanitized ? 8 : 1) {
                 const auto code = static_cast<Code>(low), next = static_cast<Code>(low + 1);
                 const auto middle = static_cast<float>((value_of(dtype, code) + value_of(dtype, next)) / 2);
                 CHECK_EQ(encoded(*kernels, dtype, middle), low % 2 == 0 ? code : next);
                 CHECK_EQ(encoded(*kernels, dtype, -middle), (low % 2 == 0 ? code : next) | 0x8000);
                 CHECK_EQ(encoded(*kernels, dtype, std::nextafter(middle, 0.0f)), code);
-                CHECK_EQ(encoded(*kernels, dtype, std::nextafter(middle, std::numeric_limits<float>::infinity())), next);
+                CHECK_EQ(encoded(*kernels, dtype, std::nextafter(middle, std::numeric_limits<float>::infinity())),
+                         next);
             }
 }
 
-// A row of zeros after one step of lr 1 is minus the gradient, rounded: down or up to a neighbour, the same on all paths.
+// A row of zeros after one step of lr 1 is minus the gradient, rounded: down or up to a neighbour, the same on all
+// paths.
 void updates_round_to_a_neighbour(Random& random) {
     constexpr std::uint32_t kDim = 64;
     for (unsigned i = 0; i < 200; ++i)
@@ -173,7 +180,8 @@ void updates_round_to_a_neighbour(Random& random) {
 void rounding_is_unbiased(Random& random) {
     constexpr std::uint32_t kDim = 64, kRows = 500;
     for (Dtype dtype : {Dtype::float16, Dtype::bfloat16}) {
-        const float value = random.chance(0.5) ? random.real(0.5f, 2.0f) : std::ldexp(random.real(0.5f, 1.0f), -20); // subnormal in fp16
+        const float value = random.chance(0.5) ? random.real(0.5f, 2.0f)
+                                               : std::ldexp(random.real(0.5f, 1.0f), -20); // subnormal in fp16
         const Code low = low_of(dtype, value);
         const double gap = value_of(dtype, static_cast<Code>(low + 1)) - value_of(dtype, low);
         const double odds = (value - value_of(dtype, low)) / gap;
@@ -202,7 +210,8 @@ void beyond_the_largest(Random&) {
                 kernels->step(plain_sgd(dtype, 1, 1, 1.0), &each, 1, &scratch);
                 return static_cast<Code>(row[0] & 0x7fff);
             };
-            for (float value : {65504.0f, 65519.0f, 65520.0f, 1e30f, infinity}) CHECK_EQ(step(Dtype::float16, sign * value), 0x7bff);
+            for (float value : {65504.0f, 65519.0f, 65520.0f, 1e30f, infinity})
+                CHECK_EQ(step(Dtype::float16, sign * value), 0x7bff);
             CHECK_EQ(step(Dtype::bfloat16, sign * std::numeric_limits<float>::max()), 0x7f7f);
             CHECK(step(Dtype::float16, sign * nan) > 0x7c00);
             CHECK(step(Dtype::bfloat16, sign * nan) > 0x7f80);

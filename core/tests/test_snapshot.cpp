@@ -11,7 +11,8 @@ using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Line, test
 namespace {
 
 TableConfig draw_config(Random& random, std::size_t number) {
-    TableConfig config = testing::counting_table("table " + std::to_string(number), random.between(1, 9), 1U << random.below(4));
+    TableConfig config =
+        testing::counting_table("table " + std::to_string(number), random.between(1, 9), 1U << random.below(4));
     config.dtype = std::vector{Dtype::float32, Dtype::float16, Dtype::bfloat16}[random.below(3)];
     config.optimizer.kind = static_cast<OptimizerKind>(random.below(6));
     config.optimizer.momentum = 0.5;
@@ -42,14 +43,16 @@ void train(Engine& engine, Random& random, unsigned calls) {
 // The columns of a range of buckets, straight into another engine.
 void copy_rows(Engine& from, Engine& to, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
     const Columns c = from.export_rows(t, first, last, since);
-    to.import_rows(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory), reinterpret_cast<const std::uint32_t*>(c.step.memory),
-                   c.values.memory, reinterpret_cast<const float*>(c.state.memory));
+    to.import_rows(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
+                   reinterpret_cast<const std::uint32_t*>(c.step.memory), c.values.memory,
+                   reinterpret_cast<const float*>(c.state.memory));
     for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks().give(block);
 }
 
 void copy_sightings(Engine& from, Engine& to, std::size_t t) {
     const Columns c = from.export_sightings(t, 0, from.table(t).config().num_buckets);
-    to.import_sightings(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory), reinterpret_cast<const std::uint32_t*>(c.step.memory),
+    to.import_sightings(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
+                        reinterpret_cast<const std::uint32_t*>(c.step.memory),
                         reinterpret_cast<const std::uint32_t*>(c.values.memory), true);
     for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks().give(block);
 }
@@ -165,7 +168,8 @@ void too_many_rows_are_refused(Random&) {
     const Ids ids{1, 2, 1, 3};
     const std::uint32_t steps[4] = {1, 2, 3, 4};
     const float values[4] = {1, 2, 3, 4};
-    CHECK_THROWS(CapacityError, "no room for id 3", engine->import_rows(0, 4, ids.data(), steps, reinterpret_cast<const std::byte*>(values), nullptr));
+    CHECK_THROWS(CapacityError, "no room for id 3",
+                 engine->import_rows(0, 4, ids.data(), steps, reinterpret_cast<const std::byte*>(values), nullptr));
     engine->reach_step(4);
     engine->table(0).check();
     const std::vector<Line> rows = testing::rows_of(*engine, 0);
@@ -195,19 +199,21 @@ void sightings_stay_in_their_window(Random& random) {
     engine->table(0).check();
     CHECK_EQ(engine->num_rows(0), with_rows);
     for (const Line& line : testing::sightings_of(*engine, 0)) CHECK(line.id < 500 || with_rows < 3);
-    for (std::uint32_t step = 51; step < 55; ++step) testing::lookup(*engine, {Ids(ids.begin(), ids.begin() + 20)}, step);
+    for (std::uint32_t step = 51; step < 55; ++step)
+        testing::lookup(*engine, {Ids(ids.begin(), ids.begin() + 20)}, step);
     engine->table(0).check();
 }
 
 } // namespace
 
 int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"a_copy_is_equal_and_goes_on_equally", testing::scaled(150), a_copy_is_equal_and_goes_on_equally},
-                         {"changes_lead_from_copy_to_copy", testing::scaled(150), changes_lead_from_copy_to_copy},
-                         {"changes_are_the_touched_rows", 1, changes_are_the_touched_rows},
-                         {"removed_ids_are_remembered_up_to_a_bound", 1, removed_ids_are_remembered_up_to_a_bound},
-                         {"removed_rows_are_removed", 1, removed_rows_are_removed},
-                         {"too_many_rows_are_refused", 1, too_many_rows_are_refused},
-                         {"sightings_stay_in_their_window", 40, sightings_stay_in_their_window}});
+    return testing::run(
+        argc, argv,
+        {{"a_copy_is_equal_and_goes_on_equally", testing::scaled(150), a_copy_is_equal_and_goes_on_equally},
+         {"changes_lead_from_copy_to_copy", testing::scaled(150), changes_lead_from_copy_to_copy},
+         {"changes_are_the_touched_rows", 1, changes_are_the_touched_rows},
+         {"removed_ids_are_remembered_up_to_a_bound", 1, removed_ids_are_remembered_up_to_a_bound},
+         {"removed_rows_are_removed", 1, removed_rows_are_removed},
+         {"too_many_rows_are_refused", 1, too_many_rows_are_refused},
+         {"sightings_stay_in_their_window", 40, sightings_stay_in_their_window}});
 }

@@ -21,12 +21,11 @@ class Oracle {
         std::uint32_t stamp;
         float value;
     };
-    struct Sighting {
-        std::uint32_t stamp, count;
-    };
+    struct Sighting { std::uint32_t stamp, count; };
     struct Full {};
 
-    explicit Oracle(const TableConfig& config) : config_(config), rows_(config.num_buckets), sightings_(config.num_buckets) {}
+    explicit Oracle(const TableConfig& config)
+        : config_(config), rows_(config.num_buckets), sightings_(config.num_buckets) {}
 
     // What the lookup reads; throws Full where the table must raise.
     std::vector<float> lookup(const Ids& ids, const LookupStep& at) {
@@ -40,7 +39,8 @@ class Oracle {
                 if (auto row = rows_[b].find(id); row != rows_[b].end()) {
                     ++counters.hits;
                     row->second.stamp = std::max(row->second.stamp, at.step);
-                } else misses.push_back(id);
+                } else
+                    misses.push_back(id);
             }
             for (std::uint64_t id : misses) insert(b, id, at);
         }
@@ -90,7 +90,8 @@ class Oracle {
   private:
     std::uint32_t bucket(std::uint64_t id) const { return bucket_of(mix64(id), config_.bucket_bits()); }
 
-    template <typename T> static std::map<std::uint64_t, T> joined(const std::vector<std::map<std::uint64_t, T>>& parts) {
+    template <typename T>
+    static std::map<std::uint64_t, T> joined(const std::vector<std::map<std::uint64_t, T>>& parts) {
         std::map<std::uint64_t, T> all;
         for (const auto& part : parts) all.insert(part.begin(), part.end());
         return all;
@@ -120,7 +121,8 @@ class Oracle {
             ++counters.refused;
             return;
         }
-        if (config_.capacity != 0 && config_.on_full != OnFull::grow && rows.size() >= config_.share(config_.capacity, b)) {
+        if (config_.capacity != 0 && config_.on_full != OnFull::grow &&
+            rows.size() >= config_.share(config_.capacity, b)) {
             const auto victim = oldest(rows);
             if (config_.on_full == OnFull::raise || victim->second.stamp >= at.oldest_open) throw Full{};
             rows.erase(victim);
@@ -138,7 +140,8 @@ class Oracle {
         auto& sightings = sightings_[b];
         const auto seen = sightings.find(id);
         if (seen == sightings.end()) {
-            if (sightings.size() >= std::max<std::uint64_t>(1, config_.share(config_.window, b))) sightings.erase(oldest(sightings));
+            if (sightings.size() >= std::max<std::uint64_t>(1, config_.share(config_.window, b)))
+                sightings.erase(oldest(sightings));
             sightings[id] = {step, 1};
             return false;
         }
@@ -158,7 +161,8 @@ TableConfig draw_config(Random& random) {
     TableConfig config = testing::counting_table("table " + std::to_string(random.below(5)), 1, 1U << random.below(4));
     config.initial_a = kInitial;
     config.optimizer.lr = 0.5;
-    config.admission = std::vector{AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(3)];
+    config.admission =
+        std::vector{AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(3)];
     config.probability = random.real(0.1f, 1.0f);
     config.min_count = random.between(1, 4);
     config.window = random.between(1, 100);
@@ -223,7 +227,8 @@ void lives_as_the_oracle_says(Random& random) {
     const TableConfig config = draw_config(random);
     const auto engine = testing::make_engine({config}, 1, random.pick(available_kernels())->name);
     Oracle oracle(config);
-    const std::uint32_t kinds = random.chance(0.5) ? 50 : 600, most = random.between(2, 60), staleness = random.below(6);
+    const std::uint32_t kinds = random.chance(0.5) ? 50 : 600, most = random.between(2, 60),
+                        staleness = random.below(6);
     std::vector<std::pair<testing::Looked, Ids>> open;
     std::uint32_t newest = 1, oldest = 1;
     for (unsigned call = 0; call < 150; ++call) {
@@ -242,7 +247,8 @@ void lives_as_the_oracle_says(Random& random) {
                 full = true;
             }
             if (full) {
-                CHECK_THROWS(CapacityError, "set capacity to at least", testing::lookup(*engine, {ids}, at.step, at.oldest_open));
+                CHECK_THROWS(CapacityError, "set capacity to at least",
+                             testing::lookup(*engine, {ids}, at.step, at.oldest_open));
             } else {
                 looked = testing::lookup(*engine, {ids}, at.step, at.oldest_open);
                 CHECK(looked.rows == wanted);
@@ -274,7 +280,8 @@ void pinned_rows_stay(Random&) {
     CHECK_THROWS(CapacityError, "bucket 0 of 1 has 4 rows", testing::lookup(*engine, {{5}}, 5, 1));
     CHECK_THROWS(CapacityError, "set capacity to at least 5,", testing::lookup(*engine, {{5}}, 5, 1));
     testing::lookup(*engine, {{5}}, 5, 2); // 1 goes
-    CHECK_THROWS(CapacityError, "open steps (3 and later)", testing::lookup(*engine, {{6, 7}}, 6, 3)); // 6 evicts 2, 7 fails
+    CHECK_THROWS(CapacityError, "open steps (3 and later)",
+                 testing::lookup(*engine, {{6, 7}}, 6, 3)); // 6 evicts 2, 7 fails
     Ids left;
     for (const Line& line : testing::rows_of(*engine, 0)) left.push_back(line.id);
     CHECK(left == (Ids{3, 4, 5, 6}));
@@ -379,11 +386,17 @@ void nonfinite_gradients(Random&) {
         for (auto [at, value] : bad) gradients[at] = value;
         return gradients;
     };
-    CHECK_THROWS(NonFiniteError, "table 'strict': the gradient of id 12 at position 1 ", testing::update(*engine, *ticket, with({{4 + 5, infinity}, {4 + 8, NAN}}), 1));
-    CHECK_THROWS(NonFiniteError, "id 11 (first at position 0) sum to", testing::update(*engine, *ticket, with({{4, most}, {4 + 6, most}}), 1));
-    CHECK_THROWS(NonFiniteError, "id 11 at position 2 ", testing::update(*engine, *ticket, with({{4, most}, {4 + 6, -infinity}, {0, NAN}}), 1));
-    CHECK(testing::peek(*engine, ids) == std::vector<float>(13, 0.0f)); // nothing was applied, not even to the other table
-    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped + engine->counters(1, nullptr, nullptr, nullptr).updated, 0);
+    CHECK_THROWS(NonFiniteError, "table 'strict': the gradient of id 12 at position 1 ",
+                 testing::update(*engine, *ticket, with({{4 + 5, infinity}, {4 + 8, NAN}}), 1));
+    CHECK_THROWS(NonFiniteError, "id 11 (first at position 0) sum to",
+                 testing::update(*engine, *ticket, with({{4, most}, {4 + 6, most}}), 1));
+    CHECK_THROWS(NonFiniteError, "id 11 at position 2 ",
+                 testing::update(*engine, *ticket, with({{4, most}, {4 + 6, -infinity}, {0, NAN}}), 1));
+    CHECK(testing::peek(*engine, ids) ==
+          std::vector<float>(13, 0.0f)); // nothing was applied, not even to the other table
+    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped +
+                 engine->counters(1, nullptr, nullptr, nullptr).updated,
+             0);
     testing::update(*engine, *ticket, with({{0, NAN}, {1, -infinity}, {3, -most}}), 1); // and the ticket is still good
     CHECK(testing::peek(*engine, {{1, 2, 3}, {11, 12}}) == (std::vector<float>{1, 0, most, 2, 2, 2, 1, 1, 1}));
     CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped, 2);
@@ -407,10 +420,14 @@ void check_sees_what_is_broken(Random&) {
              while (e.table(0).hash_bucket(id) == e.table(0).hash_bucket(b.rows.head(0).id())) ++id;
              b.rows.publish(b.rows.insert(id, mix64(id)), 1, 1);
          }},
-        {"more rows than the bucket's share", [](Engine&, Bucket& b) { testing::Random random(1); while (b.rows.size() <= 4) {
-             const std::uint64_t id = random.bits();
-             b.rows.publish(b.rows.insert(id, mix64(id)), 1, 1);
-         } }},
+        {"more rows than the bucket's share",
+         [](Engine&, Bucket& b) {
+             testing::Random random(1);
+             while (b.rows.size() <= 4) {
+                 const std::uint64_t id = random.bits();
+                 b.rows.publish(b.rows.insert(id, mix64(id)), 1, 1);
+             }
+         }},
         {"an id has a row and a sighting",
          [](Engine&, Bucket& b) {
              const std::uint64_t id = b.rows.head(0).id();

@@ -48,13 +48,16 @@ struct Failure : std::runtime_error { using std::runtime_error::runtime_error; }
 }
 
 template <typename A, typename B> bool equal(const A& a, const B& b) {
-    if constexpr (std::is_integral_v<A> && std::is_integral_v<B> && !std::is_same_v<A, bool> && !std::is_same_v<B, bool>)
+    if constexpr (std::is_integral_v<A> && std::is_integral_v<B> && !std::is_same_v<A, bool> &&
+                  !std::is_same_v<B, bool>)
         return std::cmp_equal(a, b);
-    else return a == b;
+    else
+        return a == b;
 }
 
 template <typename A, typename B>
-void check_equal(const A& found, const B& wanted, const char* file, int line, const char* found_text, const char* wanted_text) {
+void check_equal(const A& found, const B& wanted, const char* file, int line, const char* found_text,
+                 const char* wanted_text) {
     if (equal(found, wanted)) return;
     std::ostringstream message;
     message.precision(17);
@@ -164,7 +167,8 @@ inline int run(int argc, char** argv, std::initializer_list<Case> cases) {
         }
         alarm(0);
         const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-        std::printf("%-40s seeds %llu..%llu  %.2f s\n", each.name, static_cast<unsigned long long>(argc > 1 ? given : 1),
+        std::printf("%-40s seeds %llu..%llu  %.2f s\n", each.name,
+                    static_cast<unsigned long long>(argc > 1 ? given : 1),
                     static_cast<unsigned long long>(argc > 1 ? given : rounds), taken.count());
         std::fflush(stdout);
     }

@@ -28,8 +28,6 @@ using FloatsIn = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr std::uint32_t kLastStep = 0xfffffffeU;
-
 [[noreturn]] void refuse(const std::string& message) { throw InputError(message); }
 
 void require_size(const char* what, std::size_t found, std::size_t wanted) {
@@ -136,7 +134,7 @@ void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint
     require_size("lrs", lrs.size(), engine.num_tables());
     for (std::size_t t = 0; t < lrs.size(); ++t) {
         const bool divides = engine.table(t).config().optimizer.kind == OptimizerKind::ftrl;
-        if (!(lrs[t] >= 0.0) || lrs[t] > 1e30 || (divides && lrs[t] == 0.0))
+        if (!(lrs[t] >= 0.0) || lrs[t] > 3.4028234663852886e38 || (divides && lrs[t] == 0.0))
             refuse("table '" + engine.table(t).config().name + "': lr=" + std::to_string(lrs[t]) +
                    ", wanted a finite number " + (divides ? "> 0" : ">= 0"));
     }
@@ -256,9 +254,11 @@ void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& ste
     engine.import_rows(t, n, id, step, value, of_state);
 }
 
-void restore(Engine& engine, std::size_t t, std::uint32_t version, std::uint32_t latest_step, double lr) {
+void restore(Engine& engine, std::size_t t, std::uint32_t version, std::uint32_t latest_step,
+             std::uint32_t expire_before, double lr) {
     Table& table = engine.table(checked_table(engine, t));
     table.ledger().version.store(version);
+    table.ledger().expire_before.store(expire_before);
     table.set_lr(lr);
     engine.reach_step(latest_step);
     for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
@@ -335,7 +335,10 @@ void bind_saving(nb::class_<Engine>& engine) {
         .def(
             "import_removed",
             [](Engine& e, std::size_t t, const Ids& ids) {
-                e.import_removed(checked_table(e, t), {ids.data(), ids.size()});
+                std::span<const std::uint64_t> view(ids.data(), ids.size());
+                checked_table(e, t);
+                nb::gil_scoped_release release;
+                e.import_removed(t, view);
             },
             "table"_a, "ids"_a)
         .def(
@@ -346,7 +349,10 @@ void bind_saving(nb::class_<Engine>& engine) {
                 e.import_sightings(checked_table(e, t), ids.size(), ids.data(), steps.data(), counts.data(), clear);
             },
             "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
-        .def("restore", &restore, "table"_a, "version"_a, "latest_step"_a, "lr"_a);
+        .def(
+            "expire_before", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).expire_before(); },
+            "table"_a)
+        .def("restore", &restore, "table"_a, "version"_a, "latest_step"_a, "expire_before"_a, "lr"_a);
 }
 
 void bind_engine(nb::module_& m) {

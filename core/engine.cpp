@@ -71,7 +71,13 @@ void Engine::adopt(SharedArena& file) {
         }
 }
 
-std::uint32_t Engine::next_step() { return ++arena_->latest_step(); }
+std::uint32_t Engine::next_step() {
+    std::uint32_t now = arena_->latest_step().load();
+    do {
+        if (now >= kLastStep) throw InputError("all " + std::to_string(kLastStep) + " steps are used");
+    } while (!arena_->latest_step().compare_exchange_weak(now, now + 1));
+    return now + 1;
+}
 
 void Engine::reach_step(std::uint32_t step) {
     std::uint32_t now = arena_->latest_step().load();

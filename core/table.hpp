@@ -36,6 +36,8 @@ struct NonFinite {
     bool found() const { return position != 0xffffffffU; }
 };
 
+inline constexpr std::uint32_t kLastStep = 0xfffffffeU; // steps are 1..kLastStep
+
 struct LookupStep {
     bool train;
     std::uint32_t step;

@@ -172,8 +172,8 @@ FORGED: list[tuple[str, Callable[[dict[str, Any]], Any], list[str]]] = [
     *(
         (f"no {name}", lambda content, name=name: content.pop(name), [f"'{name}' is missing"])
         for name in (
-            "kind", "id", "version", "config", "seed", "latest_step", "lr", "num_buckets", "rows", "removed",
-            "sightings", "files",
+            "kind", "id", "version", "config", "seed", "latest_step", "expire_before", "lr", "num_buckets",
+            "rows", "removed", "sightings", "files",
         )
     ),
     ("kind", lambda content: content.update(kind="half"), ["'kind' is 'half'", "'full'"]),

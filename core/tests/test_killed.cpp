@@ -184,5 +184,5 @@ int main(int argc, char** argv) {
     return testing::run(argc, argv,
                         {{"an_armed_slot_is_undone", 10, an_armed_slot_is_undone},
                          {"a_row_outlives_its_sighting", 1, a_row_outlives_its_sighting},
-                         {"no_bucket_is_half_applied", testing::scaled(30), no_bucket_is_half_applied}});
+                         {"no_bucket_is_half_applied", testing::scaled(40), no_bucket_is_half_applied}});
 }

@@ -313,5 +313,5 @@ int main(int argc, char** argv) {
                          {"chunks_come_back", testing::scaled(6), chunks_come_back},
                          {"a_full_disk_loses_nothing", 1, a_full_disk_loses_nothing},
                          {"a_file_that_cannot_be_made_is_removed", 1, a_file_that_cannot_be_made_is_removed},
-                         {"callers_share_a_growing_file", 2, callers_share_a_growing_file}});
+                         {"callers_share_a_growing_file", testing::scaled(2), callers_share_a_growing_file}});
 }

@@ -81,6 +81,8 @@ class Manifest:
     """The store's."""
     latest_step: int
     """The store's."""
+    expire_before: int
+    """Rows stamped before this step have expired; 0: none."""
     lr: float
     """The store's, which may differ from the configuration's."""
     num_buckets: int
@@ -117,6 +119,7 @@ class Manifest:
             config=fields.mapping("config"),
             seed=fields.integer("seed"),
             latest_step=fields.integer("latest_step", 0, 2**32 - 2),
+            expire_before=fields.integer("expire_before", 0, 2**32 - 2),
             lr=fields.number("lr"),
             num_buckets=fields.integer("num_buckets", 1, 65536),
             rows=fields.integer("rows"),

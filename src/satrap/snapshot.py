@@ -126,6 +126,7 @@ class _Saver:
             config=place.table.to_dict(),
             seed=place.seed,
             latest_step=engine.latest_step,  # read last: no stamp in the files is later
+            expire_before=engine.expire_before(index),
             lr=engine.lr(index),
             num_buckets=buckets,
             rows=_lines(files, "rows"),
@@ -282,7 +283,7 @@ class Snapshot:
             raise SnapshotError(
                 f"{self.path} holds {manifest.rows} rows of {engine.num_rows(index)} ids; wanted one each"
             )
-        engine.restore(index, manifest.version, manifest.latest_step, manifest.lr)
+        engine.restore(index, manifest.version, manifest.latest_step, manifest.expire_before, manifest.lr)
 
     def _import(self, place: Place, mapped: _Mapped) -> None:
         engine, index = place.engine, place.index

@@ -211,7 +211,7 @@ void Engine::refuse_nonfinite(Batch& batch, const float* gradients) {
         if (table.config().on_nonfinite == OnNonfinite::raise) {
             NonFinite first;
             for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b)
-                table.find_nonfinite(visit(batch, t, b), gradients, scratch, first);
+                if (batch.num_unique[b] != 0) table.find_nonfinite(visit(batch, t, b), gradients, scratch, first);
             if (first.found()) table.refuse_nonfinite(first);
         }
         gradients += static_cast<std::size_t>(batch.offsets[t + 1] - batch.offsets[t]) * table.config().dim;

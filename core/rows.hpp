@@ -209,10 +209,15 @@ class Rows {
         return used_++;
     }
 
+    // By half each time, from a start of the bucket's own between 8 and 12: the buckets of a table fill alike, and
+    // would otherwise all rebuild their indexes in the same few batches.
     void grow_index() {
-        std::uint64_t wanted = size_ + size_ / 2 + 8;
-        if (limit_ > size_ && wanted > limit_) wanted = limit_;
-        build_index(Index::groups_for(wanted));
+        const double phase = static_cast<double>(tag_.bucket * 0x9e3779b9U) * 0x1p-32;
+        double wanted = 8.0 + 4.0 * phase;
+        while (wanted < static_cast<double>(size_ + 1)) wanted *= 1.5;
+        auto entries = static_cast<std::uint64_t>(wanted);
+        if (limit_ > size_ && entries > limit_) entries = limit_;
+        build_index(Index::groups_for(entries));
     }
 
     void build_index(std::uint64_t groups) {

@@ -100,6 +100,7 @@ class SharedArena final : public Arena {
             if (tail < old_end) { // the chunk must not straddle two pieces
                 *chunk_header(tail) = ChunkHeader{old_end - tail, 0, 0, 0, 0};
                 tail = old_end;
+                header().tail.store(tail); // before anything lies there: what is beyond the tail is taken to be zero
             }
         }
         ChunkHeader* chunk = chunk_header(tail);

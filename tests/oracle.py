@@ -122,15 +122,19 @@ class Oracle:
             if drawn.get(id_, True) and self._admit(id_, step):
                 self._make_room(id_, oldest_open)
                 self.sightings[self.bucket(id_)].pop(id_, None)
-                self.rows[id_] = Row(initial[id_], None, max(step, self.expire_before))  # a late step: still pinned
+                self.rows[id_] = Row(initial[id_], None, step)
                 self.counters["inserted"] += 1
             else:
                 self.counters["refused"] += 1
+        self._sweep()  # a very late step inserts rows that are gone at once
 
     def _expire(self, step: int, oldest_open: int) -> None:
         if self.table.expire_after is None:
             return
         self.expire_before = max(self.expire_before, min(step - self.table.expire_after, oldest_open), 0)
+        self._sweep()
+
+    def _sweep(self) -> None:
         gone = [id_ for id_, row in self.rows.items() if row.stamp < self.expire_before]
         for id_ in gone:
             del self.rows[id_]

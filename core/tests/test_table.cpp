@@ -165,7 +165,7 @@ TableConfig draw_config(Random& random) {
         std::vector{AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(3)];
     config.probability = random.real(0.1f, 1.0f);
     config.min_count = random.between(1, 4);
-    config.window = random.between(1, 100);
+    config.window = random.between(1, random.chance(0.5) ? 30 : 400);
     if (random.chance(0.8)) config.capacity = config.num_buckets + random.below(random.chance(0.5) ? 300 : 40);
     config.on_full = random.chance(0.8) ? OnFull::evict : random.chance(0.5) ? OnFull::raise : OnFull::grow;
     if (random.chance(0.4)) config.expire_after = random.between(1, 30);
@@ -222,38 +222,43 @@ std::vector<float> draw_gradients(Random& random, const TableConfig& config, std
     return gradients;
 }
 
+// The same lookup in both; without a ticket if both are full.
+testing::Looked lookup_both(Engine& engine, Oracle& oracle, const Ids& ids, const LookupStep& at) {
+    std::vector<float> wanted;
+    try {
+        wanted = oracle.lookup(ids, at);
+    } catch (const Oracle::Full&) {
+        CHECK_THROWS(CapacityError, "set capacity to at least",
+                     testing::lookup(engine, {ids}, at.step, at.oldest_open));
+        return {};
+    }
+    testing::Looked looked = testing::lookup(engine, {ids}, at.step, at.oldest_open);
+    CHECK(looked.rows == wanted);
+    return looked;
+}
+
 // Training with staleness: steps lie between the oldest open one and the newest, in any order.
 void lives_as_the_oracle_says(Random& random) {
     const TableConfig config = draw_config(random);
     const auto engine = testing::make_engine({config}, 1, random.pick(available_kernels())->name);
     Oracle oracle(config);
-    const std::uint32_t kinds = random.chance(0.5) ? 50 : 600, most = random.between(2, 60),
-                        staleness = random.below(6);
+    const std::uint32_t kinds = random.pick(std::vector{50U, 600U, 2000U}),
+                        most = random.pick(std::vector{3U, 20U, 60U});
+    const unsigned calls = most == 3 ? 1500 : 150; // with few ids a call, the oldest rows are of many steps
+    const std::uint32_t staleness = random.below(random.chance(0.5) ? 6 : 40);
     std::vector<std::pair<testing::Looked, Ids>> open;
     std::uint32_t newest = 1, oldest = 1;
-    for (unsigned call = 0; call < 150; ++call) {
+    for (unsigned call = 0; call < calls; ++call) {
         newest += random.below(3) + (random.chance(0.02) ? 20 : 0);
         oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
         const Ids ids = draw_ids(random, kinds, most);
-        const LookupStep at{true, random.between(oldest, newest), oldest};
+        LookupStep at{true, random.between(oldest, newest), oldest};
+        if (config.expire_after == 0 && random.chance(0.2)) // and some far behind, which nobody waits for
+            at.step = at.oldest_open = random.between(newest > 300 ? newest - 300 : 1, newest);
         const unsigned kind = random.below(10);
         if (kind < 6) {
-            testing::Looked looked;
-            bool full = false;
-            std::vector<float> wanted;
-            try {
-                wanted = oracle.lookup(ids, at);
-            } catch (const Oracle::Full&) {
-                full = true;
-            }
-            if (full) {
-                CHECK_THROWS(CapacityError, "set capacity to at least",
-                             testing::lookup(*engine, {ids}, at.step, at.oldest_open));
-            } else {
-                looked = testing::lookup(*engine, {ids}, at.step, at.oldest_open);
-                CHECK(looked.rows == wanted);
-                open.emplace_back(std::move(looked), ids);
-            }
+            testing::Looked looked = lookup_both(*engine, oracle, ids, at);
+            if (looked.ticket != nullptr) open.emplace_back(std::move(looked), ids);
         } else if (kind < 9 && !open.empty()) { // a ticket that may be old: its rows may have gone
             std::swap(open[random.below(open.size())], open.back());
             const Ids& of_ticket = open.back().second;
@@ -267,7 +272,36 @@ void lives_as_the_oracle_says(Random& random) {
             oracle.update(ids, gradients, at.step);
             testing::update(*engine, {ids}, gradients, at.step);
         }
-        if (call % 10 == 9) check_same(*engine, oracle);
+        if (call % (calls / 15) == 0) check_same(*engine, oracle);
+    }
+    check_same(*engine, oracle);
+}
+
+// A full bucket, new ids in order, and updates that come late to rows which are about to go: their stamps rise to the
+// middle of the order, which the table has partly worked out already.
+void late_updates_keep_the_order(Random& random) {
+    TableConfig config = testing::counting_table("late", 1);
+    config.capacity = random.between(64, 300);
+    config.admission = random.chance(0.5) ? AdmissionKind::always : AdmissionKind::min_count;
+    config.min_count = 2;
+    config.window = random.between(64, 300);
+    config.initial_a = kInitial;
+    const auto engine = testing::make_engine({config});
+    Oracle oracle(config);
+    const auto capacity = static_cast<std::uint32_t>(config.capacity);
+    for (std::uint32_t step = 1000; step < 1000 + 4 * capacity; ++step) {
+        const Ids ids{random.below(2 * capacity), random.below(2 * capacity)};
+        for (const std::uint32_t at : {step, step - random.below(300)}) { // sightings come late, too
+            if (at != step && config.admission == AdmissionKind::always) continue;
+            lookup_both(*engine, oracle, ids, {true, at, at});
+        }
+        const auto rows = oracle.rows();
+        for (unsigned i = 0; i < 3 && !rows.empty(); ++i) {
+            const auto& [id, row] = *std::next(rows.begin(), random.below(rows.size()));
+            const std::uint32_t at = row.stamp + random.below(capacity / 4);
+            testing::update(*engine, {{id}}, {1.0f}, std::min(at, step));
+            oracle.update({id}, {1.0f}, std::min(at, step));
+        }
     }
     check_same(*engine, oracle);
 }
@@ -458,6 +492,7 @@ void check_sees_what_is_broken(Random&) {
 int main(int argc, char** argv) {
     return testing::run(argc, argv,
                         {{"lives_as_the_oracle_says", testing::scaled(1000), lives_as_the_oracle_says},
+                         {"late_updates_keep_the_order", testing::scaled(30), late_updates_keep_the_order},
                          {"pinned_rows_stay", 1, pinned_rows_stay},
                          {"on_full_raise_and_grow", 1, on_full_raise_and_grow},
                          {"expires_at_the_exact_step", 1, expires_at_the_exact_step},

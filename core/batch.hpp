@@ -85,7 +85,10 @@ inline void Batch::group(const std::uint64_t* ids, const BucketMap& map, ThreadP
         std::uint32_t* count = counts.data() + static_cast<std::size_t>(r) * buckets;
         by_table(range_begin(r), range_begin(r + 1), [&](std::size_t t, std::size_t first, std::size_t last) {
             std::uint32_t* of_table = count + map.first[t];
-            for (std::size_t i = first; i < last; ++i) ++of_table[bucket_of(mix64(ids[i]), map.bits[t])];
+            for (std::size_t i = first; i < last; ++i) {
+                local[i] = bucket_of(mix64(ids[i]), map.bits[t]); // kept for the second pass
+                ++of_table[local[i]];
+            }
         });
     });
     std::uint32_t at = 0;
@@ -105,7 +108,7 @@ inline void Batch::group(const std::uint64_t* ids, const BucketMap& map, ThreadP
             std::uint32_t* of_table = cursor + map.first[t];
             const auto base = static_cast<std::size_t>(offsets[t]);
             for (std::size_t i = first; i < last; ++i) {
-                std::uint32_t e = of_table[bucket_of(mix64(ids[i]), map.bits[t])]++;
+                std::uint32_t e = of_table[local[i]]++;
                 unique[e] = ids[i];
                 positions[e] = static_cast<std::uint32_t>(i - base);
             }

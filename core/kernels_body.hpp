@@ -187,21 +187,19 @@ struct RowWiseAdagrad {
     explicit RowWiseAdagrad(const StepScalars& scalars) : k(scalars), lr(static_cast<float>(scalars.lr)) {}
     void operator()(float* p, float* sum, const float* gradient) const {
         const std::uint32_t dim = k.dim;
-        float lanes[16] = {};
+        Lanes squares; // 16 partial sums, element i in lane i % 16, added up as a tree: the same order on every path
         std::uint32_t i = 0;
-        for (; i + 16 <= dim; i += 16)
-#pragma GCC ivdep
-            for (std::uint32_t j = 0; j < 16; ++j) {
-                float g = __builtin_fmaf(k.weight_decay, p[i + j], gradient[i + j]);
-                lanes[j] = __builtin_fmaf(g, g, lanes[j]);
+        for (; i + 16 <= dim; i += 16) squares.add_squares(k.weight_decay, p + i, gradient + i);
+        if (i < dim) {
+            float value[16] = {}, g[16] = {};
+            for (std::uint32_t j = 0; i + j < dim; ++j) {
+                value[j] = p[i + j];
+                g[j] = gradient[i + j];
             }
-        for (; i < dim; ++i) {
-            float g = __builtin_fmaf(k.weight_decay, p[i], gradient[i]);
-            lanes[i % 16] = __builtin_fmaf(g, g, lanes[i % 16]);
+            squares.add_squares(k.weight_decay, value, g); // the zeros add nothing
         }
-        for (std::uint32_t half = 8; half != 0; half /= 2)
-            for (std::uint32_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
-        sum[0] += lanes[0] / static_cast<float>(dim); // s += mean(g^2)
+        const float total = squares.total();
+        sum[0] += total / static_cast<float>(dim); // s += mean(g^2)
         const float factor = lr / (__builtin_sqrtf(sum[0]) + k.eps);
 #pragma GCC ivdep
         for (std::uint32_t e = 0; e < dim; ++e)

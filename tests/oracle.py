@@ -124,9 +124,9 @@ class Oracle:
                 self.sightings[self.bucket(id_)].pop(id_, None)
                 self.rows[id_] = Row(initial[id_], None, step)
                 self.counters["inserted"] += 1
+                self._sweep()  # the row of a very late step is gone at once
             else:
                 self.counters["refused"] += 1
-        self._sweep()  # a very late step inserts rows that are gone at once
 
     def _expire(self, step: int, oldest_open: int) -> None:
         if self.table.expire_after is None:

@@ -13,6 +13,8 @@ namespace testing {
 
 using satrap::Engine, satrap::LookupStep, satrap::TableConfig, satrap::Ticket;
 
+inline constexpr std::uint64_t kSeed = 7; // where a test does not draw one
+
 using Ids = std::vector<std::uint64_t>;
 using IdsOfTables = std::vector<Ids>;
 
@@ -30,7 +32,7 @@ inline TableConfig counting_table(std::string name, std::uint32_t dim, std::uint
 }
 
 inline std::unique_ptr<Engine> make_engine(const std::vector<TableConfig>& configs, unsigned threads = 1,
-                                           const std::string& simd = "auto", std::uint64_t seed = 7) {
+                                           const std::string& simd = "auto", std::uint64_t seed = kSeed) {
     return std::make_unique<Engine>(configs, satrap::Options{seed, threads, simd},
                                     std::make_unique<satrap::AnonymousArena>(configs.size()));
 }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "engine.hpp"
+#include "calls.hpp"
 
 namespace testing {
 
@@ -38,7 +38,7 @@ class SharedFile {
     const std::string path;
 
   private:
-    static satrap::Options options(unsigned threads) { return {7, threads, "auto"}; }
+    static satrap::Options options(unsigned threads) { return {kSeed, threads, "auto"}; }
     static std::string new_path() {
         static std::atomic<unsigned> last{0};
         const std::filesystem::path tmpfs = "/dev/shm";

@@ -110,7 +110,8 @@ Visit Engine::visit(Batch& batch, std::size_t t, std::uint32_t b) {
 // lowest bucket is thrown, so the message does not depend on timing more than the state does.
 // `undo`, if any, holds a slot for each thread.
 template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work, UndoSet* undo) {
-    constexpr std::uint32_t kGrain = 4;
+    // So small that the last thread to finish is not late, so large that the counter is no bottleneck.
+    const std::uint32_t grain = std::max(1U, map_.total() / (64 * pool_.num_threads()));
     std::atomic<std::uint32_t> next{0}, failed_bucket{0xffffffffU};
     std::mutex error_mutex;
     std::exception_ptr error;
@@ -118,8 +119,8 @@ template <typename Work> void Engine::for_each_bucket(Batch& batch, Work work, U
         std::unique_ptr<Scratch> scratch = spares_.scratch.take();
         scratch->undo = undo == nullptr ? nullptr : undo->slot(thread);
         std::size_t t = 0;
-        for (std::uint32_t b; (b = next.fetch_add(kGrain)) < map_.total();) {
-            for (std::uint32_t end = std::min(b + kGrain, map_.total()); b < end; ++b) {
+        for (std::uint32_t b; (b = next.fetch_add(grain)) < map_.total();) {
+            for (std::uint32_t end = std::min(b + grain, map_.total()); b < end; ++b) {
                 if (batch.begin[b] == batch.begin[b + 1] || b > failed_bucket.load(std::memory_order_relaxed)) continue;
                 while (b >= map_.first[t + 1]) ++t;
                 try {

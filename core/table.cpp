@@ -61,25 +61,31 @@ void Table::open_step(const LookupStep& at) {
 }
 
 // Finds the slot of every unique id (kNoSlot: none) in passes, so that the cache misses of a bucket overlap.
-void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, std::uint32_t* slots) {
+void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scratch) {
     Rows& rows = bucket.rows;
+    const std::uint32_t n = visit.num_unique;
+    std::uint32_t* slots = scratch.slots.reserve(n);
     if (hinted) {
-        for (std::uint32_t i = 0; i < visit.num_unique; ++i) slots[i] = visit.hints[i];
+        for (std::uint32_t i = 0; i < n; ++i) slots[i] = visit.hints[i];
     } else {
-        for (std::uint32_t i = 0; i < visit.num_unique; ++i) rows.index().prefetch(mix64(visit.unique[i]));
-        for (std::uint32_t i = 0; i < visit.num_unique; ++i) slots[i] = rows.index().candidate(mix64(visit.unique[i]));
+        std::uint64_t* hashes = scratch.hashes.reserve(n);
+        for (std::uint32_t i = 0; i < n; ++i) {
+            hashes[i] = mix64(visit.unique[i]);
+            rows.index().prefetch(hashes[i]);
+        }
+        for (std::uint32_t i = 0; i < n; ++i) slots[i] = rows.index().candidate(hashes[i]);
     }
-    for (std::uint32_t i = 0; i < visit.num_unique; ++i)
+    for (std::uint32_t i = 0; i < n; ++i)
         if (slots[i] < rows.used()) __builtin_prefetch(&rows.head(slots[i]), 1);
-    for (std::uint32_t i = 0; i < visit.num_unique; ++i)
+    for (std::uint32_t i = 0; i < n; ++i)
         if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
 }
 
 void Table::lookup(const Visit& visit, const LookupStep& at, float* out, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
-    std::uint32_t* slots = scratch.slots.reserve(visit.num_unique);
     std::lock_guard lock(bucket.mutex);
-    locate(bucket, visit, false, slots);
+    locate(bucket, visit, false, scratch);
+    std::uint32_t* slots = scratch.slots.data();
     if (at.train) {
         const std::uint32_t version = ledger_->version.load(); // under the lock: see begin_version
         touch_hits(bucket, visit, at.step, version, slots);
@@ -266,7 +272,6 @@ void Table::update(const Visit& visit, const float* gradients, const StepScalars
                    Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     const std::uint32_t n = visit.num_unique;
-    std::uint32_t* slots = scratch.slots.reserve(n);
     RowStep* steps = scratch.steps.reserve(n);
     start_sums(visit, scratch);
     const std::uint32_t *local = visit.local, *positions = visit.positions;
@@ -278,7 +283,8 @@ void Table::update(const Visit& visit, const float* gradients, const StepScalars
     }
 
     std::lock_guard lock(bucket.mutex);
-    locate(bucket, visit, hinted, slots);
+    locate(bucket, visit, hinted, scratch);
+    std::uint32_t* slots = scratch.slots.data();
     kernels_->sum(gradients, local, positions, count, config_.dim, scratch.sums.data(), scratch.started.data());
     if (filter) drop_overflowed(visit, count, scratch);
     bucket.counters.skipped += visit.count - count;

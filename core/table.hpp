@@ -47,6 +47,7 @@ struct LookupStep {
 // What one thread needs while it works through buckets; kept from call to call.
 struct Scratch {
     Buffer<std::uint32_t> dedupe;
+    Buffer<std::uint64_t> hashes;
     Buffer<std::uint32_t> slots;
     Buffer<std::uint32_t> misses;
     Buffer<const std::byte*> rows;
@@ -93,7 +94,7 @@ class Table {
     std::uint32_t expire_before() const { return ledger_->expire_before.load(std::memory_order_relaxed); }
 
   private:
-    void locate(Bucket& bucket, const Visit& visit, bool hinted, std::uint32_t* slots);
+    void locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scratch);
     void touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
                     std::uint32_t* slots);
     void insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,

@@ -211,6 +211,26 @@ void plain_sgd_is_exact(Random& random) {
     }
 }
 
+// Row-wise Adagrad's mean is the one sum over elements: sixteen lanes, then a tree of halves, on every path.
+void the_mean_is_summed_in_one_order(Random& random) {
+    for (std::uint32_t dim = 1; dim <= kMostDim; ++dim) {
+        TableConfig config;
+        config.dim = dim;
+        config.optimizer.kind = OptimizerKind::rowwise_adagrad;
+        const std::vector<float> gradient = draw_floats(random, dim, 100.0f);
+        std::vector<float> lanes(16), scratch(dim);
+        for (std::uint32_t i = 0; i < dim; ++i) lanes[i % 16] = std::fma(gradient[i], gradient[i], lanes[i % 16]);
+        for (std::uint32_t half = 8; half != 0; half /= 2)
+            for (std::uint32_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+        for (const Kernels* kernels : available_kernels()) {
+            std::vector<float> row(dim + 1);
+            const RowStep step{reinterpret_cast<std::byte*>(row.data()), gradient.data(), 1};
+            kernels->step(step_scalars(config, 1), &step, 1, scratch.data());
+            CHECK_EQ(row[dim], lanes[0] / static_cast<float>(dim));
+        }
+    }
+}
+
 // The value that FTRL's closed form makes of a new row's z is the initial value, so that a zero gradient changes
 // little.
 void ftrl_starts_at_the_initial_value(Random& random) {
@@ -341,6 +361,7 @@ int main(int argc, char** argv) {
                         {{"paths_agree_on_rows", testing::scaled(12), paths_agree_on_rows},
                          {"formulas_are_right", testing::scaled(200), formulas_are_right},
                          {"plain_sgd_is_exact", testing::scaled(200), plain_sgd_is_exact},
+                         {"the_mean_is_summed_in_one_order", 10, the_mean_is_summed_in_one_order},
                          {"ftrl_starts_at_the_initial_value", 20, ftrl_starts_at_the_initial_value},
                          {"gather_copies_exactly", testing::scaled(40), gather_copies_exactly},
                          {"sum_adds_in_order", testing::scaled(20), sum_adds_in_order},

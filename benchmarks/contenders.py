@@ -55,7 +55,6 @@ class SatrapTable:
         self.store = Store(table, seed=1, num_threads=num_threads, shared=shared)
         self.num_threads = num_threads
         self.gradients = gradients(dim)
-        self.out = np.zeros((BATCH_IDS, dim), np.float32)
         if filled:
             self.fill(total_rows(rows))
 
@@ -77,10 +76,10 @@ class SatrapTable:
         self.store.update(ids, self.gradients)
 
     def lookup(self, ids: Any) -> None:
-        self.store.lookup(ids, out=self.out)
+        self.store.lookup(ids)
 
     def lookup_eval(self, ids: Any) -> None:
-        self.store.lookup(ids, train=False, out=self.out)
+        self.store.lookup(ids, train=False)
 
     def probe(self, rows: RowNumbers) -> Floats:
         return np.array(self.store.lookup(hashed_ids(rows), train=False))

@@ -75,8 +75,12 @@ void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scr
         }
         for (std::uint32_t i = 0; i < n; ++i) slots[i] = rows.index().candidate(hashes[i]);
     }
-    for (std::uint32_t i = 0; i < n; ++i)
-        if (slots[i] < rows.used()) __builtin_prefetch(&rows.head(slots[i]), 1);
+    const std::size_t bytes = sizeof(Head) + (hinted ? config_.row_bytes() : config_.value_bytes());
+    for (std::uint32_t i = 0; i < n; ++i) {
+        if (slots[i] >= rows.used()) continue;
+        const auto* head = reinterpret_cast<const std::byte*>(&rows.head(slots[i]));
+        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at, 1);
+    }
     for (std::uint32_t i = 0; i < n; ++i)
         if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
 }

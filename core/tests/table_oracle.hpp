@@ -43,6 +43,7 @@ class Oracle {
             }
             for (std::uint64_t id : misses) insert(b, id, at);
         }
+        expire();
         return read(ids);
     }
 
@@ -125,9 +126,13 @@ class Oracle {
         if (config_.capacity != 0 && config_.on_full != satrap::OnFull::grow &&
             rows.size() >= config_.share(config_.capacity, b)) {
             const auto victim = oldest(rows);
-            if (config_.on_full == satrap::OnFull::raise || victim->second.stamp >= at.oldest_open) throw Full{};
+            const bool is_gone = victim->second.stamp < expire_before_; // of this very call, whose step is that late
+            if (!is_gone && (config_.on_full == satrap::OnFull::raise || victim->second.stamp >= at.oldest_open)) {
+                expire();
+                throw Full{};
+            }
+            ++(is_gone ? counters.expired : counters.evicted);
             rows.erase(victim);
-            ++counters.evicted;
         }
         sightings_[b].erase(id);
         rows[id] = {at.step, static_cast<float>(config_.initial_a)};

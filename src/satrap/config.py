@@ -139,7 +139,8 @@ class AdamW(_Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ftrl(_Config):
-    """FTRL-Proximal (McMahan et al., 2013), per coordinate."""
+    """FTRL-Proximal (McMahan et al., 2013), per coordinate. z starts where the closed form gives the initial value, for
+    this `lr`: the first update of a row after the lr has changed moves it by that difference as well."""
 
     lr: float = 0.05
     """The paper's alpha; > 0, because the formula divides by it."""

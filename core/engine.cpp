@@ -58,7 +58,11 @@ void Engine::adopt(SharedArena& file) {
         }
     });
     for (UndoSlot& slot : undo) {
-        slot.recover([&](std::uint32_t t, std::uint32_t b) -> Rows& { return tables_[t]->bucket(b).rows; });
+        slot.recover([&](std::uint32_t t, std::uint32_t b) -> Rows& {
+            if (t >= tables_.size() || b >= tables_[t]->config().num_buckets)
+                throw InvariantError("an undo slot of a bucket that is not there");
+            return tables_[t]->bucket(b).rows;
+        });
         undo_.give(std::make_unique<UndoSlot>(slot));
     }
     for (auto& table : tables_)

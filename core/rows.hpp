@@ -57,6 +57,7 @@ class Rows {
 
     std::size_t size() const { return size_; }
     std::size_t row_bytes() const { return row_bytes_; }
+    std::uint32_t capacity() const { return capacity_; } // slots that the chunks hold
     std::size_t bytes() const {
         return chunk_bytes_ + index_.bytes() + chunks_.capacity() * sizeof(std::byte*) +
                victims_.capacity() * sizeof(Victim);

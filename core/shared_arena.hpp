@@ -205,7 +205,8 @@ class SharedArena final : public Arena {
             fail("is no Satrap shared-memory file, or its creation was cut short; its first bytes are not ours");
         std::size_t fixed =
             round_up(sizeof(FileHeader), 64) + head.num_tables * sizeof(TableLedger) + head.config_bytes;
-        if (head.tail.load() > size || head.header_bytes > size || fixed > head.header_bytes)
+        if (head.tail.load() > size || head.header_bytes > head.tail.load() || head.header_bytes % 64 != 0 ||
+            fixed > head.header_bytes)
             fail("is truncated: " + std::to_string(size) + " bytes found, " + std::to_string(head.tail.load()) +
                  " wanted");
     }

@@ -63,10 +63,14 @@ class UndoSlot {
     template <typename RowsOf> void recover(RowsOf rows_of) {
         if (header().armed.load(std::memory_order_acquire) == 0) return;
         Rows& rows = rows_of(header().table, header().bucket);
+        if (header().row_bytes != rows.row_bytes() || header().count > bytes_ / sizeof(UndoEntry) ||
+            bytes_for(header().count, rows.row_bytes()) > bytes_)
+            throw InvariantError("an undo slot claims more than it holds");
         next_ = memory_ + sizeof(UndoHeader);
         for (std::uint32_t i = 0; i < header().count; ++i) {
             UndoEntry entry;
             std::memcpy(&entry, next_, sizeof(entry));
+            if (entry.slot >= rows.capacity()) throw InvariantError("an undo slot names a row that is not there");
             std::memcpy(rows.row(entry.slot), next_ + sizeof(entry), header().row_bytes);
             rows.head(entry.slot) = entry.head;
             next_ += sizeof(entry) + header().row_bytes;

@@ -14,7 +14,7 @@ fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 
-.PHONY: setup test core-test check bench demo format stub clean
+.PHONY: setup test core-test check bench demo format stub reference clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/.built
@@ -35,7 +35,7 @@ setup: .venv/.built
 test: setup core-test
 	$(bin)/python -m pytest
 
-# Once plain with assert() on, once under ASan + UBSan, once under TSan.
+# Once plain, once under ASan + UBSan, once under TSan.
 core-test: .venv/.tools
 	$(call run_core_tests,plain,)
 	$(call run_core_tests,address,address)
@@ -59,12 +59,16 @@ bench: setup
 	$(bin)/python -m benchmarks.store
 
 demo: setup
-	$(bin)/python examples/table_demo.py
+	$(bin)/python examples/adult.py
 
 format: setup
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 	$(bin)/clang-format -i $(core_files) $(core_test_files)
+
+# docs/reference.md, from the docstrings; a test compares the two.
+reference:
+	$(PYTHON) docs/reference.py
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.
 stub: setup

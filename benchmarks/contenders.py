@@ -1,7 +1,7 @@
 """The tables that are measured: Satrap's store, plain PyTorch, FBGEMM's fused CPU table, and a bare array.
 
 Each is built with every row present, takes the same batches in its own form (`prepare`, not timed) and does one step of
-the work (`MODES` names the methods that may be timed). Everyone uses the same learning rate and eps; the initial
+the work (`train`, `lookup` and their kin, timed). Everyone uses the same learning rate and eps; the initial
 accumulator is 0. Each imports its own framework only when it is built, so that one worker process has one framework.
 """
 
@@ -35,9 +35,7 @@ class Contender(Protocol):
 
 
 class SatrapTable:
-    """Satrap's store, with room for 1.05 times the rows. Modes: train, train_plain, lookup, lookup_eval."""
-
-    MODES = ("train", "train_plain", "lookup", "lookup_eval")
+    """Satrap's store, with room for 1.05 times the rows."""
 
     def __init__(
         self, *, rows: int, dim: int, optimizer: str, num_threads: int, filled: bool = True, shared: str | None = None
@@ -93,8 +91,6 @@ class SatrapTable:
 class TorchTable:
     """One nn.Embedding(sparse=True) with all rows, stepped by torch's sparse Adagrad or a row-wise one written here."""
 
-    MODES = ("train",)
-
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         import torch
 
@@ -146,8 +142,6 @@ class TorchTable:
 
 class FbgemmTable:
     """FBGEMM's fused table on the CPU: one table per feature in one operator, the optimizer inside its backward."""
-
-    MODES = ("train",)
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         import torch
@@ -202,8 +196,6 @@ class FbgemmTable:
 
 class PlainArray:
     """An array read by torch.index_select into a buffer that is reused: what this machine can read at all."""
-
-    MODES = ("lookup",)
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         import torch

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.cases import Case
+from benchmarks.cases import AnyCase, Case
 from benchmarks.runs import Results, Round
 
 SAME_WORK = 1e-3
@@ -45,38 +45,43 @@ def make_record(case: Case, results: Results) -> dict[str, Any]:
     """The record of one case, from the results of all the runs of its group."""
     record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
     record |= {"optimizer": case.optimizer, "ids": case.ids, "num_threads": case.num_threads}
-    timed = results if case.ids is None else _streams_of(case, results)
-    clean = _clean_rounds(timed)
+    timed = results if case.ids is None else streams_of(f"{case.ids}:", results)
+    clean = clean_rounds(timed)
     if case.ids is None:
-        rounds = results["satrap"]
-        names = dict.fromkeys(name for result in rounds if result for name in result if name not in NOT_FIGURES)
-        record["figures"] = {name: spread(_each(rounds, name), clean) for name in names}
+        record["figures"] = own_figures(results["satrap"], clean)
     else:
-        rates = {name: _each(rounds, "rows_per_s") for name, rounds in timed.items()}
+        rates = {name: each(rounds, "rows_per_s") for name, rounds in timed.items()}
         record["rows_per_s"] = {name: spread(values, clean) for name, values in rates.items()}
-        record["step_ms"] = {name: spread(_each(rounds, "median_step_ms"), clean) for name, rounds in timed.items()}
+        record["step_ms"] = {name: spread(each(rounds, "median_step_ms"), clean) for name, rounds in timed.items()}
         record["figures"], record["all_peers_present"] = _ratios(case.kind, rates, clean)
     record["targets"] = judge(case, record)
     record["clean_rounds"] = clean
-    record["noise"] = _worst_noise(timed)
-    record["peak_resident_bytes"] = {
-        name: max((size for size in _each(rounds, "peak_resident_bytes") if size is not None), default=None)
-        for name, rounds in results.items()
-    }
+    record["noise"] = worst_noise(timed)
     if case.kind == "train":
-        record["change"] = {name: _each(rounds, "change") for name, rounds in results.items()}
-        record["same_work"] = all(_agree(changes) for changes in zip(*record["change"].values(), strict=True))
-    done = [result for rounds in results.values() for result in rounds if result is not None]
-    record["versions"] = {key: value for result in done for key, value in result["versions"].items()}
+        record["change"] = {name: each(rounds, "change") for name, rounds in results.items()}
+        record["same_work"] = all(agree(changes) for changes in zip(*record["change"].values(), strict=True))
+    record |= processes(results)
     return record
 
 
-def judge(case: Case, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def processes(results: Results) -> dict[str, Any]:
+    """What the processes say of themselves: the most memory each had, and what was measured."""
+    done = [result for rounds in results.values() for result in rounds if result is not None]
+    sizes = {name: [size for size in each(rounds, "peak_resident_bytes") if size] for name, rounds in results.items()}
+    return {
+        "peak_resident_bytes": {name: max(known, default=None) for name, known in sizes.items()},
+        "versions": {key: value for result in done for key, value in result["versions"].items()},
+    }
+
+
+def judge(case: AnyCase, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each target of the case with the value reached; `met` is None where the measurement is missing or incomplete."""
     judged = []
     for target in case.targets:
-        value = record["figures"].get(target.figure, {}).get("median")
-        usable = value is not None and record.get("all_peers_present", True)
+        figure = record["figures"].get(target.figure, {})
+        value = figure.get("median")
+        complete = figure.get("all_peers_present", record.get("all_peers_present", True))
+        usable = value is not None and complete
         met = target.met_by(value) if usable else None
         judged.append({"figure": target.figure, "wanted": target.wanted(), "value": value, "met": met})
     return judged
@@ -95,15 +100,20 @@ def complaints(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _streams_of(case: Case, results: Results) -> dict[str, list[Round]]:
-    """By name, the timed streams over this case's ids, one per round."""
-    prefix = f"{case.ids}:"
+def streams_of(prefix: str, results: Results) -> dict[str, list[Round]]:
+    """By the rest of its label, each timed stream whose label begins with the prefix, one per round."""
     streams: dict[str, list[Round]] = {}
     for rounds in results.values():
         labels = {label for result in rounds if result for label in result["streams"] if label.startswith(prefix)}
         for label in sorted(labels):
             streams[label.removeprefix(prefix)] = [result["streams"][label] if result else None for result in rounds]
     return streams
+
+
+def own_figures(rounds: Sequence[Round], clean: Sequence[bool]) -> dict[str, Figure]:
+    """Whatever the rounds of a run without peers measured."""
+    names = dict.fromkeys(name for result in rounds if result for name in result if name not in NOT_FIGURES)
+    return {name: spread(each(rounds, name), clean) for name in names}
 
 
 def _ratios(
@@ -127,7 +137,7 @@ def _ratios(
     return figures, complete
 
 
-def _clean_rounds(timed: Mapping[str, Sequence[Round]]) -> list[bool]:
+def clean_rounds(timed: Mapping[str, Sequence[Round]]) -> list[bool]:
     """For each round, whether nothing disturbed any contender; unknown noise counts as none."""
     return [
         not any(result.get("noisy") for result in results if result is not None)
@@ -135,18 +145,19 @@ def _clean_rounds(timed: Mapping[str, Sequence[Round]]) -> list[bool]:
     ]
 
 
-def _worst_noise(timed: Mapping[str, Sequence[Round]]) -> dict[str, float | None]:
+def worst_noise(timed: Mapping[str, Sequence[Round]]) -> dict[str, float | None]:
+    """The largest shares that others and the host took in any run."""
     done = [result for rounds in timed.values() for result in rounds if result is not None]
     seen = {name: [r[name] for r in done if r.get(name) is not None] for name in ("other_cpu", "steal")}
     return {name: max(values, default=None) for name, values in seen.items()}
 
 
-def _each(rounds: Sequence[Round], name: str) -> list[Any]:
+def each(rounds: Sequence[Round], name: str) -> list[Any]:
     """One number of every round, None where it failed."""
     return [None if result is None else result[name] for result in rounds]
 
 
-def _agree(changes: Sequence[float | None]) -> bool:
+def agree(changes: Sequence[float | None], tolerance: float = SAME_WORK) -> bool:
     """Whether the contenders of one round changed their rows by the same amount."""
     known = [change for change in changes if change is not None]
-    return not known or max(known) - min(known) <= SAME_WORK * max(known)
+    return not known or max(known) - min(known) <= tolerance * max(known)

@@ -1,8 +1,9 @@
 """One measurement in a process of its own: `python -m benchmarks.worker '<job as JSON>'` prints the result as JSON.
 
-The driver (benchmarks.store) starts one of these at a time, so that only one contender's tables are in memory, and runs
-it with the interpreter of the environment that has the contender. The last line of stdout is the result; whatever else
-a framework prints goes before it. A job that fails ends with a traceback and a non-zero exit status.
+A driver (benchmarks.store, benchmarks.train) starts one of these at a time, so that only one contender's tables are in
+memory, and runs it with the interpreter of the environment that has the contender. The last line of stdout is the
+result; whatever else a framework prints goes before it. A job that fails ends with a traceback and a non-zero exit
+status.
 """
 
 import json
@@ -15,6 +16,8 @@ import numpy as np
 from benchmarks import upkeep
 from benchmarks.clock import peak_resident_bytes, time_steps
 from benchmarks.contenders import CONTENDERS, Contender
+from benchmarks.train.pairs import measure_training
+from benchmarks.train.reading import measure_reading
 from benchmarks.workload import BATCH_IDS, Floats, RowNumbers
 
 PROBE_ROWS = 256
@@ -57,6 +60,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "memory": upkeep.measure_memory,
         "growth": upkeep.measure_growth,
         "snapshot": upkeep.measure_snapshot,
+        "train": measure_training,
+        "read": measure_reading,
     }
     return kinds[job["kind"]](job)
 

@@ -54,6 +54,10 @@ class Arena {
     virtual std::byte* allocate_index(std::size_t bytes) = 0;
     virtual void release_index(std::byte* block, std::size_t bytes) = 0;
     virtual bool survives_process() const { return false; }
+    // Whether a later process may continue with what is here; false while a snapshot is being loaded.
+    virtual void set_complete(bool) {}
+    // In a fork, instead of destruction: gives up what would hold the owner's file, and takes no lock.
+    virtual void leave() noexcept {}
     virtual TableLedger& ledger(std::size_t table) { return own_ledgers_[table]; }
     virtual std::atomic<std::uint32_t>& latest_step() { return own_latest_step_; }
 

@@ -1,39 +1,23 @@
 // What Python sees of the engine: turns arrays and attributes into the core's types, validates them, releases the GIL,
 // and maps the core's exceptions to satrap.errors. Nothing below it checks its arguments again.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
+#include "bindings.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <map>
+#include <optional>
 
 #include "checksum.hpp"
-#include "engine.hpp"
-#include "errors.hpp"
 #include "named_config.hpp"
-
-namespace nb = nanobind;
-using namespace nb::literals;
-using namespace satrap;
-
-void bind_config(nb::module_& m); // bindings_config.cpp
 
 namespace {
 
-using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Offsets = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Steps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatsIn = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
-using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-[[noreturn]] void refuse(const std::string& message) { throw InputError(message); }
-
-void require_size(const char* what, std::size_t found, std::size_t wanted) {
-    if (found != wanted)
-        refuse(std::string(what) + " holds " + std::to_string(found) + " elements, wanted " + std::to_string(wanted));
-}
 
 std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
     if (named.empty()) refuse("no table was given; wanted at least one");
@@ -48,15 +32,10 @@ Options options_of(std::uint64_t seed, unsigned num_threads, const std::string& 
     return {seed, num_threads, simd};
 }
 
-void require_step(const char* what, std::uint64_t step) {
-    if (step < 1 || step > kLastStep)
-        refuse(std::string(what) + "=" + std::to_string(step) + ", wanted 1.." + std::to_string(kLastStep) +
-               " (a batch number)");
-}
-
-std::span<const std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
+// A copy: another thread may write to the caller's array while it is used, and what is used must be what was checked.
+std::vector<std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
     require_size("offsets", offsets.size(), engine.num_tables() + 1);
-    const std::int64_t* at = offsets.data();
+    std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
     if (at[0] != 0 || at[engine.num_tables()] != static_cast<std::int64_t>(ids.size()))
         refuse("offsets run from " + std::to_string(at[0]) + " to " + std::to_string(at[engine.num_tables()]) +
                ", wanted 0 to the number of ids, " + std::to_string(ids.size()));
@@ -64,15 +43,16 @@ std::span<const std::int64_t> checked_offsets(const Engine& engine, const Ids& i
         if (at[t] > at[t + 1])
             refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
                    std::to_string(t));
-    if (ids.size() >= 0x40000000U)
-        refuse("a call of " + std::to_string(ids.size()) + " ids; at most 2^30-1 fit, split it");
-    return {at, engine.num_tables() + 1};
+    require_few(ids.size());
+    return at;
 }
 
 std::size_t checked_table(const Engine& engine, std::size_t t) {
     if (t >= engine.num_tables()) refuse("table " + std::to_string(t) + " of " + std::to_string(engine.num_tables()));
     return t;
 }
+
+Table& of_table(Engine& engine, std::size_t t) { return engine.table(checked_table(engine, t)); }
 
 // A block of the pool as a numpy array; it returns to the pool when the array dies, which may be after the engine.
 template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
@@ -84,10 +64,12 @@ Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block
     struct Owner {
         std::shared_ptr<BlockPool> pool;
         BlockPool::Block block;
+        Home home;
     };
-    auto* owner = new Owner{pool, block};
+    auto* owner = new Owner{pool, block, {}};
     nb::capsule capsule(owner, [](void* p) noexcept {
         auto* dead = static_cast<Owner*>(p);
+        if (!dead->home.is_here()) return; // the pool's lock may be held by a thread that is not here
         dead->pool->give(dead->block);
         delete dead;
     });
@@ -97,32 +79,22 @@ Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block
 Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) {
     if (dim != 0 && rows > (std::size_t{1} << 46) / dim)
         refuse("a block of " + std::to_string(rows) + " x " + std::to_string(dim) + " floats");
-    return as_array<float, 2>(engine.shared_blocks(), engine.blocks().take(rows * dim * sizeof(float)), {rows, dim});
+    return as_array<float, 2>(engine.blocks(), engine.blocks()->take(rows * dim * sizeof(float)), {rows, dim});
 }
 
 std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
                                std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket) {
-    auto at = checked_offsets(engine, ids, offsets);
+    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
     require_size("out", out.size(), engine.out_size(at));
-    if (train) {
-        require_step("step", step);
-        require_step("oldest_open", oldest_open);
-        if (oldest_open > step)
-            refuse("oldest_open=" + std::to_string(oldest_open) + " is after step=" + std::to_string(step) +
-                   ", which is open itself");
-    } else if (ticket) {
-        refuse("a ticket was asked of a lookup with train=False; such a batch is never updated");
-    }
+    const LookupStep when = checked_step(step, oldest_open, train, ticket);
     const std::uint64_t* id_data = ids.data();
     float* out_data = out.data();
     nb::gil_scoped_release release;
-    return engine.lookup(id_data, at,
-                         {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open)}, out_data,
-                         ticket);
+    return engine.lookup(id_data, at, when, out_data, ticket);
 }
 
 std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& offsets) {
-    auto at = checked_offsets(engine, ids, offsets);
+    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
     const std::uint64_t* id_data = ids.data();
     nb::gil_scoped_release release;
     return engine.prepare(id_data, at);
@@ -132,13 +104,9 @@ void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint
             const std::vector<double>& lrs) {
     require_step("step", step);
     require_size("lrs", lrs.size(), engine.num_tables());
-    for (std::size_t t = 0; t < lrs.size(); ++t) {
-        const bool divides = engine.table(t).config().optimizer.kind == OptimizerKind::ftrl;
-        if (!(lrs[t] >= 0.0) || lrs[t] > 3.4028234663852886e38 || (divides && lrs[t] == 0.0))
-            refuse("table '" + engine.table(t).config().name + "': lr=" + std::to_string(lrs[t]) +
-                   ", wanted a finite number " + (divides ? "> 0" : ">= 0"));
-    }
-    if (!ticket.used.load() && engine.owns(ticket)) require_size("gradients", gradients.size(), ticket.num_floats);
+    for (std::size_t t = 0; t < lrs.size(); ++t) require_lr(engine, t, lrs[t]);
+    if (!ticket.used.load() && engine.owns(ticket) && ticket.bags == nullptr)
+        require_size("gradients", gradients.size(), ticket.num_floats);
     const float* data = gradients.data();
     nb::gil_scoped_release release;
     engine.update(ticket, data, static_cast<std::uint32_t>(step), lrs);
@@ -146,7 +114,7 @@ void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint
 
 void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state,
           const Flags& present) {
-    Table& table = engine.table(checked_table(engine, t));
+    Table& table = of_table(engine, t);
     const std::size_t n = ids.size(), dim = table.config().dim, state_dim = table.config().state_dim();
     require_size("values", values.size(), n * dim);
     require_size("state", state.size(), n * state_dim);
@@ -160,15 +128,15 @@ void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values
 
 nb::dict stats(Engine& engine, std::size_t t) {
     checked_table(engine, t);
-    std::size_t rows, sightings, bytes;
-    Counters c;
+    TableStats stats;
     {
         nb::gil_scoped_release release;
-        c = engine.counters(t, &rows, &sightings, &bytes);
+        stats = engine.stats(t);
     }
+    const Counters& c = stats.counters;
     nb::dict out;
-    out["rows"] = rows;
-    out["bytes"] = bytes;
+    out["rows"] = stats.rows;
+    out["bytes"] = stats.bytes;
     out["lookups"] = c.lookups;
     out["hits"] = c.hits;
     out["inserted"] = c.inserted;
@@ -178,12 +146,12 @@ nb::dict stats(Engine& engine, std::size_t t) {
     out["updated"] = c.updated;
     out["not_applied_absent"] = c.not_applied_absent;
     out["skipped"] = c.skipped;
-    out["sightings"] = sightings;
+    out["sightings"] = stats.sightings;
     return out;
 }
 
 void require_buckets(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last) {
-    const std::uint32_t n = engine.table(checked_table(engine, t)).config().num_buckets;
+    const std::uint32_t n = of_table(engine, t).config().num_buckets;
     if (first > last || last > n)
         refuse("buckets " + std::to_string(first) + ".." + std::to_string(last) + " of " + std::to_string(n));
 }
@@ -196,7 +164,7 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
         nb::gil_scoped_release release;
         columns = engine.export_rows(t, first, last, since);
     }
-    const auto& pool = engine.shared_blocks();
+    const auto& pool = engine.blocks();
     const std::size_t n = columns.rows;
     nb::dict out;
     out["id"] = as_array<std::uint64_t>(pool, columns.id, {n});
@@ -216,9 +184,9 @@ nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, st
         columns = engine.export_sightings(t, first, last);
     }
     nb::dict out;
-    out["id"] = as_array<std::uint64_t>(engine.shared_blocks(), columns.id, {columns.rows});
-    out["step"] = as_array<std::uint32_t>(engine.shared_blocks(), columns.step, {columns.rows});
-    out["count"] = as_array<std::uint32_t>(engine.shared_blocks(), columns.values, {columns.rows});
+    out["id"] = as_array<std::uint64_t>(engine.blocks(), columns.id, {columns.rows});
+    out["step"] = as_array<std::uint32_t>(engine.blocks(), columns.step, {columns.rows});
+    out["count"] = as_array<std::uint32_t>(engine.blocks(), columns.values, {columns.rows});
     return out;
 }
 
@@ -230,17 +198,17 @@ Array<std::uint64_t> export_removed(Engine& engine, std::size_t t, std::uint32_t
         nb::gil_scoped_release release;
         ids = engine.export_removed(t, first, last, since);
     }
-    BlockPool::Block block = engine.blocks().take(ids.size() * 8);
+    BlockPool::Block block = engine.blocks()->take(ids.size() * 8);
     if (!ids.empty()) std::memcpy(block.memory, ids.data(), ids.size() * 8);
-    return as_array<std::uint64_t>(engine.shared_blocks(), block, {ids.size()});
+    return as_array<std::uint64_t>(engine.blocks(), block, {ids.size()});
 }
 
 using Values = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& steps, const Values& values,
                  const FloatsIn& state) {
-    const TableConfig& config = engine.table(checked_table(engine, t)).config();
-    const std::size_t n = ids.size(), width = config.dtype == Dtype::float32 ? 4 : 2;
+    const TableConfig& config = of_table(engine, t).config();
+    const std::size_t n = ids.size(), width = config.element_bytes();
     require_size("step", steps.size(), n);
     require_size("values", values.size(), n * config.dim);
     require_size("state", state.size(), n * config.state_dim());
@@ -252,21 +220,6 @@ void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& ste
     const float* of_state = state.data();
     nb::gil_scoped_release release;
     engine.import_rows(t, n, id, step, value, of_state);
-}
-
-void restore(Engine& engine, std::size_t t, std::uint32_t version, std::uint32_t latest_step,
-             std::uint32_t expire_before, double lr) {
-    Table& table = engine.table(checked_table(engine, t));
-    table.ledger().version.store(version);
-    table.ledger().expire_before.store(expire_before);
-    table.set_lr(lr);
-    engine.reach_step(latest_step);
-    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
-        std::lock_guard lock(table.bucket(b).mutex);
-        table.bucket(b).log_start =
-            std::min(table.bucket(b).log_start, version); // nothing was removed since this version
-        if (table.bucket(b).removed.empty()) table.bucket(b).log_start = version;
-    }
 }
 
 nb::object error_class(const char* name) { return nb::module_::import_("satrap.errors").attr(name); }
@@ -283,6 +236,8 @@ void translate(const std::exception_ptr& p, void*) {
         raise("CapacityError", e);
     } catch (const SharedMemoryError& e) {
         raise("SharedMemoryError", e);
+    } catch (const ForkError& e) {
+        raise("ForkError", e);
     } catch (const TicketError& e) {
         raise("TicketError", e);
     } catch (const InvariantError& e) {
@@ -290,33 +245,37 @@ void translate(const std::exception_ptr& p, void*) {
     }
 }
 
-std::unique_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads,
+std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads,
                                     const std::string& simd, const std::string& shared_path,
-                                    const nb::bytes& shared_config) {
+                                    const nb::bytes& shared_config, bool complete) {
     std::vector<TableConfig> tables = resolve_all(configs);
     Options options = options_of(seed, num_threads, simd);
     std::unique_ptr<Arena> arena;
     if (shared_path.empty())
         arena = std::make_unique<AnonymousArena>(tables.size());
     else
-        arena = SharedArena::create(shared_path, tables.size(), {shared_config.c_str(), shared_config.size()});
-    return std::make_unique<Engine>(std::move(tables), options, std::move(arena));
+        arena =
+            SharedArena::create(shared_path, tables.size(), {shared_config.c_str(), shared_config.size()}, complete);
+    try {
+        return Engine::owned(std::make_unique<Engine>(std::move(tables), options, std::move(arena)));
+    } catch (...) {
+        if (!shared_path.empty()) ::unlink(shared_path.c_str()); // made just now, and empty
+        throw;
+    }
 }
 
-std::unique_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs,
+std::shared_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs,
                                       std::uint64_t seed, unsigned num_threads, const std::string& simd) {
     std::vector<TableConfig> tables = resolve_all(configs);
     Options options = options_of(seed, num_threads, simd);
     auto arena = SharedArena::attach(path, tables.size());
     nb::gil_scoped_release release;
-    return Engine::attach(std::move(tables), options, std::move(arena));
+    return Engine::owned(Engine::attach(std::move(tables), options, std::move(arena)));
 }
 
 void bind_saving(nb::class_<Engine>& engine) {
-    engine
-        .def(
-            "version", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).ledger().version.load(); },
-            "table"_a)
+    engine.def(
+              "version", [](Engine& e, std::size_t t) { return of_table(e, t).ledger().version.load(); }, "table"_a)
         .def(
             "begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
         .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a,
@@ -346,24 +305,44 @@ void bind_saving(nb::class_<Engine>& engine) {
             [](Engine& e, std::size_t t, const Ids& ids, const Steps& steps, const Steps& counts, bool clear) {
                 require_size("step", steps.size(), ids.size());
                 require_size("count", counts.size(), ids.size());
-                e.import_sightings(checked_table(e, t), ids.size(), ids.data(), steps.data(), counts.data(), clear);
+                checked_table(e, t);
+                const std::size_t n = ids.size();
+                const std::uint64_t* id = ids.data();
+                const std::uint32_t *step = steps.data(), *count = counts.data();
+                nb::gil_scoped_release release;
+                e.import_sightings(t, n, id, step, count, clear);
             },
             "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
         .def(
-            "expire_before", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).expire_before(); },
-            "table"_a)
-        .def("restore", &restore, "table"_a, "version"_a, "latest_step"_a, "expire_before"_a, "lr"_a);
+            "expire_before", [](Engine& e, std::size_t t) { return of_table(e, t).expire_before(); }, "table"_a)
+        .def(
+            "restore",
+            [](Engine& e, std::size_t t, std::uint32_t version, std::uint32_t latest_step, std::uint32_t expire_before,
+               double lr) {
+                checked_table(e, t);
+                nb::gil_scoped_release release;
+                e.restore(t, version, latest_step, expire_before, lr);
+            },
+            "table"_a, "version"_a, "latest_step"_a, "expire_before"_a, "lr"_a);
 }
 
-void bind_engine(nb::module_& m) {
+void bind_ticket(nb::module_& m) {
     nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; goes back to update() once.")
         .def_prop_ro("n", [](const Ticket& t) { return t.size; })
         .def_prop_ro("num_unique", [](const Ticket& t) { return t.num_unique; })
+        .def_prop_ro(
+            "batch_size", [](const Ticket& t) { return t.batch_size; }, "Samples, of a batch of bags; else 0.")
+        .def(
+            "only_of", [](const Ticket& t, std::size_t table) { return t.size == 0 || t.table == table; }, "table"_a,
+            "Whether all ids are that table's.")
         .def_prop_ro("used", [](const Ticket& t) { return t.used.load(); });
+}
+
+void bind_engine(nb::module_& m) {
     nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its one-table face.");
     engine
         .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
-             "shared_config"_a = nb::bytes("", 0))
+             "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
         .def_static("attach", &attach_engine, "path"_a, "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
         .def_static(
             "shared_config",
@@ -372,6 +351,8 @@ void bind_engine(nb::module_& m) {
                 return nb::bytes(blob.data(), blob.size());
             },
             "path"_a)
+        .def("set_complete", &Engine::set_complete, "complete"_a,
+             "False: an attach of the shared-memory file is refused until it is True again.")
         .def("next_step", &Engine::next_step)
         .def_prop_ro("latest_step", &Engine::latest_step)
         .def_prop_ro("simd", &Engine::simd)
@@ -383,16 +364,13 @@ void bind_engine(nb::module_& m) {
         .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a)
         .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a)
         .def(
-            "lr", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).lr(); }, "table"_a)
+            "lr", [](Engine& e, std::size_t t) { return of_table(e, t).lr(); }, "table"_a)
         .def(
-            "set_lr", [](Engine& e, std::size_t t, double lr) { e.table(checked_table(e, t)).set_lr(lr); }, "table"_a,
-            "lr"_a)
+            "set_lr", [](Engine& e, std::size_t t, double lr) { of_table(e, t).set_lr(lr); }, "table"_a, "lr"_a)
         .def(
-            "state_dim", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).config().state_dim(); },
-            "table"_a)
+            "state_dim", [](Engine& e, std::size_t t) { return of_table(e, t).config().state_dim(); }, "table"_a)
         .def(
-            "num_buckets", [](Engine& e, std::size_t t) { return e.table(checked_table(e, t)).config().num_buckets; },
-            "table"_a)
+            "num_buckets", [](Engine& e, std::size_t t) { return of_table(e, t).config().num_buckets; }, "table"_a)
         .def(
             "num_rows",
             [](Engine& e, std::size_t t) {
@@ -405,12 +383,13 @@ void bind_engine(nb::module_& m) {
         .def(
             "check",
             [](Engine& e, std::size_t t) {
-                checked_table(e, t);
+                Table& table = of_table(e, t);
                 nb::gil_scoped_release release;
-                e.table(t).check();
+                table.check();
             },
             "table"_a);
     bind_saving(engine);
+    bind_bags(m, engine);
 }
 
 } // namespace
@@ -426,6 +405,16 @@ NB_MODULE(_core, m) {
             return names;
         },
         "The SIMD paths of this machine, best first.");
+    m.def(
+        "borrow_threads",
+        [](const std::optional<std::string>& path) {
+            static std::map<std::string, const OpenMp*> known; // under the GIL
+            if (path && known.count(*path) == 0) known[*path] = new OpenMp(*path);
+            OpenMp::borrowed() = path ? known[*path] : nullptr;
+        },
+        "openmp"_a.none(),
+        "Calls of this thread run on the threads of the OpenMP library at this path, which is loaded already; None: on "
+        "threads of their own again.");
     m.def(
         "crc32c",
         [](const nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes,
@@ -444,11 +433,20 @@ NB_MODULE(_core, m) {
             auto pool = std::make_shared<BlockPool>();
             BlockPool::Block block = pool->take(ids.size() * 4);
             auto* out = reinterpret_cast<std::uint32_t*>(block.memory);
-            for (std::size_t i = 0; i < ids.size(); ++i)
-                out[i] = bucket_of(mix64(ids.data()[i]), static_cast<unsigned>(std::countr_zero(num_buckets)));
-            return as_array<std::uint32_t>(pool, block, {ids.size()});
+            const std::uint64_t* id = ids.data();
+            const std::size_t n = ids.size();
+            {
+                nb::gil_scoped_release release;
+                for (std::size_t i = 0; i < n; ++i)
+                    out[i] = bucket_of(mix64(id[i]), static_cast<unsigned>(std::countr_zero(num_buckets)));
+            }
+            return as_array<std::uint32_t>(pool, block, {n});
         },
         "ids"_a, "num_buckets"_a, "The bucket of each id.");
+    bind_hash(m);
     bind_config(m);
+    bind_ticket(m);
     bind_engine(m);
+    bind_samples(m);
+    bind_dots(m);
 }

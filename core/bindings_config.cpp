@@ -50,4 +50,7 @@ void bind_config(nb::module_& m) {
     optimizer("ftrl_beta", &OptimizerConfig::ftrl_beta);
     optimizer("l1", &OptimizerConfig::l1);
     optimizer("l2", &OptimizerConfig::l2);
+    config.def_prop_ro(
+        "state_dim", [](const NamedConfig& c) { return c.resolve().state_dim(); },
+        "Floats of optimizer state in a row.");
 }

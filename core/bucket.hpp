@@ -3,6 +3,7 @@
 //
 // Lock: `mutex` guards everything in the bucket. Only one bucket is locked at a time; the arena's lock is taken inside.
 // Invariants: rows.size() <= share when the table is bounded; an id has a row or a sighting, never both;
+//   no row is stamped before swept_before, which is at most the table's expire_before;
 //   every removal at a version >= log_start that could matter to a save of changes is in `removed`.
 #pragma once
 
@@ -50,7 +51,7 @@ struct Bucket {
     Counters counters;
     std::vector<Removed> removed;
     std::uint32_t log_start = 2;    // the oldest version whose removals are all in the log; 2 is the first ever saved
-    std::uint32_t swept_before = 0; // rows stamped before this step are gone already
+    std::uint32_t swept_before = 0; // rows stamped before this step have been removed
 
     // Removes a row and, once the table has been saved (version > 1), remembers the id for save_changes.
     void remove(std::uint32_t slot, std::uint32_t version) {
@@ -71,20 +72,20 @@ struct Bucket {
     void sweep(std::uint32_t expire_before, std::uint32_t version) {
         if (expire_before <= swept_before) return;
         swept_before = expire_before;
-        for (std::uint32_t slot = 0; slot < rows.used(); ++slot) {
-            if (!rows.live(slot) || rows.head(slot).stamp >= expire_before) continue;
+        rows.for_each([&](std::uint32_t slot, const Head& head) {
+            if (head.stamp >= expire_before) return;
             remove(slot, version);
             ++counters.expired;
-        }
+        });
     }
 
     // Notes that an id without a row was seen at `step`; true once that makes it `wanted` times. The sighting stays
     // until the row is there (forget), so that a lookup that fails in between can be repeated.
-    bool sight(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t wanted, std::uint64_t share) {
+    bool sight(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t wanted) {
         if (wanted <= 1) return true;
         std::uint32_t slot = sightings.find(id, hash);
         if (slot == kNoSlot) {
-            add_sighting(id, hash, step, 1, share);
+            add_sighting(id, hash, step, 1);
             return false;
         }
         Head& seen = sightings.head(slot);
@@ -94,19 +95,16 @@ struct Bucket {
         return seen.changed >= wanted;
     }
 
-    void add_sighting(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t count,
-                      std::uint64_t share) {
-        if (sightings.size() >= share) sightings.erase(sightings.oldest());
+    void add_sighting(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t count) {
+        if (sightings.full()) sightings.erase(sightings.oldest());
         sightings.publish(sightings.insert(id, hash), step, count);
     }
 
     // After a restart: an admission that was cut short left the sighting beside its row.
     void drop_stale_sightings() {
-        for (std::uint32_t slot = 0; slot < sightings.used(); ++slot) {
-            if (!sightings.live(slot)) continue;
-            const std::uint64_t id = sightings.head(slot).id();
-            if (rows.find(id, mix64(id)) != kNoSlot) sightings.erase(slot);
-        }
+        sightings.for_each([&](std::uint32_t slot, const Head& head) {
+            if (rows.find(head.id(), mix64(head.id())) != kNoSlot) sightings.erase(slot);
+        });
     }
 
     void forget(std::uint64_t id, std::uint64_t hash) {

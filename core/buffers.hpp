@@ -5,6 +5,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
@@ -19,8 +20,9 @@ template <typename T> class Buffer {
     // At least n elements, contents undefined.
     T* reserve(std::size_t n) {
         if (n > capacity_) {
-            capacity_ = n + n / 4;
-            memory_.reset(static_cast<T*>(::operator new[](capacity_ * sizeof(T), std::align_val_t{64})));
+            const std::size_t wanted = n + n / 4;
+            memory_.reset(static_cast<T*>(::operator new[](wanted * sizeof(T), std::align_val_t{64})));
+            capacity_ = wanted; // not before: there may be no memory, and the smaller one stays in use
         }
         return memory_.get();
     }
@@ -35,23 +37,29 @@ template <typename T> class Buffer {
     std::size_t capacity_ = 0;
 };
 
-// Things that are dear to make, handed out and taken back: scratch space, batches.
+// Things that are dear to make, handed out and taken back: scratch space, batches. No more than `most` are kept.
 template <typename T> class Recycler {
   public:
+    explicit Recycler(std::size_t most = ~std::size_t{0}) : most_(most) {}
+
     std::unique_ptr<T> take() {
         std::lock_guard lock(mutex_);
-        if (spare_.empty()) return std::make_unique<T>();
+        if (spare_.empty()) {
+            spare_.reserve(std::min(most_, ++num_made_)); // here, so that give() never asks for memory
+            return std::make_unique<T>();
+        }
         std::unique_ptr<T> thing = std::move(spare_.back());
         spare_.pop_back();
         return thing;
     }
     void give(std::unique_ptr<T> thing) {
         std::lock_guard lock(mutex_);
-        if (spare_.size() < kSpare) spare_.push_back(std::move(thing));
+        if (spare_.size() < most_) spare_.push_back(std::move(thing));
     }
 
   private:
-    static constexpr std::size_t kSpare = 16;
+    const std::size_t most_;
+    std::size_t num_made_ = 0;
     std::mutex mutex_;
     std::vector<std::unique_ptr<T>> spare_;
 };
@@ -93,9 +101,12 @@ class BlockPool {
         if (block.bytes != 0) {
             std::lock_guard lock(mutex_);
             if (kept_ + block.bytes <= kMostKept) {
-                kept_ += block.bytes;
-                spare_.push_back(block);
-                return;
+                try {
+                    spare_.push_back(block);
+                    kept_ += block.bytes;
+                    return;
+                } catch (const std::bad_alloc&) { // then it is not kept
+                }
             }
         }
         std::free(block.memory);

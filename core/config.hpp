@@ -19,6 +19,8 @@ enum class OnFull : std::uint8_t { evict, raise, grow };
 enum class Absent : std::uint8_t { initial, zeros };
 enum class OnNonfinite : std::uint8_t { raise, skip };
 
+inline constexpr std::uint64_t kMostBucketRows = 0xfffffffeU; // slots have 32 bits, and kNoSlot is none
+
 struct OptimizerConfig {
     OptimizerKind kind = OptimizerKind::adagrad;
     double lr = 0.01;
@@ -70,11 +72,9 @@ struct TableConfig {
         }
         return 0;
     }
+    std::size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; } // of one value
     // Bytes of the values part, padded to 4 so that the state is aligned.
-    std::size_t value_bytes() const {
-        std::size_t bytes = static_cast<std::size_t>(dim) * (dtype == Dtype::float32 ? 4 : 2);
-        return (bytes + 3) & ~static_cast<std::size_t>(3);
-    }
+    std::size_t value_bytes() const { return (dim * element_bytes() + 3) & ~static_cast<std::size_t>(3); }
     std::size_t row_bytes() const { return value_bytes() + 4 * static_cast<std::size_t>(state_dim()); }
 };
 

@@ -3,13 +3,18 @@
 // it splits a call over threads by bucket, so results cannot depend on how many there are.
 //
 // A lookup's road: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check over all
-// gradients (so that a refused call changes nothing) -> per bucket: Table.update.
+// gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table, flat, or in
+// bags (bag_calls.cpp), which differ in where rows go and where gradients are, and in nothing else.
 // Locks: none of its own on the hot path; bucket locks inside Table; ThreadPool serves one call at a time.
+// Processes: in a fork every call that works on rows is refused, before it takes any lock; see owned() for its end.
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <span>
 
+#include "bag_plan.hpp"
+#include "home.hpp"
 #include "shared_arena.hpp"
 #include "table.hpp"
 
@@ -21,14 +26,66 @@ struct Ticket {
     std::uint64_t engine;         // which engine made it
     std::size_t size;             // ids
     std::size_t num_unique;
-    std::size_t num_floats; // of its rows, and so of its gradients
+    std::size_t num_floats;           // of its rows, and so of its gradients; of bags: of the block
+    std::shared_ptr<const Bags> bags; // none: the ids came flat
+    std::size_t batch_size;           // of bags
+    std::size_t table;                // whose ids these are; none in particular: the number of tables
     std::atomic<bool> used{false};
+};
+
+// Bucket b of all, of the table whose first bucket is `first`.
+inline Visit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
+    const std::uint32_t at = batch.begin[b];
+    return {.bucket = b - first,
+            .unique = batch.unique.data() + at,
+            .num_unique = batch.num_unique[b],
+            .local = batch.local.data() + at,
+            .count = batch.begin[b + 1] - at,
+            .hints = batch.hints.data() + at};
+}
+
+// One bucket's part of an update.
+struct Part {
+    Visit visit;
+    Gradients gradients; // of the visit's entries
+};
+
+// The gradients of one update, wherever they lie. Engine::apply asks for them bucket by bucket, from many threads.
+class GradientSource {
+  public:
+    virtual ~GradientSource() = default;
+    // Called first, and once the tickets are this call's own: before, their batches may be another's.
+    virtual void open() = 0;
+    // All memory that gradients are in.
+    virtual std::vector<std::span<const float>> memory() const = 0;
+    // No gradient is multiplied by more than this.
+    virtual double largest_factor() const = 0;
+    // Bucket b of table t; the arrays live until the next call with the same scratch.
+    virtual Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const = 0;
+    // For messages: the order of the part's entries within their table, and what to say of one of that order.
+    virtual std::vector<std::uint64_t> order(std::size_t t, std::uint32_t b) const = 0;
+    virtual std::string where(std::uint64_t order) const = 0;
+};
+
+// What the gradients of a batch of bags are, one for each of block and sequences. nullptr: nobody gave any, and its ids
+// get none.
+struct BagGradients {
+    const float* block;
+    std::vector<const float*> sequences;
 };
 
 // One table's rows of a bucket range as columns, for files.
 struct Columns {
     BlockPool::Block id, step, values, state;
     std::size_t rows = 0;
+};
+
+// What a table holds, and what has happened to it.
+struct TableStats {
+    Counters counters;
+    std::size_t rows = 0;
+    std::size_t sightings = 0;
+    std::size_t bytes = 0;
 };
 
 struct Options {
@@ -44,26 +101,58 @@ class Engine {
     static std::unique_ptr<Engine> attach(std::vector<TableConfig> configs, const Options& options,
                                           std::unique_ptr<SharedArena> arena);
 
+    // For owners that a fork may copy. At home the last one destroys the engine. In a fork its threads cannot be
+    // joined, and its locks may be held by nobody: there it is left as it is, but for the file, which is closed.
+    static std::shared_ptr<Engine> owned(std::unique_ptr<Engine> engine);
+
+    std::uint64_t identity() const { return identity_; }
     std::size_t num_tables() const { return tables_.size(); }
-    Table& table(std::size_t t) { return *tables_[t]; }
-    BlockPool& blocks() { return *blocks_; }
-    std::shared_ptr<BlockPool> shared_blocks() { return blocks_; }
+    Table& table(std::size_t t) {
+        home_.require_here();
+        return *tables_[t];
+    }
+    const Table& table(std::size_t t) const { return *tables_[t]; }
+    const BucketMap& map() const { return map_; }
+    const std::shared_ptr<BlockPool>& blocks() {
+        home_.require_here();
+        return blocks_;
+    }
     const char* simd() const { return kernels_->name; }
     unsigned num_threads() const { return pool_.num_threads(); }
-    std::uint32_t latest_step() { return arena_->latest_step().load(); }
+    std::uint32_t latest_step() {
+        home_.require_here();
+        return arena_->latest_step().load();
+    }
     std::uint32_t next_step();
     void reach_step(std::uint32_t step);
-    std::size_t out_size(std::span<const std::int64_t> offsets) const; // floats of a lookup's result
+    // Where each table's part of a lookup's result begins, in floats; and, last, where it ends.
+    std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const;
+    std::size_t out_size(std::span<const std::int64_t> offsets) const { return float_offsets(offsets).back(); }
 
     std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                    const LookupStep& at, float* out, bool want_ticket);
     std::unique_ptr<Ticket> prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
     bool owns(const Ticket& ticket) const { return ticket.engine == identity_; }
     void update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs);
+    // Gives the batch of a ticket back that will not be updated.
+    void drop(Ticket& ticket);
 
-    std::size_t num_rows(std::size_t t);
-    Counters counters(std::size_t t, std::size_t* rows, std::size_t* sightings, std::size_t* bytes);
-    std::uint32_t begin_version(std::size_t t) { return ++tables_[t]->ledger().version; }
+    // Pooled rows into the block, written whole, and sequences, filled up with zeros; see bag_plan.hpp. Step 0 takes
+    // the next one, oldest_open 0 is the step, once the inputs are found to be right.
+    std::unique_ptr<Ticket> lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
+                                        float* block, float* const* sequences, bool want_ticket);
+    // One optimizer step for all ids of the tickets: an id's gradients are summed ticket after ticket, feature after
+    // feature, sample after sample.
+    void update_bags(std::span<Ticket* const> tickets, std::span<const BagGradients> gradients, float scale,
+                     std::uint32_t step, std::span<const double> lrs);
+
+    std::size_t num_rows(std::size_t t) { return stats(t).rows; }
+    TableStats stats(std::size_t t);
+    std::uint32_t begin_version(std::size_t t);
+    void set_complete(bool complete) {
+        home_.require_here();
+        arena_->set_complete(complete);
+    }
 
     Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since);
     Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last);
@@ -75,30 +164,55 @@ class Engine {
     void import_removed(std::size_t t, std::span<const std::uint64_t> ids);
     void import_sightings(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                           const std::uint32_t* counts, bool clear);
+    // After the imports: the table is at that version, and the engine at least at that step.
+    void restore(std::size_t t, std::uint32_t version, std::uint32_t latest_step, std::uint32_t expire_before,
+                 double lr);
 
   private:
-    struct Spares {
-        Recycler<Scratch> scratch;
-        Recycler<Batch> batches;
-    };
+    using Tickets = std::span<Ticket* const>;
+    // Scratch space, one for each thread of a call; given back at its end.
+    class ScratchSet {
+      public:
+        ScratchSet(Recycler<Scratch>& spare, unsigned threads);
+        ScratchSet(const ScratchSet&) = delete;
+        ScratchSet& operator=(const ScratchSet&) = delete;
+        ~ScratchSet();
+        Scratch& operator[](unsigned thread) { return *taken_[thread]; }
+        unsigned size() const { return static_cast<unsigned>(taken_.size()); }
 
-    template <typename Work> void for_each_bucket(Batch& batch, Work work, UndoSet* undo = nullptr);
-    std::unique_ptr<Ticket> make_ticket(std::unique_ptr<Batch> batch) const;
-    std::size_t undo_bytes(const Batch& batch) const;
+      private:
+        Recycler<Scratch>& spare_;
+        std::vector<std::unique_ptr<Scratch>> taken_;
+    };
+    unsigned threads_for(std::size_t size) const;
+    template <typename Has, typename Work>
+    void for_each_bucket(ScratchSet& scratch, Has has, Work work, UndoSet* undo = nullptr);
+    void reserve_update(ScratchSet& threads, Tickets tickets, bool filter) const;
+    std::unique_ptr<Ticket> make_ticket(std::unique_ptr<Batch> batch, std::size_t num_floats) const;
+    std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
-    bool all_sums_finite(const Batch& batch, const float* gradients);
-    void refuse_nonfinite(Batch& batch, const float* gradients);
-    Visit visit(Batch& batch, std::size_t t, std::uint32_t b);
+    void open_step(const LookupStep& at);
+    // Where the rows of bucket b of table t go, one for each entry; the array lives in the scratch.
+    using Destinations = std::function<float* const*(std::size_t t, std::uint32_t b, Scratch& scratch)>;
+    void lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations);
+    void claim(Tickets tickets) const;
+    bool all_sums_finite(const GradientSource& source, Tickets tickets);
+    void refuse_nonfinite(const GradientSource& source, Tickets tickets);
+    void apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs);
 
+    Home home_;
     std::uint64_t identity_;
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
     std::vector<std::unique_ptr<Table>> tables_;
     BucketMap map_;
-    Spares spares_;
-    UndoSlots undo_;
+    static constexpr std::size_t kMostSpare = 16; // calls of which the memory is kept
+    Recycler<Batch> batches_{kMostSpare};
+    Recycler<BagPlan> plans_{kMostSpare};
+    Recycler<Scratch> scratch_;
+    Recycler<UndoSlot> undo_;
     ThreadPool pool_;
 };
 

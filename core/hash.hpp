@@ -29,7 +29,8 @@ static inline std::uint32_t bucket_of(std::uint64_t hash, unsigned bits) {
     return static_cast<std::uint32_t>((hash >> 1) >> (63 - bits));
 }
 
-// Keys chain: table_key(seed, name) -> row_key(table, id) -> draw(row, step) or draw_element(row, element).
+// Keys chain: table_key(seed, name) -> row_key(table, id) -> step_key(row, step); either key -> draw_element(key,
+// element).
 static inline std::uint64_t table_key(std::uint64_t seed, std::string_view name) {
     return mix64(mix64(seed) ^ hash_name(name));
 }

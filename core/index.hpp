@@ -2,7 +2,7 @@
 // the slot's head, so all 2^64 ids are valid and never collide. It is rebuilt from the heads, never saved or shared.
 //
 // A Group is one cache line: 12 one-byte tags (0: empty), the count of ids that wanted this group and went past it,
-// and 12 slots. Groups are probed linearly from home(hash), the high half of the hash's low 48 bits, scaled.
+// and 12 slots. Groups are probed linearly from home(hash), the top 32 of the hash's low 40 bits, scaled.
 // Invariants: size <= 0.8 * 12 * groups; an id's entry lies in the first group from home that had room;
 //   group.passed = number of entries stored beyond this group whose probe went through it (sticky at 255).
 // So a lookup of a missing id ends at the first group with passed == 0: one line in most cases. No tombstones.

@@ -1,20 +1,57 @@
 // The loops where memory bandwidth decides, compiled three times (AVX-512, AVX2, portable) from kernels_body.hpp and
-// chosen at run time. All paths give the same bits: element-wise IEEE operations, explicit fma, and one fixed 16-lane
-// tree for the only reduction. Kernels work on the rows of one bucket at a time, under its lock, and never allocate.
+// chosen at run time. All paths give the same bits, but for the two of the dense network (dots): element-wise IEEE
+// operations, explicit fma, and one fixed 16-lane tree for the only reduction. Kernels never allocate or lock: who
+// gives them rows holds the lock of their bucket. Who calls one that rounds, which all but `largest` do, holds a
+// FloatMode (float_mode.hpp).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "config.hpp"
+#include "errors.hpp"
 
 namespace satrap {
 
+// What the gradient of an entry is multiplied and divided by on its way from a pooled row to the id's own: the weight
+// of the id, and what the pooling divided the bag by. 1 changes no bit.
+struct Factor {
+    float weight = 1.0f;
+    float divisor = 1.0f;
+};
+
+// Gradients of some entries, in order of appearance: each (*from * scale * weight) / divisor, rounded after each.
+struct Gradients {
+    const float* const* from; // where each entry's begins
+    const Factor* factors;    // one for each entry; nullptr: all are 1
+    float scale;
+};
+
 // What an optimizer step needs, as floats already folded from the config, the learning rate and the step.
 struct StepScalars {
+    static StepScalars of(const TableConfig& config, std::uint64_t table_key, std::uint32_t step, double lr) {
+        const OptimizerConfig& o = config.optimizer;
+        return {.kind = o.kind,
+                .dtype = config.dtype,
+                .nesterov = o.nesterov,
+                .dim = config.dim,
+                .value_bytes = static_cast<std::uint32_t>(config.value_bytes()),
+                .row_bytes = static_cast<std::uint32_t>(config.row_bytes()),
+                .step = step,
+                .table_key = table_key,
+                .lr = lr,
+                .beta1 = o.beta1,
+                .beta2 = o.beta2,
+                .momentum = static_cast<float>(o.momentum),
+                .weight_decay = static_cast<float>(o.weight_decay),
+                .eps = static_cast<float>(o.eps),
+                .ftrl_beta = static_cast<float>(o.ftrl_beta),
+                .l1 = static_cast<float>(o.l1),
+                .l2 = static_cast<float>(o.l2)};
+    }
+
     OptimizerKind kind;
     Dtype dtype;
     bool nesterov;
@@ -35,6 +72,21 @@ struct RowStep {
 };
 
 struct InitialScalars {
+    static InitialScalars of(const TableConfig& config, std::uint64_t table_key) {
+        const OptimizerConfig& o = config.optimizer;
+        return {.kind = config.initial,
+                .dtype = config.dtype,
+                .optimizer = o.kind,
+                .dim = config.dim,
+                .value_bytes = static_cast<std::uint32_t>(config.value_bytes()),
+                .state_dim = config.state_dim(),
+                .table_key = table_key,
+                .a = config.initial_a,
+                .b = config.initial_b,
+                .initial_accumulator_value = static_cast<float>(o.initial_accumulator_value),
+                .ftrl_decay = static_cast<float>(o.ftrl_beta / o.lr + o.l2),
+                .ftrl_l1 = static_cast<float>(o.l1)};
+    }
     InitialKind kind;
     Dtype dtype;
     OptimizerKind optimizer;
@@ -48,20 +100,39 @@ struct InitialScalars {
     float ftrl_l1;
 };
 
+// Of one sample's dot products of all pairs: how many vectors, of how many numbers.
+struct DotShape {
+    std::uint32_t num;
+    std::uint32_t dim;
+    std::size_t pairs() const { return std::size_t{num} * (num - 1) / 2; }
+    std::uint32_t rows() const { return (num + 15) / 16 * 16; } // a multiple of what is in a register, as width is
+    std::uint32_t width() const { return (dim + 15) / 16 * 16; }
+    std::size_t scratch_floats() const { return std::size_t{rows()} * (2 * width() + rows()) + pairs() + 16; }
+};
+
 struct Kernels {
     const char* name;
-    // out[positions[e]] = values of rows[local[e]], for e < count
-    void (*gather)(const std::byte* const* rows, const std::uint32_t* local, const std::uint32_t* positions,
-                   std::size_t count, std::uint32_t dim, Dtype dtype, float* out);
-    // sums[local[e]] += gradients[positions[e]], in order; started[] (zeroed by the caller) marks ids that got one
-    void (*sum)(const float* gradients, const std::uint32_t* local, const std::uint32_t* positions, std::size_t count,
-                std::uint32_t dim, float* sums, std::uint8_t* started);
+    // to[e][0 .. dim-1] = values of rows[local[e]], for e < count
+    void (*gather)(const std::byte* const* rows, const std::uint32_t* local, float* const* to, std::size_t count,
+                   std::uint32_t dim, Dtype dtype);
+    // sums[local[e]] += gradient e, in order; started[] (zeroed by the caller) marks ids that got one
+    void (*sum)(const Gradients& gradients, const std::uint32_t* local, std::size_t count, std::uint32_t dim,
+                float* sums, std::uint8_t* started);
+    // out = (rows[0] + rows[1] + ...) / divisor, in order, of `count` rows side by side; 0 if there are none.
+    // With weights: weights[0] * rows[0], then fma(weights[k], rows[k], sum).
+    void (*pool)(const float* rows, const float* weights, std::size_t count, std::uint32_t dim, float divisor,
+                 float* out);
     // one optimizer step on each row; scratch holds dim floats
     void (*step)(const StepScalars& scalars, const RowStep* steps, std::size_t count, float* scratch);
     // the bits of the largest magnitude; from 0x7f800000 (infinity) on, something is not finite
     std::uint32_t (*largest)(const float* values, std::size_t count);
     // values and state of a new row; scratch holds dim floats
     void (*initialise)(const InitialScalars& scalars, std::uint64_t id, std::byte* row, float* scratch);
+    // out = the dot product of each pair of vectors; scratch holds scratch_floats(), all 0 before its first use
+    void (*dots)(const DotShape& shape, const float* const* vectors, float* out, float* scratch);
+    // gradients of the vectors, given those of the pairs
+    void (*dots_back)(const DotShape& shape, const float* const* vectors, const float* pairs, float* const* gradients,
+                      float* scratch);
 };
 
 const Kernels& portable_kernels();
@@ -82,6 +153,13 @@ inline std::vector<const Kernels*> available_kernels() {
 #endif
     paths.push_back(&portable_kernels());
     return paths;
+}
+
+inline const Kernels& kernels_named(const std::string& simd) {
+    for (const Kernels* kernels : available_kernels())
+        if (simd == "auto" || simd == kernels->name) return *kernels;
+    throw InputError("simd='" + simd +
+                     "' is not available on this machine; use 'auto' or one of satrap._core.simd_paths()");
 }
 
 } // namespace satrap

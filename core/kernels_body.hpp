@@ -90,37 +90,93 @@ inline void prefetch_gradient(const float* row, std::uint32_t dim) {
     for (std::uint32_t i = 0; i < dim && i < 128; i += 16) __builtin_prefetch(row + i);
 }
 
-void gather(const std::byte* const* rows, const std::uint32_t* local, const std::uint32_t* positions, std::size_t count,
-            std::uint32_t dim, Dtype dtype, float* out) {
+void gather(const std::byte* const* rows, const std::uint32_t* local, float* const* to, std::size_t count,
+            std::uint32_t dim, Dtype dtype) {
     if (dtype != Dtype::float32) {
-        for (std::size_t e = 0; e < count; ++e)
-            decode(rows[local[e]], dtype, dim, out + static_cast<std::size_t>(positions[e]) * dim);
+        for (std::size_t e = 0; e < count; ++e) decode(rows[local[e]], dtype, dim, to[e]);
         return;
     }
-    if (copy_streaming(rows, local, positions, count, dim, out)) return;
+    if (copy_streaming(rows, local, to, count, dim)) return;
     for (std::size_t e = 0; e < count; ++e) {
         prefetch_values(rows, local, e, count, dim);
-        copy_floats(out + static_cast<std::size_t>(positions[e]) * dim, reinterpret_cast<const float*>(rows[local[e]]),
-                    dim);
+        copy_floats(to[e], reinterpret_cast<const float*>(rows[local[e]]), dim);
     }
 }
 
-void sum(const float* gradients, const std::uint32_t* local, const std::uint32_t* positions, std::size_t count,
-         std::uint32_t dim, float* sums, std::uint8_t* started) {
+// to = value(i), or to += value(i), for all elements.
+template <typename Value> inline void put_or_add(float* to, std::uint32_t dim, bool add, Value value) {
+    if (add) {
+#pragma GCC ivdep
+        for (std::uint32_t i = 0; i < dim; ++i) to[i] += value(i);
+    } else {
+#pragma GCC ivdep
+        for (std::uint32_t i = 0; i < dim; ++i) to[i] = value(i);
+    }
+}
+
+// Calls add(e, sum of the entry's id, whether it has been started) for each entry, in order.
+template <typename Add>
+inline void sum_entries(const float* const* from, const std::uint32_t* local, std::size_t count, std::uint32_t dim,
+                        float* sums, std::uint8_t* started, Add add) {
     constexpr std::size_t kAhead = 8;
     for (std::size_t e = 0; e < count; ++e) {
-        if (e + kAhead < count)
-            prefetch_gradient(gradients + static_cast<std::size_t>(positions[e + kAhead]) * dim, dim);
-        const float* from = gradients + static_cast<std::size_t>(positions[e]) * dim;
-        float* to = sums + static_cast<std::size_t>(local[e]) * dim;
-        if (started[local[e]]) {
+        if (e + kAhead < count) prefetch_gradient(from[e + kAhead], dim);
+        const bool again = started[local[e]] != 0;
+        started[local[e]] = 1;
+        add(e, sums + static_cast<std::size_t>(local[e]) * dim, again);
+    }
+}
+
+void sum(const Gradients& gradients, const std::uint32_t* local, std::size_t count, std::uint32_t dim, float* sums,
+         std::uint8_t* started) {
+    const float* const* from = gradients.from;
+    const float scale = gradients.scale;
+    if (gradients.factors == nullptr && scale == 1.0f) {
+        sum_entries(from, local, count, dim, sums, started, [&](std::size_t e, float* to, bool again) {
+            const float* g = from[e];
+            put_or_add(to, dim, again, [g](std::uint32_t i) { return g[i]; });
+        });
+        return;
+    }
+    sum_entries(from, local, count, dim, sums, started, [&](std::size_t e, float* to, bool again) {
+        const float* g = from[e];
+        const Factor f = gradients.factors == nullptr ? Factor{} : gradients.factors[e];
+        if (f.divisor == 1.0f)
+            put_or_add(to, dim, again, [g, scale, f](std::uint32_t i) { return g[i] * scale * f.weight; });
+        else
+            put_or_add(to, dim, again, [g, scale, f](std::uint32_t i) { return g[i] * scale * f.weight / f.divisor; });
+    });
+}
+
+// Bags lie one after the other, written past the cache: later ones are asked for in time.
+constexpr std::size_t kPoolAhead = 512;
+
+void pool(const float* rows, const float* weights, std::size_t count, std::uint32_t dim, float divisor, float* out) {
+    if (count == 0) {
+        for (std::uint32_t i = 0; i < dim; ++i) out[i] = 0.0f;
+        return;
+    }
+    for (std::size_t i = 0; i < count * dim; i += 16) __builtin_prefetch(rows + kPoolAhead + i);
+    if (weights == nullptr) {
+        copy_floats(out, rows, dim);
+    } else {
 #pragma GCC ivdep
-            for (std::uint32_t i = 0; i < dim; ++i) to[i] += from[i];
+        for (std::uint32_t i = 0; i < dim; ++i) out[i] = weights[0] * rows[i];
+    }
+    for (std::size_t k = 1; k < count; ++k) {
+        const float* row = rows + k * dim;
+        if (weights == nullptr) {
+#pragma GCC ivdep
+            for (std::uint32_t i = 0; i < dim; ++i) out[i] += row[i];
         } else {
-            started[local[e]] = 1;
-            copy_floats(to, from, dim);
+            const float weight = weights[k];
+#pragma GCC ivdep
+            for (std::uint32_t i = 0; i < dim; ++i) out[i] = __builtin_fmaf(weight, row[i], out[i]);
         }
     }
+    if (divisor == 1.0f) return;
+#pragma GCC ivdep
+    for (std::uint32_t i = 0; i < dim; ++i) out[i] = out[i] / divisor;
 }
 
 std::uint32_t largest(const float* values, std::size_t count) {

@@ -7,8 +7,7 @@ namespace {
 
 #include "kernels_prefetch.hpp"
 
-inline bool copy_streaming(const std::byte* const*, const std::uint32_t*, const std::uint32_t*, std::size_t,
-                           std::uint32_t, float*) {
+inline bool copy_streaming(const std::byte* const*, const std::uint32_t*, float* const*, std::size_t, std::uint32_t) {
     return false;
 }
 
@@ -28,11 +27,33 @@ struct Lanes {
     }
 };
 
+struct Sixteen {
+    float v[16] = {};
+    static Sixteen load(const float* from) {
+        Sixteen found;
+        for (int j = 0; j < 16; ++j) found.v[j] = from[j];
+        return found;
+    }
+    static Sixteen broadcast(const float* from) {
+        Sixteen found;
+        for (int j = 0; j < 16; ++j) found.v[j] = *from;
+        return found;
+    }
+    void plus_product(const Sixteen& a, const Sixteen& b) {
+        for (int j = 0; j < 16; ++j) v[j] += a.v[j] * b.v[j];
+    }
+    void store(float* to) const {
+        for (int j = 0; j < 16; ++j) to[j] = v[j];
+    }
+};
+constexpr std::uint32_t kBlock = 2;
+
 #include "kernels_body.hpp"
+#include "kernels_dots.hpp"
 } // namespace
 
 const Kernels& portable_kernels() {
-    static constexpr Kernels kernels{"portable", gather, sum, step, largest, initialise};
+    static constexpr Kernels kernels{"portable", gather, sum, pool, step, largest, initialise, dots, dots_back};
     return kernels;
 }
 

@@ -9,3 +9,10 @@ inline void prefetch_values(const std::byte* const* rows, const std::uint32_t* l
     const std::byte* row = rows[local[e + kAhead]];
     for (std::uint32_t at = 0; at < 4 * dim && at < 1024; at += 64) __builtin_prefetch(row + at);
 }
+
+// Whether all of these places are multiples of `bytes`, a power of two.
+inline bool all_aligned(float* const* to, std::size_t count, std::uintptr_t bytes) {
+    std::uintptr_t any = 0;
+    for (std::size_t e = 0; e < count; ++e) any |= reinterpret_cast<std::uintptr_t>(to[e]);
+    return any % bytes == 0;
+}

@@ -58,6 +58,10 @@ struct NamedConfig {
         if (config.capacity != 0 && config.capacity < config.num_buckets)
             throw InputError("table '" + name + "': capacity=" + std::to_string(config.capacity) +
                              " is below num_buckets=" + std::to_string(config.num_buckets));
+        if (config.capacity != 0 && (config.capacity - 1) / config.num_buckets >= kMostBucketRows)
+            throw InputError("table '" + name + "': capacity=" + std::to_string(config.capacity) + " is above " +
+                             std::to_string(kMostBucketRows) +
+                             " rows for each of num_buckets=" + std::to_string(config.num_buckets));
         return config;
     }
 };

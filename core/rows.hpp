@@ -1,9 +1,11 @@
 // The rows of one bucket: id -> slot -> [head | values | state], with a free list and an exact LRU order.
 // The same class without payload keeps the sightings of ids that have no row yet. It decides nothing: Bucket does.
 //
-// Slots 0..used-1 lie in chunks of 16, 16, 32, 64 ... rows (then kChunkRows each), so a small table stays small and
-// growing copies nothing. The head stands right before its row, so that both come with one page walk and often one
-// cache line.
+// Slots 0..used-1 lie in chunks of 16, 16, 32, 64 ... 512 rows, then kChunkRows each, so a small table stays small and
+// growing copies nothing. The first of those is cut by the bucket's own shift: the buckets of a table fill alike, and
+// would otherwise all ask for fresh memory in the same few batches. The head stands right before its row, so that both
+// come with one page walk and often one cache line.
+//
 // Invariants: head.changed == 0 <=> the slot is free (then its id is the next free slot);
 //   used = size + free; every live slot has exactly one index entry and no free slot has one;
 //   victims_, if not empty, holds the smallest (stamp, id) pairs of the bucket in falling order, each as it was when
@@ -28,7 +30,7 @@ namespace satrap {
 
 struct Head {
     std::uint32_t id_words[2]; // two words, because a row's stride is a multiple of 4 and no more
-    std::uint32_t stamp;       // the last step that used the row
+    std::uint32_t stamp;       // the last step that used the row; see table.hpp for a late first one
     std::uint32_t changed;     // the table's version at its last change; for sightings: how often seen. 0: free
 
     std::uint64_t id() const {
@@ -52,10 +54,12 @@ class Rows {
         row_bytes_ = row_bytes;
         stride_ = sizeof(Head) + row_bytes;
         limit_ = limit;
+        shift_ = static_cast<std::uint32_t>(phase() * kChunkRows);
         index_.reset(*arena, 1);
     }
 
     std::size_t size() const { return size_; }
+    bool full() const { return limit_ != 0 && size_ >= limit_; }
     std::size_t row_bytes() const { return row_bytes_; }
     std::uint32_t capacity() const { return capacity_; } // slots that the chunks hold
     std::size_t bytes() const {
@@ -66,8 +70,13 @@ class Rows {
     std::uint32_t used() const { return used_; }
 
     Head& head(std::uint32_t slot) const {
-        return *reinterpret_cast<Head*>(chunks_[chunk_of(slot)] +
-                                        static_cast<std::size_t>(slot - first_of(slot)) * stride_);
+        if (slot >= kChunkRows) {
+            const std::size_t at = std::size_t{slot} + shift_;
+            return *reinterpret_cast<Head*>(chunks_[at / kChunkRows + kDoublings - 1] + at % kChunkRows * stride_);
+        }
+        const std::uint32_t first = slot < kFirstChunk ? 0 : std::bit_floor(slot);
+        return *reinterpret_cast<Head*>(chunks_[static_cast<std::size_t>(std::bit_width(slot / kFirstChunk))] +
+                                        (slot - first) * stride_);
     }
     std::byte* row(std::uint32_t slot) const { return reinterpret_cast<std::byte*>(&head(slot) + 1); }
     bool live(std::uint32_t slot) const { return head(slot).changed != 0; }
@@ -96,16 +105,15 @@ class Rows {
         Head& h = head(slot);
         h.stamp = stamp;
         std::atomic_ref(h.changed).store(changed, std::memory_order_release);
-        if (!victims_.empty() && Victim{h.id(), stamp, slot} < victims_.front())
-            victims_.clear(); // an old stamp came in
+        spoil({h.id(), stamp, slot}); // an old stamp may come in
     }
 
-    // The row was used at `step`. A rise within the range of the collected victims would spoil their order.
+    // The row was used at `step`.
     void touch(std::uint32_t slot, std::uint32_t step) {
         Head& h = head(slot);
         if (step <= h.stamp) return;
         h.stamp = step;
-        if (!victims_.empty() && Victim{h.id(), step, slot} < victims_.front()) victims_.clear();
+        spoil({h.id(), step, slot});
     }
 
     void erase(std::uint32_t slot) {
@@ -131,6 +139,7 @@ class Rows {
         }
     }
 
+    // The visit may erase the row that it is at.
     template <typename Visit> void for_each(Visit visit) const {
         for (std::uint32_t slot = 0; slot < used_; ++slot)
             if (Head& h = head(slot); h.changed != 0) visit(slot, h);
@@ -172,13 +181,13 @@ class Rows {
     static constexpr std::uint32_t kDoublings =
         std::bit_width(kChunkRows / kFirstChunk); // chunks before the constant ones
 
-    static std::uint32_t chunk_of(std::uint32_t slot) {
-        return slot < kChunkRows ? static_cast<std::uint32_t>(std::bit_width(slot / kFirstChunk))
-                                 : slot / kChunkRows + kDoublings - 1;
+    // A row that comes to stand within the range of the collected victims would spoil their order.
+    void spoil(const Victim& now) {
+        if (!victims_.empty() && now < victims_.front()) victims_.clear();
     }
-    static std::uint32_t first_of(std::uint32_t slot) {
-        return slot >= kChunkRows ? slot / kChunkRows * kChunkRows : slot < kFirstChunk ? 0 : std::bit_floor(slot);
-    }
+
+    // A number in [0, 1) of the bucket's own.
+    double phase() const { return static_cast<double>(tag_.bucket * 0x9e3779b9U) * 0x1p-32; }
 
     std::size_t chunk_size(std::uint32_t rows) const { return rows * stride_; }
 
@@ -186,12 +195,14 @@ class Rows {
     std::uint32_t chunk_rows() const {
         auto next = static_cast<std::uint32_t>(chunks_.size());
         std::uint32_t rows = next == 0 ? kFirstChunk : next < kDoublings ? kFirstChunk << (next - 1) : kChunkRows;
+        if (next == kDoublings) rows -= shift_;
         if (limit_ > capacity_ && limit_ - capacity_ < rows) rows = static_cast<std::uint32_t>(limit_ - capacity_);
         return rows;
     }
 
     void add_chunk(std::byte* memory, std::uint32_t rows) {
-        chunks_.push_back(memory);
+        const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0; // before its first row
+        chunks_.push_back(memory - missing);
         capacity_ += rows;
         chunk_bytes_ += chunk_size(rows);
     }
@@ -211,13 +222,13 @@ class Rows {
     }
 
     // By half each time, from a start of the bucket's own between 8 and 12: the buckets of a table fill alike, and
-    // would otherwise all rebuild their indexes in the same few batches.
+    // would otherwise all rebuild their indexes in the same few batches. The last step before the limit is taken early,
+    // so that the memory of the outgrown index is used again by the rows to come.
     void grow_index() {
-        const double phase = static_cast<double>(tag_.bucket * 0x9e3779b9U) * 0x1p-32;
-        double wanted = 8.0 + 4.0 * phase;
+        double wanted = 8.0 + 4.0 * phase();
         while (wanted < static_cast<double>(size_ + 1)) wanted *= 1.5;
         auto entries = static_cast<std::uint64_t>(wanted);
-        if (limit_ > size_ && entries > limit_) entries = limit_;
+        if (limit_ > size_ && entries + entries / 2 > limit_) entries = limit_;
         build_index(Index::groups_for(entries));
     }
 
@@ -251,6 +262,7 @@ class Rows {
     std::size_t row_bytes_ = 0;
     std::size_t stride_ = 0;
     std::uint64_t limit_ = 0;
+    std::uint32_t shift_ = 0;
     Index index_;
     std::vector<std::byte*> chunks_;
     std::vector<Victim> victims_;

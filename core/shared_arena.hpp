@@ -5,7 +5,8 @@
 // Invariants: tail <= file size; chunks lie back to back from header_bytes to tail, but for gaps where a chunk would
 // straddle two pieces (a ChunkHeader of kind 0 with the gap's size); the file is grown by posix_fallocate, so a full
 // tmpfs is an error from allocate() and never a SIGBUS in the middle of an update.
-// One process at a time: an exclusive flock, which the kernel drops when its holder dies.
+// One process at a time: an exclusive flock, which the kernel drops when its holder dies. A fork of the holder does not
+// see the mapped file; it has the descriptor, and by that the lock, until it calls leave() or ends.
 #pragma once
 
 #include <fcntl.h>
@@ -24,14 +25,14 @@
 namespace satrap {
 
 struct FileHeader {
-    static constexpr std::uint64_t kMagic = 0x314d485350525453ULL; // "STRPSHM1"
+    static constexpr std::uint64_t kMagic = 0x324d485350525453ULL; // "STRPSHM2"
     std::atomic<std::uint64_t> magic;                              // written last: a file without it was never finished
     std::uint64_t header_bytes;
-    std::uint64_t piece_bytes;
     std::uint64_t num_tables;
     std::uint64_t config_bytes;
     std::atomic<std::uint64_t> tail;
     std::atomic<std::uint32_t> latest_step;
+    std::atomic<std::uint32_t> incomplete; // 1: a snapshot is being loaded, and half of it is no table
 };
 
 struct alignas(64) ChunkHeader {
@@ -49,7 +50,7 @@ class SharedArena final : public Arena {
 
     // A new file. Its name is taken with O_EXCL: an existing one is somebody's rows.
     static std::unique_ptr<SharedArena> create(const std::string& path, std::size_t tables,
-                                               std::span<const char> config) {
+                                               std::span<const char> config, bool complete = true) {
         std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
         arena->fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
         if (arena->fd_ < 0)
@@ -57,7 +58,7 @@ class SharedArena final : public Arena {
                                         : errno_text("cannot be created"));
         arena->lock();
         try {
-            arena->write_header(tables, config);
+            arena->write_header(tables, config, complete);
         } catch (...) {
             ::unlink(path.c_str());
             throw;
@@ -83,10 +84,14 @@ class SharedArena final : public Arena {
 
     ~SharedArena() override {
         for (const Piece& piece : pieces_) munmap(piece.address, piece.bytes);
-        if (fd_ >= 0) ::close(fd_); // releases the flock
+        if (fd_ < 0) return;
+        (void)::flock(fd_, LOCK_UN); // a fork may have the file open still; closing it alone would leave it locked
+        ::close(fd_);
     }
 
     bool survives_process() const override { return true; }
+    void set_complete(bool complete) override { header().incomplete.store(complete ? 0 : 1); }
+    void leave() noexcept override { ::close(fd_); } // the lock stays with whoever else has the file open
     TableLedger& ledger(std::size_t table) override { return ledgers()[table]; }
     std::atomic<std::uint32_t>& latest_step() override { return header().latest_step; }
 
@@ -132,6 +137,8 @@ class SharedArena final : public Arena {
     }
 
   private:
+    static constexpr std::size_t kLedgersAt = (sizeof(FileHeader) + 63) / 64 * 64;
+
     struct Piece {
         std::byte* address;
         std::uint64_t offset;
@@ -142,9 +149,10 @@ class SharedArena final : public Arena {
 
     static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
     FileHeader& header() { return *reinterpret_cast<FileHeader*>(first_); }
-    TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(first_ + round_up(sizeof(FileHeader), 64)); }
+    TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(first_ + kLedgersAt); }
     std::uint64_t end() const { return pieces_.back().offset + pieces_.back().bytes; }
-    std::size_t config_offset() { return round_up(sizeof(FileHeader), 64) + header().num_tables * sizeof(TableLedger); }
+    std::size_t config_offset() { return config_offset(header().num_tables); }
+    static std::size_t config_offset(std::size_t tables) { return kLedgersAt + tables * sizeof(TableLedger); }
 
     ChunkHeader* chunk_header(std::uint64_t offset) {
         auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
@@ -155,13 +163,14 @@ class SharedArena final : public Arena {
 
     void lock() {
         if (::flock(fd_, LOCK_EX | LOCK_NB) != 0)
-            fail("is in use by another process; one process at a time may attach it");
+            fail("is open already, in this process or another; one store at a time may hold it");
     }
 
     void map_piece(std::uint64_t offset, std::size_t bytes) {
         void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
         if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
         madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
+        madvise(address, bytes, MADV_DONTFORK); // a fork could write to it, and would hold the lock by having it mapped
         pieces_.push_back({static_cast<std::byte*>(address), offset, bytes});
         if (first_ == nullptr) first_ = pieces_.front().address;
     }
@@ -175,16 +184,15 @@ class SharedArena final : public Arena {
         map_piece(offset, bytes);
     }
 
-    void write_header(std::size_t tables, std::span<const char> config) {
-        std::size_t bytes = round_up(sizeof(FileHeader), 64) + tables * sizeof(TableLedger) + config.size();
-        bytes = round_up(bytes, kPage);
+    void write_header(std::size_t tables, std::span<const char> config, bool complete) {
+        const std::size_t bytes = round_up(config_offset(tables) + config.size(), kPage);
         add_piece(round_up(std::max(bytes, kPiece), kPage));
         FileHeader& head = header();
         head.header_bytes = bytes;
-        head.piece_bytes = pieces_[0].bytes;
         head.num_tables = tables;
         head.config_bytes = config.size();
         head.tail.store(bytes);
+        head.incomplete.store(complete ? 0 : 1);
         std::memcpy(pieces_[0].address + config_offset(), config.data(), config.size());
         head.magic.store(FileHeader::kMagic);
     }
@@ -203,8 +211,9 @@ class SharedArena final : public Arena {
         FileHeader& head = header();
         if (head.magic.load() != FileHeader::kMagic)
             fail("is no Satrap shared-memory file, or its creation was cut short; its first bytes are not ours");
-        std::size_t fixed =
-            round_up(sizeof(FileHeader), 64) + head.num_tables * sizeof(TableLedger) + head.config_bytes;
+        if (head.incomplete.load() != 0)
+            fail("is half a table: loading a snapshot into it was cut short; remove it and load again");
+        const std::size_t fixed = config_offset() + head.config_bytes;
         if (head.tail.load() > size || head.header_bytes > head.tail.load() || head.header_bytes % 64 != 0 ||
             fixed > head.header_bytes)
             fail("is truncated: " + std::to_string(size) + " bytes found, " + std::to_string(head.tail.load()) +

@@ -2,54 +2,23 @@
 #include "table.hpp"
 
 #include "errors.hpp"
+#include "float_mode.hpp"
 
 namespace satrap {
 
 Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena)
     : config_(std::move(config)), key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels),
       arena_(&arena), ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
-    const OptimizerConfig& o = config_.optimizer;
-    initial_ = {config_.initial,
-                config_.dtype,
-                o.kind,
-                config_.dim,
-                static_cast<std::uint32_t>(config_.value_bytes()),
-                config_.state_dim(),
-                key_,
-                config_.initial_a,
-                config_.initial_b,
-                static_cast<float>(o.initial_accumulator_value),
-                static_cast<float>(o.ftrl_beta / o.lr + o.l2),
-                static_cast<float>(o.l1)};
+    const FloatMode mode;
+    initial_ = InitialScalars::of(config_, key_);
     if (ledger_->version.load() == 0) { // new, not re-attached
-        set_lr(o.lr);                   // first: killed in between, the version says that the table is still new
+        set_lr(config_.optimizer.lr);   // first: killed in between, the version says that the table is still new
         ledger_->version.store(1);
     }
     for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
         buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.row_bytes(), row_share(b));
         buckets_[b].sightings.init(&arena, {ChunkKind::sightings, number, b, 0}, 0, window_share(b));
     }
-}
-
-StepScalars Table::step_scalars(std::uint32_t step, double lr) const {
-    const OptimizerConfig& o = config_.optimizer;
-    return {o.kind,
-            config_.dtype,
-            o.nesterov,
-            config_.dim,
-            initial_.value_bytes,
-            static_cast<std::uint32_t>(config_.row_bytes()),
-            step,
-            key_,
-            lr,
-            o.beta1,
-            o.beta2,
-            static_cast<float>(o.momentum),
-            static_cast<float>(o.weight_decay),
-            static_cast<float>(o.eps),
-            static_cast<float>(o.ftrl_beta),
-            static_cast<float>(o.l1),
-            static_cast<float>(o.l2)};
 }
 
 void Table::open_step(const LookupStep& at) {
@@ -79,13 +48,13 @@ void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scr
     for (std::uint32_t i = 0; i < n; ++i) {
         if (slots[i] >= rows.used()) continue;
         const auto* head = reinterpret_cast<const std::byte*>(&rows.head(slots[i]));
-        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at, 1);
+        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at);
     }
     for (std::uint32_t i = 0; i < n; ++i)
         if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
 }
 
-void Table::lookup(const Visit& visit, const LookupStep& at, float* out, Scratch& scratch) {
+void Table::lookup(const Visit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, false, scratch);
@@ -97,7 +66,7 @@ void Table::lookup(const Visit& visit, const LookupStep& at, float* out, Scratch
         for (std::uint32_t i = 0; i < visit.num_unique; ++i) visit.hints[i] = slots[i];
     }
     point_rows(bucket, visit, scratch);
-    kernels_->gather(scratch.rows.data(), visit.local, visit.positions, visit.count, config_.dim, config_.dtype, out);
+    kernels_->gather(scratch.rows.data(), visit.local, to, visit.count, config_.dim, config_.dtype);
 }
 
 // Hits are stamped before any miss is inserted, so that no id of a batch evicts another of it.
@@ -126,32 +95,31 @@ void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& 
                           Scratch& scratch) {
     std::uint32_t* slots = scratch.slots.data();
     float* values = scratch.values.reserve(config_.dim);
-    if (const std::uint32_t line = expire_before();
-        line - bucket.swept_before > config_.expire_after / 8 && line > bucket.swept_before)
+    const std::uint32_t line = expire_before();
+    if (line - bucket.swept_before > config_.expire_after / 8 && line > bucket.swept_before)
         bucket.sweep(line, version); // keeps an unbounded table bounded; the result does not depend on when
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         if (slots[i] != kNoSlot) continue;
         const std::uint64_t id = visit.unique[i], hash = mix64(id);
-        if (!admit(bucket, visit.bucket, id, hash, at.step)) {
+        if (!admit(bucket, id, hash, at.step)) {
             ++bucket.counters.refused;
             continue;
         }
         make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
         const std::uint32_t slot = bucket.rows.insert(id, hash);
         kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
-        bucket.rows.publish(slot, at.step, version);
-        bucket.swept_before = std::min(bucket.swept_before, at.step); // a very late step: the row may be gone already
+        bucket.rows.publish(slot, std::max(at.step, line), version); // of a very late step: gone at once, if not raised
         if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
         ++bucket.counters.inserted;
         slots[i] = slot;
     }
 }
 
-bool Table::admit(Bucket& bucket, std::uint32_t b, std::uint64_t id, std::uint64_t hash, std::uint32_t step) {
+bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, std::uint32_t step) {
     switch (config_.admission) {
     case AdmissionKind::always: return true;
     case AdmissionKind::probability: return unit_interval(step_key(row_key(~key_, id), step)) < config_.probability;
-    case AdmissionKind::min_count: return bucket.sight(id, hash, step, config_.min_count, window_share(b));
+    case AdmissionKind::min_count: return bucket.sight(id, hash, step, config_.min_count);
     }
     return true;
 }
@@ -159,7 +127,7 @@ bool Table::admit(Bucket& bucket, std::uint32_t b, std::uint64_t id, std::uint64
 // Frees one row of a full bucket, or throws. `wanted`: how many rows the call may still need here, for the message.
 void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version,
                       std::size_t wanted) {
-    if (!config_.bounded() || bucket.rows.size() < row_share(b)) return;
+    if (!bucket.rows.full()) return;
     const std::uint32_t victim = bucket.rows.oldest();
     const std::uint32_t stamp = bucket.rows.head(victim).stamp;
     if (stamp < expire_before()) {
@@ -214,15 +182,27 @@ void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
     }
 }
 
+// The gradient of one entry as it is added to its id's sum.
+const float* Table::applied(const Gradients& gradients, std::uint32_t e, float* room) const {
+    const Factor* factor = gradients.factors == nullptr ? nullptr : gradients.factors + e;
+    const std::uint32_t zero = 0;
+    std::uint8_t started = 0;
+    kernels_->sum({gradients.from + e, factor, gradients.scale}, &zero, 1, config_.dim, room, &started);
+    return room;
+}
+
 // The entries whose gradients are finite, into scratch.kept_*; returns how many. Only when a batch may have others.
-std::size_t Table::filter_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch) const {
+std::size_t Table::filter_nonfinite(const Visit& visit, const Gradients& gradients, Scratch& scratch) const {
     std::uint32_t* local = scratch.kept_local.reserve(visit.count);
-    std::uint32_t* positions = scratch.kept_positions.reserve(visit.count);
+    const float** from = scratch.kept_from.reserve(visit.count);
+    Factor* factors = gradients.factors == nullptr ? nullptr : scratch.kept_factors.reserve(visit.count);
+    float* room = scratch.values.reserve(config_.dim);
     std::size_t kept = 0;
     for (std::uint32_t e = 0; e < visit.count; ++e) {
-        if (!finite(gradients + static_cast<std::size_t>(visit.positions[e]) * config_.dim, config_.dim)) continue;
+        if (!finite(applied(gradients, e, room), config_.dim)) continue;
         local[kept] = visit.local[e];
-        positions[kept++] = visit.positions[e];
+        if (factors != nullptr) factors[kept] = gradients.factors[e];
+        from[kept++] = gradients.from[e];
     }
     return kept;
 }
@@ -243,53 +223,55 @@ void Table::drop_overflowed(const Visit& visit, std::size_t& count, Scratch& scr
     }
 }
 
-void Table::find_nonfinite(const Visit& visit, const float* gradients, Scratch& scratch, NonFinite& first) const {
+std::vector<NonFinite> Table::find_nonfinite(const Visit& visit, const Gradients& gradients, Scratch& scratch) const {
+    std::vector<NonFinite> found;
     auto note = [&](std::uint32_t e, const float* row, bool of_sum) {
-        if (of_sum != first.of_sum ? of_sum : visit.positions[e] >= first.position) return;
         std::uint32_t i = 0;
         while (i + 1 < config_.dim && finite(row + i, 1)) ++i;
-        first = {visit.positions[e], visit.unique[visit.local[e]], row[i], of_sum};
+        found.push_back({e, visit.unique[visit.local[e]], row[i], of_sum});
     };
+    float* room = scratch.values.reserve(config_.dim);
     start_sums(visit, scratch);
-    kernels_->sum(gradients, visit.local, visit.positions, visit.count, config_.dim, scratch.sums.data(),
-                  scratch.started.data());
+    kernels_->sum(gradients, visit.local, visit.count, config_.dim, scratch.sums.data(), scratch.started.data());
     for (std::uint32_t e = 0; e < visit.count; ++e) {
-        const float* row = gradients + static_cast<std::size_t>(visit.positions[e]) * config_.dim;
+        const float* row = applied(gradients, e, room);
         const float* sum = &scratch.sums[static_cast<std::size_t>(visit.local[e]) * config_.dim];
         if (!finite(row, config_.dim))
             note(e, row, false);
         else if (!finite(sum, config_.dim))
             note(e, sum, true);
     }
+    return found;
 }
 
-void Table::refuse_nonfinite(const NonFinite& first) const {
-    const std::string id = std::to_string(first.id), position = std::to_string(first.position);
+void Table::refuse_nonfinite(const NonFinite& first, const std::string& where) const {
+    const std::string id = std::to_string(first.id);
     throw NonFiniteError("table '" + config_.name + "': " +
-                         (first.of_sum ? "the gradients of id " + id + " (first at position " + position + ") sum to "
-                                       : "the gradient of id " + id + " at position " + position + " holds ") +
+                         (first.of_sum ? "the gradients of id " + id + " (first " + where + ") sum to "
+                                       : "the gradient of id " + id + " " + where + " holds ") +
                          std::to_string(first.value) + "; finite values are wanted and nothing was applied; " +
                          "on_nonfinite='skip' would ignore and count such gradients");
 }
 
-void Table::update(const Visit& visit, const float* gradients, const StepScalars& scalars, bool hinted, bool filter,
+void Table::update(const Visit& visit, Gradients gradients, const StepScalars& scalars, bool hinted, bool filter,
                    Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     const std::uint32_t n = visit.num_unique;
     RowStep* steps = scratch.steps.reserve(n);
     start_sums(visit, scratch);
-    const std::uint32_t *local = visit.local, *positions = visit.positions;
+    const std::uint32_t* local = visit.local;
     std::size_t count = visit.count;
     if (filter) {
         count = filter_nonfinite(visit, gradients, scratch);
         local = scratch.kept_local.data();
-        positions = scratch.kept_positions.data();
+        gradients.from = scratch.kept_from.data();
+        if (gradients.factors != nullptr) gradients.factors = scratch.kept_factors.data();
     }
 
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, hinted, scratch);
     std::uint32_t* slots = scratch.slots.data();
-    kernels_->sum(gradients, local, positions, count, config_.dim, scratch.sums.data(), scratch.started.data());
+    kernels_->sum(gradients, local, count, config_.dim, scratch.sums.data(), scratch.started.data());
     if (filter) drop_overflowed(visit, count, scratch);
     bucket.counters.skipped += visit.count - count;
     const std::uint32_t line = expire_before();
@@ -311,6 +293,7 @@ void Table::update(const Visit& visit, const float* gradients, const StepScalars
 void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, Scratch& scratch) {
     const std::uint32_t* slots = scratch.slots.data();
     const RowStep* steps = scratch.steps.data();
+    float* room = scratch.values.reserve(config_.dim); // may throw, and must not once the slot is armed
     if (scratch.undo != nullptr) {
         scratch.undo->open(number_, b, bucket.rows.row_bytes());
         for (std::size_t r = 0; r < count; ++r) scratch.undo->add(slots[r], bucket.rows.head(slots[r]), steps[r].row);
@@ -321,7 +304,7 @@ void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, s
         bucket.rows.touch(slots[r], scalars.step);
         bucket.rows.head(slots[r]).changed = version;
     }
-    kernels_->step(scalars, steps, count, scratch.values.reserve(config_.dim));
+    kernels_->step(scalars, steps, count, room);
     if (scratch.undo != nullptr) scratch.undo->disarm();
     bucket.counters.updated += count;
 }
@@ -331,9 +314,10 @@ bool Table::read(std::uint64_t id, float* values, float* state) {
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));
     if (slot == kNoSlot || bucket.rows.head(slot).stamp < expire_before()) return false;
+    const FloatMode mode;
     const std::byte* row = bucket.rows.row(slot);
     const std::uint32_t zero = 0;
-    portable_kernels().gather(&row, &zero, &zero, 1, config_.dim, config_.dtype, values);
+    portable_kernels().gather(&row, &zero, &values, 1, config_.dim, config_.dtype);
     if (config_.state_dim() != 0) std::memcpy(state, row + config_.value_bytes(), config_.state_dim() * sizeof(float));
     return true;
 }
@@ -352,6 +336,7 @@ void Table::check() {
             require(hash_bucket(head.id()) == b, "a row's id belongs to another bucket");
             require(head.changed <= version, "a row changed at a version that has not begun");
             require(head.stamp <= latest, "a row is stamped after the latest step");
+            require(head.stamp >= bucket.swept_before, "a row is stamped before a step that was swept");
         });
         bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
             require(hash_bucket(head.id()) == b, "a sighting's id belongs to another bucket");

@@ -1,15 +1,20 @@
 // A pool that runs one function on num_threads threads, the caller among them. It decides nothing about results:
-// callers split work so that the split cannot matter. A second caller that finds the pool busy works alone.
-// Lock: busy_ is held for a whole run; mutex_ guards the hand-over only. An exception in the function is a bug of the
-// caller (jobs catch their own), since it could not be delivered from here.
+// callers split work so that the split cannot matter. A second caller that finds the pool busy works alone; one that
+// has borrowed threads (openmp.hpp) uses those instead.
+// Lock: busy_ is held for a whole run; mutex_ guards the hand-over only. An exception must not leave the function,
+// since it could not be delivered from here: a job that may throw, or run out of memory, catches its own.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
+
+#include "errors.hpp"
+#include "openmp.hpp"
 
 namespace satrap {
 
@@ -22,27 +27,29 @@ inline void relax_cpu() {
 class ThreadPool {
   public:
     explicit ThreadPool(unsigned num_threads) {
-        for (unsigned i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { serve(i); });
+        try {
+            for (unsigned i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { serve(i); });
+        } catch (const std::exception& error) {
+            const std::size_t started = threads_.size();
+            stop();
+            throw InputError("num_threads=" + std::to_string(num_threads) + ": only " + std::to_string(started) +
+                             " threads could be started (" + error.what() +
+                             "); give fewer, or raise the system's limit of threads or memory");
+        }
     }
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    ~ThreadPool() {
-        {
-            std::lock_guard lock(mutex_);
-            stopping_ = true;
-            generation_.fetch_add(1);
-        }
-        wake_.notify_all();
-        for (std::thread& thread : threads_) thread.join();
-    }
+    ~ThreadPool() { stop(); }
 
     unsigned num_threads() const { return static_cast<unsigned>(threads_.size()) + 1; }
 
     // Calls job(thread, threads) once for each thread in 0..threads-1 and returns when all are done.
     void run(const std::function<void(unsigned, unsigned)>& job) {
+        if (threads_.empty()) return job(0, 1);
+        if (const OpenMp* openmp = OpenMp::borrowed()) return openmp->run(num_threads(), job);
         std::unique_lock alone(busy_, std::try_to_lock);
-        if (threads_.empty() || !alone.owns_lock()) return job(0, 1);
+        if (!alone.owns_lock()) return job(0, 1);
         running_.store(static_cast<unsigned>(threads_.size()));
         {
             std::lock_guard lock(mutex_);
@@ -61,6 +68,16 @@ class ThreadPool {
 
   private:
     static constexpr unsigned kSpins = 4000; // some 50 us: the next phase of a batch usually follows sooner
+
+    void stop() {
+        {
+            std::lock_guard lock(mutex_);
+            stopping_ = true;
+            generation_.fetch_add(1);
+        }
+        wake_.notify_all();
+        for (std::thread& thread : threads_) thread.join();
+    }
 
     void serve(unsigned thread) {
         std::uint64_t seen = 0;

@@ -1,10 +1,12 @@
-// Undo slots in a shared-memory file: an update of one bucket is applied whole or not at all, even under kill -9.
+// Undo slots in a shared-memory file: an update of one bucket is applied whole or not at all, even under kill -9. So is
+// the replacement of one row by a snapshot's.
 // Protocol: (1) copy head and bytes of every row to be written into a slot, (2) arm it, (3) apply, (4) disarm. A
 // process that attaches the file later writes back whatever an armed slot holds; then no half-applied bucket is left.
 // Only arenas that survive their process have slots. A slot belongs to one thread from take() to give(); its size is
 // settled before a call changes anything.
 #pragma once
 
+#include "buffers.hpp"
 #include "rows.hpp"
 
 namespace satrap {
@@ -25,18 +27,18 @@ struct UndoEntry { // followed by the row's bytes
 
 class UndoSlot {
   public:
-    explicit UndoSlot(Arena& arena) : arena_(&arena) {}
-    UndoSlot(Arena& arena, std::byte* memory, std::size_t bytes) : arena_(&arena), memory_(memory), bytes_(bytes) {}
+    UndoSlot() = default;
+    UndoSlot(std::byte* memory, std::size_t bytes) : memory_(memory), bytes_(bytes) {}
 
     static std::size_t bytes_for(std::size_t count, std::size_t row_bytes) {
         return sizeof(UndoHeader) + count * (sizeof(UndoEntry) + row_bytes);
     }
 
     // Makes the slot large enough, before anything is written; may throw and has then changed nothing.
-    void reserve(std::size_t wanted) {
+    void reserve(Arena& arena, std::size_t wanted) {
         if (wanted <= bytes_) return;
         std::size_t grown = std::max(2 * bytes_, round_up(wanted, 4096));
-        memory_ = arena_->allocate({ChunkKind::undo, 0, 0, 0}, grown);
+        memory_ = arena.allocate({ChunkKind::undo, 0, 0, 0}, grown);
         bytes_ = grown;
     }
 
@@ -81,48 +83,15 @@ class UndoSlot {
   private:
     UndoHeader& header() { return *reinterpret_cast<UndoHeader*>(memory_); }
 
-    Arena* arena_;
     std::byte* memory_ = nullptr;
     std::size_t bytes_ = 0;
     std::byte* next_ = nullptr;
 };
 
-class UndoSlots {
-  public:
-    // A slot of at least `bytes`; several callers may hold one each.
-    std::unique_ptr<UndoSlot> take(Arena& arena, std::size_t bytes) {
-        std::unique_ptr<UndoSlot> slot;
-        {
-            std::lock_guard lock(mutex_);
-            if (!spare_.empty()) {
-                slot = std::move(spare_.back());
-                spare_.pop_back();
-            }
-        }
-        if (slot == nullptr) slot = std::make_unique<UndoSlot>(arena);
-        try {
-            slot->reserve(bytes);
-        } catch (...) {
-            give(std::move(slot)); // it is still good for a smaller update
-            throw;
-        }
-        return slot;
-    }
-    void give(std::unique_ptr<UndoSlot> slot) {
-        if (slot == nullptr) return;
-        std::lock_guard lock(mutex_);
-        spare_.push_back(std::move(slot));
-    }
-
-  private:
-    std::mutex mutex_;
-    std::vector<std::unique_ptr<UndoSlot>> spare_;
-};
-
-// The slots of one update, a thread's each: all taken before anything changes, all given back when it ends.
+// The slots of one call, a thread's each: all taken before anything changes, all given back when it ends.
 class UndoSet {
   public:
-    UndoSet(UndoSlots& slots, Arena& arena) : slots_(slots), arena_(arena) {}
+    UndoSet(Recycler<UndoSlot>& slots, Arena& arena) : slots_(slots), arena_(arena) {}
     UndoSet(const UndoSet&) = delete;
     UndoSet& operator=(const UndoSet&) = delete;
     ~UndoSet() {
@@ -130,12 +99,16 @@ class UndoSet {
     }
 
     void fill(unsigned threads, std::size_t bytes) {
-        while (taken_.size() < threads) taken_.push_back(slots_.take(arena_, bytes));
+        taken_.reserve(threads);
+        while (taken_.size() < threads) {
+            taken_.push_back(slots_.take());
+            taken_.back()->reserve(arena_, bytes); // if it throws, the slot is still good for a smaller update
+        }
     }
     UndoSlot* slot(unsigned thread) { return taken_.empty() ? nullptr : taken_[thread].get(); }
 
   private:
-    UndoSlots& slots_;
+    Recycler<UndoSlot>& slots_;
     Arena& arena_;
     std::vector<std::unique_ptr<UndoSlot>> taken_;
 };

@@ -33,7 +33,7 @@ settings.register_profile(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=2000, stateful_step_count=60)
+settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=500, stateful_step_count=40)
 settings.load_profile("laptop")
 
 SEED = pytest.StashKey[int]()

@@ -122,9 +122,8 @@ class Oracle:
             if drawn.get(id_, True) and self._admit(id_, step):
                 self._make_room(id_, oldest_open)
                 self.sightings[self.bucket(id_)].pop(id_, None)
-                self.rows[id_] = Row(initial[id_], None, step)
+                self.rows[id_] = Row(initial[id_], None, max(step, self.expire_before))  # a very late step, too
                 self.counters["inserted"] += 1
-                self._sweep()  # the row of a very late step is gone at once
             else:
                 self.counters["refused"] += 1
 
@@ -132,9 +131,6 @@ class Oracle:
         if self.table.expire_after is None:
             return
         self.expire_before = max(self.expire_before, min(step - self.table.expire_after, oldest_open), 0)
-        self._sweep()
-
-    def _sweep(self) -> None:
         gone = [id_ for id_, row in self.rows.items() if row.stamp < self.expire_before]
         for id_ in gone:
             del self.rows[id_]
@@ -267,9 +263,8 @@ def as_ids(ids: Iterable[int]) -> NDArray[np.uint64]:
 
 def _plain(table: Table, **changes: Any) -> Table:
     """The same table with nothing that limits its rows, in one bucket."""
-    return replace(
-        table, **{"capacity": None, "num_buckets": 1, "expire_after": None, "admission": Always(), **changes}
-    )
+    limits = {"capacity": None, "on_full": "grow", "num_buckets": 1, "expire_after": None, "admission": Always()}
+    return replace(table, **limits | changes)
 
 
 def _membership(universe: Sequence[int], found: Any, wanted: Sequence[bool]) -> str:

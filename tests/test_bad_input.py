@@ -7,6 +7,8 @@ with what it was before: rows, state, counters, steps, invariants.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +31,7 @@ from satrap.errors import (
     TicketError,
 )
 from satrap.store import Store
+from satrap.tables import Tables
 
 IDS = as_ids([1, 2, 3])
 GOOD = np.ones((3, 4), np.float32)
@@ -70,7 +73,7 @@ def store() -> Iterator[Store]:
 
 def sparse() -> Any:
     """A tensor without memory that could be read as an array; torch warns of its invariants unless they are checked."""
-    with torch.sparse.check_sparse_tensor_invariants(True):  # type: ignore[no-untyped-call]
+    with torch.sparse.check_sparse_tensor_invariants(True):
         return torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1]), (3,))
 
 
@@ -80,16 +83,20 @@ class Unreadable:
 
 
 BAD_IDS: list[tuple[Any, list[str]]] = [
-    ([1, 2, 3], ["list", "uint64"]),
-    ((1, 2), ["tuple", "uint64"]),
-    (7, ["int", "uint64"]),
-    (None, ["NoneType", "uint64"]),
-    ("item", ["str", "uint64"]),
-    ({1, 2}, ["set", "uint64"]),
-    (Unreadable(), ["Unreadable", "not today"]),
+    ([1, 2, 3], ["a list", "uint64", "numpy.asarray(ids, dtype=numpy.uint64)"]),
+    ((1, 2), ["a tuple", "uint64"]),
+    (7, ["an int", "uint64"]),
+    (None, ["a NoneType", "uint64"]),
+    ("item", ["a str", "uint64"]),
+    ({1, 2}, ["a set", "uint64"]),
+    (Unreadable(), ["an Unreadable", "not today"]),
     *(
-        (np.array([1, 2, 3], dtype), [np.dtype(dtype).name, "uint64"])
-        for dtype in ("i4", "u4", "i2", "u1", "f4", "f8", "?")
+        (np.array([1, 2, 3], dtype), [np.dtype(dtype).name, "uint64", "ids.astype(numpy.uint64)"])
+        for dtype in ("i4", "u4", "i2", "u1", "?")
+    ),
+    *(
+        (np.array([1, 2, 3], dtype), [f"{np.dtype(dtype).name} cannot hold all ids: read them as integers"])
+        for dtype in ("f2", "f4", "f8", "c16")
     ),
     (np.array([1, 2, 3], ">u8"), [">u8", "uint64"]),
     (np.array([1, 2, 3], dtype=object), ["object", "uint64"]),
@@ -99,9 +106,9 @@ BAD_IDS: list[tuple[Any, list[str]]] = [
     (np.array([[1, 2, 3]], np.uint64), ["(1, 3)", "one dimension"]),
     (np.zeros((0, 2), np.uint64), ["(0, 2)", "one dimension"]),
     (np.ma.masked_array(IDS, mask=[False, True, False]), ["mask"]),
-    (torch.tensor([1.0]), ["float32", "uint64"]),
-    (torch.tensor([1], dtype=torch.int32), ["int32", "uint64"]),
-    (sparse(), ["Tensor"]),
+    (torch.tensor([1.0]), ["float32 cannot hold all ids"]),
+    (torch.tensor([1], dtype=torch.int32), ["int32", "uint64", "ids.to(torch.int64)"]),
+    (sparse(), ["a Tensor"]),
 ]
 
 
@@ -121,10 +128,13 @@ def test_ids(store: Store, call: str, ids: Any, words: list[str]) -> None:
 
 
 BAD_GRADIENTS: list[tuple[Any, list[str]]] = [
-    (GOOD.tolist(), ["list", "float32"]),
-    (None, ["NoneType", "float32"]),
+    (GOOD.tolist(), ["a list", "float32", "numpy.asarray(gradients, dtype=numpy.float32)"]),
+    (None, ["is None", "float32", "requires_grad_()", "backward()"]),
     (1.0, ["float", "float32"]),
-    *((GOOD.astype(dtype), [np.dtype(dtype).name, "float32"]) for dtype in ("f8", "f2", "i4", "u8", "?", "c8")),
+    *(
+        (GOOD.astype(dtype), [np.dtype(dtype).name, "gradients.astype(numpy.float32)"])
+        for dtype in ("f8", "f2", "i4", "u8", "?", "c8")
+    ),
     (GOOD.astype(">f4"), [">f4", "float32"]),
     (GOOD[:2], ["(2, 4)", "(3, 4)"]),
     (GOOD[:, :3], ["(3, 3)", "(3, 4)"]),
@@ -134,8 +144,9 @@ BAD_GRADIENTS: list[tuple[Any, list[str]]] = [
     (np.zeros((4, 3), np.float32), ["(4, 3)", "(3, 4)"]),
     (np.broadcast_to(np.float32(1), (1 << 40, 4)), [str(1 << 40), "(3, 4)"]),
     (torch.ones(3, 4, requires_grad=True), ["grad", "detach"]),
-    (torch.ones(3, 4, dtype=torch.bfloat16), ["float32"]),
-    (torch.ones(3, 4, dtype=torch.float64), ["float64", "float32"]),
+    (torch.ones(3, 4, dtype=torch.bfloat16), ["float32", ".float()"]),
+    (torch.ones(3, 4, dtype=torch.float16), ["float16", "gradients.float()"]),
+    (torch.ones(3, 4, dtype=torch.float64), ["float64", "gradients.float()"]),
     (sparse(), ["Tensor"]),
     (torch.ones(3, 4, device="meta"), ["Tensor"]),
     (np.ma.masked_array(GOOD, mask=GOOD > 0), ["mask"]),
@@ -252,9 +263,9 @@ BAD_OUT: list[tuple[Any, list[str]]] = [
     (np.zeros((3, 4), np.float32)[::-1], ["contiguous"]),
     (np.zeros(49, np.uint8)[1:].view(np.float32).reshape(3, 4), ["aligned"]),
     (_readonly(), ["read-only"]),
-    ([[0.0] * 4] * 3, ["list", "float32"]),
+    ([[0.0] * 4] * 3, ["a list", "float32"]),
     (torch.zeros(3, 4, requires_grad=True), ["out"]),
-    (3, ["int", "float32"]),
+    (3, ["an int", "float32"]),
 ]
 
 
@@ -265,6 +276,7 @@ def test_out(store: Store, out: Any, words: list[str], train: bool) -> None:
         store.lookup(IDS, out=out, train=train)
     for word in ["table 'item'", "out", *words]:
         assert word in str(raised.value)
+    assert "asarray" not in str(raised.value), "what is written into a copy is lost"
 
 
 @pytest.mark.parametrize("lr", [np.nan, np.inf, -np.inf, -0.1, -1, 1e39, "0.1", True, [0.1], 1j, None])
@@ -301,6 +313,14 @@ def test_a_ticket_without_training(store: Store) -> None:
         store.lookup(IDS, train=False, with_ticket=True)
 
 
+@pytest.mark.parametrize("name", ["step", "oldest_open"])
+@pytest.mark.parametrize("value", [0, 5, "5"])
+def test_a_step_without_training(store: Store, name: str, value: Any) -> None:
+    """It would have no effect."""
+    with pytest.raises(InputError, match=rf"table 'item': {name} is {value!r} and train=False; .*leave {name} out"):
+        store.lookup(IDS, train=False, **{name: value})
+
+
 def test_a_ticket_is_used_once(open_store: Callable[..., Store]) -> None:
     store = open_store(Table("item", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
     _, ticket = store.lookup(IDS, with_ticket=True)
@@ -310,16 +330,15 @@ def test_a_ticket_is_used_once(open_store: Callable[..., Store]) -> None:
     assert not ticket.used, "a refused update leaves the ticket good"
     store.update(ticket, GOOD)
     assert ticket.used
-    for gradients in (GOOD, GOOD[:2]):
-        with pytest.raises(TicketError, match=r"table 'item'.*used"):
-            store.update(ticket, gradients)
+    with pytest.raises(TicketError, match=r"table 'item'.*used"):
+        store.update(ticket, GOOD)
     assert np.all(store.read(IDS).values == -1)
 
 
 def test_a_ticket_of_another_store(store: Store, open_store: Callable[..., Store]) -> None:
     other = open_store(TABLE)
     _, ticket = other.lookup(IDS, with_ticket=True)
-    with pytest.raises(TicketError, match="another store"):
+    with pytest.raises(TicketError, match=r"table 'item': .*another store"):
         store.update(ticket, GOOD)
     other.update(ticket, GOOD)
 
@@ -375,14 +394,26 @@ def test_more_memory_than_there_is() -> None:
     store.check()
 
 
-@pytest.mark.parametrize("path", [None, 3, ["x"]])
-def test_paths(store: Store, path: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [None, 3, ["x"], "", b"x", "a\0b"])
+def test_paths(store: Store, path: Any) -> None:
     for call in (store.save, Store.load, store.apply_changes, lambda p: store.save_changes(p, since=1)):
-        with pytest.raises((TypeError, SatrapError)):
+        with pytest.raises(InputError, match=r"path is .*wanted the path of a snapshot's folder"):
             call(path)
-    with pytest.raises((TypeError, SatrapError)):
+
+
+@pytest.mark.parametrize("path", [None, 3, ["x"], ""])
+def test_paths_of_shared_memory(path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"path is .*wanted the path of a shared-memory file"):
         Store.attach(path)
-    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_is_not_copied(store: Store) -> None:
+    tables = Tables([TABLE], num_threads=1)
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"table 'item': .*save it and Store\.load it"):
+            call(store)
+        with pytest.raises(TypeError, match=r"tables 'item': .*save each and restore them"):
+            call(tables)
 
 
 @pytest.mark.parametrize("since", [0, -1, 5, 2**40, 1.5, "1", None])

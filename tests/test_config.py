@@ -4,10 +4,10 @@ import dataclasses
 import json
 import math
 import pickle
+import pydoc
+import re
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap import config
+from satrap import _core, config
 from satrap.config import (
     SGD,
     Adagrad,
@@ -23,6 +23,7 @@ from satrap.config import (
     AdamW,
     Always,
     Constant,
+    Feature,
     Ftrl,
     MinCount,
     Normal,
@@ -33,7 +34,8 @@ from satrap.config import (
     Uniform,
     Zeros,
 )
-from satrap.errors import ConfigError
+from satrap.engine import native_config
+from satrap.errors import ConfigError, InputError
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 OPTIMIZERS: list[Callable[..., Any]] = [SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, Ftrl]
@@ -101,6 +103,7 @@ def test_an_integer_in_its_range(kind: Any, name: str, value: object) -> None:
     ("kind", "name", "largest"),
     [
         (Table, "dim", 65536),
+        (Table, "num_buckets", 65536),
         (Table, "expire_after", 2**32 - 2),
         (MinCount, "n", 2**31 - 1),
         (MinCount, "window", 2**63 - 1),
@@ -170,6 +173,20 @@ def test_a_table_name_is_short_printable_text(name: Any) -> None:
         (lambda: Table("t", dim=4, num_buckets=3), "table 't': num_buckets is 3; wanted a power of two: give 2 or 4"),
         (lambda: Table("t", dim=4, num_buckets=131072), "num_buckets is 131072; wanted an integer from 1 to 65536"),
         (lambda: Table("t", dim=4, num_buckets=8, capacity=7), "num_buckets is 8 and capacity 7"),
+        (
+            lambda: Table("t", dim=4, num_buckets=1, capacity=2**32 - 1),
+            r"capacity is 4294967295 in 1 buckets; wanted at most 4294967294 in each: give num_buckets=2 or less",
+        ),
+        (
+            lambda: Table("t", dim=4, num_buckets=4, capacity=2**34 + 2**20),
+            "in 4 buckets.*: give num_buckets=8 or less",
+        ),
+        (lambda: Table("t", dim=4, capacity=4096 * (2**32 - 2) + 1), "in 4096 buckets.*: give num_buckets=8192 or"),
+        (lambda: Table("t", dim=4, capacity=2**48), f"capacity is .*; wanted an integer from 1 to {2**48 - 2**17}$"),
+        (
+            lambda: Table("t", dim=4, on_full="raise"),
+            "table 't': on_full is 'raise' and there is no capacity to reach: give one",
+        ),
         (lambda: Table("t", dim=4, dtype="float16", initial=Constant(65505.0)), "float16 holds at most 65504"),
         (lambda: Table("t", dim=4, dtype="float16", initial=Normal(mean=-7e4)), "float16 holds at most 65504"),
         (lambda: Table("t", dim=4, dtype="float16", initial=Uniform(low=-7e4)), "float16 holds at most 65504"),
@@ -182,6 +199,21 @@ def test_a_table_name_is_short_printable_text(name: Any) -> None:
 def test_contradictions(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), SGD(momentum=0.5), Adagrad(), RowWiseAdagrad(), Adam(), AdamW(), Ftrl()])
+def test_the_state_of_a_row_is_known_without_a_table_of_it(optimizer: config.Optimizer) -> None:
+    native = native_config(Table("t", dim=3, optimizer=optimizer))
+    assert native.state_dim == _core.Engine([native], 0, 1).state_dim(0)
+
+
+def test_the_core_refuses_more_rows_than_it_can_number() -> None:
+    native = native_config(Table("t", dim=1))
+    native.num_buckets, native.capacity = 2, 2**33 - 3
+    with pytest.raises(InputError, match="table 't': capacity=8589934589 is above 4294967294 rows for each of num_b"):
+        _core.Engine([native], 0, 1)
+    native.capacity -= 1
+    assert _core.Engine([native], 0, 1).num_rows(0) == 0
 
 
 # What is accepted
@@ -210,6 +242,8 @@ def test_the_edges_are_accepted() -> None:
     Uniform(low=0.5, high=0.5)
     Probability(1.0)
     Table("é" * 127, dim=65536, num_buckets=65536, capacity=65536)
+    Table("t", dim=1, num_buckets=65536, capacity=65536 * (2**32 - 2))
+    Table("t", dim=1, num_buckets=1, capacity=2**32 - 2)
     Table("t", dim=1, dtype="float16", initial=Constant(-65504.0))
 
 
@@ -231,13 +265,11 @@ def test_objects_are_frozen_hashable_and_picklable(kind: Any) -> None:
     assert pickle.loads(pickle.dumps(made)) == made
 
 
-def test_every_field_is_documented() -> None:
-    lines = [line.strip() for line in Path(config.__file__).read_text().splitlines()]
-    for kind in CONFIGS:
-        for each in dataclasses.fields(kind):
-            assert any(
-                line.startswith(f"{each.name}: ") and below.startswith('"""') for line, below in pairwise(lines)
-            ), f"{kind.__name__}.{each.name} has no text beneath it"
+@pytest.mark.parametrize("kind", [*CONFIGS, Feature])
+def test_help_explains_every_field(kind: Any) -> None:
+    text = pydoc.plain(pydoc.render_doc(kind))
+    for each in dataclasses.fields(kind):
+        assert re.search(rf"^ \|  {each.name}: \S", text, re.MULTILINE), f"help() says nothing of {each.name}"
 
 
 # The dict form
@@ -252,11 +284,11 @@ optimizers: st.SearchStrategy[config.Optimizer] = st.one_of(
     st.builds(RowWiseAdagrad, lr=amounts, weight_decay=amounts, initial_accumulator_value=amounts, eps=amounts),
     st.builds(Adam, lr=amounts, betas=betas, eps=amounts, weight_decay=amounts),
     st.builds(AdamW, lr=amounts, betas=betas, eps=amounts, weight_decay=amounts),
-    st.builds(Ftrl, lr=positive, beta=positive, l1=amounts, l2=amounts),
+    st.builds(Ftrl, lr=st.floats(1e-5, 1e30), beta=positive, l1=amounts, l2=st.floats(0.0, 1e38)),
 )
 initials: st.SearchStrategy[config.Initial] = st.one_of(
     st.builds(lambda pair: Uniform(low=min(pair), high=max(pair)), st.tuples(values, values)),
-    st.builds(Normal, mean=values, std=amounts),
+    st.builds(Normal, mean=values, std=st.floats(0.0, 500.0)),
     st.builds(Constant, values),
     st.sampled_from([Zeros(), ScaledUniform()]),
 )
@@ -266,16 +298,19 @@ admissions: st.SearchStrategy[config.Admission] = st.one_of(
     st.builds(MinCount, st.integers(1, 2**31 - 1), window=st.integers(1, 2**63 - 1)),
 )
 names = st.text(min_size=1, max_size=60).filter(str.isprintable)
+bounds: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.builds(dict, on_full=st.sampled_from(["evict", "grow"])),
+    st.builds(dict, capacity=st.integers(65536, 2**32 - 2), on_full=st.sampled_from(["evict", "raise", "grow"])),
+)
 tables = st.builds(
-    Table,
+    lambda name, bound, **options: Table(name, **bound, **options),
     names,
+    bounds,
     dim=st.integers(1, 65536),
     optimizer=optimizers,
     initial=initials,
     dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
     admission=admissions,
-    capacity=st.none() | st.integers(65536, 2**63 - 1),
-    on_full=st.sampled_from(["evict", "raise", "grow"]),
     expire_after=st.none() | st.integers(1, 2**32 - 2),
     absent=st.sampled_from(["initial", "zeros"]),
     on_nonfinite=st.sampled_from(["raise", "skip"]),
@@ -307,13 +342,15 @@ def test_a_dict_may_leave_out_what_has_a_default() -> None:
     ("changes", "message"),
     [
         ({"capasity": 4}, "table 'item': unknown key 'capasity'; the nearest known one is 'capacity'"),
-        ({7: 4}, "table 'item': unknown key 7; the nearest known one is"),
+        ({"foo": 4}, "table 'item': unknown key 'foo'; known are 'name', 'dim', 'optimizer', .*, 'num_buckets'$"),
+        ({7: 4}, "table 'item': unknown key 7; known are 'name', 'dim', 'optimizer', "),
         (
             {"optimizer": {"type": "SGD", "momentun": 0.9}},
             "table 'item': optimizer: SGD: .*nearest known one is 'momentum'",
         ),
         ({"optimizer": {"type": "Adagard"}}, "table 'item': optimizer: type is 'Adagard'; the nearest .* 'Adagrad'"),
         ({"optimizer": {"type": ["SGD"]}}, r"table 'item': optimizer: type is \['SGD'\]; the nearest"),
+        ({"optimizer": {"type": "foo"}}, "optimizer: type is 'foo'; known are 'SGD', 'Adagrad', .*'Ftrl'$"),
         ({"optimizer": {"lr": 0.1}}, "table 'item': optimizer: the key 'type' is missing; add it, one of SGD, Adagrad"),
         ({"optimizer": {"type": "SGD", "lr": -1}}, "table 'item': optimizer: SGD: lr is -1"),
         ({"optimizer": "SGD"}, "table 'item': optimizer: found 'SGD' .*; wanted a dict"),

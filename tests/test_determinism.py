@@ -8,11 +8,14 @@ seen is digested.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from satrap import _core
 from satrap.config import SGD, Adagrad, Adam, AdamW, Ftrl, MinCount, Normal, Probability, RowWiseAdagrad, Table, Uniform
@@ -139,3 +142,64 @@ def test_a_loaded_store_goes_on_the_same_way(seed: int, tmp_path: Path) -> None:
     for a, b in zip(whole.read(ids), second.read(ids), strict=True):
         np.testing.assert_array_equal(a, b)
     second.check()
+
+
+# -- the caller's float mode -------------------------------------------------------------------------------------------
+
+TINY_IDS = np.arange(4000, dtype=np.uint64)  # enough to wake all threads
+TINY = [
+    Table("half", dim=8, optimizer=SGD(lr=1.0), initial=Normal(std=1e-6), dtype="float16"),
+    Table(
+        "brain", dim=8, optimizer=SGD(lr=1.0, momentum=0.5), initial=Uniform(low=-1e-38, high=1e-38), dtype="bfloat16"
+    ),
+    Table(
+        "single",
+        dim=24,
+        optimizer=Adagrad(lr=1e-25, eps=1e-40, initial_accumulator_value=1e-42),
+        initial=Uniform(low=-1e-39, high=1e-39),
+    ),
+    Table("row", dim=17, optimizer=RowWiseAdagrad(lr=1e-25, eps=1e-40), initial=Normal(std=1e-39)),
+    Table("adam", dim=5, optimizer=Adam(lr=1e-39), initial=Normal(std=1e-39)),
+    Table("ftrl", dim=8, optimizer=Ftrl(lr=1.0, beta=1e-3, l1=1e-42, l2=1e-41), initial=Normal(std=1e-39)),
+]
+
+
+@contextmanager
+def flushed(flush: bool) -> Iterator[None]:
+    """This thread, and those that it starts, take subnormal numbers for 0, as torch lets a user ask for."""
+    if flush and not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def tiny_numbers(table: Table, num_threads: int, *, make: bool, use: bool) -> list[bytes]:
+    """Everything that can be seen of a table of subnormal numbers, made and used with or without flushing them."""
+    rng = np.random.default_rng(1)
+    gradients = [(rng.normal(size=(2 * len(TINY_IDS), table.dim)) * 1e-39).astype(np.float32) for _ in range(3)]
+    ids = np.concatenate([TINY_IDS, TINY_IDS[::-1]])
+    with flushed(make):
+        store = Store(table, num_threads=num_threads)
+    seen = [store.lookup(TINY_IDS, train=False)]
+    with flushed(use):
+        for gradient in gradients:
+            rows, ticket = store.lookup(ids, with_ticket=True)
+            store.update(ticket, gradient)
+            seen += [rows, store.lookup(TINY_IDS, train=False)]
+        seen += [store.lookup(TINY_IDS[:100], train=False), *store.read(TINY_IDS)[:2]]
+        mode = np.array([1e-40], np.float32) * np.float32(1.0)
+    assert (mode.view(np.uint32)[0] == 0) == use, "a call changed the caller's own mode"
+    return [part.tobytes() for part in seen]
+
+
+@pytest.mark.parametrize("table", TINY, ids=lambda table: table.name)
+def test_the_callers_float_mode_changes_nothing(table: Table) -> None:
+    """Flushing is a mode of each thread: results would differ between the caller's and the pool's."""
+    wanted = tiny_numbers(table, 1, make=False, use=False)
+    initial = np.abs(np.frombuffer(wanted[0], np.float32))
+    assert np.mean((initial > 0) & (initial < (6.1e-5 if table.dtype == "float16" else 1.17e-38))) > 0.5
+    for num_threads in (1, 2):
+        for make, use in ((False, False), (True, False), (False, True), (True, True)):
+            assert tiny_numbers(table, num_threads, make=make, use=use) == wanted, (num_threads, make, use)

@@ -78,7 +78,7 @@ def tables(draw: st.DrawFn) -> Table:
         dtype=draw(st.sampled_from(["float32", "float32", "float16", "bfloat16"])),
         admission=draw(admissions),
         capacity=capacity,
-        on_full=draw(st.sampled_from(["evict", "evict", "evict", "raise", "grow"])),
+        on_full=draw(st.sampled_from(["evict", "evict", "evict", "grow", *(["raise"] if capacity else [])])),
         expire_after=draw(st.one_of(st.none(), st.integers(1, 6))),
         absent=draw(st.sampled_from(["initial", "zeros"])),
         on_nonfinite=draw(st.sampled_from(["raise", "skip"])),
@@ -88,7 +88,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 ids_lists = st.lists(st.sampled_from(UNIVERSE), max_size=9)
 # What a step argument may be: the store's own, or the latest plus this (repeat, jump, go back).
-step_moves = st.one_of(st.none(), st.sampled_from([1, 1, 1, 0, 0, 2, 5, -1, -2]))
+step_moves = st.one_of(st.none(), st.sampled_from([1, 1, 1, 0, 0, 2, 5, -1, -2, -9]))
 open_moves = st.one_of(st.none(), st.none(), st.integers(0, 4))
 maybe_lr = st.one_of(st.none(), lrs)
 batches = st.lists(st.tuples(ids_lists, step_moves, open_moves), min_size=1, max_size=5)

@@ -293,7 +293,7 @@ def test_attach_while_another_process_holds_it(path: Path) -> None:
     del store
     gc.collect()
     with child("hold", path) as process:
-        with pytest.raises(SharedMemoryError, match="in use") as raised:
+        with pytest.raises(SharedMemoryError, match="open already, in this process or another") as raised:
             Store.attach(path)
         assert str(path) in str(raised.value)
         assert process.stdin is not None
@@ -305,7 +305,7 @@ def test_attach_while_another_process_holds_it(path: Path) -> None:
 
 def test_attach_while_this_process_holds_it(path: Path) -> None:
     store = Store(CHURN, shared=path)
-    with pytest.raises(SharedMemoryError, match="in use"):
+    with pytest.raises(SharedMemoryError, match="open already, in this process or another"):
         Store.attach(path)
     store.lookup(as_ids([1]))
     store.check()

@@ -240,7 +240,7 @@ def test_a_forged_data_file(kind: str, change: Any, words: list[str], saved: Any
 
 
 def test_ids_of_other_buckets(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.snapshot._BATCH_BYTES", 1)  # two threads: two rows files
+    monkeypatch.setattr("satrap.saving._BATCH_BYTES", 1)  # two threads: two rows files
     saved[0].save(tmp_path / "two")
     files = [file for file in manifest(tmp_path / "two")["files"] if file["kind"] == "rows"]
     assert len(files) == 2
@@ -272,13 +272,24 @@ def test_changes_out_of_order(saved: Any, tmp_path: Path) -> None:
     first, second = replica.version, store.version
     store.lookup(as_ids([1, 2, 3]))
     store.save_changes(tmp_path / "later", since=second)
-    with refused(replica, f"at version {first}", f"from version {second} to {second + 1}"):
+    with refused(
+        replica, f"at version {first}, but", f"{second} to {second + 1}; apply the changes since version {first}"
+    ):
         replica.apply_changes(tmp_path / "later")
+    fresh = Store(TABLE, num_threads=1)
+    with refused(fresh, "at version 1", "of no snapshot yet; load the full one first"):
+        fresh.apply_changes(tmp_path / "changes")
     replica.apply_changes(tmp_path / "changes")
-    with refused(replica, f"at version {second}", f"from version {first} to {second}"):
+    with refused(replica, f"at version {second}", f"{first} to {second}: these changes are applied already"):
         replica.apply_changes(tmp_path / "changes")
     replica.apply_changes(tmp_path / "later")
+    with refused(replica, "these changes are applied already"):
+        replica.apply_changes(tmp_path / "changes")
     assert_same(contents(replica), contents(store))
+    store.save(tmp_path / "again")
+    newer = Store.load(tmp_path / "again", num_threads=1)
+    with refused(newer, f"older than the table; apply the changes since version {second + 2}"):
+        newer.apply_changes(tmp_path / "later")
 
 
 def test_changes_of_another_table(saved: Any, tmp_path: Path) -> None:
@@ -330,10 +341,19 @@ def test_one_folder_holds_one_snapshot(saved: Any, tmp_path: Path) -> None:
     store, replica = saved
     version = store.version
     other = Store(Table("user", dim=3), num_threads=1)
+    alike = Store(Table("item", dim=5, optimizer=SGD()), num_threads=1)
+    seeded = Store(TABLE, seed=7, num_threads=1)
+    words_of_chain = [f"since version {replica.version} of", f"not since version {version}", "a folder of its own"]
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "manifest.json").write_text('{"format": "other"}')
     calls: list[tuple[Callable[[], Any], list[str]]] = [
         (lambda: other.save(tmp_path / "full"), ["'item'", "not 'user'"]),
+        (
+            lambda: alike.save(tmp_path / "full"),
+            ["dim is 5 in the table and 3 in the snapshot", "'SGD'", "not replaced"],
+        ),
+        (lambda: seeded.save(tmp_path / "full"), ["seed is 7 in the table and 0 in the snapshot; it is not replaced"]),
+        (lambda: store.save_changes(tmp_path / "changes", since=version), words_of_chain),
         (lambda: store.save_changes(tmp_path / "full", since=version), ["a full snapshot", "give another"]),
         (lambda: store.save(tmp_path / "changes"), ["the changes of a save_changes", "give another"]),
         (lambda: store.save(tmp_path / "foreign"), ["manifest.json", "not overwritten"]),
@@ -431,7 +451,7 @@ def test_a_disk_that_fails(call: str, saved: Any, tmp_path: Path, monkeypatch: p
 def test_paths_that_cannot_be_folders(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with refused(saved[0], str(path)):
+        with refused(saved[0], f"{tmp_path / 'file'} is a file; wanted a folder"):
             saved[0].save(path)
     assert (tmp_path / "file").read_text() == "x"
 

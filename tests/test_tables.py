@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from oracle import as_ids
-from satrap.config import SGD, Adagrad, Adam, Ftrl, Table
-from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
+from satrap.config import SGD, Adagrad, Adam, Ftrl, MinCount, Table
+from satrap.errors import ConfigError, InputError, SharedMemoryError, SnapshotError, TicketError
 from satrap.store import Store
 from satrap.tables import Tables
 
@@ -96,9 +96,11 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), out=np.zeros((1, 4), np.float32)), "out is float32"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), train=1), "train is 1"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), train=False, with_ticket=True), "never updated"),
+    (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), train=False, step=3), "step is 3 and train=False"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), step=0), "step is 0"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), step=3, oldest_open=4), "oldest_open is 4"),
     (lambda t: t.update(as_ids([1]), np.zeros(4, np.float32)), "ticket is a ndarray"),
+    (lambda t: t.update(7, np.zeros(4, np.float32)), "ticket is an int; wanted one from lookup or prepare"),
     (lambda t: t.update(prepared(t), np.zeros(5, np.float32)), "5 .*wanted 4"),
     (lambda t: t.update(prepared(t), np.zeros((1, 4), np.float32)), r"shape \(1, 4\)"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"x": 1.0}), "'x'"),
@@ -120,7 +122,7 @@ def test_tickets_are_used_once_and_at_home() -> None:
     with pytest.raises(TicketError, match="another store"):
         others.update(ticket, flat, step=1)
     tables.update(ticket, flat)
-    with pytest.raises(TicketError, match="used already"):
+    with pytest.raises(TicketError, match=r"tables 'user', .* used already"):
         tables.update(ticket, flat)
 
 
@@ -149,3 +151,38 @@ def test_a_table_has_its_own_learning_rate() -> None:
     np.testing.assert_array_equal(
         tables.lookup(as_ids([1, 1]), np.array([0, 1, 2]), train=False), flat - np.array([0.5, 2.0], np.float32)
     )
+
+
+def test_restore_brings_every_table_back_bit_for_bit(tmp_path: Path) -> None:
+    configs = [Table("a", dim=4, optimizer=Adagrad(lr=0.1)), Table("b", dim=3, admission=MinCount(2, window=64))]
+    tables, rng = Tables(configs, seed=3), np.random.default_rng(0)
+    folders: dict[str, list[Path]] = {"a": [], "b": []}
+    versions: dict[str, int] = {}
+    for round_number in range(3):
+        ids = rng.integers(0, 50, 60, dtype=np.uint64)
+        offsets = np.array([0, 30, 60])
+        flat, ticket = tables.lookup(ids, offsets, with_ticket=True)
+        tables.update(ticket, rng.standard_normal(flat.shape).astype(np.float32))
+        for name, store in tables.items():
+            to = tmp_path / f"{name}{round_number}"
+            folders[name].append(to)
+            versions[name] = store.save(to) if round_number == 0 else store.save_changes(to, since=versions[name])
+    again = Tables(configs, seed=3)
+    again.restore(folders)
+    everything = np.arange(50, dtype=np.uint64)
+    for name in tables:
+        again[name].check()
+        for one, other in zip(tables[name].read(everything), again[name].read(everything), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert again[name].version == versions[name]
+    assert again.latest_step == tables.latest_step
+    with pytest.raises(SnapshotError, match="was used already"):
+        again.restore(folders)
+    fresh = Tables(configs, seed=3)
+    with pytest.raises(SnapshotError, match="continues version"):
+        fresh.restore(folders | {"b": [folders["b"][0], folders["b"][2]]})
+    with pytest.raises(SnapshotError, match="seed is 4 in the table and 3 in the snapshot"):
+        Tables(configs, seed=4).restore(folders)
+    with pytest.raises(InputError, match="one list for each table"):
+        fresh.restore({"a": folders["a"]})
+    assert len(fresh["a"]) == 0, "nothing is changed by what is refused"

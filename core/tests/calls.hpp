@@ -113,7 +113,7 @@ inline std::vector<Line> lines_of(Engine& engine, satrap::Columns columns, std::
         if (state_dim != 0) std::memcpy(lines[i].state.data(), columns.state.memory + 4 * i * state_dim, 4 * state_dim);
     }
     for (satrap::BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state})
-        engine.blocks().give(block);
+        engine.blocks()->give(block);
     return lines;
 }
 

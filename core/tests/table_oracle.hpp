@@ -43,7 +43,6 @@ class Oracle {
             }
             for (std::uint64_t id : misses) insert(b, id, at);
         }
-        expire();
         return read(ids);
     }
 
@@ -126,16 +125,12 @@ class Oracle {
         if (config_.capacity != 0 && config_.on_full != satrap::OnFull::grow &&
             rows.size() >= config_.share(config_.capacity, b)) {
             const auto victim = oldest(rows);
-            const bool is_gone = victim->second.stamp < expire_before_; // of this very call, whose step is that late
-            if (!is_gone && (config_.on_full == satrap::OnFull::raise || victim->second.stamp >= at.oldest_open)) {
-                expire();
-                throw Full{};
-            }
-            ++(is_gone ? counters.expired : counters.evicted);
+            if (config_.on_full == satrap::OnFull::raise || victim->second.stamp >= at.oldest_open) throw Full{};
+            ++counters.evicted;
             rows.erase(victim);
         }
         sightings_[b].erase(id);
-        rows[id] = {at.step, static_cast<float>(config_.initial_a)};
+        rows[id] = {std::max(at.step, expire_before_), static_cast<float>(config_.initial_a)};
         ++counters.inserted;
     }
 

@@ -71,8 +71,7 @@ Outcome run_workload(const std::vector<TableConfig>& configs, unsigned threads, 
     }
     Outcome outcome{Contents(*engine), std::move(returned), {}};
     for (std::size_t t = 0; t < configs.size(); ++t) {
-        std::size_t rows = 0, sightings = 0, bytes = 0;
-        const Counters c = engine->counters(t, &rows, &sightings, &bytes);
+        const auto [c, rows, sightings, bytes] = engine->stats(t);
         outcome.counted.push_back({rows, sightings, c.lookups, c.hits, c.inserted, c.refused, c.evicted, c.expired,
                                    c.updated, c.not_applied_absent, c.skipped});
         CHECK_EQ(c.lookups, c.hits + c.inserted + c.refused);
@@ -132,7 +131,7 @@ void tickets_are_good_once_and_at_home(Random&) {
     const auto prepared = testing::prepare(*engine, {{2, 3}}); // without a lookup: 3 has no row
     testing::update(*engine, *prepared, {-1.0f, -1.0f}, 2);
     CHECK(testing::peek(*engine, {{2, 3}}) == (std::vector<float>{2, 0}));
-    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).not_applied_absent, 1);
+    CHECK_EQ(engine->stats(0).counters.not_applied_absent, 1);
 }
 
 // Of many threads that bring the same ticket back, one is heard.
@@ -201,7 +200,7 @@ void watch(Engine& engine, Random random, Tally& tally) {
         const std::uint32_t dim = engine.table(t).config().dim;
         switch (random.below(6)) {
         case 0: engine.table(t).check(); break;
-        case 1: engine.counters(t, nullptr, nullptr, nullptr); break;
+        case 1: engine.stats(t).counters; break;
         case 2: engine.begin_version(t); break;
         case 3:
             for (const testing::Line& line : testing::rows_of(engine, t, random.below(2)))
@@ -286,10 +285,10 @@ void callers_with_rows_that_go(Random& random) {
         if (--training == 0) tally.done = true;
     });
     for (std::size_t t = 0; t < configs.size(); ++t) {
-        std::size_t rows, sightings, bytes;
-        const Counters c = engine->counters(t, &rows, &sightings, &bytes);
+        const TableStats stats = engine->stats(t);
+        const Counters& c = stats.counters;
         engine->table(t).check();
-        CHECK_EQ(rows, c.inserted - c.evicted - c.expired);
+        CHECK_EQ(stats.rows, c.inserted - c.evicted - c.expired);
         CHECK(c.lookups >= c.hits + c.inserted + c.refused);
     }
     CHECK(engine->num_rows(0) <= 3000);

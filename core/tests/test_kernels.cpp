@@ -43,42 +43,13 @@ TableConfig draw_config(Random& random, OptimizerKind kind, Dtype dtype, std::ui
     return config;
 }
 
+constexpr std::uint64_t kKey = 77;
+
 StepScalars step_scalars(const TableConfig& config, std::uint32_t step) {
-    const OptimizerConfig& o = config.optimizer;
-    return {o.kind,
-            config.dtype,
-            o.nesterov,
-            config.dim,
-            static_cast<std::uint32_t>(config.value_bytes()),
-            static_cast<std::uint32_t>(config.row_bytes()),
-            step,
-            77,
-            o.lr,
-            o.beta1,
-            o.beta2,
-            static_cast<float>(o.momentum),
-            static_cast<float>(o.weight_decay),
-            static_cast<float>(o.eps),
-            static_cast<float>(o.ftrl_beta),
-            static_cast<float>(o.l1),
-            static_cast<float>(o.l2)};
+    return StepScalars::of(config, kKey, step, config.optimizer.lr);
 }
 
-InitialScalars initial_scalars(const TableConfig& config) {
-    const OptimizerConfig& o = config.optimizer;
-    return {config.initial,
-            config.dtype,
-            o.kind,
-            config.dim,
-            static_cast<std::uint32_t>(config.value_bytes()),
-            config.state_dim(),
-            77,
-            config.initial_a,
-            config.initial_b,
-            static_cast<float>(o.initial_accumulator_value),
-            static_cast<float>(o.ftrl_beta / o.lr + o.l2),
-            static_cast<float>(o.l1)};
-}
+InitialScalars initial_scalars(const TableConfig& config) { return InitialScalars::of(config, kKey); }
 
 // Rows at a stride that is a multiple of 4 only, as in a bucket, with guard bytes between them.
 struct RowBlock {
@@ -267,33 +238,83 @@ void gather_copies_exactly(Random& random) {
             std::vector<std::uint32_t> out(16 + first + 2 * count * dim + 16, 0x12345678U), wanted = out;
             const std::size_t aligned = (64 - reinterpret_cast<std::uintptr_t>(out.data()) % 64) % 64 / 4;
             const std::size_t at = aligned + (random.chance(0.5) ? 0 : first); // streaming wants whole lines
-            for (std::size_t e = 0; e < count; ++e)
+            std::vector<float*> to;
+            for (std::size_t e = 0; e < count; ++e) {
                 std::memcpy(wanted.data() + at + positions[e] * dim, pointers[local[e]], 4 * dim);
-            kernels->gather(pointers.data(), local.data(), positions.data(), count, dim, Dtype::float32,
-                            reinterpret_cast<float*>(out.data() + at));
+                to.push_back(reinterpret_cast<float*>(out.data() + at + positions[e] * dim));
+            }
+            kernels->gather(pointers.data(), local.data(), to.data(), count, dim, Dtype::float32);
             CHECK(out == wanted);
         }
 }
 
+std::vector<Factor> draw_factors(Random& random, std::size_t n) {
+    std::vector<Factor> factors(n);
+    for (Factor& factor : factors) {
+        if (random.chance(0.7)) factor.weight = random.real(-3.0f, 3.0f);
+        if (random.chance(0.5)) factor.divisor = random.real(1.0f, 9.0f);
+    }
+    return factors;
+}
+
+// Gradients in any place, bare or scaled, with and without factors: always the order of the entries.
 void sum_adds_in_order(Random& random) {
     for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
         for (const Kernels* kernels : available_kernels()) {
             const std::uint32_t ids = random.between(1, 10), count = random.between(1, 50);
             const std::vector<float> gradients = draw_floats(random, std::size_t{count} * dim, 1e6f);
-            std::vector<std::uint32_t> local, positions;
-            for (std::uint32_t e = 0; e < count; ++e) local.push_back(random.below(ids)), positions.push_back(e);
+            const std::vector<Factor> factors = draw_factors(random, count);
+            const Factor* given = random.chance(0.5) ? nullptr : factors.data();
+            const float scale = random.chance(0.5) ? 1.0f : random.real(0.001f, 2.0f);
+            std::vector<std::uint32_t> local;
+            std::vector<const float*> from;
+            for (std::uint32_t e = 0; e < count; ++e) {
+                local.push_back(random.below(ids));
+                from.push_back(gradients.data() + std::size_t{random.below(count)} * dim);
+            }
             std::vector<float> sums(std::size_t{ids} * dim, 3.0f), wanted = sums;
             std::vector<std::uint8_t> started(ids), seen(ids);
             for (std::uint32_t e = 0; e < count; ++e) {
                 for (std::uint32_t i = 0; i < dim; ++i) {
+                    float g = from[e][i];
+                    if (given != nullptr || scale != 1.0f) {
+                        g = g * scale;
+                        if (given != nullptr) g = g * given[e].weight;
+                        if (given != nullptr) g = g / given[e].divisor;
+                    }
                     float& sum = wanted[local[e] * dim + i];
-                    sum = seen[local[e]] ? sum + gradients[positions[e] * dim + i] : gradients[positions[e] * dim + i];
+                    sum = seen[local[e]] ? sum + g : g;
                 }
                 seen[local[e]] = 1;
             }
-            kernels->sum(gradients.data(), local.data(), positions.data(), count, dim, sums.data(), started.data());
+            kernels->sum({from.data(), given, scale}, local.data(), count, dim, sums.data(), started.data());
             CHECK(sums == wanted);
             CHECK(started == seen);
+        }
+}
+
+void pool_adds_in_order(Random& random) {
+    for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
+        for (const Kernels* kernels : available_kernels()) {
+            const std::uint32_t count = random.below(9);
+            const std::vector<float> rows = draw_floats(random, std::size_t{count} * dim),
+                                     weights = draw_floats(random, count);
+            const bool weighted = random.chance(0.5);
+            const float divisor = random.chance(0.5) ? 1.0f : random.real(1.0f, 9.0f);
+            std::vector<float> out(dim + 1, 7.0f), wanted = out;
+            for (std::uint32_t i = 0; i < dim; ++i) {
+                wanted[i] = 0.0f;
+                for (std::uint32_t k = 0; k < count; ++k) {
+                    const float value = rows[std::size_t{k} * dim + i];
+                    if (weighted)
+                        wanted[i] = k == 0 ? weights[0] * value : std::fma(weights[k], value, wanted[i]);
+                    else
+                        wanted[i] = k == 0 ? value : wanted[i] + value;
+                }
+                wanted[i] = wanted[i] / divisor;
+            }
+            kernels->pool(rows.data(), weighted ? weights.data() : nullptr, count, dim, divisor, out.data());
+            CHECK(out == wanted);
         }
 }
 
@@ -365,6 +386,7 @@ int main(int argc, char** argv) {
                          {"ftrl_starts_at_the_initial_value", 20, ftrl_starts_at_the_initial_value},
                          {"gather_copies_exactly", testing::scaled(40), gather_copies_exactly},
                          {"sum_adds_in_order", testing::scaled(20), sum_adds_in_order},
+                         {"pool_adds_in_order", testing::scaled(20), pool_adds_in_order},
                          {"largest_is_found_anywhere", testing::scaled(8), largest_is_found_anywhere},
                          {"initial_values_are_spread", testing::scaled(10), initial_values_are_spread}});
 }

@@ -140,7 +140,7 @@ void an_armed_slot_is_undone(Random& random) {
     for (const bool arm : {true, false}) {
         {
             Opened opened(file, config);
-            UndoSlot slot(*opened.arena, opened.undo, opened.undo_bytes);
+            UndoSlot slot(opened.undo, opened.undo_bytes);
             slot.open(0, 0, config.row_bytes());
             opened.rows.for_each(
                 [&](std::uint32_t number, const Head& head) { slot.add(number, head, opened.rows.row(number)); });
@@ -164,12 +164,54 @@ void an_armed_slot_is_undone(Random& random) {
     CHECK(!(Contents(*engine) == before));
 }
 
+// Killed half way through a row of a snapshot that takes the place of a live one: when it comes to read the new state.
+void an_imported_row_is_whole_or_not(Random&) {
+    TableConfig config = testing::counting_table("t", 5);
+    config.optimizer.momentum = 0.5;
+    const SharedFile file;
+    auto engine = file.create({config});
+    testing::lookup(*engine, {{1, 2, 3}}, 1);
+    testing::update(*engine, {{1, 2, 3}}, std::vector<float>(15, -1.0f), 1);
+    const Contents before(*engine);
+    engine = nullptr;
+
+    const std::uint64_t id = 2;
+    const std::uint32_t step = 7;
+    const std::vector<float> values(5, 9.0f), state(5, 8.0f);
+    const auto import = [&](Engine& into, const float* from) {
+        into.import_rows(0, 1, &id, &step, reinterpret_cast<const std::byte*>(values.data()), from);
+    };
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        std::signal(SIGSEGV, [](int) { kill(getpid(), SIGKILL); });
+        void* unreadable = mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        import(*file.attach({config}), static_cast<const float*>(unreadable));
+        _exit(1);
+    }
+    int status;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    engine = file.attach({config});
+    CHECK(Contents(*engine) == before);
+
+    import(*engine, state.data()); // and not killed, it is there
+    engine->reach_step(step);
+    engine = nullptr;
+    engine = file.attach({config});
+    engine->table(0).check();
+    const Line row = testing::rows_of(*engine, 0).at(1);
+    CHECK_EQ(row.id, id);
+    CHECK_EQ(row.step, step);
+    for (unsigned i = 0; i < 5; ++i) CHECK(row.value(i) == values[i] && row.state[i] == state[i]);
+}
+
 // Killed between the birth of a row and the end of its sighting: the row counts.
 void a_row_outlives_its_sighting(Random&) {
     const SharedFile file;
     auto engine = file.create(tables());
     for (std::uint32_t step : {1, 2}) testing::lookup(*engine, {{}, {1, 2}}, step);
-    Bucket& bucket = engine->table(1).bucket(static_cast<std::uint32_t>(engine->table(1).hash_bucket(1)));
+    Bucket& bucket = engine->table(1).bucket(engine->table(1).hash_bucket(1));
     bucket.sightings.publish(bucket.sightings.insert(1, mix64(1)), 2, 2);
     engine = nullptr;
     engine = file.attach(tables());
@@ -183,6 +225,7 @@ void a_row_outlives_its_sighting(Random&) {
 int main(int argc, char** argv) {
     return testing::run(argc, argv,
                         {{"an_armed_slot_is_undone", 10, an_armed_slot_is_undone},
+                         {"an_imported_row_is_whole_or_not", 1, an_imported_row_is_whole_or_not},
                          {"a_row_outlives_its_sighting", 1, a_row_outlives_its_sighting},
                          {"no_bucket_is_half_applied", testing::scaled(40), no_bucket_is_half_applied}});
 }

@@ -98,16 +98,16 @@ void files_that_are_in_use_or_of_others(Random&) {
     const std::vector<TableConfig> one{testing::counting_table("t", 1)}, two{one[0], testing::counting_table("u", 1)};
     const SharedFile file;
     auto engine = file.create(one);
-    CHECK_THROWS(SharedMemoryError, "in use by another process", file.attach(one));
+    CHECK_THROWS(SharedMemoryError, "open already, in this process or another", file.attach(one));
     CHECK_THROWS(SharedMemoryError, "exists already", file.create(one));
     engine = nullptr;
     CHECK_THROWS(SharedMemoryError, "holds 1 tables, not 2", file.attach(two));
     engine = file.attach(one); // the refusals let the lock go
-    CHECK_THROWS(SharedMemoryError, "in use by another process", SharedArena::config_of(file.path));
+    CHECK_THROWS(SharedMemoryError, "open already, in this process or another", SharedArena::config_of(file.path));
 }
 
 // Offsets of FileHeader's and ChunkHeader's fields, which are the file's format.
-constexpr std::size_t kMagicAt = 0, kHeaderBytesAt = 8, kTailAt = 40, kChunkBytes = 0, kChunkKind = 8, kChunkTable = 12,
+constexpr std::size_t kMagicAt = 0, kHeaderBytesAt = 8, kTailAt = 32, kChunkBytes = 0, kChunkKind = 8, kChunkTable = 12,
                       kChunkBucket = 16, kChunkSequence = 20;
 
 void files_that_are_damaged(Random&) {

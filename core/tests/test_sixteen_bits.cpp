@@ -86,13 +86,15 @@ void every_number_survives(Random& random) {
             std::vector<std::uint32_t> numbers;
             std::vector<float> zeros(kDim), scratch(kDim), out(codes.size());
             std::vector<RowStep> steps;
+            std::vector<float*> to;
             for (std::uint32_t r = 0; r < kRows; ++r) {
                 auto* row = reinterpret_cast<std::byte*>(codes.data() + std::size_t{r} * kDim);
                 rows.push_back(row);
                 numbers.push_back(r);
+                to.push_back(out.data() + std::size_t{r} * kDim);
                 steps.push_back({row, zeros.data(), r});
             }
-            kernels->gather(rows.data(), numbers.data(), numbers.data(), kRows, kDim, dtype, out.data());
+            kernels->gather(rows.data(), numbers.data(), to.data(), kRows, kDim, dtype);
             kernels->step(plain_sgd(dtype, kDim, random.between(1, 1000), 0.5), steps.data(), kRows, scratch.data());
             for (std::size_t c = 0; c < codes.size(); ++c) {
                 const auto code = static_cast<Code>(c);
@@ -109,7 +111,14 @@ void every_number_survives(Random& random) {
 }
 
 Code encoded(const Kernels& kernels, Dtype dtype, float value) {
-    const InitialScalars k{InitialKind::constant, dtype, OptimizerKind::sgd, 1, 4, 0, 5, value, 0, 0, 0, 0};
+    InitialScalars k{};
+    k.kind = InitialKind::constant;
+    k.dtype = dtype;
+    k.optimizer = OptimizerKind::sgd;
+    k.dim = 1;
+    k.value_bytes = 4;
+    k.table_key = 5;
+    k.a = value;
     Code row[2] = {0x1111, 0x2222};
     float scratch = 0;
     kernels.initialise(k, 9, reinterpret_cast<std::byte*>(row), &scratch);

@@ -46,7 +46,7 @@ void copy_rows(Engine& from, Engine& to, std::size_t t, std::uint32_t first, std
     to.import_rows(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
                    reinterpret_cast<const std::uint32_t*>(c.step.memory), c.values.memory,
                    reinterpret_cast<const float*>(c.state.memory));
-    for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks().give(block);
+    for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks()->give(block);
 }
 
 void copy_sightings(Engine& from, Engine& to, std::size_t t) {
@@ -54,7 +54,7 @@ void copy_sightings(Engine& from, Engine& to, std::size_t t) {
     to.import_sightings(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
                         reinterpret_cast<const std::uint32_t*>(c.step.memory),
                         reinterpret_cast<const std::uint32_t*>(c.values.memory), true);
-    for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks().give(block);
+    for (BlockPool::Block block : {c.id, c.step, c.values, c.state}) from.blocks()->give(block);
 }
 
 // A save as snapshot.py makes it: a new version begins, then rows, removed ids and sightings, bucket range by range.

@@ -31,8 +31,7 @@ TableConfig draw_config(Random& random) {
 }
 
 void check_same(Engine& engine, const Oracle& oracle) {
-    std::size_t num_rows, num_sightings, bytes;
-    const Counters found = engine.counters(0, &num_rows, &num_sightings, &bytes); // sweeps what expired
+    const auto [found, num_rows, num_sightings, bytes] = engine.stats(0); // sweeps what expired
     engine.table(0).check();
     const auto rows = oracle.rows();
     CHECK_EQ(num_rows, rows.size());
@@ -109,7 +108,7 @@ void lives_as_the_oracle_says(Random& random) {
         oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
         const Ids ids = draw_ids(random, kinds, most);
         LookupStep at{true, random.between(oldest, newest), oldest};
-        if (random.chance(0.1)) // and some far behind, which nobody waits for: their rows may be gone at once
+        if (random.chance(0.1)) // and some far behind, which nobody waits for
             at.step = at.oldest_open = random.between(newest > 300 ? newest - 300 : 1, newest);
         const unsigned kind = random.below(10);
         if (kind < 6) {
@@ -217,11 +216,29 @@ void expires_at_the_exact_step(Random&) {
     float value = 5.0f;
     CHECK(!engine->table(0).read(1, &value, nullptr));
     CHECK_EQ(value, 5.0f);
-    const Counters counters = engine->counters(0, nullptr, nullptr, nullptr);
+    const Counters counters = engine->stats(0).counters;
     CHECK_EQ(counters.expired, 1);
     CHECK_EQ(counters.not_applied_absent, 1);
     CHECK_EQ(testing::lookup(*engine, {{1}}, 17).rows[0], 0.0f); // anew
     CHECK_EQ(engine->num_rows(0), 2);
+}
+
+// A row that a very late step inserts is stamped with the line of expiry: it lives, and no id of a batch takes the
+// place of another.
+void a_very_late_row_lives(Random&) {
+    TableConfig config = testing::counting_table("late", 1);
+    config.expire_after = 5;
+    config.capacity = 3;
+    const auto engine = testing::make_engine({config});
+    testing::lookup(*engine, {{1}}, 50); // rows stamped before 45 are gone
+    testing::update(*engine, *testing::lookup(*engine, {{2, 3}}, 7).ticket, {-1.0f, -2.0f}, 7);
+    CHECK(testing::peek(*engine, {{1, 2, 3}}) == (std::vector<float>{0, 1, 2}));
+    CHECK_EQ(testing::rows_of(*engine, 0).at(1).step, 45);
+    CHECK_THROWS(CapacityError, "open steps (8 and later)", testing::lookup(*engine, {{4}}, 8));
+    engine->table(0).check();
+    testing::lookup(*engine, {{1}}, 51);
+    CHECK_EQ(engine->num_rows(0), 1);
+    CHECK_EQ(engine->stats(0).counters.expired, 2);
 }
 
 // Whether an id gets in is a function of (seed, table, id, step), whatever came before, and about p of them do.
@@ -284,16 +301,14 @@ void nonfinite_gradients(Random&) {
                  testing::update(*engine, *ticket, with({{4, most}, {4 + 6, -infinity}, {0, NAN}}), 1));
     CHECK(testing::peek(*engine, ids) ==
           std::vector<float>(13, 0.0f)); // nothing was applied, not even to the other table
-    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped +
-                 engine->counters(1, nullptr, nullptr, nullptr).updated,
-             0);
+    CHECK_EQ(engine->stats(0).counters.skipped + engine->stats(1).counters.updated, 0);
     testing::update(*engine, *ticket, with({{0, NAN}, {1, -infinity}, {3, -most}}), 1); // and the ticket is still good
     CHECK(testing::peek(*engine, {{1, 2, 3}, {11, 12}}) == (std::vector<float>{1, 0, most, 2, 2, 2, 1, 1, 1}));
-    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped, 2);
-    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).updated, 2);
+    CHECK_EQ(engine->stats(0).counters.skipped, 2);
+    CHECK_EQ(engine->stats(0).counters.updated, 2);
     testing::update(*engine, {{3, 1, 3}, {}}, {-most, -1.0f, -most}, 2); // a sum that overflows: both positions skipped
     CHECK(testing::peek(*engine, {{1, 3}, {}}) == (std::vector<float>{2, most}));
-    CHECK_EQ(engine->counters(0, nullptr, nullptr, nullptr).skipped, 4);
+    CHECK_EQ(engine->stats(0).counters.skipped, 4);
 }
 
 void check_sees_what_is_broken(Random&) {
@@ -304,6 +319,7 @@ void check_sees_what_is_broken(Random&) {
     const Break breaks[] = {
         {"version that has not begun", [](Engine&, Bucket& b) { b.rows.head(0).changed = 9; }},
         {"after the latest step", [](Engine&, Bucket& b) { b.rows.head(0).stamp = 99; }},
+        {"before a step that was swept", [](Engine&, Bucket& b) { b.swept_before = 3; }},
         {"a row's id belongs to another bucket",
          [](Engine& e, Bucket& b) {
              std::uint64_t id = 0;
@@ -352,6 +368,7 @@ int main(int argc, char** argv) {
                          {"pinned_rows_stay", 1, pinned_rows_stay},
                          {"on_full_raise_and_grow", 1, on_full_raise_and_grow},
                          {"expires_at_the_exact_step", 1, expires_at_the_exact_step},
+                         {"a_very_late_row_lives", 1, a_very_late_row_lives},
                          {"probability_is_pure", testing::scaled(20), probability_is_pure},
                          {"a_failed_lookup_keeps_the_sightings", 1, a_failed_lookup_keeps_the_sightings},
                          {"nonfinite_gradients", 1, nonfinite_gradients},

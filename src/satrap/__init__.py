@@ -3,6 +3,10 @@
 Importing this package costs little on purpose: it needs numpy and the native core, never torch or pyarrow.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from satrap.columns import DenseColumn, IdColumn, LabelColumn
 from satrap.config import (
     SGD,
     Adagrad,
@@ -10,6 +14,7 @@ from satrap.config import (
     AdamW,
     Always,
     Constant,
+    Feature,
     Ftrl,
     MinCount,
     Normal,
@@ -22,15 +27,52 @@ from satrap.config import (
 )
 from satrap.errors import (
     CapacityError,
+    CheckpointError,
     ConfigError,
+    ForkError,
     InputError,
     NonFiniteError,
     SatrapError,
     SharedMemoryError,
     SnapshotError,
+    SourceError,
+    StreamError,
     TicketError,
 )
+from satrap.inputs import Inputs, Position
+from satrap.progress import Progress
+from satrap.sinks import JsonLines, Screen, TensorBoard
+from satrap.sources import CSV, Arrow, Criteo, Frame, Iterable, Parquet
 from satrap.store import Store
+
+if TYPE_CHECKING:
+    from satrap import models, synthetic
+    from satrap.batch import Batch
+    from satrap.checkpoint import Checkpoint
+    from satrap.embeddings import Embeddings
+    from satrap.evaluation import auc, evaluate
+
+_LATER = {
+    "Batch": "batch",
+    "Checkpoint": "checkpoint",
+    "Embeddings": "embeddings",
+    "auc": "evaluation",
+    "evaluate": "evaluation",
+}
+"""Names that come with torch: their files are imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> object:
+    if name in ("models", "synthetic"):
+        return import_module(f"satrap.{name}")
+    if name in _LATER:
+        return getattr(import_module(f"satrap.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'satrap' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __version__ = "0.1.0.dev0"
 
@@ -39,25 +81,52 @@ __all__ = [
     "Adam",
     "AdamW",
     "Always",
+    "Arrow",
+    "Batch",
+    "CSV",
     "CapacityError",
+    "Checkpoint",
+    "CheckpointError",
     "ConfigError",
     "Constant",
+    "Criteo",
+    "DenseColumn",
+    "Embeddings",
+    "Feature",
+    "ForkError",
+    "Frame",
     "Ftrl",
+    "IdColumn",
     "InputError",
+    "Inputs",
+    "Iterable",
+    "JsonLines",
+    "LabelColumn",
     "MinCount",
     "NonFiniteError",
     "Normal",
+    "Parquet",
+    "Position",
     "Probability",
+    "Progress",
     "RowWiseAdagrad",
     "SGD",
     "SatrapError",
     "ScaledUniform",
+    "Screen",
     "SharedMemoryError",
     "SnapshotError",
+    "SourceError",
     "Store",
+    "StreamError",
     "Table",
+    "TensorBoard",
     "TicketError",
     "Uniform",
     "Zeros",
     "__version__",
+    "auc",
+    "evaluate",
+    "models",
+    "synthetic",
 ]

@@ -1,7 +1,7 @@
 """Satrap's native table: see satrap.Store for the face that users call."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -10,11 +10,26 @@ from numpy.typing import NDArray
 def simd_paths() -> list[str]:
     """The SIMD paths of this machine, best first."""
 
+def borrow_threads(openmp: str | None) -> None:
+    """
+    Calls of this thread run on the threads of the OpenMP library at this path, which is loaded already; None: on threads of their own again.
+    """
+
 def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
     """CRC-32C of a byte buffer, chained from `crc`."""
 
 def bucket_of(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_buckets: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C')]:
     """The bucket of each id."""
+
+def hash_integers(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
+    """XXH64 (seed 0) of each integer's 8 bytes, the lowest first."""
+
+@overload
+def hash_texts(offsets: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]: ...
+
+@overload
+def hash_texts(offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
+    """XXH64 (seed 0) of each text: data[offsets[i]:offsets[i + 1]]."""
 
 class TableConfig:
     """One table's configuration, flat; satrap.Table is its face."""
@@ -189,6 +204,10 @@ class TableConfig:
     @l2.setter
     def l2(self, arg: float, /) -> None: ...
 
+    @property
+    def state_dim(self) -> int:
+        """Floats of optimizer state in a row."""
+
 class Ticket:
     """
     A looked-up batch that waits for its gradients; goes back to update() once.
@@ -201,18 +220,30 @@ class Ticket:
     def num_unique(self) -> int: ...
 
     @property
+    def batch_size(self) -> int:
+        """Samples, of a batch of bags; else 0."""
+
+    def only_of(self, table: int) -> bool:
+        """Whether all ids are that table's."""
+
+    @property
     def used(self) -> bool: ...
 
 class Engine:
     """Many tables in one memory; satrap.Store is its one-table face."""
 
-    def __init__(self, configs: Sequence[TableConfig], seed: int, num_threads: int, simd: str = 'auto', shared_path: str = '', shared_config: bytes = ...) -> None: ...
+    def __init__(self, configs: Sequence[TableConfig], seed: int, num_threads: int, simd: str = 'auto', shared_path: str = '', shared_config: bytes = ..., complete: bool = True) -> None: ...
 
     @staticmethod
     def attach(path: str, configs: Sequence[TableConfig], seed: int, num_threads: int, simd: str = 'auto') -> Engine: ...
 
     @staticmethod
     def shared_config(path: str) -> bytes: ...
+
+    def set_complete(self, complete: bool) -> None:
+        """
+        False: an attach of the shared-memory file is refused until it is True again.
+        """
 
     def next_step(self) -> int: ...
 
@@ -273,3 +304,199 @@ class Engine:
     def expire_before(self, table: int) -> int: ...
 
     def restore(self, table: int, version: int, latest_step: int, expire_before: int, lr: float) -> None: ...
+
+    def lookup_bags(self, bags: Bags, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, step: int, oldest_open: int, train: bool, block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> Ticket: ...
+
+    def update_bags(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], step: int, lrs: Sequence[tuple[int, float]], scale: float) -> None: ...
+
+    def drop(self, ticket: Ticket) -> None:
+        """Gives up a ticket that will not be updated."""
+
+class Bags:
+    """The features of an engine's tables; satrap.Features is their face."""
+
+    def __init__(self, engine: Engine, features: Sequence[tuple[str, int, str, bool, int]]) -> None: ...
+
+    @property
+    def total_dim(self) -> int: ...
+
+    def made(self, ticket: Ticket) -> bool:
+        """Whether the ticket is of a lookup of these bags."""
+
+    @property
+    def truncated(self) -> list[int]:
+        """Of each sequence: ids beyond its max_length, which were not looked up."""
+
+class Samples:
+    """Decoded samples of one block of a source."""
+
+    def __init__(self, n: int, ids: Sequence[tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None]], dense: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, label: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None) -> None: ...
+
+    def __len__(self) -> int: ...
+
+def gather(parts: Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) -> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]:
+    """
+    One batch: (values, offsets, weights, dense, label) of the samples `order` of the parts (samples, begin, end), which are numbered through.
+    """
+
+class FieldUse:
+    """One thing that is made of a text file's column."""
+
+    def __init__(self, kind: str, index: int) -> None: ...
+
+    @property
+    def absent(self) -> int:
+        """A missing field: 0 reads as `missing`, 1 is refused, 2 drops its row."""
+
+    @absent.setter
+    def absent(self, arg: int, /) -> None: ...
+
+    @property
+    def missing(self) -> float: ...
+
+    @missing.setter
+    def missing(self, arg: float, /) -> None: ...
+
+    @property
+    def log1p(self) -> bool: ...
+
+    @log1p.setter
+    def log1p(self, arg: bool, /) -> None: ...
+
+    @property
+    def above(self) -> float | None: ...
+
+    @above.setter
+    def above(self, arg: float | None, /) -> None: ...
+
+    @property
+    def texts(self) -> list[tuple[str, float]]: ...
+
+    @texts.setter
+    def texts(self, arg: Sequence[tuple[str, float]], /) -> None: ...
+
+    @property
+    def other(self) -> float | None: ...
+
+    @other.setter
+    def other(self, arg: float | None, /) -> None: ...
+
+    @property
+    def separator(self) -> int: ...
+
+    @separator.setter
+    def separator(self, arg: int, /) -> None: ...
+
+    @property
+    def integer(self) -> bool: ...
+
+    @integer.setter
+    def integer(self, arg: bool, /) -> None: ...
+
+    @property
+    def hash(self) -> bool: ...
+
+    @hash.setter
+    def hash(self, arg: bool, /) -> None: ...
+
+    @property
+    def missing_id(self) -> int | None: ...
+
+    @missing_id.setter
+    def missing_id(self, arg: int | None, /) -> None: ...
+
+class TextFormat:
+    """What the fields of a delimited text file mean."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def delimiter(self) -> str: ...
+
+    @delimiter.setter
+    def delimiter(self, arg: str, /) -> None: ...
+
+    @property
+    def quote(self) -> int: ...
+
+    @quote.setter
+    def quote(self, arg: int, /) -> None: ...
+
+    @property
+    def strip(self) -> bool: ...
+
+    @strip.setter
+    def strip(self, arg: bool, /) -> None: ...
+
+    @property
+    def quoted_newlines(self) -> bool: ...
+
+    @quoted_newlines.setter
+    def quoted_newlines(self, arg: bool, /) -> None: ...
+
+    @property
+    def missing(self) -> list[str]: ...
+
+    @missing.setter
+    def missing(self, arg: Sequence[str], /) -> None: ...
+
+    @property
+    def columns(self) -> list[list[FieldUse]]: ...
+
+    @columns.setter
+    def columns(self, arg: Sequence[Sequence[FieldUse]], /) -> None: ...
+
+    @property
+    def num_dense(self) -> int: ...
+
+    @num_dense.setter
+    def num_dense(self, arg: int, /) -> None: ...
+
+    @property
+    def num_labels(self) -> int: ...
+
+    @num_labels.setter
+    def num_labels(self, arg: int, /) -> None: ...
+
+    @property
+    def num_features(self) -> int: ...
+
+    @num_features.setter
+    def num_features(self, arg: int, /) -> None: ...
+
+    @property
+    def num_texts(self) -> int: ...
+
+    @num_texts.setter
+    def num_texts(self, arg: int, /) -> None: ...
+
+def parse_text(format: TextFormat, text: NDArray[numpy.uint8], most_bad: int) -> tuple[Samples, list[tuple[NDArray[numpy.int64], NDArray[numpy.uint8], NDArray[numpy.uint8]]], list[tuple[int, str, int, int, int, int, int]], int]:
+    """
+    Whole rows of text to (samples, text columns, bad rows, number of dropped rows).
+    """
+
+def count_lines(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """How many newlines there are."""
+
+def last_row_end(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int) -> int:
+    """Where the last whole row of the text ends; 0 if none does."""
+
+def log1p(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
+    """ln(1 + max(x, 0)) of each, the same bits on every machine."""
+
+class Dots:
+    """
+    DLRM's interaction of a batch, on the CPU: the dot products of all pairs of vectors.
+    """
+
+    def __init__(self, num_threads: int, simd: str = 'auto') -> None: ...
+
+    def forward(self, dim: int, first: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, block: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+        """
+        Fills out: each sample's first vector, then the products of all pairs, row by row of the triangle.
+        """
+
+    def backward(self, dim: int, first: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, block: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], gradient: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], of_first: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')] | None, of_block: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+        """
+        Fills of_first and of_block with the gradients of first and block, given that of out.
+        """

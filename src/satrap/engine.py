@@ -1,21 +1,26 @@
 """From tables to the native engine: makes or re-attaches the one `_core.Engine` that holds the rows of some tables.
 
 Takes `Table` configurations and a store's own settings, checks the settings, and flattens each table into the names
-that the core knows. `Place` says where in an engine one table lives; `store` and `snapshot` work with it. The steps of
-training lookups are numbered here, because all tables of an engine share them. Nothing here looks up, updates or saves.
+that the core knows. `Place` says where in an engine one table lives; `store` and `snapshot` work with it. Training
+lookups are numbered here, because all tables of an engine share their steps. `look_up` and `update` are the calls that
+one table and many make alike; the ids, offsets and gradients that they take were checked before. Nothing here saves.
 """
 
 import json
 import math
-import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from satrap import _core
-from satrap.arrays import LAST_STEP, as_step
+from satrap.arrays import as_flag, as_out, as_step
+from satrap.checks import check_integer, is_path
 from satrap.config import (
+    LAST_STEP,
     SGD,
     Adagrad,
     Adam,
@@ -32,7 +37,7 @@ from satrap.config import (
     Uniform,
     Zeros,
 )
-from satrap.errors import ConfigError, InputError, SharedMemoryError
+from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 
 _MAX_THREADS = 1024
 _SHARED_FORMAT = "satrap-shared"  # the blob that a shared-memory file carries, so that attach() needs no configuration
@@ -53,26 +58,31 @@ class Place:
     """The configuration that the engine was given."""
     seed: int
     """What initial values and draws are a function of."""
-    num_threads: int
-    """Threads of a call, the caller's among them."""
 
 
 def open_engine(
-    tables: Sequence[Table], *, seed: int, num_threads: int | None, simd: str, shared: str | os.PathLike[str] | None
+    tables: Sequence[Table],
+    *,
+    seed: int,
+    num_threads: int | None,
+    simd: str,
+    shared: str | os.PathLike[str] | None,
+    complete: bool = True,
 ) -> list[Place]:
-    """A new engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`."""
+    """A new engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless it is
+    complete, the file is not attached before `set_complete(True)`: whoever makes it has more to put into it."""
     for table in tables:
         if not isinstance(table, Table):
             raise ConfigError(f"table is {table!r} ({type(table).__name__}); wanted a satrap.Table")
-    seed = _setting("seed", seed, 0, 2**64 - 1)
+    seed = check_integer("store", "seed", seed, 0, 2**64 - 1)
     threads = thread_count(num_threads)
     configs = [native_config(table) for table in tables]
     path, blob = "", b""
     if shared is not None:
         path = _shared_path("shared", shared)
         blob = _shared_blob(tables, seed)
-    engine = _core.Engine(configs, seed, threads, _simd(simd), path, blob)
-    return _places(engine, tables, seed, threads)
+    engine = _core.Engine(configs, seed, threads, _simd(simd), path, blob, complete)
+    return _places(engine, tables, seed)
 
 
 def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd: str) -> list[Place]:
@@ -81,11 +91,32 @@ def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd
     threads, simd = thread_count(num_threads), _simd(simd)
     tables, seed = _read_shared_blob(path, _core.Engine.shared_config(path))
     engine = _core.Engine.attach(path, [native_config(table) for table in tables], seed, threads, simd)
-    return _places(engine, tables, seed, threads)
+    return _places(engine, tables, seed)
 
 
-def open_step(where: str, engine: _core.Engine, step: int | None, oldest_open: int | None) -> tuple[int, int]:
-    """A training lookup's (step, oldest open step) from what the caller gave; takes no step if that is wrong."""
+def lookup_step(
+    where: str, engine: _core.Engine, *, train: bool, step: int | None, oldest_open: int | None
+) -> tuple[int, int]:
+    """A lookup's (step, oldest open step) from what the caller gave; takes no step if that is wrong."""
+    step, oldest_open = given_step(where, engine, train=train, step=step, oldest_open=oldest_open)
+    if not train:
+        return 0, 0
+    at = engine.next_step() if step is None else step
+    return at, at if oldest_open is None else oldest_open
+
+
+def given_step(
+    where: str, engine: _core.Engine, *, train: bool, step: int | None, oldest_open: int | None
+) -> tuple[int | None, int | None]:
+    """What the caller gave of a lookup's step and oldest open step, checked."""
+    if not train:
+        for name, given in (("step", step), ("oldest_open", oldest_open)):
+            if given is not None:
+                raise InputError(
+                    f"{where}: {name} is {given!r} and train=False; a lookup without training belongs to no step: "
+                    f"leave {name} out, or train"
+                )
+        return None, None
     if step is not None:
         step = as_step(where, "step", step)
     if oldest_open is not None:
@@ -93,15 +124,55 @@ def open_step(where: str, engine: _core.Engine, step: int | None, oldest_open: i
         oldest_open = as_step(where, "oldest_open", oldest_open, high=high)
     if step is None and engine.latest_step >= LAST_STEP:
         raise InputError(f"{where}: the latest step is {LAST_STEP}, the last there is; give a step yourself")
-    at = engine.next_step() if step is None else step
-    return at, at if oldest_open is None else oldest_open
+    return step, oldest_open
 
 
-def state_dim(table: Table) -> int:
-    """Floats of optimizer state in a row. The core decides; an engine without rows costs nothing."""
-    config = native_config(table)
-    config.capacity, config.num_buckets = 0, 1
-    return _core.Engine([config], 0, 1).state_dim(0)
+def look_up(
+    where: str,
+    engine: _core.Engine,
+    ids: NDArray[np.uint64],
+    offsets: NDArray[np.int64],
+    shape: tuple[int, ...],
+    *,
+    train: bool,
+    step: int | None,
+    oldest_open: int | None,
+    out: NDArray[np.float32] | None,
+    with_ticket: bool,
+) -> NDArray[np.float32] | tuple[NDArray[np.float32], _core.Ticket]:
+    """What `lookup` of a store and of tables does and returns. shape: of the result."""
+    train, with_ticket = as_flag(where, "train", train), as_flag(where, "with_ticket", with_ticket)
+    if with_ticket and not train:
+        raise InputError(
+            f"{where}: with_ticket=True and train=False; such a batch is never updated: leave one of them out"
+        )
+    if out is not None:
+        rows = as_out(where, out, shape)
+    else:
+        rows = np.asarray(engine.empty(math.prod(shape[:-1]), shape[-1])).reshape(shape)
+    at = lookup_step(where, engine, train=train, step=step, oldest_open=oldest_open)
+    ticket = engine.lookup(ids, offsets, *at, train, rows, with_ticket)
+    result = rows if out is None else out
+    if not with_ticket:
+        return result
+    assert ticket is not None
+    return result, ticket
+
+
+def update(
+    where: str,
+    engine: _core.Engine,
+    ticket: _core.Ticket,
+    gradients: NDArray[np.float32],
+    step: int | None,
+    lrs: Sequence[float],
+) -> None:
+    """What `update` does with a ticket. The core alone knows whether it may be used: threads may race for it."""
+    at = max(1, engine.latest_step) if step is None else as_step(where, "step", step)
+    try:
+        engine.update(ticket, gradients.reshape(-1), at, lrs)
+    except TicketError as error:
+        raise TicketError(f"{where}: {error}") from None
 
 
 def native_config(table: Table) -> _core.TableConfig:
@@ -159,26 +230,17 @@ def _set_initial(config: _core.TableConfig, table: Table) -> None:
             config.initial, config.initial_a, config.initial_b = "constant", 0.0, 0.0
 
 
-def _places(engine: _core.Engine, tables: Sequence[Table], seed: int, num_threads: int) -> list[Place]:
+def _places(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Place]:
     return [
-        Place(engine=engine, index=i, num_tables=len(tables), table=table, seed=seed, num_threads=num_threads)
-        for i, table in enumerate(tables)
+        Place(engine=engine, index=i, num_tables=len(tables), table=table, seed=seed) for i, table in enumerate(tables)
     ]
-
-
-def _setting(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ConfigError(f"{name} is {value!r} ({type(value).__name__}); wanted an integer from {low} to {high}")
-    if not low <= int(value) <= high:
-        raise ConfigError(f"{name} is {int(value)}; wanted an integer from {low} to {high}")
-    return int(value)
 
 
 def thread_count(num_threads: int | None) -> int:
     """Threads of a call: as given, or the cores that this process may use."""
     if num_threads is None:
         return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    return _setting("num_threads", num_threads, 1, _MAX_THREADS)
+    return check_integer("store", "num_threads", num_threads, 1, _MAX_THREADS)
 
 
 def _simd(simd: object) -> str:
@@ -189,9 +251,15 @@ def _simd(simd: object) -> str:
 
 
 def _shared_path(name: str, path: object) -> str:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise ConfigError(f"{name} is {path!r} ({type(path).__name__}); wanted the path of a shared-memory file")
-    return os.fsdecode(path)
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else b""
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    if not text or not is_path(text):
+        raise ConfigError(
+            f"{name} is {path!r} ({type(path).__name__}); wanted the path of a shared-memory file, of Unicode "
+            "characters without NUL"
+        )
+    return text
 
 
 def _shared_blob(tables: Sequence[Table], seed: int) -> bytes:
@@ -205,7 +273,7 @@ def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int]:
         content: Any = json.loads(blob)
         if (content["format"], content["format_version"]) == (_SHARED_FORMAT, _SHARED_FORMAT_VERSION):
             tables = [Table.from_dict(table) for table in content["tables"]]
-            return tables, _setting("seed", content["seed"], 0, 2**64 - 1)
+            return tables, check_integer("store", "seed", content["seed"], 0, 2**64 - 1)
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise SharedMemoryError(
             f"shared-memory file {path!r}: its configuration cannot be read ({error}): "

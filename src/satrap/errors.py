@@ -10,7 +10,11 @@ native core throws the same classes. `assert` is kept for our own mistakes and n
         │   └── NonFiniteError            a gradient is NaN or infinite, and the table refuses those
         ├── CapacityError                 also a RuntimeError: a full table may not evict what it would have to
         ├── SnapshotError                 also a ValueError: a saved table is torn, truncated, foreign or does not fit
+        ├── CheckpointError               also a ValueError: a run's checkpoint cannot be written, read or resumed
+        ├── SourceError                   also a ValueError: a file, row or column of training data cannot be read
         ├── SharedMemoryError             also a RuntimeError: a shared-memory file cannot be made or attached
+        ├── ForkError                     also a RuntimeError: a store is used in a fork of the process that made it
+        ├── StreamError                   also a RuntimeError: a stream is used in a way that cannot go on
         └── TicketError                   also a RuntimeError: a ticket was used before, or is not of this store
 """
 
@@ -39,9 +43,25 @@ class SnapshotError(SatrapError, ValueError):
     """A saved table cannot be read: torn, truncated, foreign, or written with another configuration."""
 
 
+class CheckpointError(SatrapError, ValueError):
+    """A checkpoint is missing, torn or of another job, or cannot be written."""
+
+
+class SourceError(SatrapError, ValueError):
+    """A source cannot be read: no such file or column, a malformed row, a torn file, a type that does not fit."""
+
+
 class SharedMemoryError(SatrapError, RuntimeError):
     """A shared-memory file cannot be created, grown or attached."""
 
 
+class ForkError(SatrapError, RuntimeError):
+    """A store is used in a fork of the process that made it, which has neither its threads nor its locks."""
+
+
 class TicketError(SatrapError, RuntimeError):
     """A ticket was already used for an update, or belongs to another store."""
+
+
+class StreamError(SatrapError, RuntimeError):
+    """A stream of batches cannot go on: a batch was never stepped, or a second training stream is begun."""

@@ -3,7 +3,8 @@
 Knows files, locks and the manifest, and nothing of what is in data files: `snapshot` writes them by `ChecksumFile`.
 The rules, which hold whatever fails and whenever the process dies:
  1. one save at a time writes into a folder (an advisory lock on the folder, dropped by the kernel);
- 2. one folder holds one snapshot of one table; a folder that holds something else is refused;
+ 2. one folder holds one snapshot of one table, which only a later one in its place replaces: the same table, configured
+    alike, and of changes those that start at the same snapshot; a folder that holds something else is refused;
  3. data files have names never used before, so no file of the valid snapshot is written to;
  4. each is on disk (fsync) before the manifest that names it is, and the manifest appears by one rename;
  5. only then the files of the earlier snapshot go; a save that fails removes its own instead.
@@ -21,10 +22,19 @@ from typing import Any, Self
 import numpy as np
 
 from satrap._core import crc32c
-from satrap.errors import SnapshotError
-from satrap.manifest import FILE_NAME, Kind, Manifest, is_ours, temporary_name
+from satrap.checks import describe, is_path
+from satrap.errors import InputError, SnapshotError
+from satrap.manifest import FILE_NAME, Manifest, Origin, is_ours, temporary_name
 
 _CHUNK = 1 << 20  # bytes that are summed and then written while they are still in the processor's cache
+
+
+def folder_path(where: str, path: object) -> Path:
+    """What a caller gave as the path of a folder."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or not is_path(text):
+        raise InputError(f"{where}: path is {describe(path)}; wanted the path of a snapshot's folder")
+    return Path(text)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -48,18 +58,25 @@ def read_manifest(folder: Path) -> Manifest:
 class SnapshotFolder:
     """A folder while a save writes into it. Leaving the `with` block before `commit` removes what was written."""
 
-    def __init__(self, path: Path, kind: Kind, table: str, token: str) -> None:
+    def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Origin | None) -> None:
+        """token: the id of the snapshot to come. config, seed: of its table. since: what changes start at."""
         self.path = path
-        self._kind = kind
-        self._table = table
         self._token = token
+        self._config = config
+        self._seed = seed
+        self._since = since
         self._made = False
         self._committed = False
         self._fd = -1
 
     def __enter__(self) -> Self:
         self._made = not self.path.exists()
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            above = (self.path, *self.path.parents)
+            file = next((each for each in above if os.path.lexists(each) and not each.is_dir()), self.path)
+            raise SnapshotError(f"{file} is a file; wanted a folder to save into") from None
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._lock()
@@ -73,7 +90,7 @@ class SnapshotFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if not self._committed:
+            if not self._committed and not self._may_be_committed():
                 self._sweep(lambda name: self._token in name)
                 if self._made:
                     with suppress(OSError):  # not empty: somebody else's file
@@ -94,6 +111,14 @@ class SnapshotFolder:
         named = {file.name for file in manifest.files}
         self._sweep(lambda name: name not in named)
 
+    def _may_be_committed(self) -> bool:
+        """Whether the manifest names this snapshot. Decided by the file: an interrupt may come right after the rename,
+        before `commit` has noted it. What cannot be read is not swept either: that costs space and no snapshot."""
+        try:
+            return read_manifest(self.path).id == self._token
+        except SnapshotError:
+            return os.path.lexists(self.path / FILE_NAME)
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,14 +135,25 @@ class SnapshotFolder:
             held = read_manifest(self.path)
         except SnapshotError as error:
             raise SnapshotError(f"{error}; it is not overwritten: remove it, or give another folder") from error
-        name = held.config.get("name")
-        if name != self._table:
-            raise SnapshotError(f"{self.path} holds the table {name!r}, not {self._table!r}; give another folder")
-        if held.kind != self._kind:
+        name, wanted, kind = held.config.get("name"), self._config["name"], "full" if self._since is None else "changes"
+        if name != wanted:
+            raise SnapshotError(f"{self.path} holds the table {name!r}, not {wanted!r}; give another folder")
+        if held.kind != kind:
             words = {"full": "a full snapshot", "changes": "the changes of a save_changes"}
             raise SnapshotError(
-                f"{self.path} holds {words[held.kind]} of the table {name!r}, not {words[self._kind]}: "
+                f"{self.path} holds {words[held.kind]} of the table {name!r}, not {words[kind]}: "
                 "one folder holds one snapshot, give another"
+            )
+        differ = held.differences(self._config, self._seed)
+        if differ:
+            raise SnapshotError(
+                f"{self.path} holds another table called {name!r}: {'; '.join(differ)}; it is not replaced: "
+                "remove it, or give another folder"
+            )
+        if self._since is not None and self._since != (held.since, held.since_id):
+            raise SnapshotError(
+                f"{self.path} holds the changes since version {held.since} of the snapshot {held.since_id}, not since "
+                f"version {self._since.version} of {self._since.id}: each link of a chain needs a folder of its own"
             )
 
     def _sweep(self, unwanted: Callable[[str], bool]) -> None:

@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
 from satrap._core import crc32c
+from satrap.checks import LARGEST_FLOAT32
+from satrap.config import LAST_STEP, LAST_VERSION
 from satrap.errors import SnapshotError
 
 FORMAT = "satrap-table"
@@ -39,6 +41,13 @@ def is_ours(name: str) -> bool:
 def temporary_name(token: str) -> str:
     """What the manifest is called until it is complete."""
     return f"manifest-{token}.tmp"
+
+
+class Origin(NamedTuple):
+    """The snapshot that changes start at."""
+
+    version: int
+    id: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +109,15 @@ class Manifest:
         """The files of one kind."""
         return [file for file in self.files if file.kind == kind]
 
+    def differences(self, config: dict[str, Any], seed: int) -> list[str]:
+        """In what a table of this configuration and seed is another one than that of the snapshot."""
+        found, saved = _flat(config) | {"seed": seed}, _flat(self.config) | {"seed": self.seed}
+        return [
+            f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
+            for name in sorted(found.keys() | saved.keys())
+            if found.get(name) != saved.get(name)
+        ]
+
     def to_json(self) -> bytes:
         """Canonical JSON with the checksum in it, and a newline."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION} | asdict(self)
@@ -113,13 +131,13 @@ class Manifest:
         manifest = cls(
             kind=fields.choice("kind", get_args(Kind)),
             id=fields.string("id"),
-            version=fields.integer("version", 1, 2**32 - 1),
-            since=None if content.get("since") is None else fields.integer("since", 1, 2**32 - 1),
+            version=fields.integer("version", 1, LAST_VERSION),
+            since=None if content.get("since") is None else fields.integer("since", 1, LAST_VERSION),
             since_id=None if content.get("since_id") is None else fields.string("since_id"),
             config=fields.mapping("config"),
             seed=fields.integer("seed"),
-            latest_step=fields.integer("latest_step", 0, 2**32 - 2),
-            expire_before=fields.integer("expire_before", 0, 2**32 - 2),
+            latest_step=fields.integer("latest_step", 0, LAST_STEP),
+            expire_before=fields.integer("expire_before", 0, LAST_STEP),
             lr=fields.number("lr"),
             num_buckets=fields.integer("num_buckets", 1, 65536),
             rows=fields.integer("rows"),
@@ -177,8 +195,8 @@ class _Fields:
 
     def number(self, name: str) -> float:
         value = self._content.get(name)
-        valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-        return float(self._take(name, valid, "a finite number of at least 0"))
+        valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_FLOAT32
+        return float(self._take(name, valid, "a number of at least 0 that float32 can hold"))
 
     def string(self, name: str) -> str:
         return str(self._take(name, isinstance(self._content.get(name), str), "a string"))
@@ -209,6 +227,13 @@ def _data_file(fields: _Fields) -> DataFile:
     )
 
 
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
@@ -221,7 +246,7 @@ def _verified(text: bytes, where: str) -> dict[str, Any]:
     """The JSON object, if it is a manifest of a version that we read and is as it was written."""
     try:
         content: Any = json.loads(text)
-    except ValueError as error:  # of JSON or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8; or lists in lists without end
         raise SnapshotError(f"{where} is no JSON ({error}): torn, or not a Satrap manifest") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
@@ -233,7 +258,7 @@ def _verified(text: bytes, where: str) -> dict[str, Any]:
     written = content.pop("crc32c", None)
     try:
         found = _checksum(content)
-    except ValueError as error:  # NaN or infinity, which Python reads and JSON does not have
+    except (ValueError, RecursionError) as error:  # NaN or infinity, which Python reads and JSON does not have
         raise SnapshotError(f"{where} is damaged: {error}") from error
     if written != found:
         raise SnapshotError(f"{where} is damaged: it gives its crc32c as {written!r}, but it is {found}")

@@ -11,18 +11,21 @@ training lookups 1, 2, 3, ... and an update takes the latest. A training job giv
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Literal, NamedTuple, Self, overload
+from typing import Literal, NamedTuple, Never, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from satrap import arrays, snapshot
+from satrap import arrays
 from satrap._core import Ticket
 from satrap.config import Table
-from satrap.engine import Place, attach_engine, open_engine, open_step
-from satrap.errors import InputError, SharedMemoryError, TicketError
+from satrap.engine import Place, attach_engine, look_up, open_engine, update
+from satrap.errors import SharedMemoryError, TicketError
+from satrap.folder import folder_path
+from satrap.saving import save_table
+from satrap.snapshot import History, Snapshot
 
 _PathLike = str | os.PathLike[str]
 
@@ -83,7 +86,7 @@ class Store:
         self._place = place
         self._engine = place.engine
         self._where = f"table {place.table.name!r}"
-        self._snapshots = snapshot.History(place.engine.version(place.index))
+        self._snapshots = History(place.engine.version(place.index))
         self._snapshot_lock = threading.Lock()  # one save, or one apply, at a time
 
     def __repr__(self) -> str:
@@ -104,7 +107,7 @@ class Store:
     @property
     def num_threads(self) -> int:
         """Threads of one call."""
-        return self._place.num_threads
+        return self._engine.num_threads
 
     @property
     def simd(self) -> str:
@@ -123,7 +126,8 @@ class Store:
 
     @property
     def version(self) -> int:
-        """Counts saves: the version of the last snapshot saved, loaded or applied. A save that failed leaves a gap."""
+        """Counts saves: 1 before the first, then the version of the last snapshot saved, loaded or applied. A save that
+        failed counts too, so the version may be higher than that of any snapshot."""
         return self._engine.version(self._place.index)
 
     @property
@@ -175,8 +179,11 @@ class Store:
 
         ids: uint64 [n], or int64 taken as its bit pattern; may repeat. An array that is not C-contiguous is copied.
         train: True stamps the rows as used at `step` and admits and inserts ids that have none, with their initial
-            values. False changes nothing, counters neither. An id without a row reads as `table.absent` says.
-        step: the job's batch number; None: one after the latest.
+            values. False changes nothing, counters neither, and takes neither `step` nor `oldest_open`. An id without
+            a row reads as `table.absent` says.
+        step: the job's batch number; None: one after the latest. Two lookups of one batch are two steps then, and count
+            as two for `MinCount` and `expire_after`: give both the same step if they are one. A new row of a step so
+            late that its rows would have expired is stamped with the oldest step that has not.
         oldest_open: the oldest step whose update is still to come; rows used since then are neither evicted nor
             expired. None: this step.
         out: memory to write into, float32 [n, dim], C-contiguous; it is what is returned. None: a new array.
@@ -185,20 +192,19 @@ class Store:
         A full table that may evict nothing raises CapacityError; rows inserted before by the same call stay.
         """
         id_array = arrays.as_ids(self._where, ids)
-        train, with_ticket = self._flag("train", train), self._flag("with_ticket", with_ticket)
-        if with_ticket and not train:
-            raise InputError(
-                f"{self._where}: with_ticket=True and train=False; such a batch is never updated: leave one of them out"
-            )
         shape = (len(id_array), self.table.dim)
-        rows = arrays.as_out(self._where, out, shape) if out is not None else np.asarray(self._engine.empty(*shape))
-        at = open_step(self._where, self._engine, step, oldest_open) if train else (0, 0)
-        ticket = self._engine.lookup(id_array, self._offsets(len(id_array)), *at, train, rows, with_ticket)
-        result = rows if out is None else out
-        if not with_ticket:
-            return result
-        assert ticket is not None
-        return result, ticket
+        return look_up(
+            self._where,
+            self._engine,
+            id_array,
+            self._offsets(len(id_array)),
+            shape,
+            train=train,
+            step=step,
+            oldest_open=oldest_open,
+            out=out,
+            with_ticket=with_ticket,
+        )
 
     def update(
         self, ids: ArrayLike | Ticket, gradients: ArrayLike, *, step: int | None = None, lr: float | None = None
@@ -212,16 +218,21 @@ class Store:
         lr: the learning rate of this update; None: see `lr`.
         """
         ticket = ids if isinstance(ids, Ticket) else self._prepare(ids)
-        if ticket.used:
-            raise TicketError(f"{self._where}: this ticket was used already; a batch is updated once, look it up again")
+        if not ticket.only_of(self._place.index):
+            raise TicketError(
+                f"{self._where}: this ticket is of another table, or of several; bring it back to the one that gave it"
+            )
         gradient_array = arrays.as_gradients(self._where, gradients, (ticket.n, self.table.dim))
-        at = max(1, self.latest_step) if step is None else arrays.as_step(self._where, "step", step)
         rate = self.lr if lr is None else arrays.as_lr(self._where, lr, self.table.optimizer)
         # The other tables of the engine have no gradient in this call; any rate will do for them.
-        self._engine.update(ticket, gradient_array.reshape(-1), at, [rate] * self._place.num_tables)
+        update(self._where, self._engine, ticket, gradient_array, step, [rate] * self._place.num_tables)
 
     def read(self, ids: ArrayLike) -> Rows:
-        """The rows themselves, values and state, as they are; changes nothing."""
+        """The rows themselves, as they are; changes nothing.
+
+        Returns `values` float32 [n, dim], `state` float32 [n, state_dim] and `present` bool [n]. An id without a row
+        is not present and reads as zeros, whatever `table.absent` says.
+        """
         id_array = arrays.as_ids(self._where, ids)
         values = np.zeros((len(id_array), self.table.dim), np.float32)
         state = np.zeros((len(id_array), self.state_dim), np.float32)
@@ -235,6 +246,12 @@ class Store:
         """Rows in the table."""
         return self._engine.num_rows(self._place.index)
 
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{self._where}: a store can be neither copied nor pickled, because its rows live in the native core: "
+            "save it and Store.load it, or attach its shared-memory file"
+        )
+
     def __bool__(self) -> bool:
         """A store is a store even while it is empty."""
         return True
@@ -246,6 +263,9 @@ class Store:
         lookups: ids of training lookups, each once a call. hits: of those, had a row. inserted, refused: had none.
         evicted, expired: rows that went. updated: rows, once an update. not_applied_absent: ids with a gradient and no
         row. skipped: gradients that were not finite.
+
+        A lookup that raises CapacityError has stopped half way: after it `lookups` may be more than hits, inserted and
+        refused together. Its step is taken all the same: `latest_step` says so.
         """
         return self._engine.stats(self._place.index)
 
@@ -258,24 +278,29 @@ class Store:
     def save(self, path: _PathLike) -> int:
         """Writes the whole table into the folder `path`, replacing a snapshot of it there; returns its version.
 
-        The folder is valid at every moment: it holds the old snapshot until the new one is complete and on disk. Calls
-        during a save are not held up, but each bucket is saved as it is when its turn comes: pause updates for a cut
-        between two steps. A failed save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md
-        specifies the files.
+        A snapshot of another table, of another configuration or seed is not replaced but refused. The folder is valid
+        at every moment: it holds the old snapshot until the new one is complete and on disk. Calls during a save are
+        not held up, but each bucket is saved as it is when its turn comes: pause updates for a cut between two steps. A
+        failed save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md specifies the files.
         """
+        folder = folder_path(self._where, path)
         with self._snapshot_lock:
-            return self._snapshots.add(snapshot.save(self._place, Path(path)))
+            return self._snapshots.add(save_table(self._place, folder))
 
     def save_changes(self, path: _PathLike, *, since: int) -> int:
         """Writes what changed since the snapshot of version `since` into the folder `path`; returns the new version.
 
-        since: what a save, load or apply of this store returned or left in `version`. Rows that were inserted, updated
-        or stamped since, and the ids of rows that went. If so many went that the table no longer knows them all,
-        SnapshotError says that a full save is needed.
+        since: what a save, load or apply of this store returned or left in `version`; what was saved before an `attach`
+            will not do, because the ids of removed rows do not survive the process: save the whole table first.
+
+        Rows that were inserted, updated or stamped since, and the ids of rows that went. If so many went that the table
+        no longer knows them all, SnapshotError says that a full save is needed. Each link of a chain needs a folder of
+        its own; only changes since the same snapshot are replaced, because the new ones hold what the old ones do.
         """
+        folder = folder_path(self._where, path)
         with self._snapshot_lock:
             origin = self._snapshots.find(self._where, since)
-            return self._snapshots.add(snapshot.save(self._place, Path(path), since=origin))
+            return self._snapshots.add(save_table(self._place, folder, since=origin))
 
     @classmethod
     def load(
@@ -287,11 +312,21 @@ class Store:
         shared: _PathLike | None = None,
     ) -> Self:
         """The table that `save` wrote, bit for bit; everything is verified first. The options are those of `Store`."""
-        saved = snapshot.Snapshot.open(Path(path), "full", num_threads)
-        options = {"num_threads": num_threads, "simd": simd, "shared": shared}
-        store = cls(saved.table, seed=saved.manifest.seed, **options)  # type: ignore[arg-type]
+        saved = Snapshot.open(folder_path("Store.load", path), "full", num_threads)
+        store = cls.__new__(cls)
+        store._begin(
+            open_engine(
+                [saved.table],
+                seed=saved.manifest.seed,
+                num_threads=num_threads,
+                simd=simd,
+                shared=shared,
+                complete=False,
+            )[0]
+        )
         try:
             saved.fill(store._place)
+            store._engine.set_complete(True)
         except BaseException:
             if shared is not None:  # half a table; the file is of our making
                 with suppress(OSError):
@@ -304,13 +339,24 @@ class Store:
         """Brings the table from the version that the changes in the folder `path` start at to the one they lead to.
 
         Everything is verified before the table is touched: the files, that the table is the same, that it is at that
-        very version and was not changed since.
+        very version and was not changed since. A process that is killed meanwhile leaves a table in shared memory with
+        some rows before and some after the changes, each of them whole, and maybe without its sightings: load a full
+        snapshot then.
         """
+        folder = folder_path(self._where, path)
         with self._snapshot_lock:
-            saved = snapshot.Snapshot.open(Path(path), "changes", self.num_threads)
+            saved = Snapshot.open(folder, "changes", self.num_threads)
             saved.require_next(self._place, self._snapshots)
             saved.fill(self._place)
             self._snapshots.add(saved.manifest)
+
+    def fill(self, chain: Sequence[Snapshot]) -> None:
+        """Puts a full snapshot and the changes after it into this table, which must be new. Whoever calls this marks
+        the engine incomplete meanwhile."""
+        with self._snapshot_lock:
+            for saved in chain:
+                saved.fill(self._place)
+                self._snapshots.add(saved.manifest)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -322,8 +368,3 @@ class Store:
         offsets = np.zeros(self._place.num_tables + 1, np.int64)
         offsets[self._place.index + 1 :] = n
         return offsets
-
-    def _flag(self, name: str, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise InputError(f"{self._where}: {name} is {value!r} ({type(value).__name__}); wanted True or False")
-        return value

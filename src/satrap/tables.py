@@ -9,16 +9,19 @@ share all code but that of the batch, and neither calls through the other.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Self, overload
+from typing import Literal, Never, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from satrap import arrays
 from satrap._core import Ticket
+from satrap.checks import kind_of
 from satrap.config import Table
-from satrap.engine import Place, attach_engine, open_engine, open_step
-from satrap.errors import ConfigError, InputError, TicketError
+from satrap.engine import Place, attach_engine, look_up, open_engine, update
+from satrap.errors import ConfigError, InputError, SnapshotError
+from satrap.folder import folder_path
+from satrap.snapshot import open_chain
 from satrap.store import Store
 
 _PathLike = str | os.PathLike[str]
@@ -37,6 +40,8 @@ class Tables(Mapping[str, Store]):
         shared: _PathLike | None = None,
     ) -> None:
         """Empty tables, in the order in which every batch brings their ids. The options are those of `Store`."""
+        if not isinstance(tables, Sequence):
+            raise ConfigError(f"tables is a {type(tables).__name__}; wanted a list of satrap.Table")
         names = [table.name for table in tables if isinstance(table, Table)]
         if not tables or len(set(names)) != len(names):
             raise ConfigError(f"tables are called {names}; wanted at least one table, each with a name of its own")
@@ -49,8 +54,16 @@ class Tables(Mapping[str, Store]):
         tables._begin(attach_engine(path, num_threads=num_threads, simd=simd))
         return tables
 
+    @classmethod
+    def in_engine(cls, places: list[Place]) -> Self:
+        """The face of all tables of an engine that exists already."""
+        tables = cls.__new__(cls)
+        tables._begin(places)
+        return tables
+
     def _begin(self, places: list[Place]) -> None:
         self._engine = places[0].engine
+        self._places = {place.table.name: place for place in places}
         self._stores = {place.table.name: Store.in_engine(place) for place in places}
         self._dims = [place.table.dim for place in places]
         self._optimizers = [place.table.optimizer for place in places]
@@ -64,6 +77,34 @@ class Tables(Mapping[str, Store]):
 
     def __len__(self) -> int:
         return len(self._stores)
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{self._where}: they can be neither copied nor pickled, because their rows live in the native core: save "
+            "each and restore them, or attach their shared-memory file"
+        )
+
+    def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> None:
+        """Fills these tables, which must be new, bit for bit as they were saved.
+
+        folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
+        verified before any table is touched.
+        """
+        if folders.keys() != self._stores.keys():
+            raise InputError(f"{self._where}: folders are of {sorted(folders)}; wanted one list for each table here")
+        used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
+        if used:
+            raise SnapshotError(
+                f"{self._where}: {used[0]!r} was used already; restore into new tables, before any step"
+            )
+        chains = {
+            name: open_chain(self._places[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
+            for name in self._stores
+        }
+        self._engine.set_complete(False)  # a process that is killed here leaves no shared-memory file to go on with
+        for name, chain in chains.items():
+            self._stores[name].fill(chain)
+        self._engine.set_complete(True)
 
     @property
     def latest_step(self) -> int:
@@ -115,23 +156,18 @@ class Tables(Mapping[str, Store]):
         """
         id_array = arrays.as_ids(self._where, ids)
         offset_array = arrays.as_offsets(self._where, offsets, len(self), len(id_array))
-        for name, value in (("train", train), ("with_ticket", with_ticket)):
-            if not isinstance(value, bool):
-                raise InputError(f"{self._where}: {name} is {value!r} ({type(value).__name__}); wanted True or False")
-        if with_ticket and not train:
-            raise InputError(f"{self._where}: with_ticket=True and train=False; such a batch is never updated")
-        size = int(np.dot(np.diff(offset_array), self._dims))
-        if out is not None:
-            rows = arrays.as_out(self._where, out, (size,))
-        else:
-            rows = np.asarray(self._engine.empty(1, size)).reshape(-1)
-        at = open_step(self._where, self._engine, step, oldest_open) if train else (0, 0)
-        ticket = self._engine.lookup(id_array, offset_array, *at, train, rows, with_ticket)
-        result = rows if out is None else out
-        if not with_ticket:
-            return result
-        assert ticket is not None
-        return result, ticket
+        return look_up(
+            self._where,
+            self._engine,
+            id_array,
+            offset_array,
+            (int(np.dot(np.diff(offset_array), self._dims)),),
+            train=train,
+            step=step,
+            oldest_open=oldest_open,
+            out=out,
+            with_ticket=with_ticket,
+        )
 
     def prepare(self, ids: ArrayLike, offsets: ArrayLike) -> Ticket:
         """A ticket for an update of ids that were not looked up with one."""
@@ -152,17 +188,16 @@ class Tables(Mapping[str, Store]):
         lrs: learning rates of this update by table; tables not named use their own.
         """
         if not isinstance(ticket, Ticket):
-            raise InputError(f"{self._where}: ticket is a {type(ticket).__name__}; wanted one from lookup or prepare")
-        if ticket.used:
-            raise TicketError(f"{self._where}: this ticket was used already; a batch is updated once, look it up again")
+            raise InputError(f"{self._where}: ticket is {kind_of(ticket)}; wanted one from lookup or prepare")
         gradient_array = arrays.as_gradients(self._where, gradients, None)
-        at = max(1, self.latest_step) if step is None else arrays.as_step(self._where, "step", step)
-        self._engine.update(ticket, gradient_array, at, self._lrs({} if lrs is None else lrs))
+        update(self._where, self._engine, ticket, gradient_array, step, self._lrs({} if lrs is None else lrs))
 
     def _lrs(self, given: Mapping[str, float]) -> list[float]:
+        if not isinstance(given, Mapping):
+            raise InputError(f"{self._where}: lrs is a {type(given).__name__}; wanted a dict from a table's name to lr")
         unknown = given.keys() - self._stores.keys()
         if unknown:
-            raise InputError(f"{self._where}: lrs names {sorted(unknown)}, which are no tables here")
+            raise InputError(f"{self._where}: lrs names {sorted(map(str, unknown))}, which are no tables here")
         return [
             arrays.as_lr(f"table {name!r}", given[name], optimizer) if name in given else self._engine.lr(i)
             for i, (name, optimizer) in enumerate(zip(self._stores, self._optimizers, strict=True))
@@ -170,7 +205,12 @@ class Tables(Mapping[str, Store]):
 
     def split(self, flat: NDArray[np.float32], offsets: ArrayLike) -> list[NDArray[np.float32]]:
         """Each table's part of a lookup's result, or of gradients like it, as a view [n, dim]."""
-        counts = np.diff(np.asarray(offsets))
-        ends = np.cumsum(counts * self._dims)
+        if not isinstance(flat, np.ndarray) or flat.ndim != 1:
+            raise InputError(f"{self._where}: flat is a {type(flat).__name__}; wanted an array of one dimension")
+        ends = np.cumsum(np.diff(arrays.as_offsets(self._where, offsets, len(self), None)) * self._dims)
+        if ends[-1] != len(flat):
+            raise InputError(
+                f"{self._where}: flat holds {len(flat)} floats; wanted the {ends[-1]} of a lookup with these offsets"
+            )
         parts = np.split(flat, ends[:-1])
         return [part.reshape(-1, dim) for part, dim in zip(parts, self._dims, strict=True)]

@@ -1,0 +1,86 @@
+"""The DLRM of the contenders that bring no model of their own: plain eager PyTorch, as their users write it.
+
+Bottom layers, the dot products of all pairs of 27 vectors, top layers. Satrap's own model has the same layers and
+sizes; what it computes otherwise is the interaction. `DenseStep` is the step of the dense network that all contenders
+with torch share, so that they differ in nothing but where embeddings come from and gradients go.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.train.cases import BOTTOM, DENSE_LR, TOPS
+from benchmarks.train.workload import NUM_DENSE
+from benchmarks.workload import NUM_FEATURES, SAMPLES
+
+SEED = 7
+FIXED = 0.01  # what fixed embeddings are drawn from, as the rows are
+
+
+class PlainDLRM(nn.Module):
+    """The model; forward(dense [batch, 13], block [batch, 26 * dim]) -> logits [batch]."""
+
+    pairs: Tensor
+
+    def __init__(self, dim: int, top: Sequence[int]) -> None:
+        super().__init__()
+        self.dim = dim
+        count = NUM_FEATURES + 1
+        i, j = torch.tril_indices(count, count, -1)
+        self.register_buffer("pairs", i * count + j, persistent=False)
+        self.bottom = nn.Sequential(*layers((NUM_DENSE, *BOTTOM, dim)))
+        self.top = nn.Sequential(*layers((dim + len(i), *top))[:-1])
+
+    def forward(self, dense: Tensor, block: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        vectors = torch.cat([x.unsqueeze(1), block.view(len(block), -1, self.dim).to(x.dtype)], 1)
+        # index_select is at least as fast as gather or an index here, in both precisions.
+        dots = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
+        logits: Tensor = self.top(torch.cat([x, dots], 1))
+        return logits.squeeze(1)
+
+
+def layers(sizes: Sequence[int]) -> list[nn.Module]:
+    """Linear layers with a ReLU behind each."""
+    made: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        made += [nn.Linear(before, after), nn.ReLU()]
+    return made
+
+
+class DenseStep:
+    """A model with its SGD, stepped on whatever embeddings it is given."""
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=DENSE_LR)
+        self.autocast = precision == "bf16"
+
+    def loss(self, dense: Tensor, block: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+            logits = self.model(dense, block)
+        return nn.functional.binary_cross_entropy_with_logits(logits.float(), labels)
+
+    def __call__(self, dense: Tensor, block: Tensor, labels: Tensor) -> Tensor:
+        loss = self.loss(dense, block, labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def fixed_steps(step: DenseStep, dim: int, batches: Sequence[Any]) -> Iterator[Tensor]:
+    """Steps on one block that never changes; each item of `batches` ends with its dense numbers and labels."""
+    block = torch.empty(SAMPLES, NUM_FEATURES * dim).uniform_(-FIXED, FIXED).requires_grad_()
+    for *_, dense, labels in batches:
+        block.grad = None
+        yield step(dense, block, labels)
+
+
+def plain_model(dim: int, top: str) -> PlainDLRM:
+    """With the same first parameters in every contender."""
+    torch.manual_seed(SEED)
+    return PlainDLRM(dim, TOPS[top])

@@ -1,0 +1,167 @@
+"""Timing one contender: every whole step is followed by a step of the same model with fixed embeddings.
+
+What the embeddings cost is a whole step minus a step of the dense network alone. Both drift by more than the
+difference, so they are taken in turn, step by step, and subtracted pair by pair; the median of the differences has an
+interval that says how well it is known. Where a contender has several modes on one table (staleness 0 and 4) these are
+taken in turns of a few steps, so that they too share what the machine does meanwhile.
+
+The process is pinned to as many cores as the case has threads: no contender may use more, and nothing it might do
+beside a whole step can hide in the dense step that follows, since torch has all cores.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
+from benchmarks.train.workload import Batches, load_batches
+from benchmarks.workload import SAMPLES, Floats, RowNumbers
+
+PROBE_ROWS = 256
+LOSS_STEPS = 4  # averaged at either end
+
+
+class Trainer(Protocol):
+    """One mode of a contender with one model."""
+
+    def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
+        """Does a whole training step on a batch for every item, which is its loss."""
+        ...
+
+    def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
+        """The same with embeddings that are fixed, though their gradient is computed."""
+        ...
+
+
+class TrainContender(Protocol):
+    """What is needed of a contender: tables with every row present, and trainers that share them."""
+
+    def trainer(self, mode: str, top: str, precision: str) -> Trainer: ...
+    def prepare(self, batches: Batches) -> list[Any]: ...
+    def probe(self, rows: RowNumbers) -> Floats: ...
+    def versions(self) -> dict[str, str]: ...
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """A mode's batches and what was measured of it."""
+
+    trainer: Trainer
+    batches: list[Any]
+    whole: list[float] = field(default_factory=list)
+    """Seconds of each step, warm-up included."""
+    alone: list[float] = field(default_factory=list)
+    """Seconds of the dense step after it."""
+    losses: list[Any] = field(default_factory=list)
+
+
+def measure_training(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Build one contender and measure its modes with every model, one model after another, on the same tables.
+
+    `change` is the mean absolute change of some rows over the first mode's warm-up with the first model; contenders
+    that do the same work agree on it about.
+    """
+    pin(int(job["table"]["num_threads"]))
+    from benchmarks.train.contenders import build
+
+    contender: TrainContender = build(job["contender"], job["table"])
+    loaded = {label: load_batches(mode["file"]) for label, mode in job["modes"].items()}
+    prepared = {label: contender.prepare(batches) for label, batches in loaded.items()}
+    probed: RowNumbers = np.unique(next(iter(loaded.values())).rows[0])[:PROBE_ROWS]
+    del loaded
+    before = contender.probe(probed)
+    result: dict[str, Any] = {"streams": {}}
+    num_warmup = int(job["num_warmup"])
+    for model in job["models"]:
+        streams = {
+            label: Stream(
+                trainer=contender.trainer(mode["mode"], model["top"], model["precision"]), batches=prepared[label]
+            )
+            for label, mode in job["modes"].items()
+        }
+        for stream in streams.values():
+            take_turn(stream, 0, num_warmup)
+            result.setdefault("change", float(np.abs(contender.probe(probed) - before).mean()))
+        noise = take_turns(list(streams.values()), num_warmup, int(job["turn"]))
+        for label, stream in streams.items():
+            figures = summarize(stream, num_warmup)
+            result["streams"][f"{model['top']}/{model['precision']}:{label}"] = {**figures, **noise}
+    return {**result, "peak_resident_bytes": peak_resident_bytes(), "versions": contender.versions()}
+
+
+def pin(num_threads: int) -> None:
+    """Keep this process, and threads yet to come, on its first `num_threads` cores."""
+    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+    if len(cores) < num_threads:
+        raise RuntimeError(f"the case wants {num_threads} threads and this process may use {len(cores)} cores")
+    os.sched_setaffinity(0, cores)
+
+
+def take_turns(streams: Sequence[Stream], first: int, turn: int) -> dict[str, Any]:
+    """Run the batches of all streams from the first one on, `turn` of each in turn; the noise meanwhile."""
+    noise = read_cpu()
+    for begin in range(first, max(len(stream.batches) for stream in streams), turn):
+        for stream in streams:
+            take_turn(stream, begin, begin + turn)
+    return noise_between(noise, read_cpu())
+
+
+def take_turn(stream: Stream, begin: int, end: int) -> None:
+    """Run some batches of one stream, a dense step after every whole step."""
+    batches = stream.batches[begin:end]
+    whole, alone = stream.trainer.steps(batches), stream.trainer.dense_steps(batches)
+    for _ in batches:
+        start = time.perf_counter()
+        loss = next(whole)
+        middle = time.perf_counter()
+        next(alone)
+        finish = time.perf_counter()
+        stream.whole.append(middle - start)
+        stream.alone.append(finish - middle)
+        stream.losses.append(loss)
+    if batches:
+        start = time.perf_counter()
+        if next(whole, None) is not None:
+            raise RuntimeError("a contender took more steps than it has batches")
+        stream.whole[-1] += time.perf_counter() - start  # what it had put off until its batches end
+
+
+def summarize(stream: Stream, num_warmup: int) -> dict[str, Any]:
+    """The figures of one mode with one model; times in milliseconds."""
+    whole, alone = stream.whole[num_warmup:], stream.alone[num_warmup:]
+    costs = [1e3 * (step - dense) for step, dense in zip(whole, alone, strict=True)]
+    low, high = median_interval(costs)
+    losses = [float(loss) for loss in stream.losses]
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the loss is not finite: {losses}")
+    return {
+        "samples_per_s": round(SAMPLES * len(whole) / sum(whole)),
+        "step_ms": round(1e3 * statistics.median(whole), 3),
+        "dense_ms": round(1e3 * statistics.median(alone), 3),
+        "cost_ms": round(statistics.median(costs), 3),
+        "cost_interval_ms": [round(low, 3), round(high, 3)],
+        "loss_first": round(statistics.fmean(losses[:LOSS_STEPS]), 4),
+        "loss_last": round(statistics.fmean(losses[-LOSS_STEPS:]), 4),
+    }
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Values of the sample between which its median lies in 95 of 100 samples, whatever the distribution.
+
+    The number of values below the true median is binomial(n, 1/2); few values give their whole range.
+    """
+    ordered, count = sorted(values), len(values)
+    tail, below = 0.0, 0
+    while below < count // 2:
+        tail += math.comb(count, below) * 0.5**count
+        if tail > 0.025:
+            break
+        below += 1
+    first = max(0, below - 1)
+    return ordered[first], ordered[count - 1 - first]

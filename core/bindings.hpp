@@ -1,0 +1,66 @@
+// What the bindings' files share: the arrays that Python may give, and checks that several calls make.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "engine.hpp"
+#include "errors.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace satrap;
+
+void bind_config(nb::module_& m);                           // bindings_config.cpp
+void bind_dots(nb::module_& m);                             // bindings_dots.cpp
+void bind_hash(nb::module_& m);                             // bindings_hash.cpp
+void bind_samples(nb::module_& m);                          // bindings_samples.cpp
+void bind_bags(nb::module_& m, nb::class_<Engine>& engine); // bindings_bags.cpp
+
+using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Offsets = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatsIn = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }
+
+inline void require_size(const char* what, std::size_t found, std::size_t wanted) {
+    if (found != wanted)
+        refuse(std::string(what) + " holds " + std::to_string(found) + " elements, wanted " + std::to_string(wanted));
+}
+
+inline void require_step(const char* what, std::uint64_t step) {
+    if (step < 1 || step > kLastStep)
+        refuse(std::string(what) + "=" + std::to_string(step) + ", wanted 1.." + std::to_string(kLastStep) +
+               " (a batch number)");
+}
+
+// A call's ids are numbered with 32 bits, with room to double.
+inline void require_few(std::size_t num_ids) {
+    if (num_ids >= 0x40000000U) refuse("a call of " + std::to_string(num_ids) + " ids; at most 2^30-1 fit, split it");
+}
+
+// What a lookup is to do with time.
+inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bool train, bool ticket) {
+    if (train) {
+        require_step("step", step);
+        require_step("oldest_open", oldest_open);
+        if (oldest_open > step)
+            refuse("oldest_open=" + std::to_string(oldest_open) + " is after step=" + std::to_string(step) +
+                   ", which is open itself");
+    } else if (ticket) {
+        refuse("a ticket was asked of a lookup with train=False; such a batch is never updated");
+    }
+    return {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open)};
+}
+
+inline void require_lr(const Engine& engine, std::size_t t, double lr) {
+    const TableConfig& config = engine.table(t).config();
+    const bool divides = config.optimizer.kind == OptimizerKind::ftrl;
+    if (!(lr >= 0.0) || lr > 3.4028234663852886e38 || (divides && lr < 1.1754943508222875e-38))
+        refuse("table '" + config.name + "': lr=" + std::to_string(lr) + ", wanted a finite number " +
+               (divides ? "of at least 1.18e-38" : ">= 0"));
+}

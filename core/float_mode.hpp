@@ -1,0 +1,39 @@
+// How the calling thread rounds, and whether it takes subnormal numbers for 0: while a FloatMode lives, as IEEE 754 has
+// it, to nearest and with subnormals; then as before. A caller may have asked for otherwise, for its own thread and for
+// those that it starts (torch.set_flush_denormal), and results would then depend on which thread computes them.
+// Whatever rounds runs under one, and so do all kernels but `largest`. It costs a read of a register.
+#pragma once
+
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+namespace satrap {
+
+class FloatMode {
+  public:
+    FloatMode(const FloatMode&) = delete;
+    FloatMode& operator=(const FloatMode&) = delete;
+
+#if defined(__SSE2__)
+    FloatMode() : callers_(_mm_getcsr()) {
+        if (is_other()) _mm_setcsr(kDefault);
+    }
+    ~FloatMode() {
+        if (is_other()) _mm_setcsr(callers_);
+    }
+
+  private:
+    static constexpr unsigned kDefault = 0x1f80; // to nearest, nothing flushed, every exception masked
+    static constexpr unsigned kFlags = 0x3f;     // the exceptions that have happened: no part of the mode
+
+    bool is_other() const { return (callers_ & ~kFlags) != kDefault; }
+
+    unsigned callers_;
+#else
+    FloatMode() {}
+    ~FloatMode() {}
+#endif
+};
+
+} // namespace satrap

@@ -1,0 +1,161 @@
+// Bags driven by vectors, and what they must come to: a twin engine that only ever sees flat ids. The twin's rows are
+// pooled here by plain loops, and gradients are taken apart by plain loops into one for each id.
+#pragma once
+
+#include <cmath>
+
+#include "calls.hpp"
+
+namespace testing {
+
+using satrap::BagFeature, satrap::BagGradients, satrap::BagInputs, satrap::Bags, satrap::Pooling;
+
+struct BagCall {
+    std::size_t samples = 0;
+    std::vector<std::vector<Ids>> bags;                   // [features][samples]
+    std::vector<std::vector<std::vector<float>>> weights; // like bags
+    bool no_offsets = false;
+
+    Ids ids;
+    std::vector<std::int64_t> offsets{0};
+    std::vector<float> flat_weights;
+    void flatten() {
+        for (std::size_t f = 0; f < bags.size(); ++f)
+            for (std::size_t s = 0; s < samples; ++s) {
+                ids.insert(ids.end(), bags[f][s].begin(), bags[f][s].end());
+                flat_weights.insert(flat_weights.end(), weights[f][s].begin(), weights[f][s].end());
+                offsets.push_back(static_cast<std::int64_t>(ids.size()));
+            }
+    }
+    BagInputs inputs(const Bags& described) const {
+        return {ids.data(), no_offsets ? nullptr : offsets.data(),
+                described.any_weighted ? flat_weights.data() : nullptr, samples, offsets.size() - 1};
+    }
+};
+
+// A block and sequences: rows of a lookup, or gradients of an update.
+struct Floats {
+    std::vector<float> block;
+    std::vector<std::vector<float>> sequences;
+    bool operator==(const Floats&) const = default;
+
+    Floats() = default;
+    Floats(const Bags& described, std::size_t samples, float value) : block(samples * described.total_dim, value) {
+        for (const std::size_t f : described.sequences)
+            sequences.emplace_back(samples * described.features[f].max_length * described.features[f].dim, value);
+    }
+    BagGradients gradients() const {
+        BagGradients pointers{block.data(), {}};
+        for (const auto& sequence : sequences) pointers.sequences.push_back(sequence.data());
+        return pointers;
+    }
+};
+
+struct LookedBags {
+    Floats rows;
+    std::unique_ptr<Ticket> ticket;
+};
+
+inline LookedBags lookup(Engine& engine, const std::shared_ptr<const Bags>& described, const BagCall& call,
+                         const LookupStep& at) {
+    LookedBags looked{Floats(*described, call.samples, std::nanf("")), nullptr}; // must be written whole
+    std::vector<float*> sequences;
+    for (auto& sequence : looked.rows.sequences) sequences.push_back(sequence.data());
+    looked.ticket = engine.lookup_bags(described, call.inputs(*described), at, looked.rows.block.data(),
+                                       sequences.data(), at.train);
+    return looked;
+}
+
+inline void update(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<BagGradients>& gradients,
+                   float scale, std::uint32_t step) {
+    std::vector<double> lrs;
+    for (std::size_t t = 0; t < engine.num_tables(); ++t) lrs.push_back(engine.table(t).lr());
+    engine.update_bags(tickets, gradients, scale, step, lrs);
+}
+
+// How many ids of a bag are looked up.
+inline std::size_t kept(const BagFeature& feature, const Ids& bag) {
+    return feature.is_sequence() ? std::min<std::size_t>(bag.size(), feature.max_length) : bag.size();
+}
+
+inline float plain_divisor(const BagFeature& feature, std::size_t length) {
+    switch (feature.pooling) {
+    case Pooling::mean: return static_cast<float>(length);
+    case Pooling::sqrtn: return std::sqrt(static_cast<float>(length));
+    default: return 1.0f;
+    }
+}
+
+// Calls visit(feature, sample, k) for every id that is looked up, in order.
+template <typename Visit> void for_each_id(const Bags& described, const BagCall& call, Visit visit) {
+    for (std::size_t f = 0; f < call.bags.size(); ++f)
+        for (std::size_t s = 0; s < call.samples; ++s)
+            for (std::size_t k = 0; k < kept(described.features[f], call.bags[f][s]); ++k) visit(f, s, k);
+}
+
+inline IdsOfTables ids_of_tables(const Bags& described, const BagCall& call) {
+    IdsOfTables ids(described.first.size() - 1);
+    for_each_id(described, call, [&](std::size_t f, std::size_t s, std::size_t k) {
+        ids[described.features[f].table].push_back(call.bags[f][s][k]);
+    });
+    return ids;
+}
+
+// What the block and the sequences must hold, if `rows` are the flat rows of ids_of_tables().
+inline Floats pooled(const Bags& described, const BagCall& call, const std::vector<float>& rows) {
+    Floats wanted(described, call.samples, 0.0f);
+    const float* row = rows.data();
+    std::size_t q = 0;
+    for (std::size_t f = 0; f < call.bags.size(); ++f) {
+        const BagFeature& feature = described.features[f];
+        for (std::size_t s = 0; s < call.samples; ++s) {
+            const std::size_t length = kept(feature, call.bags[f][s]);
+            for (std::size_t k = 0; k < length; ++k, row += feature.dim)
+                for (std::size_t i = 0; i < feature.dim; ++i) {
+                    if (feature.is_sequence()) {
+                        wanted.sequences[q][(s * feature.max_length + k) * feature.dim + i] = row[i];
+                        continue;
+                    }
+                    float& to = wanted.block[s * described.total_dim + feature.column + i];
+                    if (feature.weighted)
+                        to = k == 0 ? call.weights[f][s][0] * row[i] : std::fma(call.weights[f][s][k], row[i], to);
+                    else
+                        to = k == 0 ? row[i] : to + row[i];
+                    if (k + 1 == length) to = to / plain_divisor(feature, length);
+                }
+        }
+        q += feature.is_sequence();
+    }
+    return wanted;
+}
+
+// One gradient for each id, table by table, of all calls: what the twin's update takes.
+struct TakenApart {
+    IdsOfTables ids;
+    std::vector<std::vector<float>> gradients; // of each table
+    std::vector<float> flat() const {
+        std::vector<float> all;
+        for (const auto& each : gradients) all.insert(all.end(), each.begin(), each.end());
+        return all;
+    }
+};
+
+inline void take_apart(TakenApart& all, const Bags& described, const BagCall& call, const Floats& given, float scale) {
+    all.ids.resize(described.first.size() - 1);
+    all.gradients.resize(all.ids.size());
+    for_each_id(described, call, [&](std::size_t f, std::size_t s, std::size_t k) {
+        const BagFeature& feature = described.features[f];
+        const float* from = given.block.data() + s * described.total_dim + feature.column;
+        for (std::size_t q = 0; q < described.sequences.size(); ++q)
+            if (described.sequences[q] == f)
+                from = given.sequences[q].data() + (s * feature.max_length + k) * feature.dim;
+        all.ids[feature.table].push_back(call.bags[f][s][k]);
+        for (std::size_t i = 0; i < feature.dim; ++i) {
+            float gradient = from[i] * scale;
+            if (feature.weighted) gradient = gradient * call.weights[f][s][k];
+            all.gradients[feature.table].push_back(gradient / plain_divisor(feature, call.bags[f][s].size()));
+        }
+    });
+}
+
+} // namespace testing

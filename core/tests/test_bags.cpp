@@ -1,0 +1,377 @@
+// Lookups and updates of bags against a twin engine that only sees flat ids (bag_calls.hpp): the same bits, for any
+// poolings, shapes, threads and SIMD path; and what is refused, and that it changes nothing.
+#include <limits>
+#include <tuple>
+
+#include "bag_calls.hpp"
+#include "errors.hpp"
+#include "shared_file.hpp"
+
+using namespace satrap;
+using testing::BagCall, testing::Contents, testing::Floats, testing::Ids, testing::Random;
+
+namespace {
+
+struct Model {
+    std::vector<TableConfig> tables;
+    std::vector<BagFeature> features;
+    std::shared_ptr<const Bags> describe(const Engine& engine) const {
+        return std::make_shared<Bags>(features, tables.size(), engine.identity());
+    }
+};
+
+TableConfig draw_table(Random& random, std::size_t number) {
+    TableConfig config;
+    config.name = "table " + std::to_string(number);
+    config.dim = random.chance(0.4) ? 16 * random.between(1, 2) : random.between(1, 20);
+    config.dtype = std::vector{Dtype::float32, Dtype::float32, Dtype::float16, Dtype::bfloat16}[random.below(4)];
+    config.num_buckets = 1U << random.below(5);
+    config.optimizer.kind = static_cast<OptimizerKind>(random.below(6));
+    config.optimizer.lr = 0.05;
+    config.optimizer.momentum = random.chance(0.5) ? 0.9 : 0.0;
+    config.initial_a = -1.0;
+    config.initial_b = 2.0;
+    config.admission = random.chance(0.7) ? AdmissionKind::always : AdmissionKind::min_count;
+    config.min_count = 2;
+    if (random.chance(0.4)) config.capacity = 3000;
+    config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
+    config.on_nonfinite = OnNonfinite::skip;
+    return config;
+}
+
+Model draw_model(Random& random) {
+    Model model;
+    for (std::uint32_t tables = random.between(1, 4); tables > 0; --tables)
+        model.tables.push_back(draw_table(random, model.tables.size()));
+    for (std::uint32_t t = 0; t < model.tables.size(); ++t)
+        for (std::uint32_t n = random.below(4) + (t == 0); n > 0; --n) {
+            BagFeature feature;
+            feature.name = "feature " + std::to_string(model.features.size());
+            feature.table = t;
+            feature.pooling = static_cast<Pooling>(random.below(4));
+            feature.dim = model.tables[t].dim;
+            if (feature.is_sequence())
+                feature.max_length = random.between(1, 4);
+            else
+                feature.weighted = random.chance(0.3);
+            model.features.push_back(feature);
+        }
+    return model;
+}
+
+BagCall draw_call(Random& random, const Model& model, std::size_t most_samples) {
+    BagCall call;
+    call.samples = random.chance(0.1) ? 0 : random.below(most_samples);
+    call.no_offsets = random.chance(0.3);
+    const bool plain = call.no_offsets || random.chance(0.2);
+    for (std::size_t f = 0; f < model.features.size(); ++f) {
+        const std::uint32_t most = plain ? 1 : random.below(7), least = plain || most == 1 ? random.below(2) : 0;
+        const std::uint32_t kinds = random.chance(0.3) ? 5 : 3000;
+        call.bags.emplace_back(call.samples);
+        call.weights.emplace_back(call.samples);
+        for (std::size_t s = 0; s < call.samples; ++s)
+            for (std::uint32_t n = plain ? 1 : random.between(std::min(least, most), most); n > 0; --n) {
+                call.bags[f][s].push_back(mix64(random.below(kinds)));
+                call.weights[f][s].push_back(random.chance(0.2) ? 1.0f : random.real(-2.0f, 2.0f));
+            }
+    }
+    call.flatten();
+    return call;
+}
+
+// With `large` ones, whose sums may overflow.
+Floats draw_gradients(Random& random, const Bags& described, std::size_t samples, bool large) {
+    Floats floats(described, samples, 0.0f);
+    auto fill = [&](std::vector<float>& values) {
+        for (float& value : values) value = random.chance(0.05) ? 0.0f : random.real(-1.0f, 1.0f);
+        if (!values.empty() && random.chance(0.05)) values[random.below(values.size())] = std::nanf("");
+        for (unsigned i = 0; large && !values.empty() && i < 8; ++i)
+            values[random.below(values.size())] = std::numeric_limits<float>::max();
+    };
+    fill(floats.block);
+    for (auto& sequence : floats.sequences) fill(sequence);
+    return floats;
+}
+
+std::vector<std::uint64_t> counted(Engine& engine) {
+    std::vector<std::uint64_t> all;
+    for (std::size_t t = 0; t < engine.num_tables(); ++t) {
+        const Counters c = engine.stats(t).counters;
+        for (std::uint64_t n :
+             {c.lookups, c.hits, c.inserted, c.refused, c.evicted, c.updated, c.not_applied_absent, c.skipped})
+            all.push_back(n);
+    }
+    return all;
+}
+
+// Steps of one to three batches each, on an engine with bags and on its twin; returns all that was looked up.
+std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, std::uint64_t seed,
+                              std::size_t most_samples) {
+    Random random(seed);
+    const auto described = model.describe(engine);
+    std::vector<Floats> seen;
+    std::uint64_t cut = 0;
+    bool bounded = true; // large gradients leave numbers in the rows that compare equal
+    for (const TableConfig& table : model.tables)
+        bounded &= table.optimizer.kind != OptimizerKind::ftrl &&
+                   (table.optimizer.kind != OptimizerKind::sgd || table.optimizer.momentum == 0.0);
+    for (std::uint32_t step = 1; step <= 5; ++step) {
+        std::vector<std::unique_ptr<Ticket>> tickets;
+        std::vector<Ticket*> pointers;
+        std::vector<Floats> gradients;
+        std::vector<BagGradients> given;
+        testing::TakenApart apart;
+        const float scale = random.chance(0.5) ? 1.0f : random.real(0.01f, 2.0f);
+        for (std::uint32_t batches = random.chance(0.6) ? 1 : random.between(2, 3); batches > 0; --batches) {
+            const BagCall call = draw_call(random, model, most_samples);
+            auto looked = testing::lookup(engine, described, call, {true, step, step});
+            const auto ids = testing::ids_of_tables(*described, call);
+            CHECK(looked.rows == testing::pooled(*described, call, testing::lookup(twin, ids, step).rows));
+            CHECK_EQ(looked.ticket->size, testing::Flat(ids).ids.size());
+            const auto peeked = testing::lookup(engine, described, call, {false, 0, 0});
+            CHECK(peeked.ticket == nullptr);
+            CHECK(peeked.rows == testing::pooled(*described, call, testing::peek(twin, ids)));
+            cut += 2 * (call.ids.size() - looked.ticket->size);
+            gradients.push_back(draw_gradients(random, *described, call.samples, bounded && random.chance(0.1)));
+            testing::take_apart(apart, *described, call, gradients.back(), scale);
+            seen.push_back(looked.rows);
+            tickets.push_back(std::move(looked.ticket));
+        }
+        for (std::size_t k = 0; k < tickets.size(); ++k) {
+            pointers.push_back(tickets[k].get());
+            given.push_back(gradients[k].gradients());
+        }
+        testing::update(engine, pointers, given, scale, step);
+        testing::update(twin, apart.ids, apart.flat(), step);
+    }
+    CHECK(Contents(engine) == Contents(twin));
+    CHECK(counted(engine) == counted(twin));
+    std::uint64_t truncated = 0;
+    for (const auto& count : described->truncated) truncated += count.load();
+    CHECK_EQ(truncated, cut);
+    return seen;
+}
+
+void equal_a_twin_of_flat_ids(Random& random) {
+    const Model model = draw_model(random);
+    const std::uint64_t seed = random.bits();
+    const std::size_t most = random.chance(0.5) ? 20 : 500;
+    std::vector<Floats> first;
+    for (const Kernels* kernels : available_kernels())
+        for (unsigned threads : {1U, 2U, 4U}) {
+            const auto engine = testing::make_engine(model.tables, threads, kernels->name),
+                       twin = testing::make_engine(model.tables);
+            const auto seen = run_steps(model, *engine, *twin, seed, most);
+            if (first.empty()) first = seen;
+            CHECK(seen == first);
+        }
+}
+
+// In a file every update goes through undo slots, whose size is settled before.
+void equal_a_twin_in_a_file(Random& random) {
+    const Model model = draw_model(random);
+    const testing::SharedFile file;
+    const auto engine = file.create(model.tables, 2), twin = testing::make_engine(model.tables);
+    run_steps(model, *engine, *twin, random.bits(), 200);
+}
+
+Model counting_model(std::uint32_t dim, std::vector<std::pair<Pooling, bool>> poolings) {
+    Model model{{testing::counting_table("item", dim, 4)}, {}};
+    for (const auto& [pooling, weighted] : poolings) {
+        const std::string name(1, static_cast<char>('a' + model.features.size()));
+        model.features.push_back({name, 0, pooling, weighted, pooling == Pooling::none ? 3U : 0U, dim, 0});
+    }
+    return model;
+}
+
+BagCall call_of(std::vector<std::vector<Ids>> bags) {
+    BagCall call;
+    call.samples = bags[0].size();
+    for (const auto& feature : bags) {
+        call.weights.emplace_back();
+        for (const Ids& bag : feature) call.weights.back().emplace_back(bag.size(), 1.0f);
+    }
+    call.bags = std::move(bags);
+    call.flatten();
+    return call;
+}
+
+void bad_bags_change_nothing(Random&) {
+    const Model model = counting_model(2, {{Pooling::sum, false}, {Pooling::mean, true}, {Pooling::none, false}});
+    const auto engine = testing::make_engine(model.tables);
+    const auto described = model.describe(*engine);
+    BagCall call = call_of({{{1}, {2, 3}}, {{4}, {5}}, {{6, 7, 8, 9}, {}}});
+    BagCall falls = call;
+    falls.offsets[3] = 2; // the first sample of b begins before a's last ends
+    CHECK_THROWS(InputError, "offsets fall from 3 to 2 at sample 0 of feature 'b'",
+                 testing::lookup(*engine, described, falls, {true, 1, 1}));
+    for (const float bad : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+        BagCall weighted = call;
+        weighted.flat_weights[4] = bad;
+        CHECK_THROWS(InputError, "the weight of id 5 in sample 1 of feature 'b' is",
+                     testing::lookup(*engine, described, weighted, {true, 1, 1}));
+    }
+    call.flat_weights[0] = std::nanf(""); // a is not weighted
+    CHECK_EQ(engine->num_rows(0), 0);
+    CHECK_EQ(described->truncated[2].load(), 0);
+    const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
+    CHECK_EQ(engine->num_rows(0), 8); // 9 was cut
+    CHECK_EQ(described->truncated[2].load(), 1);
+    Model large = counting_model(65536, {{Pooling::sum, false}});
+    const auto wide = testing::make_engine(large.tables);
+    const BagInputs huge{nullptr, nullptr, nullptr, 65536, 65536};
+    CHECK_THROWS(InputError, "at most 2^32-1 fit, make smaller batches",
+                 wide->lookup_bags(large.describe(*wide), huge, {true, 1, 1}, nullptr, nullptr, true));
+}
+
+void nonfinite_gradients_are_named(Random&) {
+    const Model model = counting_model(2, {{Pooling::sum, false}, {Pooling::mean, false}, {Pooling::none, false}});
+    const auto engine = testing::make_engine(model.tables, 2);
+    const auto described = model.describe(*engine);
+    const BagCall call = call_of({{{1}, {2}}, {{}, {7, 5}}, {{3}, {2, 4}}});
+    const auto first = testing::lookup(*engine, described, call, {true, 1, 1}),
+               second = testing::lookup(*engine, described, call, {true, 1, 1});
+    const std::vector<Ticket*> one{first.ticket.get()}, both{first.ticket.get(), second.ticket.get()};
+    const Contents before(*engine);
+    const Floats fine(*described, 2, -1.0f);
+    auto refused = [&](const std::string& words, auto spoil) {
+        Floats bad = fine;
+        spoil(bad);
+        CHECK_THROWS(NonFiniteError, words, testing::update(*engine, one, {bad.gradients()}, 1.0f, 1));
+        CHECK_THROWS(NonFiniteError, words + " (batch 2 of 2)",
+                     testing::update(*engine, both, {fine.gradients(), bad.gradients()}, 1.0f, 1));
+        CHECK(Contents(*engine) == before);
+        CHECK(!first.ticket->used && !second.ticket->used);
+    };
+    refused("table 'item': the gradient of id 2 in sample 1 of feature 'a'",
+            [](Floats& bad) { bad.block[5] = std::nanf(""); });
+    refused("the gradient of id 5 in sample 1 of feature 'b'", // of two ids in the bag the smaller
+            [](Floats& bad) { bad.block[6] = -std::numeric_limits<float>::infinity(); });
+    refused("the gradient of id 4 in sample 1 of feature 'c'",
+            [](Floats& bad) { bad.sequences[0][2 * (3 + 1)] = std::nanf(""); });
+    Floats large = fine;
+    large.block[4] = large.sequences[0][2 * 3] = 3e38f; // both of id 2
+    CHECK_THROWS(NonFiniteError, "the gradients of id 2 (first in sample 1 of feature 'a') sum to inf",
+                 testing::update(*engine, one, {large.gradients()}, 1.0f, 1));
+    CHECK_THROWS(NonFiniteError, "the gradient of id 2 in sample 1 of feature 'a'", // scaling makes it infinite
+                 testing::update(*engine, one, {large.gradients()}, 2.0f, 1));
+    CHECK(Contents(*engine) == before);
+    Floats unseen = fine; // where there is no id
+    unseen.block[2] = unseen.sequences[0][2] = std::nanf("");
+    testing::update(*engine, both, {unseen.gradients(), fine.gradients()}, 1.0f, 1);
+    CHECK(testing::peek(*engine, {{1, 2, 4, 7}}) == (std::vector<float>{2, 2, 4, 4, 2, 2, 1, 1}));
+}
+
+// Gradients that only the scale or a weight makes infinite.
+void products_may_overflow(Random&) {
+    const Model model = counting_model(1, {{Pooling::sum, true}});
+    const auto engine = testing::make_engine(model.tables);
+    const auto described = model.describe(*engine);
+    for (const auto& [weight, scale, bad] : {std::tuple(1.0f, 1e10f, true), std::tuple(-1e20f, 1.0f, true),
+                                             std::tuple(1e-5f, 1e8f, false), std::tuple(1e20f, 1e-20f, false)}) {
+        BagCall call = call_of({{{7}}});
+        call.flat_weights = {weight};
+        const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
+        Floats large(*described, 1, 1e30f);
+        auto update = [&] { testing::update(*engine, {looked.ticket.get()}, {large.gradients()}, scale, 1); };
+        if (bad)
+            CHECK_THROWS(NonFiniteError, "the gradient of id 7 in sample 0 of feature 'a' holds", update());
+        else
+            update();
+        CHECK(std::isfinite(testing::peek(*engine, {{7}})[0]));
+    }
+}
+
+void missing_gradients_leave_rows_alone(Random&) {
+    const Model model = counting_model(1, {{Pooling::sum, false}, {Pooling::none, false}});
+    const auto engine = testing::make_engine(model.tables);
+    const auto described = model.describe(*engine);
+    const BagCall call = call_of({{{1}, {2}}, {{3}, {2, 4}}});
+    const Floats ones(*described, 2, -1.0f);
+    auto update = [&](const BagGradients& gradients) {
+        const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
+        testing::update(*engine, {looked.ticket.get()}, {gradients}, 1.0f, 1);
+        return testing::peek(*engine, {{1, 2, 3, 4}});
+    };
+    CHECK(update({nullptr, {ones.sequences[0].data()}}) == (std::vector<float>{0, 1, 1, 1}));
+    CHECK(update({ones.block.data(), {nullptr}}) == (std::vector<float>{1, 2, 1, 1}));
+    CHECK(update({nullptr, {nullptr}}) == (std::vector<float>{1, 2, 1, 1}));
+    CHECK_EQ(engine->stats(0).counters.updated, 5);
+    CHECK_EQ(engine->stats(0).counters.not_applied_absent, 0);
+}
+
+void tickets_of_bags_are_good_once(Random&) {
+    const Model model = counting_model(1, {{Pooling::sum, false}});
+    const auto engine = testing::make_engine(model.tables), other = testing::make_engine(model.tables);
+    const auto described = model.describe(*engine);
+    const BagCall call = call_of({{{1}, {2}}});
+    const Floats ones(*described, 2, -1.0f);
+    const auto a = testing::lookup(*engine, described, call, {true, 1, 1}),
+               b = testing::lookup(*engine, described, call, {true, 1, 1}),
+               c = testing::lookup(*engine, described, call, {true, 1, 1});
+    auto update = [&](Engine& where, const std::vector<Ticket*>& tickets) {
+        testing::update(where, tickets, std::vector<BagGradients>(tickets.size(), ones.gradients()), 1.0f, 1);
+    };
+    CHECK_THROWS(TicketError, "another store", update(*other, {a.ticket.get()}));
+    CHECK_THROWS(TicketError, "used already", update(*engine, {a.ticket.get(), b.ticket.get(), a.ticket.get()}));
+    CHECK(!a.ticket->used && !b.ticket->used);
+    CHECK_THROWS(TicketError, "lookup of bags", testing::update(*engine, *a.ticket, ones.block, 1));
+    const auto flat = testing::lookup(*engine, {{1, 2}}, 1);
+    CHECK_THROWS(TicketError, "flat lookup", update(*engine, {flat.ticket.get()}));
+    engine->drop(*c.ticket);
+    CHECK_THROWS(TicketError, "used already", engine->drop(*c.ticket));
+    CHECK_THROWS(TicketError, "used already", update(*engine, {a.ticket.get(), c.ticket.get()}));
+    CHECK_THROWS(TicketError, "another store", other->drop(*a.ticket));
+    update(*engine, {a.ticket.get(), b.ticket.get()});
+    CHECK(a.ticket->used && b.ticket->used);
+    CHECK(testing::peek(*engine, {{1, 2}}) == (std::vector<float>{2, 2}));
+}
+
+// Lookups and updates at the same time, by several callers: every gradient is applied once.
+void callers_lose_nothing(Random& random) {
+    const Model model = counting_model(3, {{Pooling::sum, false}, {Pooling::sum, false}, {Pooling::none, false}});
+    const auto engine = testing::make_engine(model.tables, 2);
+    const auto described = model.describe(*engine);
+    const std::uint64_t seed = random.bits();
+    std::atomic<std::uint64_t> applied{0};
+    testing::in_threads(3, [&](unsigned thread) {
+        Random own(seed + thread);
+        for (unsigned round = 0; round < testing::scaled(60); ++round) {
+            std::vector<std::unique_ptr<Ticket>> tickets;
+            std::vector<Ticket*> pointers;
+            std::vector<Floats> ones;
+            std::vector<BagGradients> given;
+            const std::uint32_t step = engine->next_step();
+            for (std::uint32_t n = own.between(1, 2); n > 0; --n) {
+                const BagCall call = draw_call(own, model, 400);
+                auto looked = testing::lookup(*engine, described, call, {true, step, step});
+                for (float value : looked.rows.block) CHECK(value == std::floor(value));
+                applied += 3 * looked.ticket->size;
+                ones.emplace_back(*described, call.samples, -1.0f);
+                tickets.push_back(std::move(looked.ticket));
+                pointers.push_back(tickets.back().get());
+            }
+            for (const Floats& each : ones) given.push_back(each.gradients());
+            testing::update(*engine, pointers, given, 1.0f, step);
+        }
+    });
+    double total = 0;
+    engine->table(0).check();
+    for (const testing::Line& line : testing::rows_of(*engine, 0))
+        for (std::uint32_t i = 0; i < 3; ++i) total += line.value(i);
+    CHECK_EQ(total, static_cast<double>(applied.load()));
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    return testing::run(argc, argv,
+                        {{"equal_a_twin_of_flat_ids", testing::scaled(40), equal_a_twin_of_flat_ids},
+                         {"equal_a_twin_in_a_file", testing::scaled(12), equal_a_twin_in_a_file},
+                         {"bad_bags_change_nothing", 1, bad_bags_change_nothing},
+                         {"nonfinite_gradients_are_named", 1, nonfinite_gradients_are_named},
+                         {"products_may_overflow", 1, products_may_overflow},
+                         {"missing_gradients_leave_rows_alone", 1, missing_gradients_leave_rows_alone},
+                         {"tickets_of_bags_are_good_once", 1, tickets_of_bags_are_good_once},
+                         {"callers_lose_nothing", testing::scaled(6), callers_lose_nothing}});
+}

@@ -1,0 +1,86 @@
+// What the fields of a delimited text file mean: filled in by the bindings from the declared columns, read by
+// delimited.hpp. It holds no data and parses nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace satrap {
+
+enum class UseKind : std::uint8_t { dense, label, ids, weights, text };
+enum class MissingLabel : std::uint8_t { value, refuse, drop }; // what a missing field does to its sample
+
+// One thing that is made of a column. A column may have several uses, or none.
+struct FieldUse {
+    UseKind kind = UseKind::dense;
+    std::size_t index = 0; // which dense column, label, feature (of ids and of weights) or text column
+
+    // dense and label
+    MissingLabel absent = MissingLabel::value;
+    float missing = 0.0F;
+    bool log1p = false;
+    std::optional<float> above;                       // 1 if the number is above this, else 0
+    std::vector<std::pair<std::string, float>> texts; // label only: the field is one of these texts, not a number
+    std::optional<float> other;                       // label only: any other text
+
+    // ids and weights
+    char separator = 0; // of the items of a list; 0: the field is one item
+    // ids
+    bool integer = false; // the field is a decimal integer, not a text to hash
+    bool hash = false;    // hash the integer too
+    std::optional<std::uint64_t> missing_id;
+};
+
+struct TextFormat {
+    std::string delimiter = ","; // of 1 to 8 bytes
+    int quote = -1;              // -1: quotes are ordinary characters
+    bool strip = false;          // blanks around a field are not part of it
+    bool quoted_newlines = false;
+    std::vector<std::string> missing{""};       // texts that mean that a field is missing
+    std::vector<std::vector<FieldUse>> columns; // of the file, in order
+    std::size_t num_dense = 0;
+    std::size_t num_labels = 0;
+    std::size_t num_features = 0;
+    std::size_t num_texts = 0;
+};
+
+// Why a row is refused. The names go to Python, which words the message.
+enum class Fault : std::uint8_t {
+    none,
+    few_columns,
+    many_columns,
+    number,
+    finite,
+    integer,
+    utf8,
+    quote,
+    open_quote,
+    label,
+    label_text,
+    weights,
+    empty_item,
+};
+
+inline const char* fault_name(Fault fault) {
+    constexpr const char* names[] = {"none",       "few_columns", "many_columns", "number",     "finite",
+                                     "integer",    "utf8",        "quote",        "open_quote", "label",
+                                     "label_text", "weights",     "empty_item"};
+    return names[static_cast<std::size_t>(fault)];
+}
+
+// A row that was refused. Positions are bytes from the start of the text.
+struct BadRow {
+    std::size_t at;
+    Fault fault;
+    std::size_t column;
+    std::size_t field_begin;
+    std::size_t field_end;
+    std::size_t found;  // columns, or weights
+    std::size_t wanted; // likewise
+};
+
+} // namespace satrap

@@ -1,0 +1,71 @@
+"""Adult census income: predicts from a person's answers whether they earn more than 50,000 dollars a year.
+
+The data lies beside this file (CC BY 4.0, see data/adult/README.md). Trains a DLRM by a plain PyTorch loop and prints
+the AUC on the test file. `--run FOLDER` keeps checkpoints there and goes on from the newest.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+import satrap
+
+FOLDER = Path(__file__).parent / "data" / "adult"
+CATEGORIES = ("workclass", "education", "marital_status", "occupation", "relationship", "race", "sex", "native_country")
+NUMBERS = ("age", "education_num", "hours_per_week", "capital_gain", "capital_loss")
+COLUMNS = """age workclass fnlwgt education education_num marital_status occupation relationship race sex capital_gain
+    capital_loss hours_per_week native_country income"""
+
+
+def main() -> None:
+    """Trains and tests."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--run", help="a folder or URL for checkpoints")
+    given = parser.parse_args()
+
+    torch.manual_seed(0)
+    data = satrap.CSV(
+        FOLDER / "adult.data.gz",
+        columns=COLUMNS.split(),
+        strip=True,
+        missing="?",
+        dense=[satrap.DenseColumn(name, log1p=True) for name in NUMBERS],
+        label="income",
+        label_true=(">50K", ">50K."),  # the test file ends its labels with a dot
+        ids={"age_id": "age", "hours_id": "hours_per_week"},  # their effect is no straight line: they are ids as well
+        batch_size=256,
+        shuffle=True,
+        epochs=given.epochs,
+    )
+    names = (*CATEGORIES, "age_id", "hours_id")
+    tables = {name: satrap.Table(name, dim=16, optimizer=satrap.Adagrad(lr=0.05)) for name in names}
+    embeddings = satrap.Embeddings(tables, staleness=given.staleness)
+    model = satrap.models.DLRM(len(NUMBERS), embeddings, bottom=(64,), top=(128, 64, 1))
+    optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
+    run = satrap.Checkpoint(given.run, model, optimizer, embeddings, data) if given.run else None
+    if run is not None and run.resume():
+        print(f"goes on after step {embeddings.step}")
+
+    with satrap.Progress(embeddings) as progress:
+        for batch in embeddings.stream(data):
+            logits = model(batch.dense, batch.embeddings)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress.step(batch, loss=loss, scores=logits)
+            if run is not None:
+                run.save(every_steps=100)
+
+    embeddings.eval()
+    model.eval()
+    test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
+    auc = satrap.auc(model, embeddings.stream(test))
+    print(f"{embeddings.step} steps, {sum(map(len, embeddings.tables.values()))} rows; test AUC {auc:.4f}")
+
+
+if __name__ == "__main__":
+    main()

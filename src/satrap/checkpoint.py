@@ -1,0 +1,232 @@
+"""Checkpoints of a training run: tables, dense parameters, optimizer, random state, step and position, as one version.
+
+    run/
+      000004-step-3000/           one checkpoint; the number counts up, the highest is the newest
+        tables/<n>/               a snapshot of each table (docs/format.md), full or changes
+        state.safetensors         dense parameters, optimizer, further objects, random state
+        checkpoint.json           what it is, written last; names its parent if the tables are changes
+
+A checkpoint is a cut between two steps. 1. The stream is paused: updates handed over are applied, no lookup runs.
+2. Everything is written into a hidden folder and put on disk. 3. One rename makes it visible. 4. The stream goes on,
+and checkpoints beyond `keep` go, but not the parents of those kept. A process killed at any moment leaves the
+checkpoints that were visible, and hidden folders that the next save removes.
+
+A path with a protocol ("s3://...") is any fsspec file system: the same folder is written beside the process first and
+copied, checkpoint.json last; it counts only once that is there.
+"""
+
+import copy
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from satrap.checks import kind_of
+from satrap.embeddings import Embeddings
+from satrap.errors import CheckpointError, SatrapError
+from satrap.optimizer import HybridOptimizer
+from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
+from satrap.statefile import differences, load_state, save_state
+
+_STATE = "state.safetensors"
+
+
+class Checkpoint:
+    """Saves and resumes one run. See the file's docstring."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        embeddings: Embeddings,
+        data: Any = None,
+        *,
+        keep: int = 3,
+        full_every: int = 1,
+        further: Mapping[str, Any] | None = None,
+    ) -> None:
+        """keep: how many checkpoints stay, beside their parents.
+
+        data: the source that the training stream reads; its position is saved and found again.
+        full_every: every how many saves the tables are written whole; between them only what changed since the last.
+        further: by name, other objects with state_dict and load_state_dict: schedulers, a GradScaler.
+        """
+        if not isinstance(optimizer, HybridOptimizer):
+            raise CheckpointError(f"optimizer is {kind_of(optimizer)}; wanted what embeddings.optimizer(...) returned")
+        taken = {"model", "optimizer"} & set(further or {})
+        if taken:
+            raise CheckpointError(f"further holds {sorted(taken)}; these are saved anyway: take other names")
+        for name, value in (("keep", keep), ("full_every", full_every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{name} is {value!r}; wanted an integer, 1 or more")
+        self._home = RunFolder(os.fspath(path))
+        self._objects = {"model": model, "optimizer": optimizer, **(further or {})}
+        self._embeddings, self._data = embeddings, data
+        self._keep, self._full_every = keep, full_every
+        embeddings.follow(data)
+        self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
+        self._since_full = 0
+        self._saved_step = -1
+        self._source: Mapping[str, Any] | None = None
+
+    def save(self, *, every_steps: int | None = None) -> bool:
+        """Writes a checkpoint; returns whether it did. every_steps: only if the step is a multiple, once."""
+        step = self._embeddings.step
+        if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
+            return False
+        with self._embeddings.paused(), self._home.new(step) as folder:
+            self._home.require_mine(None if self._last is None else self._last[0])
+            parent = self._last if self._last is not None and self._since_full < self._full_every else None
+            if parent is not None and not self._home.has(parent[0]):  # somebody removed it
+                parent = None
+            versions = self._save_tables(folder, parent)
+            save_state(folder / _STATE, self._state())
+            put_on_disk(folder / _STATE)
+            entry = Entry(
+                folder=folder,
+                step=step,
+                parent=None if parent is None else parent[0],
+                position=self._embeddings.position_of(self._data),
+                source=self._signature(),
+                tables=tuple(self._embeddings.tables),
+                state_crc32c=checksum((folder / _STATE).read_bytes()),
+            )
+            entry.write()
+            name = self._home.publish(folder)
+        self._last, self._saved_step = (name, versions), step
+        self._since_full = 1 if parent is None else self._since_full + 1
+        self._home.forget_beyond(self._keep)
+        return True
+
+    def resume(self) -> bool:
+        """Brings everything to the newest checkpoint; False if there is none yet.
+
+        A checkpoint that is torn, or of another model, other tables, another seed or a source read in another order, is
+        refused with what differs, and everything is as it was.
+        """
+        with self._home.newest() as chain:
+            if not chain:
+                return False
+            newest = chain[-1]
+            state = self._read_state(newest)
+            names = list(self._embeddings.tables)
+            if sorted(newest.tables) != sorted(names):
+                raise CheckpointError(
+                    f"{newest.folder} has tables {sorted(newest.tables)}; this job has {sorted(names)}"
+                )
+            self._require_same_source(newest)
+            folders = {name: [e.folder / "tables" / str(e.tables.index(name)) for e in chain] for name in names}
+            with self._restored(newest.folder, state):
+                self._embeddings.tables.restore(folders)
+            self._embeddings.resume_at(newest.step, self._data, newest.position)
+            versions = {name: self._embeddings.tables[name].version for name in names}
+            self._last, self._since_full = (newest.folder.name, versions), len(chain)
+            self._saved_step = newest.step
+        return True
+
+    @contextmanager
+    def _restored(self, folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
+        """Every object and the random state as in the checkpoint; as before if one, or what is done inside, fails."""
+        before = copy.deepcopy(self._state())
+        try:
+            _set_random_state(state["random"])
+            for name, each in self._objects.items():
+                try:
+                    each.load_state_dict(state["objects"][name])
+                except (ValueError, RuntimeError, KeyError, TypeError, SatrapError) as error:
+                    raise CheckpointError(f"{folder}: {name} does not take its state: {error}") from error
+            yield
+        except BaseException:
+            for name, each in self._objects.items():
+                each.load_state_dict(before["objects"][name])
+            _set_random_state(before["random"])
+            raise
+
+    def _signature(self) -> Mapping[str, Any] | None:
+        """Asked once: it lists the source's files."""
+        if self._source is None and (found := getattr(self._data, "signature", None)) is not None:
+            self._source = found()
+        return self._source
+
+    def _require_same_source(self, entry: Entry) -> None:
+        """A position means something only where the blocks come in the same order."""
+        here = self._signature()
+        if entry.position is None or entry.source is None or here is None:
+            return
+        lines = [
+            f"{name} is {entry.source.get(name)!r} in the checkpoint and {here.get(name)!r} here"
+            for name in sorted((entry.source.keys() | here.keys()) - {"files"})
+            if entry.source.get(name) != here.get(name)
+        ]
+        # Files may have come behind those that were there, if blocks are not dealt out over all of them.
+        were, are = entry.source.get("files", ()), here.get("files", ())
+        for i in range(max(len(were), len(are)) if here.get("shuffle") else len(were)):
+            was, now = (list(files[i]) if i < len(files) else None for files in (were, are))
+            if was != now:
+                lines.append(f"file {i} (name, bytes) is {was} in the checkpoint and {now} here")
+                break
+        if lines:
+            raise CheckpointError(
+                f"{entry.folder}: its position is of a source that is read otherwise: {'; '.join(lines)}; "
+                "declare the source as it was, or leave it out of Checkpoint(...) to begin at its start"
+            )
+
+    def _save_tables(self, folder: Path, parent: tuple[str, dict[str, int]] | None) -> dict[str, int]:
+        versions = {}
+        for i, (name, store) in enumerate(self._embeddings.tables.items()):
+            to = folder / "tables" / str(i)
+            versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
+        return versions
+
+    def _state(self) -> dict[str, Any]:
+        objects = {name: each.state_dict() for name, each in self._objects.items()}
+        return {"objects": objects, "random": _random_state()}
+
+    def _read_state(self, entry: Entry) -> Any:
+        path = entry.folder / _STATE
+        try:
+            found = checksum(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if found != entry.state_crc32c:
+            raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {entry.folder}")
+        state = load_state(path)
+        missing = self._objects.keys() ^ state["objects"].keys()
+        if missing:
+            raise CheckpointError(f"{path} has {sorted(state['objects'])}; this job has {sorted(self._objects)}")
+        lines = differences(state["objects"]["model"], self._objects["model"].state_dict())
+        if lines:
+            more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
+            raise CheckpointError(
+                f"{path} is of another model: {'; '.join([*lines[:3], *more])}: build it as it was, or take another "
+                "folder"
+            )
+        return state
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002  the user's global one
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), at, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, each in zip(
+            range(torch.cuda.device_count()), state["cuda"], strict=False
+        ):  # there may be fewer now
+            torch.cuda.set_rng_state(each, device)

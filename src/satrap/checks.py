@@ -1,0 +1,170 @@
+"""What the configuration classes are made of: the checks of a field's value, and the plain-dict form of an object.
+
+It knows no class in particular. A check takes where the value stands ("table 'item'"), the field's name and the value;
+it returns the value in its own type, or raises ConfigError with what was found and what was wanted. Integers of calls
+are checked by the same rule; their error is InputError.
+"""
+
+import difflib
+import math
+import numbers
+import reprlib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, Self
+
+from satrap.errors import ConfigError, SatrapError
+
+LARGEST_FLOAT32 = 3.4028234663852886e38
+"""The core computes in float32: a larger number would become infinite there."""
+_MAX_NAME_BYTES = 255
+
+
+class Config:
+    """The dict form that all configuration classes share."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """This object as plain JSON types; `{"type": class name, field: value, ...}`."""
+        return {"type": type(self).__name__} | fields_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The object that `to_dict` wrote. Fields that are missing take their defaults."""
+        given = dict(require_mapping(cls.__name__, data))
+        kind = given.pop("type", cls.__name__)
+        if kind != cls.__name__:
+            raise ConfigError(f"{cls.__name__}: type is {kind!r}; wanted {cls.__name__!r}, or leave it out")
+        return cls(**known_keys(cls, cls.__name__, given))
+
+
+def set_field(config: object, name: str, value: object) -> None:
+    object.__setattr__(config, name, value)  # how a frozen dataclass stores the checked value
+
+
+def describe(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def kind_of(value: object) -> str:
+    """The type with its article: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def suggest(name: object, known: list[str]) -> str:
+    """What may have been meant: the nearest known name if one is near, else all of them."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
+
+
+def check_numbers(config: Config, **lowest: float) -> None:
+    """Each named field must be a finite float32 number of at least the given one; stores it as a float."""
+    for name, low in lowest.items():
+        set_field(config, name, check_number(type(config).__name__, name, getattr(config, name), low))
+
+
+def check_number(where: str, name: str, value: object, low: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST_FLOAT32:
+        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted a finite number that float32 can hold")
+    if number < low:
+        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted a number of at least {low:g}")
+    return number
+
+
+def check_integer(
+    where: str, name: str, value: object, low: int, high: int, error: type[SatrapError] = ConfigError
+) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise error(f"{where}: {name} is {describe(value)}; wanted an integer from {low} to {high}")
+    number = int(value)
+    if not low <= number <= high:
+        raise error(f"{where}: {name} is {number}; wanted an integer from {low} to {high}")
+    return number
+
+
+def check_flag(where: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted True or False")
+    return value
+
+
+def check_name(where: str, name: object, example: str) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: name is {describe(name)}; wanted a string, e.g. {example}")
+    # isprintable() refuses control characters and lone surrogates, which neither a message nor UTF-8 could carry.
+    if not name or not name.isprintable() or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ConfigError(f"{where}: name is {describe(name)}; wanted 1 to {_MAX_NAME_BYTES} bytes of printable text")
+    return name
+
+
+def check_kind(where: str, name: str, value: object, kinds: tuple[type[Config], ...]) -> None:
+    if isinstance(value, type) and value in kinds:
+        raise ConfigError(f"{where}: {name} is the class {value.__name__}; wanted an object: {value.__name__}(...)")
+    if type(value) not in kinds:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted an object of one of {names}")
+
+
+def check_choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted one of {', '.join(map(repr, choices))}")
+
+
+def fields_to_dict(config: Any) -> dict[str, Any]:
+    return {each.name: _plain(getattr(config, each.name)) for each in fields(config)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def require_mapping(where: str, data: object) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: found {describe(data)}; wanted a dict, as to_dict() gives")
+    return data
+
+
+def known_keys(cls: Any, where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` as keyword arguments of `cls`: every key known, every required one there."""
+    known = [each.name for each in fields(cls)]
+    for key in data:
+        if key in known:
+            continue
+        if not known:
+            raise ConfigError(f"{where}: unknown key {key!r}; {cls.__name__} has none: remove it")
+        raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
+    for each in fields(cls):
+        if each.name not in data and each.default is MISSING and each.default_factory is MISSING:
+            raise ConfigError(f"{where}: the key {each.name!r} is missing; add it")
+    return dict(data)
+
+
+def kind_from_dict(where: str, data: object, kinds: tuple[type[Config], ...]) -> Config:
+    by_name = {kind.__name__: kind for kind in kinds}
+    found = require_mapping(where, data).get("type")
+    if found is None:
+        raise ConfigError(f"{where}: the key 'type' is missing; add it, one of {', '.join(by_name)}")
+    if not isinstance(found, str) or found not in by_name:
+        raise ConfigError(f"{where}: type is {found!r}; {suggest(found, list(by_name))}")
+    try:
+        return by_name[found].from_dict(require_mapping(where, data))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def is_path(text: str) -> bool:
+    """Whether the system and our messages can take this as a path: no NUL, and Unicode that UTF-8 can write."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False

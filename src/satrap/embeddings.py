@@ -1,0 +1,258 @@
+"""The embeddings of a model: features, their tables, and the streams that train them.
+
+An `nn.Module` without Parameters. `train()` and `eval()` switch inserting, as a new stream begins: evaluation never
+changes a table. Its rows are in no state_dict and need no DDP; a checkpoint saves them. A state_dict only names the
+step and the tables' versions: a stream refuses to begin with dense parameters of one checkpoint and rows of another.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from satrap.batch import Batch
+from satrap.config import Table
+from satrap.errors import ConfigError, StreamError
+from satrap.features import Feature, Features
+from satrap.inputs import Inputs, Position
+from satrap.optimizer import HybridOptimizer
+from satrap.report import Counters
+from satrap.sources.iterable import Iterable as Items
+from satrap.stream import Lookup, Stream
+from satrap.sync import Gate
+from satrap.tables import Tables
+from satrap.threads import spare_cores
+from satrap.worker import Worker
+
+_EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
+
+
+class Embeddings(torch.nn.Module):
+    """Looks features up in their tables and trains those."""
+
+    def __init__(
+        self,
+        features: Mapping[str, Feature | Table],
+        *,
+        staleness: int = 0,
+        deterministic: bool = False,
+        seed: int = 0,
+        num_threads: int | None = None,
+        shared: str | PathLike[str] | None = None,
+    ) -> None:
+        """features: by the name of their column; a bare table stands for one id per sample.
+
+        staleness: how many earlier steps a batch may be looked up without; 0 is full synchrony.
+        deterministic: a batch is looked up with exactly that staleness, so a run repeats bit for bit.
+        seed: what initial values and random draws are a function of.
+        num_threads: of table work; None: the cores that torch leaves free where the two overlap, else all.
+        shared: a new file in shared memory for the rows, which then outlive the process.
+        """
+        super().__init__()
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise ConfigError(f"staleness is {staleness!r}; wanted an integer, 0 (synchronous) or more")
+        self.features = Features(features)
+        self.staleness = staleness
+        self.deterministic = deterministic
+        if num_threads is None and staleness > 0 and spare_cores() > 0:
+            num_threads = spare_cores()
+        self.worker = Worker(self.features, seed=seed, num_threads=num_threads, shared=shared)
+        self._step = 0
+        self._past = Counters()  # of the training streams that ended
+        self._followed: dict[int, _Followed] = {}  # by identity: lists are sources, too
+        self._loaded: Mapping[str, Any] | None = None  # what a state_dict named
+        self._optimizer: HybridOptimizer | None = None
+        self._training: Stream | None = None
+        self._training_data: Any = None
+
+    @property
+    def step(self) -> int:
+        """The last step that was updated or dropped."""
+        return self._step if self._training is None else self._training.last_step
+
+    def follow(self, data: Any) -> None:
+        """For a checkpoint: from now on `position_of(data)` is known."""
+        self._followed.setdefault(id(data), _Followed(data))
+
+    def position_of(self, data: Any) -> Position | None:
+        """Where a followed source stands after the last of its batches that was updated or dropped; None if it was
+        not begun, or cannot say."""
+        if self._training is not None and self._training_data is data:
+            return self._training.position
+        followed = self._followed.get(id(data))
+        return None if followed is None else followed.position
+
+    def resume_at(self, step: int, data: Any, position: Position | None) -> None:
+        """For a checkpoint: the next training stream goes on after the step, and one over `data` at the position."""
+        self._leave_stream()
+        self._step = step
+        self._followed[id(data)] = _Followed(data, position, resume=True)
+
+    @property
+    def tables(self) -> Tables:
+        """The tables by name: each is a `Store`."""
+        return self.worker.tables
+
+    def optimizer(self, dense: torch.optim.Optimizer) -> HybridOptimizer:
+        """An optimizer that steps the dense parameters and these tables together."""
+        if not isinstance(dense, torch.optim.Optimizer):
+            raise ConfigError(f"dense is a {type(dense).__name__}; wanted a torch.optim.Optimizer")
+        self._optimizer = HybridOptimizer(dense, self)
+        return self._optimizer
+
+    def stream(
+        self,
+        data: Any,
+        *,
+        device: torch.device | str | None = None,
+        accumulate: int = 1,
+        overlap: bool | None = None,
+    ) -> Stream:
+        """The batches of a source, looked up, as tensors on the device.
+
+        data: a source, or any iterable of what `satrap.Iterable` takes without being told of columns: `Inputs`, or
+            (dense, KeyedJaggedTensor, label).
+        accumulate: how many batches make one optimizer step.
+        overlap: table work beside the dense network; None: if there is a device, or staleness and a spare core.
+        """
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
+        self._require_same_rows()
+        place = torch.device("cpu" if device is None else device)
+        if overlap is None:
+            overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0)
+        if not self.training:
+            inputs = self._batches(data, None)
+            if not any(len(store) for store in self.tables.values()):
+                warnings.warn("the embeddings are evaluated and no table has a row yet", stacklevel=2)
+            gate = Gate(_EVALUATION_AHEAD if overlap else 0)
+            return Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        if self._optimizer is None:
+            raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
+        self._leave_stream()
+        position = None
+        if (followed := self._followed.get(id(data))) is not None and followed.resume:
+            position, followed.resume = followed.position, False
+        inputs = self._batches(data, position)
+        gate = Gate(self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step)
+        self._training_data = data
+        self._training = Stream(
+            inputs,
+            self.worker,
+            gate,
+            train=True,
+            device=place,
+            overlap=overlap,
+            on_hold=self._optimizer.hold,
+            position=position,
+        )
+        return self._training
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """For state_dict: which rows these are."""
+        return {"step": self.step, "versions": {name: store.version for name, store in self.tables.items()}}
+
+    def set_extra_state(self, state: Any) -> None:
+        """For load_state_dict: which rows there must be when the next stream begins."""
+        self._loaded = state
+
+    def _require_same_rows(self) -> None:
+        wanted, found = self._loaded, self.get_extra_state()
+        if wanted is not None and wanted != found:
+            raise StreamError(
+                f"load_state_dict was given the state of {_told(wanted)}, but the tables are at {_told(found)}: rows "
+                "are in no state_dict; save and resume both with satrap.Checkpoint"
+            )
+        self._loaded = None
+
+    def _batches(self, data: Any, position: Position | None) -> Iterator[Inputs]:
+        batches = getattr(data, "batches", None)
+        if batches is not None:
+            found: Iterator[Inputs] = batches(self.features, position=position)
+            return found
+        return _plain_batches(data, self.features, position)
+
+    def _leave_stream(self) -> None:
+        """Ends the training stream before another begins; what it was handed is applied."""
+        if self._training is None:
+            return
+        self._training.close("this stream ended when another training stream was begun, or a checkpoint was resumed")
+        self._step, self._past = self._training.last_step, self._past + self._training.counters()
+        if (followed := self._followed.get(id(self._training_data))) is not None and not followed.resume:
+            followed.position = self._training.position
+        self._training = self._training_data = None
+
+    def counters(self) -> Counters:
+        """What training did so far, over all its streams: rows, seconds of each stage, staleness, what was lost."""
+        so_far = self._past if self._training is None else self._past + self._training.counters()
+        cut = {f"ids/{name}": count for name, count in self.worker.truncated.items() if count}
+        rows = {name: len(store) for name, store in self.tables.items()}
+        return replace(so_far, rows=rows, lost={**so_far.lost, **cut})
+
+    def update(self, lrs: Mapping[str, float], scale: float) -> None:
+        """For the optimizer: sends the gradients that wait to the tables."""
+        taken = self._training is not None and self._training.update(dict(lrs), scale)
+        if not taken and not self.training:
+            raise StreamError(
+                "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
+                "embeddings.train() before embeddings.stream(...)"
+            )
+
+    def drop_reached(self, cause: str) -> None:
+        """For the optimizer: the gradients that wait are not sent."""
+        if self._training is not None:
+            self._training.drop(cause)
+
+    def drain(self) -> None:
+        """Returns once every update handed to the tables is applied."""
+        if self._training is not None:
+            self._training.drain()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Every update handed over is applied before, and no table work runs inside: the moment of a checkpoint."""
+        with self._training.paused() if self._training is not None else nullcontext():
+            yield
+
+    def split(self, block: Tensor) -> dict[str, Tensor]:
+        """The pooled features' parts of a batch's embeddings, each [batch, dim], by name."""
+        pooled = self.features.pooled
+        return dict(zip(pooled, block.split(list(pooled.values()), dim=1), strict=True))
+
+    def forward(self, inputs: Inputs) -> Batch:
+        """One batch looked up without training, on the CPU: for serving, outside any stream."""
+        return Lookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0)
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{', '.join(self.features.names)}; staleness={self.staleness}"
+
+
+def _plain_batches(data: Any, features: Features, position: Position | None) -> Iterator[Inputs]:
+    """The items of an iterable: `Inputs` of these features as they are, others as `satrap.Iterable` takes them."""
+    source = Items(data)
+    if not isinstance(data, Sequence) or not all(isinstance(i, Inputs) and i.names == features.names for i in data):
+        yield from source.batches(features, position=position)
+        return
+    begin = 0 if position is None else position.batch
+    for number, inputs in enumerate(data[begin:], begin + 1):
+        yield inputs if inputs.position is not None else replace(inputs, position=Position(0, 0, number))
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A source whose position a checkpoint saves."""
+
+    data: Any
+    position: Position | None = None
+    resume: bool = False
+    """The next stream over it begins at the position."""
+
+
+def _told(state: Mapping[str, Any]) -> str:
+    return f"step {state['step']}, table versions {state['versions']}"

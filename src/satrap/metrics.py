@@ -1,0 +1,249 @@
+"""How good scores of a binary outcome are: AUC, log loss, normalised entropy; of arrays, a window, or a whole pass.
+
+Labels are 0 or 1, scores are logits: AUC needs only their order, the log loss takes the logit so that no probability
+is ever rounded to 0 or 1. NumPy only; tensors come here as arrays. What is not defined is NaN and never a made-up
+number: AUC and normalised entropy without both a 0 and a 1, the log loss of nothing. A score that is NaN is refused.
+
+`Window` holds the last samples, `Pass` a whole one: exact up to a size, then counts in bins, with the bound on what
+that may cost. The cost is that of a sort; adding a sample costs a copy.
+"""
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from satrap.errors import ConfigError, InputError
+
+_Labels = NDArray[np.bool_]
+_Scores = NDArray[np.float64]
+
+
+def auc(labels: ArrayLike, scores: ArrayLike) -> float:
+    """The share of pairs (a 1, a 0) whose 1 has the higher score, ties counted half: exact, by sorting.
+
+    It is the Mann-Whitney statistic over the number of pairs, and the area under the ROC curve.
+    """
+    return _auc(*_checked("auc", labels, scores))
+
+
+def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
+    """The mean of -log p(label), where p(1) = sigmoid(logit), in nats; infinite after one infinitely sure mistake."""
+    truth, sure = _checked("log_loss", labels, logits)
+    return _mean(float(_losses(truth, sure).sum()), truth.size)
+
+
+def normalised_entropy(labels: ArrayLike, logits: ArrayLike) -> float:
+    """The log loss over that of a model that always says the share of ones: below 1 is better than knowing nothing."""
+    truth, sure = _checked("normalised_entropy", labels, logits)
+    return _over_entropy(log_loss(truth, sure), int(np.count_nonzero(truth)), truth.size)
+
+
+class Window:
+    """The last `num_samples` samples, and the metrics of exactly those. 9 bytes a sample, all of them at once."""
+
+    def __init__(self, num_samples: int) -> None:
+        size = _count("Window", "num_samples", num_samples)
+        self._labels = np.zeros(size, np.bool_)
+        self._scores = np.zeros(size, np.float64)
+        self._next = 0  # where the next sample goes: behind the newest, at the oldest once full
+        self._held = 0
+
+    def add(self, labels: ArrayLike, logits: ArrayLike) -> None:
+        """Takes the samples of a batch; the oldest ones go."""
+        truth, scores = _checked("Window.add", labels, logits)
+        size = self._labels.size
+        truth, scores = truth[-size:], scores[-size:]
+        first = min(truth.size, size - self._next)
+        for ring, new in ((self._labels, truth), (self._scores, scores)):
+            ring[self._next : self._next + first] = new[:first]
+            ring[: new.size - first] = new[first:]
+        self._next = (self._next + truth.size) % size
+        self._held = min(self._held + truth.size, size)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples are held."""
+        return self._held
+
+    def auc(self) -> float:
+        """AUC of the samples held."""
+        return _auc(self._labels[: self._held], self._scores[: self._held])
+
+    def log_loss(self) -> float:
+        """Log loss of the samples held."""
+        return log_loss(self._labels[: self._held], self._scores[: self._held])
+
+    def normalised_entropy(self) -> float:
+        """Normalised entropy of the samples held."""
+        return normalised_entropy(self._labels[: self._held], self._scores[: self._held])
+
+
+class Pass:
+    """All samples of a pass, of any length, in bounded memory.
+
+    Log loss and normalised entropy are exact. AUC is exact for the first `exact_samples`, which are held (5 to 9 bytes
+    each). One more, and they are counted into bins and let go: the bins end at `num_bins` values that cut the samples
+    held so far into equal parts, and each such value is a bin of its own, so that a score which many samples share
+    costs nothing. From then on a pair whose two scores fall between the same two values counts half. So the AUC is off
+    by at most half the share of such pairs; `auc_error` gives that number, for the samples that really came. While
+    scores are distributed as the first ones were it is about 1 / (2 num_bins), 8e-6 by default.
+    """
+
+    def __init__(self, *, exact_samples: int | None = 1 << 22, num_bins: int = 1 << 16) -> None:
+        """exact_samples: None holds all samples, however many."""
+        self._limit = None if exact_samples is None else _count("Pass", "exact_samples", exact_samples)
+        self._num_bins = _count("Pass", "num_bins", num_bins)
+        self._chunks: list[tuple[_Labels, NDArray[np.floating[Any]]]] = []
+        self._bins: _Bins | None = None
+        self._num_samples = self._num_ones = 0
+        self._loss = 0.0
+
+    def __repr__(self) -> str:
+        if not self._num_samples:
+            return "Pass(no samples)"
+        shown = f"auc={self.auc():.4f}, log_loss={self.log_loss():.4f}, ne={self.normalised_entropy():.4f}"
+        return f"Pass({self._num_samples} samples, {shown})"
+
+    def add(self, labels: ArrayLike, logits: ArrayLike) -> None:
+        """Takes the samples of a batch."""
+        truth, scores = _checked("Pass.add", labels, logits)
+        self._num_samples += truth.size
+        self._num_ones += int(np.count_nonzero(truth))
+        self._loss += float(_losses(truth, scores).sum())
+        if self._bins is not None:
+            self._bins.add(truth, scores)
+            return
+        narrow = scores.astype(np.float32)
+        self._chunks.append((truth.copy(), narrow if np.array_equal(narrow, scores) else scores.copy()))
+        if self._limit is not None and self._num_samples > self._limit:
+            held = self._held()
+            self._bins = _Bins(held[1], self._num_bins)
+            self._bins.add(*held)
+            self._chunks = []
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples came."""
+        return self._num_samples
+
+    def auc(self) -> float:
+        """AUC of all samples; exact while `auc_error()` is 0."""
+        return _auc(*self._held()) if self._bins is None else self._bins.auc()
+
+    def auc_error(self) -> float:
+        """The most by which `auc` may differ from the exact one; 0 while all samples are held."""
+        return 0.0 if self._bins is None else self._bins.auc_error()
+
+    def log_loss(self) -> float:
+        """Log loss of all samples."""
+        return _mean(self._loss, self._num_samples)
+
+    def normalised_entropy(self) -> float:
+        """Normalised entropy of all samples."""
+        return _over_entropy(self.log_loss(), self._num_ones, self._num_samples)
+
+    def _held(self) -> tuple[_Labels, _Scores]:
+        if len(self._chunks) > 1:  # joined once, not at every reading
+            labels, scores = (np.concatenate(parts) for parts in zip(*self._chunks, strict=True))
+            self._chunks = [(labels, scores)]
+        if not self._chunks:
+            return np.zeros(0, np.bool_), np.zeros(0)
+        return self._chunks[0][0], self._chunks[0][1].astype(np.float64)
+
+
+class _Bins:
+    """Counts of zeros and ones per bin; bin 2i + 1 is the value edges[i] alone, bin 2i is what lies before it."""
+
+    def __init__(self, scores: _Scores, num_bins: int) -> None:
+        values = np.unique(scores)
+        if values.size > num_bins:
+            # Equal parts of the samples, not of the values: where samples are dense, bins are narrow.
+            values = np.unique(np.sort(scores)[np.linspace(0, scores.size - 1, num_bins).astype(np.int64)])
+        self._edges = values
+        self._zeros = np.zeros(2 * values.size + 1, np.int64)
+        self._ones = np.zeros_like(self._zeros)
+
+    def add(self, labels: _Labels, scores: _Scores) -> None:
+        at = np.searchsorted(self._edges, scores)
+        on_edge = self._edges[np.minimum(at, self._edges.size - 1)] == scores
+        bins = 2 * at + on_edge
+        self._ones += np.bincount(bins[labels], minlength=self._ones.size)
+        self._zeros += np.bincount(bins[~labels], minlength=self._zeros.size)
+
+    def auc(self) -> float:
+        # Floats: the number of pairs outgrows 64 bits at about 4e9 samples.
+        zeros, ones = self._zeros.astype(np.float64), self._ones.astype(np.float64)
+        below = np.cumsum(zeros) - zeros
+        return _share(float(ones @ (below + zeros / 2)), float(zeros.sum() * ones.sum()))
+
+    def auc_error(self) -> float:
+        zeros, ones = self._zeros.astype(np.float64), self._ones.astype(np.float64)
+        return _share(float(zeros[::2] @ ones[::2]) / 2, float(zeros.sum() * ones.sum()))
+
+
+def _auc(labels: _Labels, scores: _Scores) -> float:
+    ones, zeros = np.sort(scores[labels]), np.sort(scores[~labels])
+    # Sorted needles keep the binary searches in the cache. Twice the count of wins, so that halves stay integers.
+    wins = np.searchsorted(zeros, ones, "left").sum() + np.searchsorted(zeros, ones, "right").sum()
+    return _share(int(wins), 2 * ones.size * zeros.size)
+
+
+def _losses(labels: _Labels, logits: _Scores) -> _Scores:
+    against = np.where(labels, -logits, logits)  # how far the logit points the wrong way
+    return np.maximum(against, 0.0) + np.log1p(np.exp(-np.abs(against)))
+
+
+def _over_entropy(loss: float, num_ones: int, num_samples: int) -> float:
+    if num_ones in (0, num_samples):
+        return math.nan
+    rate = num_ones / num_samples
+    return loss / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _mean(total: float, count: int) -> float:
+    return total / count if count else math.nan
+
+
+def _checked(where: str, labels: ArrayLike, scores: ArrayLike) -> tuple[_Labels, _Scores]:
+    truth, values = _array(where, "labels", labels), _array(where, "scores", scores)
+    if truth.shape != values.shape or truth.ndim != 1:
+        raise InputError(
+            f"{where}: labels have the shape {truth.shape} and scores {values.shape}; wanted one dimension and the "
+            "same length: give one label column, e.g. labels[:, 0]"
+        )
+    ones = truth == 1
+    wrong = ~(ones | (truth == 0))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise InputError(f"{where}: label {at} is {truth[at]}; wanted 0 or 1")
+    values = values.astype(np.float64, copy=False)
+    wrong = np.isnan(values)
+    if wrong.any():
+        raise InputError(f"{where}: score {int(np.argmax(wrong))} is nan; wanted a number: has the model diverged?")
+    return ones, values
+
+
+def _array(where: str, name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except Exception as error:  # whatever a foreign type raises: a tensor on a GPU, one that requires a gradient
+        raise InputError(
+            f"{where}: {name} is a {type(values).__name__} that cannot be read as an array ({error}); of a tensor give "
+            ".detach().float().cpu()"
+        ) from error
+    if array.dtype.kind not in "biuf":
+        raise InputError(f"{where}: {name} is {array.dtype}; wanted numbers")
+    return array
+
+
+def _count(where: str, name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ConfigError(f"{where}: {name} is {value!r} ({type(value).__name__}); wanted an integer of at least 1")
+    return int(value)

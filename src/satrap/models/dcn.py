@@ -1,0 +1,63 @@
+"""DCN-v2: cross layers multiply the input with itself, learnt column by column, beside a deep stack.
+
+A cross layer over n columns costs n^2 products a sample, the deep stack's first layer n x its width. With hundreds of
+columns give `rank`: n x rank twice instead.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from satrap.models.parts import block_dims, check_inputs, count, stack, widths
+
+
+class DCN(nn.Module):
+    """Cross layers and deep layers beside each other over dense features and embeddings; a linear layer joins them."""
+
+    def __init__(
+        self,
+        num_dense: int,
+        embeddings: object,
+        num_cross: int = 3,
+        rank: int | None = None,
+        deep: Sequence[int] = (512, 256),
+    ) -> None:
+        """embeddings: a satrap.Embeddings or its features, of any dims. rank: of the cross layers' matrices; None for
+        full ones. deep: the widths of the deep stack; () for cross layers alone."""
+        super().__init__()
+        self.num_dense = count("DCN", "num_dense", num_dense, 0)
+        self.total_dim = sum(block_dims("DCN", embeddings).values())
+        width = self.num_dense + self.total_dim
+        deep = widths("DCN", "deep", deep)
+        rank = None if rank is None else count("DCN", "rank", rank, 1)
+        self.cross = nn.ModuleList(Cross(width, rank) for _ in range(count("DCN", "num_cross", num_cross, 1)))
+        self.deep = stack([width, *deep], last_relu=True) if deep else None
+        self.join = nn.Linear(width + (deep[-1] if deep else 0), 1)
+
+    def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
+        """Logits [batch] of dense [batch, num_dense] and the block [batch, total_dim]."""
+        check_inputs("DCN", dense, embeddings, self.num_dense, self.total_dim)
+        first = embeddings if dense is None else torch.cat([dense, embeddings], 1)
+        crossed = first
+        for layer in self.cross:
+            crossed = layer(first, crossed)
+        if self.deep is not None:
+            crossed = torch.cat([crossed, self.deep(first)], 1)
+        logits: torch.Tensor = self.join(crossed)
+        return logits.squeeze(1).float()
+
+
+class Cross(nn.Module):
+    """x0 * (W x + b) + x, where W may be the product of two narrow matrices."""
+
+    def __init__(self, width: int, rank: int | None) -> None:
+        super().__init__()
+        self.linear: nn.Module = nn.Linear(width, width)
+        if rank is not None:
+            self.linear = nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
+
+    def forward(self, first: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`first` is the input of the first cross layer, `x` that of this one."""
+        crossed: torch.Tensor = first * self.linear(x) + x
+        return crossed

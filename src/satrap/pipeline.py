@@ -1,0 +1,392 @@
+"""The table work of a stream, in the order that the gate allows: reads batches, looks them up, applies updates.
+
+    --read--> [waiting] --lookup--> [ready] --next()--> the user's step --submit()--> [updates] --update--> settled
+
+`Pipeline` either does this work in the caller's thread, inside next() and submit() (`overlap=False`: no core is idle
+while the dense network runs, so there is nothing to gain), or in two threads of its own: one reads, one does all table
+work, updates first. Both run the same decisions, `_choose`. What is in flight is bounded by the gate: at most
+staleness + 1 steps are open, and as many batches wait to be looked up.
+
+An exception of any stage is kept with a note that names the stage, ends the threads, and is raised by the user's next
+call. Once it was told, `finish` still applies the updates that were handed over. Knows neither tables nor torch: it is
+given how to look up, and each update how to apply it.
+"""
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Generic, TypeVar
+
+from satrap.errors import SatrapError, StreamError
+from satrap.inputs import Inputs
+from satrap.sync import Gate
+
+Item = TypeVar("Item")
+
+_CLOSE_SECONDS = 10.0  # a reader that does not return within it is left to die with the process, and said so
+
+
+class _Stage(Enum):
+    READ = "read"
+    LOOKUP = "lookup"
+    UPDATE = "update"
+
+
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """What one optimizer step asks of the tables."""
+
+    steps: Sequence[int]
+    """Of each batch in it, rising. The update is of the last."""
+    apply: Callable[[], None]
+    """Brings the gradients to the worker and updates; does nothing if that is done already."""
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Time spent per stage so far. Table work in a thread of its own overlaps the others."""
+
+    read: float = 0.0
+    lookup: float = 0.0
+    update: float = 0.0
+    wait: float = 0.0
+    """That the user's thread waited for the others."""
+    inside: float = 0.0
+    """That the user's thread spent in next() and submit(): waiting, or without threads doing all of the above."""
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass(slots=True)
+class _State(Generic[Item]):
+    """What the threads share, under one condition."""
+
+    waiting: deque[Inputs] = field(default_factory=deque)
+    ready: deque[Item] = field(default_factory=deque)
+    updates: deque[Update] = field(default_factory=deque)
+    doing: _Stage | None = None  # the table work that a thread of ours is at
+    exhausted: bool = False
+    paused: bool = False
+    closed: bool = False
+    error: BaseException | None = None
+    told: bool = False  # the error was raised to the user
+    failed: int = 0  # batches whose update was refused
+
+
+class Pipeline(Generic[Item]):
+    """See the file's docstring."""
+
+    def __init__(
+        self,
+        inputs: Iterator[Inputs],
+        gate: Gate,
+        look_up: Callable[[Inputs, int, int], Item],
+        *,
+        overlap: bool,
+    ) -> None:
+        """look_up(inputs, step, oldest_open) makes what next() returns."""
+        self.seconds = Seconds()
+        self._inputs, self._gate, self._look_up = inputs, gate, look_up
+        self._state: _State[Item] = _State()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        if overlap:
+            for name, work in (("read", self._read_ahead), ("tables", self._work)):
+                self._threads.append(threading.Thread(target=work, name=f"satrap-{name}", daemon=True))
+            for thread in self._threads:
+                thread.start()
+            atexit.register(self.close)  # a script that ends in the middle of a stream
+
+    # -- the user's side ----------------------------------------------------------------------------------------------
+
+    def next(self) -> Item | None:
+        """The next batch; None at the end. `StreamError` if only the user can open the gate: see `needs_user`."""
+        with self._inside():
+            while True:
+                self._raise_error()
+                if self._state.ready:
+                    item = self._state.ready.popleft()
+                    self._changed.notify_all()
+                    return item
+                if self._ended():
+                    return None
+                if self._state.closed:
+                    raise StreamError("this stream was closed")
+                if self._blocked():
+                    raise StreamError("the gate is closed, and no update is on its way that could open it")
+                if self._threads or not self._do_one(wanted=True):  # False: another thread has paused it
+                    self._wait()
+
+    def needs_user(self) -> bool:
+        """Whether next() cannot go on before the user steps or drops a batch."""
+        with self._inside():
+            if self._threads:
+                while not (self._state.ready or self._ended() or self._blocked() or self._state.closed):
+                    self._wait()
+            return not self._state.ready and not self._state.closed and self._blocked()
+
+    def is_last(self) -> bool:
+        """Whether no other batch will come. Reads one ahead to know it."""
+        with self._inside():
+            while not (self._state.ready or self._state.waiting or self._state.exhausted or self._state.closed):
+                if self._threads:
+                    self._wait()
+                else:
+                    self._run(_Stage.READ)
+            return self._state.exhausted and not self._state.ready and not self._state.waiting
+
+    def submit(self, update: Update) -> None:
+        """Takes over an update; without threads it is applied before this returns, unless its order must wait."""
+        with self._inside():
+            self._raise_error()
+            self._state.updates.append(update)
+            self._changed.notify_all()
+            while not self._threads and self._state.updates:
+                if not self._do_one(wanted=False):
+                    break
+            self._raise_error()
+
+    def drop(self, step: int) -> None:
+        """A batch of the step will not be updated."""
+        with self._changed:
+            self._gate.settle(step)
+            self._changed.notify_all()
+
+    def drain(self) -> bool:
+        """Returns once every submitted update is applied; False if one waits for lookups that wait for the user."""
+        with self._changed:
+            while self._state.updates or self._state.doing:
+                if self._state.error is not None and not self._state.doing:
+                    break
+                if self._stuck():
+                    return False
+                if self._threads or not self._do_one(wanted=False):
+                    self._changed.wait()
+        if self._state.error is not None:
+            self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Looks nothing up any more, and applies every submitted update, in order. Of errors that the user does not
+        know the first is raised; calling it again goes on behind the update that was refused."""
+        with self._changed:
+            self._state.closed = True
+            self._changed.notify_all()
+            while self._state.doing:
+                self._changed.wait()
+            if not self._state.told:
+                self._raise_error()
+            while self._state.updates:
+                self._run(_Stage.UPDATE)
+
+    @property
+    def failed(self) -> int:
+        """Batches whose update was refused."""
+        return self._state.failed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Every update handed over is applied before, and no table work runs inside."""
+        self.drain()
+        with self._changed:
+            self._state.paused = True
+            while self._state.doing:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._state.paused = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the threads; whatever was not updated stays so. Safe to call twice."""
+        with self._changed:
+            self._state.closed = True
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(_CLOSE_SECONDS)
+        left = [thread.name for thread in threads if thread.is_alive()]
+        if left:
+            self._inputs = iter(())  # a source that runs cannot be closed
+            raise StreamError(f"{', '.join(left)} did not end within {_CLOSE_SECONDS:g} s: the source does not return")
+        close = getattr(self._inputs, "close", None)
+        if close is not None:
+            close()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            with self._changed:
+                yield
+        finally:
+            self.seconds.inside += time.perf_counter() - began
+
+    def _wait(self) -> None:
+        began = time.perf_counter()
+        self._changed.wait()
+        self.seconds.wait += time.perf_counter() - began
+
+    # -- deciding; the lock is held -----------------------------------------------------------------------------------
+
+    def _choose(self, wanted: bool) -> _Stage | None:
+        """What table work may be done now: updates first. wanted: whether a lookup is, were the order free."""
+        state = self._state
+        if state.paused:
+            return None
+        if state.updates and self._gate.may_update(state.updates[0].steps[-1]):
+            return _Stage.UPDATE
+        if not (wanted or self._gate.deterministic) or not self._gate.may_look_up():
+            return None
+        if state.waiting:
+            return _Stage.LOOKUP
+        return None if self._threads or state.exhausted else _Stage.READ
+
+    def _blocked(self) -> bool:
+        """Whether there is no batch for the user, and none will be looked up until he steps or drops one."""
+        return not self._state.ready and self._stuck()
+
+    def _stuck(self) -> bool:
+        """Whether neither an update nor a lookup is allowed until the user steps or drops a batch."""
+        state = self._state
+        if state.doing or (self._ended() and not state.updates):
+            return False
+        may_update = bool(state.updates) and self._gate.may_update(state.updates[0].steps[-1])
+        return not may_update and not self._gate.may_look_up()
+
+    def _ended(self) -> bool:
+        state = self._state
+        return state.exhausted and not state.ready and not state.waiting and state.doing is not _Stage.LOOKUP
+
+    def _raise_error(self) -> None:
+        if self._state.error is not None:
+            self._state.told = True
+            raise self._state.error
+
+    # -- doing --------------------------------------------------------------------------------------------------------
+
+    def _do_one(self, wanted: bool) -> bool:
+        """One piece of work in the caller's thread; False if none may be done. The lock is held and kept."""
+        stage = self._choose(wanted)
+        if stage is None:
+            return False
+        self._run(stage)
+        return True
+
+    def _run(self, stage: _Stage) -> None:
+        try:
+            if stage is _Stage.READ:
+                self._admit(self._read())
+            elif stage is _Stage.LOOKUP:
+                self._state.ready.append(self._timed_look_up(*self._begin_look_up()))
+            else:
+                self._apply(self._state.updates[0])
+                self._finish(self._state.updates.popleft())
+        except BaseException as error:
+            self._fail(stage, error)
+            self._state.told = True
+            raise
+
+    def _admit(self, inputs: Inputs | None) -> None:
+        if inputs is not None:
+            self._state.waiting.append(inputs)
+            return
+        self._state.exhausted = True
+        if not self._state.waiting:
+            self._gate.exhaust()
+
+    def _begin_look_up(self) -> tuple[Inputs, int, int]:
+        inputs, step = self._state.waiting.popleft(), self._gate.look_up()
+        if self._state.exhausted and not self._state.waiting:
+            self._gate.exhaust()
+        return inputs, step, self._gate.oldest_open
+
+    def _finish(self, update: Update) -> None:
+        for step in update.steps:
+            self._gate.settle(step)
+
+    def _fail(self, stage: _Stage, error: BaseException) -> None:
+        error.add_note(f"in the {stage.value} stage of the stream, near step {self._gate.next_step}")
+        if stage is _Stage.UPDATE and isinstance(error, SatrapError):  # refused; an interrupted one is tried again
+            self._state.failed += len(self._state.updates.popleft().steps)
+        self._state.error = error
+        self._state.closed = True
+        self._changed.notify_all()
+
+    def _read(self) -> Inputs | None:
+        began = time.perf_counter()
+        inputs = next(self._inputs, None)
+        self.seconds.read += time.perf_counter() - began
+        return inputs
+
+    def _timed_look_up(self, inputs: Inputs, step: int, oldest_open: int) -> Item:
+        began = time.perf_counter()
+        item = self._look_up(inputs, step, oldest_open)
+        self.seconds.lookup += time.perf_counter() - began
+        return item
+
+    def _apply(self, update: Update) -> None:
+        began = time.perf_counter()
+        update.apply()
+        self.seconds.update += time.perf_counter() - began
+
+    # -- the threads --------------------------------------------------------------------------------------------------
+
+    def _read_ahead(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    bound = (self._gate.staleness + 1) * self._gate.accumulate
+                    while len(self._state.waiting) >= bound and not self._state.closed:
+                        self._changed.wait()
+                    if self._state.closed:
+                        return
+                inputs = self._read()
+                with self._changed:
+                    self._admit(inputs)
+                    self._changed.notify_all()
+                    if inputs is None:
+                        return
+        except BaseException as error:
+            with self._changed:
+                self._fail(_Stage.READ, error)
+
+    def _work(self) -> None:
+        stage = _Stage.LOOKUP
+        try:
+            while True:
+                with self._changed:
+                    while (choice := self._choose(wanted=True)) is None and not self._state.closed:
+                        self._changed.wait()
+                    if self._state.closed or choice is None:
+                        return
+                    stage = self._state.doing = choice
+                    if stage is _Stage.LOOKUP:
+                        begun = self._begin_look_up()
+                    else:
+                        update = self._state.updates[0]
+                    self._changed.notify_all()
+                if stage is _Stage.LOOKUP:
+                    item = self._timed_look_up(*begun)
+                    with self._changed:
+                        self._state.ready.append(item)
+                else:
+                    self._apply(update)
+                    with self._changed:
+                        self._finish(self._state.updates.popleft())
+                with self._changed:
+                    self._state.doing = None
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._state.doing = None
+                self._fail(stage, error)

@@ -1,0 +1,138 @@
+"""What is known of a run at a moment: what the embeddings counted, the numbers of an interval of steps, and their text.
+
+Values in, text out: no clock, no file, no screen.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """What the embeddings count by themselves, since they were made."""
+
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Of each table, now."""
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """How many batches were looked up while n earlier steps were not yet applied."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds spent in each."""
+    inside: float | None = None
+    """Seconds that the user's thread spent in the stream, whatever it did there."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """What was read or looked up and did not train: "batches/<cause>", "rows/<cause>", "ids/<feature>" beyond a
+    sequence's length."""
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(
+            rows=other.rows,
+            staleness=_sum(self.staleness, other.staleness),
+            stages=_sum(self.stages, other.stages),
+            inside=other.inside if self.inside is None else self.inside + (other.inside or 0.0),
+            lost=_sum(self.lost, other.lost),
+        )
+
+
+def _sum(one: Mapping[_Key, _Number], other: Mapping[_Key, _Number]) -> dict[_Key, _Number]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The numbers of one interval of steps. None or empty: not given. NaN: given, but not defined or not finite."""
+
+    step: int
+    """The last step."""
+    samples: int
+    """Samples so far."""
+    total_samples: int | None = None
+    """How many there will be."""
+    seconds: float
+    """Since the beginning."""
+    samples_per_second: float
+    """Over the interval."""
+    loss: float | None = None
+    """Mean over the interval's steps, the last 512 at most."""
+    window: int = 0
+    """How many of the last samples `auc` and `normalised_entropy` are of."""
+    auc: float | None = None
+    normalised_entropy: float | None = None
+    staleness: float | None = None
+    """Mean over the batches looked up in the interval."""
+    max_staleness: int | None = None
+    """Largest of the interval."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Rows of each table."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds per step of each stage, mean over the interval. "dense" is the time between the calls of the stream."""
+
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """What did not train, so far; see `Counters`."""
+
+    def scalars(self) -> dict[str, float]:
+        """Every number that was given, flat, by name: what TensorBoard and JSON lines hold."""
+        names = ("step", "samples", "seconds", "samples_per_second", "loss", "auc", "normalised_entropy")
+        found = {name: getattr(self, name) for name in (*names, "staleness", "max_staleness")}
+        found |= {f"rows/{table}": rows for table, rows in self.rows.items()}
+        found |= {f"seconds/{stage}": seconds for stage, seconds in self.stages.items()}
+        found |= {f"lost/{what}": count for what, count in self.lost.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def line(report: Report) -> str:
+    """One line, in the order in which a person asks."""
+    return " | ".join(_phrases(report))
+
+
+def bar(report: Report, columns: int, marks: str = "#.") -> str:
+    """At most so many columns: how much is done, where the total is known, then as much of the line as fits."""
+    phrases = _phrases(report)
+    if report.total_samples:
+        share = min(1.0, report.samples / report.total_samples)
+        full = int(20 * share)
+        phrases.insert(0, f"{marks[0] * full}{marks[1] * (20 - full)} {share:4.0%}")
+    text = phrases[0]
+    for phrase in phrases[1:]:
+        if len(text) + 3 + len(phrase) > columns:
+            break
+        text += f" | {phrase}"
+    return text[:columns]
+
+
+def short(number: float) -> str:
+    """About three digits: 950, 81.2k, 4.9M, 2.13G."""
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * scale:
+            return f"{number / scale:.3g}{letter}"
+    return f"{number:.0f}"
+
+
+def _phrases(report: Report) -> list[str]:
+    left = ""
+    if report.total_samples and report.samples_per_second > 0:
+        left = f", {_clock(max(0, report.total_samples - report.samples) / report.samples_per_second)} left"
+    found = [f"step {report.step:,}", f"{short(report.samples)} samples in {_clock(report.seconds)}{left}"]
+    found.append(f"{short(report.samples_per_second)}/s")
+    if report.loss is not None:
+        found.append(f"loss {report.loss:.4f}")
+    if report.auc is not None and report.normalised_entropy is not None:
+        found.append(f"AUC {report.auc:.4f} NE {report.normalised_entropy:.4f} of the last {short(report.window)}")
+    if report.staleness is not None:
+        found.append(f"staleness {report.staleness:.1f}, at most {report.max_staleness}")
+    if report.rows:
+        found.append(f"{short(sum(report.rows.values()))} rows")
+    if report.lost:
+        found.append("lost " + ", ".join(f"{short(count)} {what}" for what, count in report.lost.items()))
+    if report.stages:
+        found.append("ms/step " + " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items()))
+    return found
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    minutes = f"{whole // 60 % 60:02}:{whole % 60:02}"
+    return minutes if whole < 3600 else f"{whole // 3600}:{minutes}"

@@ -1,0 +1,59 @@
+"""What every kind of source gives to the road of a batch: blocks that can be read on their own, piece by piece.
+
+A block is what reading can begin at: a row group, a byte range of a text file, a record batch, a file that can only be
+read from its start. It comes in pieces of bounded size, most blocks in one. Reading a piece from its block is done in
+order, one piece at a time; decoding pieces to samples is done in any order, in many threads at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from satrap._core import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that is refused."""
+
+    where: Callable[[], str]
+    """Says the file and the line. Finding the line may mean to read the file up to it."""
+    why: str
+    """What was found and what was wanted."""
+
+    def __str__(self) -> str:
+        return f"{self.where()}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Decoded samples of a block. Refused and dropped rows are not among them."""
+
+    samples: Samples
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Arrow arrays, as long as the samples."""
+    bad: tuple[BadRow, ...] = ()
+    """Rows that were refused: at most one more than the user allows."""
+    dropped: int = 0
+    """Rows without a label, where the user said to drop them."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class Block(ABC):
+    """A part of a source that can be read on its own."""
+
+    num_pieces = 1
+    """How many pieces to expect; a guess, only for reading ahead."""
+    exact = False
+    """That is exactly how many there are, so that the end need not be looked for."""
+
+    @abstractmethod
+    def read(self) -> Iterator[Any]:
+        """The pieces, not decoded yet. Opens what it reads when the first is asked for."""
+
+    @abstractmethod
+    def decode(self, raw: Any) -> Piece:
+        """The samples of a piece that `read` gave."""

@@ -1,0 +1,247 @@
+"""Any iterable: of batches as dicts, Inputs or TorchRec's jagged tensors, or of samples as dicts.
+
+Items are taken in the caller's thread, one at a time, and never copied whole. TorchRec is not imported: what has
+keys(), values() and offsets() is taken for a KeyedJaggedTensor, and what has dense_features, sparse_features and labels
+for its Batch. An iterable can only be read from its start, so a position costs reading what came before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from satrap import _core
+from satrap.checks import check_flag, describe, kind_of, suggest
+from satrap.columns import Columns, IdColumn
+from satrap.errors import ConfigError, InputError, SourceError
+from satrap.features import Features
+from satrap.inputs import Inputs
+from satrap.sources.block import Block, Piece
+from satrap.sources.decode import decode
+from satrap.sources.frame import as_arrow, as_numpy
+from satrap.sources.source import Source
+
+_PIECE_SAMPLES = 4096  # taken at a time where each item is a sample
+
+
+@dataclass(frozen=True, eq=False)
+class Iterable(Source):
+    """The items of an iterable, or of what a function returns.
+
+    An item is a batch: a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label), of which dense and label may
+    be None. A column of a dict is an array of one or (for lists of one length) two dimensions, a list, or for a
+    feature (values, offsets) or (values, offsets, weights).
+    """
+
+    items: Any = field(repr=False, compare=False)
+    """The iterable. A function that returns one, or a list, can be read again; an iterator only once."""
+    _: KW_ONLY
+    samples: bool = False
+    """Each item is one sample: a dict of a value, or a list of values, for each column. Missing keys are missing."""
+    batch_size: int | None = None
+    """Samples in a batch, whatever the items hold. None: each item is a batch."""
+    _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_flag("Iterable", "samples", self.samples)
+        super().__post_init__()
+        if not callable(self.items) and not hasattr(self.items, "__iter__"):
+            raise ConfigError(
+                f"Iterable: found {describe(self.items)}; wanted an iterable, or a function returning one"
+            )
+        if self._is_once() and self.epochs != 1:
+            raise ConfigError(
+                f"Iterable: epochs is {self.epochs} and a {type(self.items).__name__} can be read once; give a list, "
+                "or a function that returns a new iterator"
+            )
+
+    def _check_no_batch_size(self, where: str) -> None:
+        if self.shuffle or self.samples:
+            raise ConfigError(f"{where}: batch_size is None and shuffle or samples is True; give the size of a batch")
+
+    def _num_threads(self) -> int:
+        return 0
+
+    def _columns(self, features: Features | Sequence[str]) -> Columns:
+        # By name only: items may bring the weights of a weighted feature without a column for them.
+        return super()._columns(features.names if isinstance(features, Features) else features)
+
+    def _is_once(self) -> bool:
+        return isinstance(self.items, Iterator)
+
+    def _blocks(self, columns: Columns) -> Sequence[Block]:
+        if self._is_once():
+            if self._used:
+                raise SourceError(
+                    f"Iterable: this {type(self.items).__name__} was read before; give a list, or a function that "
+                    "returns a new iterator"
+                )
+            self._used.append(True)
+        return [_Items(self, columns)]
+
+
+class _Items(Block):
+    """All items."""
+
+    def __init__(self, source: Iterable, columns: Columns) -> None:
+        self._source, self._columns = source, columns
+
+    def read(self) -> Iterator[tuple[int, Any]]:
+        given = self._source.items
+        items = iter(given() if callable(given) else given)
+        if not self._source.samples:
+            yield from enumerate(items)
+            return
+        before = 0
+        while some := list(islice(items, _PIECE_SAMPLES)):
+            yield before, some
+            before += len(some)
+
+    def decode(self, raw: tuple[int, Any]) -> Piece:
+        number, item = raw
+        most_bad = self._source.max_bad_rows
+        if self._source.samples:
+            return _decode_samples(number, item, self._columns, most_bad)
+        return decode_item(f"item {number}", item, self._columns, most_bad)
+
+
+def _decode_samples(before: int, items: list[Any], columns: Columns, most_bad: int) -> Piece:
+    for i, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise SourceError(f"item {before + i} is {describe(item)}; wanted a dict, one sample")
+    known = {name for item in items for name in item}
+    columns.check(f"items from {before} on", sorted(known))
+    where = f"items from {before} on"
+    arrays = {name: as_arrow(where, name, [item.get(name) for item in items]) for name in columns.needed()}
+    return decode(arrays, len(items), columns, where=where, row=lambda i: f"item {before + i}", most_bad=most_bad)
+
+
+def decode_item(where: str, item: Any, columns: Columns, most_bad: int = 0) -> Piece:
+    """One batch in any of the forms that `Iterable` takes."""
+    if isinstance(item, Inputs):
+        return _decode_inputs(where, item, columns)
+    if all(hasattr(item, name) for name in ("dense_features", "sparse_features", "labels")):
+        item = (item.dense_features, item.sparse_features, item.labels)
+    if _is_jagged(item):
+        item = (None, item, None)
+    if isinstance(item, tuple) and len(item) == 3 and _is_jagged(item[1]):
+        return _decode_jagged(where, item, columns)
+    if isinstance(item, Mapping):
+        return _decode_dict(where, item, columns, most_bad)
+    raise SourceError(
+        f"{where} is {kind_of(item)}; wanted a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label); a "
+        "DataFrame, a table or a dict of columns goes into satrap.Frame"
+    )
+
+
+def _is_jagged(item: Any) -> bool:
+    return all(hasattr(item, name) for name in ("keys", "values", "offsets"))
+
+
+def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, most_bad: int) -> Piece:
+    columns.check(where, list(item))
+    ids, arrays = [], {}
+    for feature, column in zip(columns.features, columns.ids, strict=True):
+        value = item[column.name]
+        if isinstance(value, tuple) and len(value) not in (2, 3):
+            raise SourceError(
+                f"{where}: feature {feature!r} has {len(value)} arrays; wanted (values, offsets[, weights])"
+            )
+        if isinstance(value, tuple) and len(value) == 3:
+            column = replace(column, weights=f"{column.name}, weights")
+            arrays[column.name] = as_arrow(where, column.name, value[:2])
+            arrays[str(column.weights)] = as_arrow(where, str(column.weights), (value[2], value[1]))
+        ids.append(column)
+    settled = replace(columns, ids=tuple(ids))
+    for name in settled.needed():
+        if name not in arrays:
+            arrays[name] = as_arrow(where, name, item[name])
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise SourceError(f"{where} has columns of different lengths: {lengths}; wanted one length")
+    n = next(iter(lengths.values()))
+    return decode(arrays, n, settled, where=where, row=lambda i: f"{where}, sample {i}", most_bad=most_bad)
+
+
+def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Piece:
+    _refuse_declared(where, columns)
+    n = item.batch_size
+    bags: list[Any] = []
+    num_bags = n * len(item.names)
+    for name, array, wanted in (
+        ("offsets", item.offsets, num_bags + 1),
+        ("values", item.values if item.offsets is None else None, num_bags),
+        ("weights", item.weights, len(item.values)),
+    ):
+        if array is not None and array.shape != (wanted,):
+            raise SourceError(
+                f"{where}: {name} have the shape {array.shape}; wanted ({wanted},) for {len(item.names)} features of "
+                f"{n} samples"
+            )
+    for column in columns.ids:
+        at = _place(where, column, item.names) * n
+        if item.offsets is None:
+            weights = None if item.weights is None else item.weights[at : at + n]
+            bags.append((item.values[at : at + n], None, weights))
+        else:
+            bags.append((item.values, item.offsets[at : at + n + 1], item.weights))
+    missing = [name for name in columns.extra if name not in item.extra]
+    if missing:
+        raise SourceError(f"{where} has no extra {missing[0]!r}; it has {sorted(item.extra)}")
+    extra = {name: as_arrow(where, name, item.extra[name]) for name in columns.extra}
+    return Piece(samples=_samples(where, n, bags, item.dense, item.label), extra=extra)
+
+
+def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> Piece:
+    _refuse_declared(where, columns)
+    if columns.extra:
+        raise SourceError(f"{where}: a KeyedJaggedTensor brings no column {columns.extra[0]!r}; leave out extra")
+    dense, jagged, label = item
+    keys = list(jagged.keys())
+    values = np.asarray(as_numpy(jagged.values()))
+    if values.dtype.kind not in "iu":
+        raise SourceError(f"{where}: values are {values.dtype}; wanted integers")
+    values = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False).view(np.uint64)
+    offsets = np.asarray(as_numpy(jagged.offsets()), np.int64)
+    weights = jagged.weights_or_none() if hasattr(jagged, "weights_or_none") else None
+    weights = None if weights is None else np.asarray(as_numpy(weights), np.float32)
+    n, rest = divmod(len(offsets) - 1, max(1, len(keys)))
+    if rest or len(offsets) == 0:
+        raise SourceError(f"{where}: {len(offsets)} offsets of {len(keys)} keys; wanted one batch size for all keys")
+    bags = []
+    for column in columns.ids:
+        at = _place(where, column, keys) * n
+        bags.append((values, offsets[at : at + n + 1], weights))
+    return Piece(samples=_samples(where, n, bags, dense, label))
+
+
+def _refuse_declared(where: str, columns: Columns) -> None:
+    """An item that brings dense numbers, labels and weights has no columns to choose them from."""
+    weights = [column.weights for column in columns.ids if column.weights is not None]
+    for name, declared in (("dense", columns.dense), ("label", columns.label), ("weights", weights)):
+        if declared:
+            raise SourceError(f"{where} brings its own {name}; leave out {name}=, or give dicts of columns")
+
+
+def _place(where: str, column: IdColumn, names: Sequence[str]) -> int:
+    if column.name not in names:
+        nearest = suggest(column.name, list(names)) if names else "it has none"
+        raise SourceError(f"{where} has no feature {column.name!r}; {nearest}")
+    return list(names).index(column.name)
+
+
+def _samples(where: str, n: int, bags: list[Any], dense: Any, label: Any) -> _core.Samples:
+    try:
+        return _core.Samples(n, bags, _numbers(dense), _numbers(label))
+    except InputError as error:
+        raise SourceError(f"{where}: {error}") from error
+
+
+def _numbers(numbers: Any) -> Any:
+    """[n, width], of one or two dimensions."""
+    if numbers is None:
+        return None
+    array = np.ascontiguousarray(as_numpy(numbers), np.float32)
+    return array[:, None] if array.ndim == 1 else array

@@ -1,0 +1,102 @@
+"""A small training job, run by tests here and in children that are killed: `python checkpoint_job.py RUN STEPS`.
+
+Prints each step's number when it is done. With the same seed and steps it ends in the same bits, killed or not.
+"""
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from satrap import Adagrad, Adam, Checkpoint, Embeddings, Inputs, MinCount, Position, Table
+
+SIZE, NUM_IDS = 16, 200
+
+
+class Source:
+    """Batches that are a function of their number."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.seed = num, 0
+
+    def signature(self) -> dict[str, Any]:
+        return {"type": "Source", "seed": self.seed}
+
+    def batches(self, features: Mapping[str, Any], position: Position | None = None) -> Iterator[Inputs]:
+        for i in range(0 if position is None else position.batch, self.num):
+            rng = np.random.default_rng(i)
+            yield Inputs(
+                names=tuple(features),
+                values=rng.integers(0, NUM_IDS, 2 * SIZE, dtype=np.uint64),
+                batch_size=SIZE,
+                dense=rng.standard_normal((SIZE, 3)).astype(np.float32),
+                label=rng.integers(0, 2, SIZE).astype(np.float32),
+                position=Position(0, 0, i + 1),
+            )
+
+
+class Job:
+    """Everything of a run. Dropout makes it depend on the random state, a scheduler on one more object."""
+
+    def __init__(
+        self, run: str, num_steps: int, *, dim: int = 4, seed: int = 0, hidden: int = 8, **options: Any
+    ) -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        user = Table("user", dim=dim, optimizer=Adagrad(lr=0.1), capacity=120, num_buckets=2)
+        item = Table("item", dim=dim, optimizer=Adam(lr=0.01), admission=MinCount(2, window=64), dtype="bfloat16")
+        self.embeddings = Embeddings({"user": user, "item": item}, seed=seed, num_threads=1)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(3 + 2 * dim, hidden), torch.nn.Dropout(0.5), torch.nn.Linear(hidden, 1)
+        )
+        self.optimizer = self.embeddings.optimizer(torch.optim.Adam(self.model.parameters(), lr=0.01))
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+        self.source = Source(num_steps)
+        self.run = Checkpoint(
+            run,
+            self.model,
+            self.optimizer,
+            self.embeddings,
+            self.source,
+            further={"scheduler": self.scheduler},
+            **options,
+        )
+
+    def train(self, every_steps: int = 1) -> None:
+        """The rest of the steps."""
+        with self.embeddings.stream(self.source) as stream:
+            for batch in stream:
+                logit = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
+                loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, batch.label)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.run.save(every_steps=every_steps)
+                print(self.embeddings.step, flush=True)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that must be the same."""
+        every = np.arange(NUM_IDS, dtype=np.uint64)
+        found: dict[str, Any] = {}
+        for name, store in self.embeddings.tables.items():
+            store.check()
+            values, state, present = store.read(every)
+            found |= {f"{name}.values": values, f"{name}.state": state, f"{name}.present": present}
+            found[f"{name}.rows"] = len(store)
+        for name, parameter in self.model.named_parameters():
+            found[name] = parameter.detach().numpy().copy()
+        found |= {"step": self.embeddings.step, "lr": [group["lr"] for group in self.optimizer.param_groups]}
+        found["random"] = torch.get_rng_state().numpy()
+        return found
+
+
+if __name__ == "__main__":
+    job = Job(sys.argv[1], int(sys.argv[2]), keep=2, full_every=3)
+    job.run.resume()
+    job.train()
+    np.savez(Path(sys.argv[1]) / "end.npz", **job.state())

@@ -1,0 +1,295 @@
+"""Checkpoints: what is saved comes back bit for bit, kill -9 at any moment included; what does not fit is refused."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint_job import NUM_IDS, Job, Source
+from satrap import Checkpoint
+from satrap.errors import CheckpointError, SatrapError, SnapshotError
+from satrap.statefile import load_state, save_state
+
+DEADLINE_SECONDS = 60
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def uninterrupted(tmp_path: Path, steps: int) -> dict[str, Any]:
+    job = Job(str(tmp_path / "whole"), steps)
+    job.train(every_steps=10**6)
+    return job.state()
+
+
+@pytest.mark.parametrize("full_every", [1, 3])
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, full_every: int) -> None:
+    wanted = uninterrupted(tmp_path, 20)
+    run = str(tmp_path / "run")
+    for steps in (4, 9, 11, 20):
+        job = Job(run, steps, full_every=full_every)
+        assert job.run.resume() == (steps > 4)
+        job.source.num = steps
+        job.train(every_steps=1)
+    same(job.state(), wanted)
+
+
+def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
+    """Starts the job again and again, kills it at random moments, and lets it end at last."""
+    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
+    command = [sys.executable, str(Path(__file__).parent / job), str(run), str(steps)]
+    kills = 0
+    while not (run / "end.npz").exists():
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        if kills < 6:
+            for _ in range(rng.randint(1, 6)):  # so many steps, and then somewhere in the next
+                child.stdout.readline()
+            try:
+                child.wait(rng.random() * 0.02)
+            except subprocess.TimeoutExpired:
+                child.send_signal(signal.SIGKILL)
+                kills += 1
+        child.communicate(timeout=DEADLINE_SECONDS)
+        assert child.returncode in (0, -signal.SIGKILL)
+    assert kills > 0
+    return dict(np.load(run / "end.npz"))
+
+
+def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path: Path) -> None:
+    same(run_killed("checkpoint_job.py", tmp_path / "run", 40), uninterrupted(tmp_path, 40))
+
+
+def test_a_run_with_staleness_that_is_killed_updates_each_batch_once(tmp_path: Path) -> None:
+    steps = 40
+    found = run_killed("counting_job.py", tmp_path / "run", steps)
+    seen = np.zeros((2, NUM_IDS), np.int64)
+    for inputs in Source(steps).batches({"user": None, "item": None}):
+        for table, ids in enumerate(inputs.values.reshape(2, -1)):
+            np.add.at(seen[table], ids.astype(np.int64), 1)
+    assert found["step"] == steps
+    for table, name in enumerate(("user", "item")):
+        np.testing.assert_array_equal(found[name], np.repeat(-seen[table][:, None], 2, 1).astype(np.float32))
+
+
+def test_old_checkpoints_go_but_not_the_parents_of_those_kept(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 8, keep=2, full_every=4)
+    job.train()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["000005-step-5", "000006-step-6", "000007-step-7", "000008-step-8"]
+    again = Job(str(tmp_path), 8)
+    assert again.run.resume()
+    same(again.state(), job.state())
+
+
+def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "new"), 3)
+    assert not job.run.resume()
+    assert not job.run.save(every_steps=2), "no step yet"
+    job.train(every_steps=2)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["000001-step-2"]
+    assert job.run.save()
+    assert not job.run.save(every_steps=3), "saved already"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hidden": 9}, CheckpointError, r"0\.weight: \(8, 11\) torch\.float32 in the checkpoint, \(9, 11\)"),
+        ({"seed": 5}, SnapshotError, "seed is 5 in the table and 0 in the snapshot"),
+        ({"dim": 3, "hidden": 8}, SatrapError, "in the checkpoint|dim is 3"),
+    ],
+)
+def test_a_checkpoint_of_another_job_is_refused(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    Job(str(tmp_path), 3).train()
+    other = Job(str(tmp_path), 3, **options)
+    before = other.state()
+    with pytest.raises(error, match=message):
+        other.run.resume()
+    same(other.state(), before)
+
+
+def test_a_position_of_another_order_is_refused(tmp_path: Path) -> None:
+    Job(str(tmp_path), 2).train()
+    job = Job(str(tmp_path), 2)
+    before = job.state()
+    job.source.seed = 1
+    with pytest.raises(CheckpointError, match="position is of a source that is read otherwise: seed is 0 in the chec"):
+        job.run.resume()
+    same(job.state(), before)
+    assert Job(str(tmp_path), 2).run.resume()
+
+
+class Untakeable:
+    """A scheduler of another kind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError("unexpected keys")
+
+
+def test_an_object_that_refuses_its_state_changes_nothing(tmp_path: Path) -> None:
+    Job(str(tmp_path), 2).train()
+    job = Job(str(tmp_path), 2)
+    before = job.state()
+    job.run._objects["scheduler"] = Untakeable()
+    with pytest.raises(CheckpointError, match="scheduler does not take its state: unexpected keys"):
+        job.run.resume()
+    same(job.state(), before)
+    dense = torch.optim.SGD(job.model.parameters(), lr=0.5)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer does not take its state: the dense .* was Adam and is SGD here"
+    ):
+        Checkpoint(
+            tmp_path,
+            job.model,
+            job.embeddings.optimizer(dense),
+            job.embeddings,
+            job.source,
+            further={"scheduler": job.scheduler},
+        ).resume()
+    same(job.state() | {"lr": 0}, before | {"lr": 0})
+
+
+def test_an_optimizer_of_one_half_is_refused(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 1)
+    with pytest.raises(CheckpointError, match=r"optimizer is an Adam; wanted what embeddings\.optimizer"):
+        Checkpoint(tmp_path, job.model, job.optimizer.dense, job.embeddings)
+
+
+def test_a_plain_list_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Not only sources have positions: an iterable is read again up to there."""
+    data: Any = list(Source(6).batches({"user": None, "item": None}))
+    job = Job(str(tmp_path), 6)
+    job.source = job.run._data = data
+    with job.embeddings.stream(data) as stream:
+        for batch in stream:
+            batch.embeddings.sum().backward()
+            job.optimizer.step()
+            job.run.save(every_steps=4)
+            if batch.step == 5:
+                break
+    again = Job(str(tmp_path), 6)
+    again.source = again.run._data = data
+    assert again.run.resume()
+    rest = [(batch.step, batch.inputs.values) for batch in again.embeddings.stream(data)]
+    assert [step for step, _ in rest] == [5, 6]
+    np.testing.assert_array_equal([values for _, values in rest], [inputs.values for inputs in data[4:]])
+
+
+def test_names_in_a_state_cannot_meet(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(2)}, "c": {1: torch.ones(3), "1": torch.zeros(4)}}
+    save_state(tmp_path / "state", state)
+    found = load_state(tmp_path / "state")
+    assert torch.equal(found["a.b"], torch.ones(1)) and torch.equal(found["a"]["b"], torch.zeros(2))
+    assert torch.equal(found["c"][1], torch.ones(3)) and torch.equal(found["c"]["1"], torch.zeros(4))
+
+
+def newest(run: Path) -> Path:
+    return sorted(run.glob("0*-step-*"))[-1]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["checkpoint.json", "state.safetensors", "tables/0/manifest.json", "rows"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, file: str, harm: str) -> None:
+    Job(str(tmp_path), 2).train()
+    folder = newest(tmp_path)
+    path = next((folder / "tables/0").glob("*.arrow")) if file == "rows" else folder / file
+    if harm == "flip":
+        flip(path)
+    elif harm == "cut":
+        path.write_bytes(path.read_bytes()[:-7])
+    else:
+        path.unlink()
+    job = Job(str(tmp_path), 2)
+    before = job.state()
+    if (file, harm) == ("checkpoint.json", "remove"):  # then it is no checkpoint: the one before it is the newest
+        assert job.run.resume() and job.embeddings.step == 1
+        return
+    with pytest.raises(SatrapError, match=str(folder)):
+        job.run.resume()
+    same(job.state(), before)
+
+
+def test_changes_without_their_parent_are_refused(tmp_path: Path) -> None:
+    Job(str(tmp_path), 2, full_every=2).train()
+    shutil.rmtree(tmp_path / "000001-step-1")
+    with pytest.raises(CheckpointError, match="needs its parent '000001-step-1'"):
+        Job(str(tmp_path), 2).run.resume()
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    Job(str(tmp_path), 1).train()
+    path = newest(tmp_path) / "checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 7}))
+    with pytest.raises(CheckpointError, match="version 7; this Satrap reads"):
+        Job(str(tmp_path), 1).run.resume()
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 3)
+    job.train()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    job.run._objects["further"] = Unsavable()
+    with pytest.raises(CheckpointError, match=r"state\.objects\.further\.hook is a function"):
+        job.run.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    del job.run._objects["further"]
+    assert job.run.save()
+
+
+class Unsavable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"hook": lambda: None}
+
+
+@pytest.mark.parametrize(("option", "value"), [("keep", 0), ("keep", True), ("full_every", "x")])
+def test_bad_options_are_refused(tmp_path: Path, option: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"{option} is {value!r}; wanted an integer"):
+        Job(str(tmp_path), 1, **{option: value})
+
+
+def test_another_file_system(tmp_path: Path) -> None:
+    run = f"memory://{tmp_path.name}/run"
+    job = Job(run, 5, keep=2, full_every=2)
+    job.train()
+    again = Job(run, 5)
+    assert again.run.resume()
+    same(again.state(), job.state())
+    assert not Job(f"memory://{tmp_path.name}/other", 5).run.resume()
+    assert not list(again.run._home._path.iterdir()), "what was fetched goes"
+
+
+def test_random_states_are_resumed(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 2)
+    job.train()
+    wanted = random.random(), torch.rand(3), np.random.rand(3)  # noqa: NPY002
+    again = Job(str(tmp_path), 2)
+    np.random.seed(9)  # noqa: NPY002
+    assert again.run.resume()
+    assert random.random() == wanted[0]
+    assert torch.equal(torch.rand(3), wanted[1])
+    np.testing.assert_array_equal(np.random.rand(3), wanted[2])  # noqa: NPY002

@@ -1,0 +1,66 @@
+"""`satrap doctor`, as a user calls it: its numbers are of this machine, and of a run that took place."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from satrap import _core
+from satrap.cli import main
+
+
+def test_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-run"]) == 0
+    text = capsys.readouterr().out
+    for package in ("numpy", "torch", "pyarrow"):
+        assert re.search(rf"^{package} +{re.escape(importlib.metadata.version(package))}$", text, re.MULTILINE)
+    assert f"{_core.simd_paths()[0]} (this machine has" in text
+    assert f"cores        {len(os.sched_getaffinity(0))} for this process" in text
+    assert f"threads      torch {torch.get_num_threads()}, tables " in text
+    total, available = (float(x) for x in re.search(r"memory +([\d.]+) GiB, ([\d.]+) GiB avail", text).groups())  # type: ignore[union-attr]
+    assert 0 < available <= total
+    assert "short run" not in text
+
+
+def test_the_short_run_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--dim", "4"]) == 0
+    text = capsys.readouterr().out
+    samples = float(re.search(r"short run +([\d,]+) samples/s", text).group(1).replace(",", ""))  # type: ignore[union-attr]
+    stages = {name.strip(): float(ms) for name, ms in re.findall(r"^  (\D+?) +([\d.]+) ms a step", text, re.MULTILINE)}
+    assert set(stages) == {"read", "lookup", "forward and backward", "update", "dense optimizer"}
+    assert list(stages.values()) == sorted(stages.values(), reverse=True)
+    assert sum(stages.values()) <= 1.02 * 4096 / samples * 1000
+    assert text.rstrip().endswith(f"bounded by {next(iter(stages))}")
+
+
+def test_the_command_is_installed() -> None:
+    command = os.path.join(os.path.dirname(sys.executable), "satrap")
+    found = subprocess.run([command, "doctor", "--no-run"], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.startswith("python ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["cure"], ["doctor", "--dim", "x"]])
+def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2
+    assert "usage: satrap" in capsys.readouterr().err
+
+
+def test_a_bad_dim_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--dim", "0"]) == 1
+    assert capsys.readouterr().err.startswith("satrap: ")
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    command = [os.path.join(os.path.dirname(sys.executable), "satrap"), "doctor", "--no-run"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    assert child.wait(60) == 1
+    assert child.stderr.read() == ""
+    child.stderr.close()

@@ -1,0 +1,350 @@
+"""Training by a user's own loop, against the same model in plain PyTorch; torch's own tools by torch's own rules."""
+
+import copy
+import gc
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from loop import NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
+from satrap import Adagrad, Constant, Embeddings, Inputs, StreamError, Table
+
+
+def test_synchronous_training_equals_plain_pytorch() -> None:
+    embeddings, model, optimizer = job()
+    plain, plain_model = Plain(embeddings), copy.deepcopy(model)
+    data = batches(12)
+    losses = train(embeddings, model, optimizer, data)
+    wanted = plain.train(plain_model, torch.optim.SGD(plain_model.parameters(), lr=0.05), data, 0.1)
+    assert losses == wanted
+    seen = {name: {int(v) for inputs in data for v in inputs.values} for name in ("user", "item")}
+    for name, values in rows(embeddings).items():
+        present = embeddings.tables[name].read(np.arange(NUM_IDS, dtype=np.uint64)).present
+        assert present.any() and seen
+        np.testing.assert_array_equal(values[present], plain.weights[name].numpy()[present])
+    for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_deterministic_runs_repeat_exactly(overlap: bool, staleness: int) -> None:
+    def run() -> tuple[list[float], dict[str, np.ndarray], dict[int, int]]:
+        embeddings, model, optimizer = job(staleness, deterministic=True)
+        losses = train(embeddings, model, optimizer, batches(15), overlap=overlap)
+        return losses, rows(embeddings), {}
+
+    first, again = run(), run()
+    assert first[0] == again[0]
+    for name in first[1]:
+        np.testing.assert_array_equal(first[1][name], again[1][name])
+
+
+def test_deterministic_staleness_is_the_same_inline_and_overlapped() -> None:
+    results = []
+    for overlap in (False, True):
+        embeddings, model, optimizer = job(2, deterministic=True)
+        results.append((train(embeddings, model, optimizer, batches(15), overlap=overlap), rows(embeddings)))
+    assert results[0][0] == results[1][0]
+    np.testing.assert_array_equal(results[0][1]["item"], results[1][1]["item"])
+
+
+def test_the_staleness_seen_is_a_histogram() -> None:
+    embeddings, model, optimizer = job(3, deterministic=True)
+    with embeddings.stream(batches(10), overlap=True) as stream:
+        for batch in stream:
+            loss_of(model, batch).backward()
+            optimizer.step()
+        assert stream.staleness_seen == {0: 1, 1: 1, 2: 1, 3: 7}
+
+
+def test_accumulation_sums_and_applies_once() -> None:
+    one, model, optimizer = job()
+    data = batches(4, size=4)
+    with one.stream(data, accumulate=2) as stream:
+        for i, batch in enumerate(stream):
+            (loss_of(model, batch) / 2).backward()
+            if i % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert one.step == 2 and not stream.dropped
+    other, twin, twin_optimizer = job()
+
+    def joined(a: Inputs, b: Inputs) -> Inputs:
+        assert a.offsets is not None and b.offsets is not None and a.dense is not None and b.dense is not None
+        values, lengths = [], []
+        for f in range(3):
+            for inputs in (a, b):
+                assert inputs.offsets is not None
+                size = inputs.batch_size
+                part = inputs.offsets[f * size : (f + 1) * size + 1]
+                values.append(inputs.values[part[0] : part[-1]])
+                lengths.append(np.diff(part))
+        assert a.label is not None and b.label is not None
+        return Inputs(
+            names=a.names,
+            values=np.concatenate(values),
+            offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64),
+            batch_size=a.batch_size + b.batch_size,
+            dense=np.concatenate([a.dense, b.dense]),
+            label=np.concatenate([a.label, b.label]),
+        )
+
+    train(other, twin, twin_optimizer, [joined(data[0], data[1]), joined(data[2], data[3])])
+    for name, values in rows(one).items():
+        np.testing.assert_allclose(values, rows(other)[name], rtol=0, atol=1e-6)
+
+
+def test_a_step_in_the_middle_of_accumulation_is_refused() -> None:
+    embeddings, model, optimizer = job()
+    stream = embeddings.stream(batches(4), accumulate=2)
+    loss_of(model, next(stream)).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(StreamError, match="after 1 of 2 batches"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    stream.close()
+
+
+def test_a_last_short_group_may_be_stepped() -> None:
+    embeddings, model, optimizer = job()
+    stream = embeddings.stream(batches(3), accumulate=2)
+    for i, batch in enumerate(stream):
+        loss_of(model, batch).backward()
+        if i == 1:
+            optimizer.step()
+    optimizer.step()
+    stream.close()
+    assert embeddings.step == 2 and not stream.dropped
+
+
+def test_a_batch_that_no_loss_reached_is_dropped_and_counted() -> None:
+    embeddings, model, optimizer = job()
+    with embeddings.stream(batches(6)) as stream:
+        for i, batch in enumerate(stream):
+            if i % 2 == 1:
+                continue
+            loss_of(model, batch).backward()
+            optimizer.step()
+    assert stream.dropped == {"unused": 3}
+
+
+def test_a_loss_without_a_step_is_an_error_and_no_wait() -> None:
+    embeddings, model, _ = job()
+    stream = embeddings.stream(batches(6))
+    loss_of(model, next(stream)).backward()
+    with pytest.raises(StreamError, match=r"optimizer\.step\(\) was not called"):
+        next(stream)
+    stream.close()
+
+
+def test_cleared_gradients_drop_the_batch() -> None:
+    embeddings, model, optimizer = job()
+    stream = embeddings.stream(batches(6))
+    loss_of(model, next(stream)).backward()
+    before, held = rows(embeddings)["user"], embeddings.tables["user"].read(np.arange(NUM_IDS, dtype=np.uint64)).present
+    optimizer.zero_grad()
+    next(stream)
+    assert stream.dropped == {"zero_grad": 1}
+    np.testing.assert_array_equal(rows(embeddings)["user"][held], before[held])
+    stream.close()
+
+
+def test_several_losses_add_up() -> None:
+    results = []
+    for split in (False, True):
+        embeddings, model, optimizer = job()
+        with embeddings.stream(batches(3)) as stream:
+            for batch in stream:
+                optimizer.zero_grad()
+                out = model(batch.dense, batch.embeddings)
+                one, two = out.square().mean(), batch.embeddings.square().sum()
+                if split:
+                    one.backward(retain_graph=True)
+                    two.backward()
+                else:
+                    (one + two).backward()
+                optimizer.step()
+        results.append(rows(embeddings))
+    np.testing.assert_allclose(results[0]["item"], results[1]["item"], rtol=1e-6, atol=1e-7)
+
+
+def test_a_scheduler_acts_on_tables() -> None:
+    embeddings, model, optimizer = job()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0 if epoch >= 2 else 1.0)
+    states = []
+    with embeddings.stream(batches(4)) as stream:
+        for batch in stream:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            scheduler.step()
+            states.append(rows(embeddings)["user"].copy())
+    assert not np.array_equal(states[0], states[1])
+    present = states[1].any(axis=1)
+    np.testing.assert_array_equal(states[3][present], states[1][present])
+
+
+def test_clipping_reaches_the_gradients_of_embeddings() -> None:
+    embeddings, model, optimizer = job()
+    with embeddings.stream(batches(1)) as stream:
+        batch = next(stream)
+        (100 * loss_of(model, batch)).backward()
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        assert any(p is batch.embeddings for p in every)
+        torch.nn.utils.clip_grad_norm_(every, 1e-3)
+        assert batch.embeddings.grad is not None and batch.embeddings.grad.norm() < 1.1e-3
+        optimizer.step()
+
+
+def test_an_overflowed_step_touches_neither_half() -> None:
+    embeddings, model, optimizer = job()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with embeddings.stream(batches(4)) as stream:
+        for i, batch in enumerate(stream):
+            optimizer.zero_grad()
+            before = rows(embeddings), [p.detach().clone() for p in model.parameters()]
+            loss = loss_of(model, batch) * (float("inf") if i == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            same = all(torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True))
+            assert same == (i == 1)
+        assert stream.dropped == {"overflow": 1}
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_scaled_loss_gives_the_same_rows() -> None:
+    results = []
+    for scaled in (False, True):
+        embeddings, model, optimizer = job()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        with embeddings.stream(batches(4)) as stream:
+            for batch in stream:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        results.append(rows(embeddings))
+    np.testing.assert_array_equal(results[0]["item"], results[1]["item"])
+
+
+def test_autocast_to_bfloat16() -> None:
+    embeddings, model, optimizer = job()
+    with embeddings.stream(batches(3)) as stream:
+        for batch in stream:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, batch)
+            loss.backward()
+            assert batch.embeddings.grad is not None and batch.embeddings.grad.dtype == torch.float32
+            optimizer.step()
+    assert embeddings.step == 3
+
+
+def test_a_compiled_dense_part() -> None:
+    embeddings, model, optimizer = job()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    plain_embeddings, plain_model, plain_optimizer = job()
+    losses = train(embeddings, compiled, optimizer, batches(3))  # type: ignore[arg-type]
+    assert losses == train(plain_embeddings, plain_model, plain_optimizer, batches(3))
+
+
+def test_evaluation_changes_nothing() -> None:
+    embeddings, model, optimizer = job()
+    train(embeddings, model, optimizer, batches(3))
+    sizes = {name: len(store) for name, store in embeddings.tables.items()}
+    before = rows(embeddings)
+    embeddings.eval()
+    for batch in embeddings.stream(batches(5, seed=9)):
+        assert not batch.embeddings.requires_grad
+        assert batch.step == 0
+    assert {name: len(store) for name, store in embeddings.tables.items()} == sizes
+    np.testing.assert_array_equal(before["item"], rows(embeddings)["item"])
+    embeddings.train()
+    train(embeddings, model, optimizer, batches(1))
+    assert embeddings.step == 4
+
+
+def test_no_threads_are_left() -> None:
+    before = set(threading.enumerate())
+    embeddings, model, optimizer = job(2)
+    stream = embeddings.stream(batches(9), overlap=True)
+    loss_of(model, next(stream)).backward()
+    optimizer.step()
+    del stream, embeddings, optimizer
+    gc.collect()
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
+    def torn() -> Iterator[Inputs]:
+        yield from batches(2)
+        raise OSError("part 7 is torn")
+
+    embeddings, model, optimizer = job(1)
+    with pytest.raises(OSError, match="part 7 is torn") as caught:
+        train(embeddings, model, optimizer, torn(), overlap=overlap)
+    assert "in the read stage" in caught.value.__notes__[0]
+
+
+def test_streams_need_an_optimizer_or_evaluation() -> None:
+    embeddings = Embeddings(tables())
+    with pytest.raises(StreamError, match="no optimizer"):
+        embeddings.stream(batches(1))
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_the_optimizer_is_a_torch_optimizer(closure: bool) -> None:
+    embeddings, model, optimizer = job()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    with embeddings.stream(batches(1)) as stream:
+        batch = next(stream)
+
+        def again() -> Tensor:
+            optimizer.dense.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        call: Callable[[], Any] = (
+            (lambda: optimizer.step(again)) if closure else (lambda: (again(), optimizer.step())[0])
+        )
+        assert call() is not None
+    state = optimizer.state_dict()
+    optimizer.param_groups[-1]["lr"] = 7.0
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[-1]["lr"] == pytest.approx(0.1)
+
+
+def test_split_names_the_parts_of_a_block() -> None:
+    embeddings = Embeddings(
+        {"a": Table("a", dim=2, initial=Constant(1.0)), "b": Table("b", dim=3, optimizer=Adagrad())}
+    )
+    parts = embeddings.split(torch.arange(10.0).view(2, 5))
+    assert {name: tuple(part.shape) for name, part in parts.items()} == {"a": (2, 2), "b": (2, 3)}
+
+
+def test_control_c_ends_a_run_at_once() -> None:
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "endless_job.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "training\n"
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode != 0
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no word of threads or leaks after it

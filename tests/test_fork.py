@@ -1,0 +1,206 @@
+"""A fork()ed process cannot use a store of its parent, and says so at once instead of hanging or writing to its file.
+
+A fork has none of the parent's threads, and whatever locks they held stay locked there. So each call of the native
+engine is refused in it. DataLoader's workers are forks by default on Linux.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from satrap import _core
+from satrap.config import SGD, Constant, Table
+from satrap.errors import ForkError
+from satrap.store import Store
+
+DEADLINE_SECONDS = 60
+TABLE = Table("forked", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=8)
+IDS = np.arange(5000, dtype=np.uint64)  # more than a call does alone
+GRADIENTS = -np.ones((len(IDS), TABLE.dim), np.float32)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def in_fork(body: Callable[[], None]) -> None:
+    """Runs the body in a fork and fails if it failed, or hung; its traceback goes to stderr."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(DEADLINE_SECONDS)
+            body()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    assert ended == 0, f"the fork ended with {ended}"
+
+
+def expect_refusal(home: int, call: Callable[[], object]) -> None:
+    with pytest.raises(ForkError, match=f"in process {home} and this is its fork {os.getpid()}: .*'spawn'"):
+        call()
+
+
+@pytest.fixture(params=["anonymous", "shared"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    shared = tmp_path / "table" if request.param == "shared" else None
+    store = Store(TABLE, num_threads=2, shared=shared)
+    store.lookup(IDS)
+    yield store
+    store.check()
+    assert store.stats()["updated"] == 0
+
+
+def test_every_call_of_a_store_is_refused(store: Store, tmp_path: Path) -> None:
+    _, ticket = store.lookup(IDS, with_ticket=True)
+    home, since = os.getpid(), store.save(tmp_path / "first")
+    calls: list[Callable[[], object]] = [
+        lambda: store.lookup(IDS),
+        lambda: store.lookup(IDS, train=False),
+        lambda: store.update(IDS, GRADIENTS),
+        lambda: store.update(ticket, GRADIENTS),
+        lambda: store.read(IDS),
+        lambda: store.set_lr(2.0),
+        lambda: store.lr,
+        lambda: store.version,
+        lambda: store.latest_step,
+        lambda: len(store),
+        lambda: store.stats(),
+        lambda: store.check(),
+        lambda: store.save(tmp_path / "saved"),
+        lambda: store.save_changes(tmp_path / "changes", since=since),
+    ]
+
+    def body() -> None:
+        for call in calls:
+            expect_refusal(home, call)
+
+    in_fork(body)
+    assert not (tmp_path / "saved").exists() and not (tmp_path / "changes").exists()
+    assert not ticket.used
+
+
+def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
+    """A call of each of its names, with arguments that it would take."""
+    offsets = np.array([0, len(IDS)], np.int64)
+    floats = np.zeros(GRADIENTS.size, np.float32)
+    empty, words, values = np.zeros(0, np.float32), np.ones(len(IDS), np.uint32), np.zeros_like(GRADIENTS)
+    ticket = engine.prepare(IDS, offsets)
+    flags = np.zeros(len(IDS), np.bool_)
+    bags = _core.Bags(engine, [("a", 0, "sum", False, 0)])
+    block = np.zeros(GRADIENTS.size, np.float32)
+    of_bags = engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, [])
+    return {
+        "next_step": engine.next_step,
+        "latest_step": lambda: engine.latest_step,
+        "empty": lambda: engine.empty(3, 4),
+        "lookup": lambda: engine.lookup(IDS, offsets, 1, 1, True, floats, False),
+        "prepare": lambda: engine.prepare(IDS, offsets),
+        "update": lambda: engine.update(ticket, floats, 1, [1.0]),
+        "drop": lambda: engine.drop(ticket),
+        "read": lambda: engine.read(0, IDS, floats, empty, flags),
+        "lr": lambda: engine.lr(0),
+        "set_lr": lambda: engine.set_lr(0, 2.0),
+        "state_dim": lambda: engine.state_dim(0),
+        "num_buckets": lambda: engine.num_buckets(0),
+        "num_rows": lambda: engine.num_rows(0),
+        "stats": lambda: engine.stats(0),
+        "check": lambda: engine.check(0),
+        "version": lambda: engine.version(0),
+        "begin_version": lambda: engine.begin_version(0),
+        "export_rows": lambda: engine.export_rows(0, 0, 8, 0),
+        "export_removed": lambda: engine.export_removed(0, 0, 8, 0),
+        "export_sightings": lambda: engine.export_sightings(0, 0, 8),
+        "removed_since": lambda: engine.removed_since(0),
+        "import_rows": lambda: engine.import_rows(0, IDS, words, values, empty),
+        "import_removed": lambda: engine.import_removed(0, IDS),
+        "import_sightings": lambda: engine.import_sightings(0, IDS, words, words, True),
+        "expire_before": lambda: engine.expire_before(0),
+        "restore": lambda: engine.restore(0, 1, 1, 0, 1.0),
+        "set_complete": lambda: engine.set_complete(True),
+        "lookup_bags": lambda: engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, []),
+        "update_bags": lambda: engine.update_bags([of_bags], [(block, [])], 1, [], 1.0),
+    }
+
+
+def test_every_call_of_the_engine_is_refused(store: Store) -> None:
+    """A call that is new must be put into `engine_calls`, or be of no rows."""
+    engine, home = store._engine, os.getpid()
+    calls = engine_calls(engine)
+    of_no_rows = {"attach", "shared_config", "simd", "num_threads"}
+    assert {name for name in dir(engine) if not name.startswith("_")} - of_no_rows == set(calls)
+
+    def body() -> None:
+        for call in calls.values():
+            expect_refusal(home, call)
+
+    in_fork(body)
+
+
+def test_a_fork_ends_its_copies_without_hanging() -> None:
+    """Of a store with a file: core/tests/test_fork.cpp."""
+    mine = Store(TABLE, num_threads=2)
+    everything: list[Any] = [mine, mine.lookup(IDS, with_ticket=True)]
+    everything.append(mine.lookup(np.arange(200_000, dtype=np.uint64)))  # a block of the engine's pool
+    del mine
+
+    def body() -> None:
+        everything.clear()
+        gc.collect()
+        own = Store(TABLE, num_threads=2)
+        assert own.lookup(IDS).shape == (len(IDS), TABLE.dim)
+
+    in_fork(body)
+
+
+class Looked(Dataset[torch.Tensor]):
+    """Samples that are looked up while they are loaded: in the worker."""
+
+    def __init__(self, store: Store | None) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if self.store is None:
+            self.store = Store(TABLE, num_threads=2)
+        return torch.from_numpy(self.store.lookup(IDS))
+
+
+def load(dataset: Looked) -> list[torch.Tensor]:
+    loader = DataLoader(dataset, num_workers=1, multiprocessing_context="fork", timeout=DEADLINE_SECONDS)
+    before = set(threading.enumerate())
+    try:
+        return list(loader)
+    except ForkError as error:
+        raise error.with_traceback(None) from None  # whose frames hold the loader's iterator, and so its threads
+    finally:
+        gc.collect()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(DEADLINE_SECONDS)
+
+
+def test_a_loader_whose_worker_uses_the_store_is_told(store: Store) -> None:
+    with pytest.raises(ForkError, match="open it here, or start workers with 'spawn'"):
+        load(Looked(store))
+    assert np.array_equal(store.lookup(IDS), np.zeros_like(GRADIENTS))
+
+
+def test_a_loader_whose_worker_opens_its_own_works() -> None:
+    first, second = load(Looked(None))
+    assert first.shape == second.shape == (1, len(IDS), TABLE.dim)

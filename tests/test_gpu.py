@@ -1,0 +1,102 @@
+"""The dense network on a GPU: batches go there and gradients come home by streams of their own, and nothing else
+changes. Skipped where there is no device."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import satrap
+from loop import DIM, batches, job, loss_of, rows
+from satrap import SGD, Embeddings, Inputs, Table
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+DEVICE = "cuda"
+
+
+def trained(device: str, staleness: int, overlap: bool | None = None) -> tuple[list[float], dict[str, Any]]:
+    embeddings, model, _ = job(staleness, deterministic=True)
+    model.to(device)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    losses = []
+    with embeddings.stream(batches(30), device=device, overlap=overlap) as stream:
+        for batch in stream:
+            assert {each.device.type for each in batch.tensors} == {device}
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, rows(embeddings)
+
+
+@pytest.mark.parametrize("overlap", [None, False])
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_a_device_changes_rounding_only(staleness: int, overlap: bool | None) -> None:
+    here, there = trained("cpu", staleness), trained(DEVICE, staleness, overlap)
+    np.testing.assert_allclose(there[0], here[0], rtol=1e-4)
+    for name, values in here[1].items():
+        np.testing.assert_allclose(there[1][name], values, rtol=1e-3, atol=1e-5)
+
+
+def test_runs_on_a_device_repeat() -> None:
+    first, second = trained(DEVICE, 2), trained(DEVICE, 2)
+    for name, values in first[1].items():
+        np.testing.assert_array_equal(second[1][name], values)
+
+
+def test_sequences_and_accumulation() -> None:
+    """Gradients of padded rows, summed over two batches."""
+    item = Table("item", dim=DIM, optimizer=SGD(lr=0.1))
+    found = []
+    for device in ("cpu", DEVICE):
+        embeddings = Embeddings({"history": item.sequence(3)}, num_threads=1)
+        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+        inputs = Inputs(
+            names=("history",), values=np.arange(8, dtype=np.uint64), offsets=np.array([0, 2, 2, 8]), batch_size=3
+        )
+        for i, batch in enumerate(embeddings.stream([inputs] * 4, device=device, accumulate=2)):
+            part = batch.sequences["history"]
+            (part.values * part.mask.unsqueeze(2)).square().sum().backward()
+            if i % 2:
+                optimizer.step()
+        embeddings.drain()
+        found.append(embeddings.tables["item"].read(np.arange(8, dtype=np.uint64)).values)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_an_overflow_in_half_precision_drops_the_batch() -> None:
+    embeddings, model, _ = job()
+    model.to(DEVICE)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**100)
+    batch = next(embeddings.stream(batches(2), device=DEVICE))
+    with torch.autocast(DEVICE, torch.float16):
+        loss = loss_of(model, batch)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert embeddings.counters().lost == {"batches/overflow": 1}
+
+
+def test_evaluation_on_a_device() -> None:
+    embeddings, model, optimizer = job()
+    for batch in embeddings.stream(batches(10)):
+        loss_of(model, batch).backward()
+        optimizer.step()
+    embeddings.eval()
+    here = satrap.evaluate(model, embeddings.stream(batches(5)))
+    there = satrap.evaluate(model.to(DEVICE), embeddings.stream(batches(5), device=DEVICE))
+    assert there.log_loss() == pytest.approx(here.log_loss(), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dlrm_takes_torchs_form_there(dtype: torch.dtype) -> None:
+    features = Embeddings({"a": Table("a", dim=DIM), "b": Table("b", dim=DIM)})
+    model = satrap.models.DLRM(2, features, bottom=(8,), top=(8, 1))
+    dense, block = torch.randn(6, 2), torch.randn(6, 2 * DIM)
+    wanted = model(dense, block)
+    with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+        found = model.to(DEVICE)(dense.to(DEVICE), block.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), wanted, rtol=0.05, atol=0.02)

@@ -1,0 +1,277 @@
+"""Streams that end early, fail, or meet each other: nothing hangs, nothing is lost untold, and the next one works."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint_job import Job, Source
+from loop import BATCH, batches, job, loss_of, rows, train
+from satrap import Checkpoint, Embeddings, Inputs, StreamError
+from satrap.errors import NonFiniteError, SourceError
+
+each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+DEADLINE_SECONDS = 30
+
+
+@each_way
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_batch_that_is_passed_over_in_order(overlap: bool, staleness: int, saves: bool, tmp_path: Path) -> None:
+    """Updates wait for lookups, which wait for the batch that no loss reached."""
+    embeddings, model, optimizer = job(staleness, deterministic=True)
+    run = Checkpoint(tmp_path, model, optimizer, embeddings)
+    for batch in embeddings.stream(batches(8), overlap=overlap):
+        if batch.step in (2, 5):
+            continue
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if saves:
+            run.save(every_steps=1)
+    embeddings.drain()
+    assert embeddings.counters().lost == {"batches/unused": 2}
+    assert embeddings.step == 8
+
+
+class Torn:
+    """A source that fails once."""
+
+    def __init__(self, data: list[Inputs], fail_at: int) -> None:
+        self.data, self.fail_at = data, fail_at
+
+    def __iter__(self) -> Iterator[Inputs]:
+        for i, each in enumerate(self.data):
+            if i == self.fail_at:
+                raise OSError("torn file")
+            yield each
+
+
+@each_way
+def test_after_an_error_the_next_stream_works(overlap: bool, tmp_path: Path) -> None:
+    embeddings, model, optimizer = job(1)
+    run = Checkpoint(tmp_path, model, optimizer, embeddings)
+    with pytest.raises(OSError, match="torn file"):
+        train(embeddings, model, optimizer, Torn(batches(6), 4), overlap=overlap)
+    assert run.save()
+    assert embeddings.counters().lost.keys() <= {"batches/closed"}
+    train(embeddings, model, optimizer, batches(3), overlap=overlap)
+    embeddings.drain()
+    assert embeddings.step >= 4
+    for store in embeddings.tables.values():
+        store.check()
+
+
+@each_way
+def test_a_refused_gradient_is_told_once_and_counted(overlap: bool) -> None:
+    embeddings, model, optimizer = job()
+    with pytest.raises(NonFiniteError), embeddings.stream(batches(4), overlap=overlap) as stream:
+        for batch in stream:
+            (batch.embeddings.sum() * float("nan")).backward()
+            optimizer.step()
+    assert all(np.isfinite(values).all() for values in rows(embeddings).values())
+    assert embeddings.counters().lost["batches/failed"] == 1
+    train(embeddings, model, optimizer, batches(2))
+    assert embeddings.counters().lost["batches/failed"] == 1
+
+
+@each_way
+def test_an_error_is_raised_once_without_with(overlap: bool) -> None:
+    embeddings, model, optimizer = job(1)
+    stream = embeddings.stream(batches(6), overlap=overlap)
+    with pytest.raises(NonFiniteError):
+        for batch in stream:
+            (batch.embeddings.sum() * (float("inf") if batch.step == 2 else 1.0)).backward()
+            optimizer.step()
+        embeddings.drain()
+    train(embeddings, model, optimizer, batches(2), overlap=overlap)
+    embeddings.drain()
+    assert embeddings.counters().lost["batches/failed"] == 1
+
+
+@each_way
+def test_one_training_stream_at_a_time(overlap: bool) -> None:
+    embeddings, model, optimizer = job(1)
+    outer = embeddings.stream(batches(6), overlap=overlap)
+    loss_of(model, next(outer)).backward()
+    optimizer.step()
+    train(embeddings, model, optimizer, batches(2), overlap=overlap)
+    with pytest.raises(StreamError, match="ended when another training stream was begun"):
+        next(outer)
+    assert sum(embeddings.counters().lost.values()) == 0
+    outer.close()
+
+
+@each_way
+def test_a_closed_stream_is_at_its_end_or_refuses(overlap: bool) -> None:
+    embeddings, model, optimizer = job(1)
+    stream = embeddings.stream(batches(5), overlap=overlap)
+    for _ in range(2):
+        loss_of(model, next(stream)).backward()
+        optimizer.step()
+    stream.close()
+    with pytest.raises(StreamError, match="this stream was closed"):
+        next(stream)
+    assert embeddings.step == 2, "what was handed over is applied"
+    whole = embeddings.stream(batches(1), overlap=overlap)
+    loss_of(model, next(whole)).backward()
+    optimizer.step()
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(whole)
+
+
+def test_a_source_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.pipeline._CLOSE_SECONDS", 0.1)
+    embeddings, model, optimizer = job()
+    inside, release = threading.Event(), threading.Event()
+
+    def hanging() -> Iterator[Inputs]:
+        yield from batches(1)
+        inside.set()
+        release.wait(DEADLINE_SECONDS)
+
+    stream = embeddings.stream(hanging(), overlap=True)
+    next(stream)
+    assert inside.wait(DEADLINE_SECONDS)
+    with pytest.raises(StreamError, match="satrap-read did not end within"):
+        stream.close()
+    stream.close()
+    train(embeddings, model, optimizer, batches(2))
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "satrap-read":
+            thread.join(DEADLINE_SECONDS)
+
+
+@each_way
+def test_a_checkpoint_from_another_thread(overlap: bool, tmp_path: Path) -> None:
+    embeddings, model, optimizer = job()
+    run = Checkpoint(tmp_path, model, optimizer, embeddings, keep=1)
+    inside, done = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with embeddings.paused():
+            inside.set()
+            done.wait(0.3)
+
+    saver = threading.Thread(target=save)
+    with embeddings.stream(batches(20), overlap=overlap) as stream:
+        for batch in stream:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if batch.step == 3:
+                saver.start()
+                assert inside.wait(DEADLINE_SECONDS)
+    saver.join(DEADLINE_SECONDS)
+    assert not saver.is_alive() and embeddings.step == 20
+    assert run.save()
+
+
+def test_positions_are_of_their_own_source(tmp_path: Path) -> None:
+    job_ = Job(str(tmp_path), 6)
+    other: Any = Source(9)
+    for source, steps in ((job_.source, 2), (other, 4)):
+        stream = job_.embeddings.stream(source)
+        for _ in range(steps):
+            next(stream).embeddings.sum().backward()
+            job_.optimizer.step()
+    job_.run.save()
+    again = Job(str(tmp_path), 6)
+    assert again.run.resume()
+    next(again.embeddings.stream(other)).embeddings.sum().backward()  # begins at its start, and takes nothing away
+    first = next(again.embeddings.stream(again.source))
+    assert first.position is not None and first.position.batch == 3
+
+
+def test_positions_never_go_back(tmp_path: Path) -> None:
+    embeddings, model, optimizer = job(4)
+    source = Source(8)
+    embeddings = Job(str(tmp_path), 8).embeddings
+    embeddings = Embeddings(dict(embeddings.features), staleness=4, num_threads=1)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    embeddings.follow(source)
+    for batch in embeddings.stream(source, overlap=False):
+        if batch.step != 6:
+            batch.embeddings.sum().backward()
+            optimizer.step()
+    position = embeddings.position_of(source)
+    assert position is not None and position.batch == 8
+
+
+def test_the_last_short_group_steps_inside_the_loop() -> None:
+    """torch's idiom: every N-th batch, or the last."""
+    embeddings, model, optimizer = job()
+    data = batches(5)
+    for i, batch in enumerate(embeddings.stream(data, accumulate=2)):
+        loss_of(model, batch).backward()
+        if i % 2 == 1 or i == len(data) - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert embeddings.step == 3 and not embeddings.counters().lost
+
+
+def test_a_loss_after_the_step_is_refused() -> None:
+    embeddings, _, optimizer = job()
+    batch = next(embeddings.stream(batches(2)))
+    loss = batch.embeddings.sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(StreamError, match=r"step 1: a loss reached its batch after optimizer\.step\(\) had taken it"):
+        loss.backward()
+
+
+def test_a_cycle_of_momentum_is_no_obstacle() -> None:
+    embeddings, model, _ = job()
+    optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters()))
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.01, 0.1, 0.1], total_steps=6)
+    for batch in embeddings.stream(batches(5)):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        cycle.step()
+    assert embeddings.step == 5
+
+
+def test_training_in_eval_is_refused() -> None:
+    embeddings, model, optimizer = job()
+    train(embeddings, model, optimizer, batches(2))
+    embeddings.eval()
+    with pytest.raises(StreamError, match=r"in eval\(\): call embeddings\.train\(\) before"):
+        train(embeddings, model, optimizer, batches(2))
+    embeddings.train()
+    for batch in embeddings.stream(batches(2)):
+        embeddings.eval()
+        for _ in embeddings.stream(batches(1)):  # an evaluation inside
+            pass
+        embeddings.train()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    assert embeddings.step == 4
+
+
+def test_empty_tables_are_not_evaluated_unseen() -> None:
+    with pytest.warns(UserWarning, match="evaluated and no table has a row"):
+        next(Embeddings(dict(job()[0].features)).eval().stream(batches(1)))
+
+
+def test_an_iterable_is_iterated_once() -> None:
+    class Loader:
+        times = 0
+
+        def __iter__(self) -> Iterator[Inputs]:
+            self.times += 1
+            return iter(batches(2))
+
+    embeddings, model, optimizer = job()
+    loader = Loader()
+    train(embeddings, model, optimizer, loader)
+    assert loader.times == 1
+
+
+def test_a_frame_is_not_taken_for_batches() -> None:
+    embeddings, *_ = job()
+    with pytest.raises(SourceError, match=r"item 0 is a str; wanted .* goes into satrap\.Frame"):
+        next(embeddings.stream({"user": np.arange(BATCH)}))

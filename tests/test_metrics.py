@@ -1,0 +1,218 @@
+"""AUC against counting pairs, windows and passes against arrays, bounds against the exact value, what is undefined."""
+
+import math
+import tracemalloc
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from satrap.errors import ConfigError, InputError
+from satrap.metrics import Pass, Window, auc, log_loss, normalised_entropy
+
+# Few values, so that ties are the normal case; and the ends of the order.
+scores = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.0, -0.0, 1e-300, math.inf, -math.inf]))
+samples = st.lists(st.tuples(st.booleans(), scores), max_size=40)
+
+
+def by_pairs(labels: list[bool], values: list[float]) -> Fraction | None:
+    """Mann-Whitney by its definition."""
+    ones = [value for label, value in zip(labels, values, strict=True) if label]
+    zeros = [value for label, value in zip(labels, values, strict=True) if not label]
+    if not ones or not zeros:
+        return None
+    wins = sum((one > zero) + Fraction(one == zero, 2) for one in ones for zero in zeros)
+    return Fraction(wins) / (len(ones) * len(zeros))
+
+
+def same(found: float, wanted: float) -> None:
+    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15, nan_ok=True)
+
+
+@given(samples)
+def test_auc_counts_pairs(drawn: list[tuple[bool, float]]) -> None:
+    labels, values = [label for label, _ in drawn], [value for _, value in drawn]
+    wanted = by_pairs(labels, values)
+    found = auc(np.array(labels, bool), np.array(values))
+    assert math.isnan(found) if wanted is None else found == float(wanted)
+
+
+@given(samples)
+def test_auc_of_turned_scores_is_the_rest(drawn: list[tuple[bool, float]]) -> None:
+    labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
+    same(auc(labels, -values), 1 - auc(labels, values))
+    same(auc(~labels, values), 1 - auc(labels, values))
+
+
+def test_auc_of_known_examples() -> None:
+    assert auc([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]) == 0.75
+    assert auc([0, 1], [0.2, 0.9]) == 1.0
+    assert auc([1, 0], [0.2, 0.9]) == 0.0
+    assert auc([1, 0, 1, 0], [7.0] * 4) == 0.5
+    # Three ones, four zeros: 9 wins and 1 tie of 12 pairs.
+    assert auc([1, 1, 1, 0, 0, 0, 0], [0.9, 0.6, 0.3, 0.6, 0.2, 0.1, 0.05]) == (10 + 0.5) / 12
+
+
+def test_log_loss_and_entropy_by_hand() -> None:
+    logits = np.log(np.array([0.8, 0.4, 0.1]) / np.array([0.2, 0.6, 0.9]))
+    wanted = -(math.log(0.8) + math.log(0.6) + math.log(0.9)) / 3
+    same(log_loss([1, 0, 0], logits), wanted)
+    entropy = -(math.log(1 / 3) / 3 + 2 * math.log(2 / 3) / 3)
+    same(normalised_entropy([1, 0, 0], logits), wanted / entropy)
+    base_rate = np.full(3, math.log(1 / 2))  # knows nothing but the share of ones
+    same(normalised_entropy([1, 0, 0], base_rate), 1.0)
+
+
+def test_log_loss_of_huge_logits() -> None:
+    same(log_loss([1, 0], [1000.0, -1000.0]), 0.0)
+    same(log_loss([0, 1], [1000.0, -1000.0]), 1000.0)
+    same(log_loss([1, 0], [math.inf, -math.inf]), 0.0)
+    assert log_loss([0, 1], [math.inf, 0.0]) == math.inf
+
+
+@pytest.mark.parametrize("labels", [[], [1, 1], [0, 0, 0]])
+def test_what_is_not_defined_is_nan(labels: list[int]) -> None:
+    logits = np.linspace(-1, 1, len(labels))
+    for metrics in (Window(8), Pass(), Pass(exact_samples=1, num_bins=1)):
+        metrics.add(labels, logits)
+        assert math.isnan(metrics.auc())
+        assert math.isnan(metrics.normalised_entropy())
+        assert math.isnan(metrics.log_loss()) == (not labels)
+        same(metrics.log_loss(), log_loss(labels, logits))
+    assert math.isnan(auc(labels, logits))
+    assert math.isnan(normalised_entropy(labels, logits))
+
+
+@given(samples, st.integers(1, 12), st.lists(st.integers(0, 9), max_size=12))
+def test_a_window_is_the_last_samples(drawn: list[tuple[bool, float]], size: int, cuts: list[int]) -> None:
+    labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
+    window, at = Window(size), 0
+    for step in [*cuts, len(drawn)]:
+        window.add(labels[at : at + step], values[at : at + step])
+        at = min(at + step, len(drawn))
+        last = slice(max(0, at - size), at)
+        assert window.num_samples == at - last.start
+        same(window.auc(), auc(labels[last], values[last]))
+        same(window.log_loss(), log_loss(labels[last], values[last]))
+        same(window.normalised_entropy(), normalised_entropy(labels[last], values[last]))
+
+
+@given(
+    samples,
+    st.sampled_from([None, 1, 2, 7, 100]),
+    st.sampled_from([1, 2, 5, 100]),
+    st.lists(st.integers(0, 9), max_size=12),
+)
+def test_a_pass_is_exact_or_within_its_bound(
+    drawn: list[tuple[bool, float]], exact: int | None, num_bins: int, cuts: list[int]
+) -> None:
+    labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
+    metrics, at = Pass(exact_samples=exact, num_bins=num_bins), 0
+    for step in [*cuts, len(drawn)]:
+        metrics.add(labels[at : at + step], values[at : at + step])
+        at = min(at + step, len(drawn))
+        wanted = auc(labels[:at], values[:at])
+        if exact is None or at <= exact:
+            assert metrics.auc_error() == 0.0
+        if math.isnan(wanted):
+            assert math.isnan(metrics.auc())
+        else:
+            assert abs(metrics.auc() - wanted) <= metrics.auc_error() + 1e-12
+        same(metrics.log_loss(), log_loss(labels[:at], values[:at]))
+        same(metrics.normalised_entropy(), normalised_entropy(labels[:at], values[:at]))
+    assert metrics.num_samples == len(drawn)
+
+
+def test_the_bound_of_a_long_pass_is_small(rng: np.random.Generator) -> None:
+    labels = rng.random(200_000) < 0.3
+    logits = rng.normal(size=labels.size) + labels
+    metrics = Pass(exact_samples=20_000, num_bins=1000)
+    for start in range(0, labels.size, 4096):
+        metrics.add(labels[start : start + 4096], logits[start : start + 4096])
+    error = metrics.auc_error()
+    assert abs(metrics.auc() - auc(labels, logits)) <= error < 2 / (2 * 1000)
+
+
+def test_scores_that_many_share_cost_nothing(rng: np.random.Generator) -> None:
+    labels, logits = rng.random(5000) < 0.5, rng.integers(0, 50, 5000) / 7
+    metrics = Pass(exact_samples=1000, num_bins=50)
+    for part in np.split(np.arange(5000), 10):
+        metrics.add(labels[part], logits[part])
+    assert metrics.auc_error() == 0.0
+    same(metrics.auc(), auc(labels, logits))
+
+
+def test_the_bound_tells_when_scores_change(rng: np.random.Generator) -> None:
+    """The bins were made for other scores: all of these fall into one."""
+    metrics = Pass(exact_samples=100, num_bins=100)
+    metrics.add(rng.random(101) < 0.5, rng.normal(size=101))
+    labels = rng.random(10_000) < 0.5
+    metrics.add(labels, 100 + rng.normal(size=10_000) + 5 * labels)
+    assert 0.4 < metrics.auc_error() <= 0.5
+
+
+def test_a_long_pass_holds_no_samples(rng: np.random.Generator) -> None:
+    metrics = Pass(exact_samples=10_000, num_bins=100)
+    labels, logits = rng.random(10_000) < 0.5, rng.normal(size=10_000)
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            metrics.add(labels, logits)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert metrics.num_samples == 200_000
+    assert held < 50_000
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_a_pass_keeps_its_scores_to_the_last_bit(rng: np.random.Generator, dtype: Any) -> None:
+    labels, logits = rng.random(300) < 0.5, (1 + rng.random(300) / 1000).astype(dtype)
+    wanted = auc(labels, logits)
+    metrics = Pass()
+    metrics.add(labels[:100], logits[:100])
+    metrics.add(labels[100:], logits[100:])
+    labels[:], logits[:] = False, 0  # the caller may use his arrays again
+    assert metrics.auc() == wanted
+
+
+def test_tensors_and_any_kind_of_number_are_taken() -> None:
+    for labels in (torch.tensor([0.0, 1.0]), torch.tensor([False, True]), np.array([0, 1], np.int8), [0, 1]):
+        assert auc(labels, torch.tensor([0.0, 1.0])) == 1.0
+
+
+CALLS: list[Callable[..., Any]] = [auc, log_loss, normalised_entropy, Window(4).add, Pass().add]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_wrong_input_is_refused(call: Callable[..., Any]) -> None:
+    with pytest.raises(InputError, match=r"labels have the shape \(2,\) and scores \(3,\); wanted one dimension"):
+        call([0, 1], [0.0, 1.0, 2.0])
+    with pytest.raises(InputError, match=r"shape \(2, 1\).*labels\[:, 0\]"):
+        call([[0], [1]], [[0.0], [1.0]])
+    with pytest.raises(InputError, match=r"label 1 is 0.5; wanted 0 or 1"):
+        call([0, 0.5], [0.0, 1.0])
+    with pytest.raises(InputError, match="label 0 is nan"):
+        call([math.nan, 1.0], [0.0, 1.0])
+    with pytest.raises(InputError, match=r"score 1 is nan; wanted a number: has the model diverged\?"):
+        call([0, 1], [0.0, math.nan])
+    with pytest.raises(InputError, match=r"labels is .*; wanted numbers"):
+        call(["0", "1"], [0.0, 1.0])
+    with pytest.raises(InputError, match=r"scores is a Tensor that cannot be read.*give \.detach\(\)\.float\(\)\.cpu"):
+        call([0, 1], torch.zeros(2, requires_grad=True))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None])
+def test_sizes_are_checked(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Window: num_samples is .*; wanted an integer of at least 1"):
+        Window(value)
+    with pytest.raises(ConfigError, match=r"Pass: num_bins is .*; wanted an integer of at least 1"):
+        Pass(num_bins=value)
+    if value is not None:
+        with pytest.raises(ConfigError, match=r"Pass: exact_samples is .*; wanted an integer of at least 1"):
+            Pass(exact_samples=value)

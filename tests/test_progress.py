@@ -1,0 +1,488 @@
+"""Progress: its text, its arithmetic against plain sums, when it reports, that it reads nothing before, its sinks."""
+
+import gc
+import io
+import json
+import math
+import os
+import re
+import sys
+import weakref
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from satrap.errors import ConfigError, InputError
+from satrap.meter import Meter
+from satrap.metrics import auc, normalised_entropy
+from satrap.progress import Progress
+from satrap.report import Counters, Report, bar, line, short
+from satrap.sinks import JsonLines, Screen, Sink, TensorBoard
+
+FULL = Report(
+    step=1200,
+    samples=4_915_200,
+    total_samples=10_000_000,
+    seconds=62.5,
+    samples_per_second=81_234.5,
+    loss=0.44118,
+    window=65_536,
+    auc=0.78124,
+    normalised_entropy=0.84006,
+    staleness=3.25,
+    max_staleness=4,
+    rows={"user": 1_000_000, "item": 230_000},
+    stages={"lookup": 0.0021, "dense": 0.0402},
+    lost={"batches/overflow": 2, "rows/malformed": 1500},
+)
+BARE = Report(step=3, samples=30, seconds=3725.0, samples_per_second=0.0)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.num_closed = 0
+
+    def write(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_line() -> None:
+    assert line(FULL) == (
+        "step 1,200 | 4.92M samples in 01:02, 01:02 left | 81.2k/s | loss 0.4412 | AUC 0.7812 NE 0.8401 of the last "
+        "65.5k | staleness 3.2, at most 4 | 1.23M rows | "
+        "lost 2 batches/overflow, 1.5k rows/malformed | ms/step lookup 2.1 dense 40.2"
+    )
+    assert line(BARE) == "step 3 | 30 samples in 1:02:05 | 0/s"
+
+
+def test_the_bar() -> None:
+    assert bar(FULL, 80) == "#########...........  49% | step 1,200 | 4.92M samples in 01:02, 01:02 left"
+    assert bar(FULL, 92, "█░").startswith("█████████░░░░░░░░░░░  49% | step 1,200 | 4.92M samples in 01:02")
+    assert bar(FULL, 400).endswith(line(FULL))
+    assert bar(BARE, 400) == line(BARE)
+
+
+@given(st.integers(0, 200), st.sampled_from([FULL, BARE]))
+def test_a_bar_fits(columns: int, report: Report) -> None:
+    assert len(bar(report, columns)) <= columns
+
+
+@given(st.integers(0, 10**13))
+def test_short_numbers_are_near_and_short(number: int) -> None:
+    text = short(number)
+    value, letter = re.fullmatch(r"([\d.e+]+)([kMG]?)", text).groups()  # type: ignore[union-attr]
+    assert float(value) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[letter] == pytest.approx(number, rel=0.006)
+    assert len(text) <= 5 or number >= 10**12
+
+
+def test_short_numbers() -> None:
+    found = [short(number) for number in (0, 7, 950, 999, 1000, 81_234, 999_600, 4_915_200, 2.13e9)]
+    assert found == ["0", "7", "950", "999", "1k", "81.2k", "1M", "4.92M", "2.13G"]
+
+
+def test_more_samples_than_were_foretold() -> None:
+    late = Report(step=1, samples=300, total_samples=200, seconds=1.0, samples_per_second=300.0)
+    assert bar(late, 100) == "#################### 100% | step 1 | 300 samples in 00:01, 00:00 left | 300/s"
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.integers(0, 3), st.integers(0, 9)), st.integers(0, 5)), max_size=5))
+def test_counters_add_up(drawn: list[tuple[dict[int, int], int]]) -> None:
+    total = Counters()
+    for seen, lost in drawn:
+        total += Counters(rows={"item": lost}, staleness=seen, stages={"read": 0.5}, inside=2.0, lost={"ids/a": lost})
+    assert +Counter(total.staleness) == +sum((Counter(seen) for seen, _ in drawn), Counter())
+    assert total.inside == (2.0 * len(drawn) if drawn else None)
+    if drawn:
+        assert total.rows == {"item": drawn[-1][1]}
+        assert (total.stages, total.lost) == ({"read": 0.5 * len(drawn)}, {"ids/a": sum(lost for _, lost in drawn)})
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+steps = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.booleans(), st.booleans()), max_size=30)
+
+
+@given(steps, st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_a_report_is_of_its_interval(drawn: list[tuple[int, int, bool, bool]], window: int, seed: int) -> None:
+    """Against sums over everything since the last report; and over everything, for the window."""
+    rng = np.random.default_rng(seed)
+    began = Counters(staleness={0: 3}, stages={"lookup": 7.0}, inside=9.0)  # what training did before
+    meter, now, reported, total = Meter(0.0, counters=began, window=window), 0.0, 0.0, 0
+    since: list[dict[str, Any]] = []
+    seen, lookup, inside = Counter({0: 3}), 7.0, 9.0
+    seen_labels, seen_scores = np.zeros(0), np.zeros(0)
+    for number, (size, staleness, scored, report_now) in enumerate(drawn, 1):
+        labels, scores = rng.integers(0, 2, size), rng.normal(size=size)
+        each: dict[str, Any] = {"samples": size, "loss": rng.normal(), "staleness": staleness, "lookup": rng.random()}
+        meter.step(number, size, each["loss"], labels if scored else None, scores if scored else None)
+        since.append(each)
+        total += size
+        now += 0.5
+        seen[staleness] += 1
+        lookup, inside = lookup + each["lookup"], inside + 0.2
+        if scored:
+            seen_labels, seen_scores = np.append(seen_labels, labels), np.append(seen_scores, scores)
+        assert meter.has_news
+        if not report_now:
+            continue
+        counters = Counters(rows={"item": number}, staleness=dict(seen), stages={"lookup": lookup}, inside=inside)
+        report = meter.report(now, counters)
+        stale = [each["staleness"] for each in since]
+        assert (report.step, report.samples, report.rows) == (number, total, {"item": number})
+        assert report.seconds == now
+        assert report.samples_per_second == pytest.approx(sum(each["samples"] for each in since) / (now - reported))
+        assert report.loss == pytest.approx(np.mean([each["loss"] for each in since]))
+        assert report.staleness == pytest.approx(np.mean(stale))
+        assert report.max_staleness == max(stale)
+        assert report.stages == {
+            "lookup": pytest.approx(np.mean([each["lookup"] for each in since])),
+            "dense": pytest.approx(0.3),
+        }
+        assert report.window == min(window, len(seen_labels))
+        if len(seen_labels):
+            last = slice(max(0, len(seen_labels) - window), None)
+            assert report.auc == pytest.approx(auc(seen_labels[last], seen_scores[last]), nan_ok=True)
+            wanted = normalised_entropy(seen_labels[last], seen_scores[last])
+            assert report.normalised_entropy == pytest.approx(wanted, nan_ok=True)
+        else:
+            assert report.auc is None and report.normalised_entropy is None
+        since, reported = [], now
+        assert not meter.has_news
+
+
+def test_steps_in_no_time_at_all() -> None:
+    meter = Meter(5.0)
+    meter.step(1, 10)
+    assert meter.report(5.0).samples_per_second == 0.0
+
+
+def test_a_model_that_diverges_is_shown_and_may_come_back() -> None:
+    meter = Meter(0.0)
+    for number, score in enumerate((0.5, math.nan, 0.5), 1):
+        scores = np.array([score, 0.1], np.float32)
+        meter.step(number, 2, score, np.array([1, 0]), scores)
+        report = meter.report(float(number))
+        assert report.loss == pytest.approx(score, nan_ok=True)
+        assert report.auc == pytest.approx(math.nan if math.isnan(score) else 1.0, nan_ok=True)
+        assert ("loss nan" in line(report)) == ("AUC nan" in line(report)) == math.isnan(score)
+
+
+def test_losses_kept_for_a_report_have_a_bound() -> None:
+    meter = Meter(0.0)
+    for number in range(1, 2001):
+        meter.step(number, 1, float(number))
+    assert meter.report(1.0).loss == np.mean(np.arange(2001 - 512, 2001))
+
+
+def test_tensors_of_any_shape_and_dtype() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        meter = Meter(0.0)
+        scores = torch.tensor([[0.5], [-0.5]], dtype=dtype, requires_grad=True)
+        meter.step(1, 2, scores.sum(), torch.tensor([1, 0]), scores)
+        report = meter.report(1.0)
+        assert (report.auc, report.loss) == (1.0, 0.0)
+
+
+def test_labels_and_scores_are_checked() -> None:
+    meter = Meter(0.0)
+    meter.step(1, 2, None, np.zeros(2), np.zeros(3))
+    with pytest.raises(InputError, match="Progress: 2 labels and 3 scores; wanted one score per label"):
+        meter.report(1.0)
+    for labels, name in ((np.zeros((2, 2)), "labels"), (np.zeros(2), "scores")):
+        meter = Meter(0.0)
+        meter.step(1, 2, None, labels, np.zeros((2, 2)))
+        with pytest.raises(InputError, match=rf"Progress: {name} have the shape \(2, 2\); wanted one column"):
+            meter.report(1.0)
+
+
+# -- when --------------------------------------------------------------------------------------------------------------
+
+
+class Stepped:
+    """A batch that was stepped."""
+
+    def __init__(self, step: int = 1, samples: int = 1, label: Any = None) -> None:
+        self.step, self.samples, self.label = step, samples, label
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class Item:
+    """Embeddings: says when it was asked."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.asked = clock, list[float]()
+
+    def counters(self) -> Counters:
+        self.asked.append(self.clock.now)
+        return Counters(rows={"item": len(self.asked)})
+
+
+class Watched:
+    """A loss on a device: says how often it was waited for."""
+
+    waits = 0
+
+    def detach(self) -> "Watched":
+        return self
+
+    def __float__(self) -> float:
+        Watched.waits += 1
+        return 0.5
+
+
+def test_reports_come_when_they_are_due_and_nothing_is_read_before() -> None:
+    clock, kept = Clock(), Kept()
+    Watched.waits = 0
+    item = Item(clock)
+    with Progress(item, [kept], every_seconds=2.0, clock=clock) as progress:
+        for number, now in enumerate((100.0, 101.0, 101.9, 102.0, 103.9, 104.5, 105.0), 1):
+            clock.now = now
+            progress.step(Stepped(number, 10), loss=Watched())
+            assert Watched.waits == (0, 0, 0, 4, 4, 6, 6)[number - 1]
+        assert [report.step for report in kept.reports] == [4, 6]
+    assert [(report.step, report.rows["item"]) for report in kept.reports] == [(4, 2), (6, 3), (7, 4)]
+    assert item.asked == [100.0, 102.0, 104.5, 105.0]
+    assert [report.samples_per_second for report in kept.reports] == [40 / 2.0, 20 / 2.5, 10 / 0.5]
+    assert kept.num_closed == 1
+
+
+def test_a_run_without_steps_reports_nothing() -> None:
+    kept = Kept()
+    Progress(None, [kept]).close()
+    assert (kept.reports, kept.num_closed) == ([], 1)
+
+
+def test_a_step_keeps_no_graph() -> None:
+    """Else the activations of every step since the last report would stay in memory."""
+    progress = Progress(None, [Kept()], clock=Clock())
+    activation = torch.ones(3, requires_grad=True) * 2
+    scores = activation * activation
+    progress.step(Stepped(1, 3, torch.zeros(3)), loss=scores.sum(), scores=scores)
+    gone = weakref.ref(activation)
+    del activation, scores
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_waits_to_be_read_is_no_more_than_the_window() -> None:
+    progress = Progress(None, [Kept()], clock=Clock(), window=10)
+    scores = [np.arange(4.0) for _ in range(50)]
+    gone = [weakref.ref(each) for each in scores]
+    for number in range(50):
+        progress.step(Stepped(number, 4, np.zeros(4)), scores=scores[number])
+    scores.clear()
+    assert sum(each() is not None for each in gone) == 3  # 12 samples cover 10
+
+
+def test_after_an_error_nothing_is_read_and_all_is_closed() -> None:
+    kept = Kept()
+    with pytest.raises(RuntimeError, match="the user's"), Progress(None, [kept], clock=Clock()) as progress:
+        progress.step(Stepped(), loss=0.0)
+        raise RuntimeError("the user's own error")
+    assert (kept.reports, kept.num_closed) == ([], 1)
+
+
+def test_every_sink_is_closed_whatever_the_others_raise() -> None:
+    class Broken(Kept):
+        def close(self) -> None:
+            super().close()
+            raise OSError("disk full")
+
+    sinks = [Kept(), Broken(), Kept()]
+    progress = Progress(None, sinks, clock=Clock())
+    with pytest.raises(OSError, match="disk full"):
+        progress.close()
+    progress.close()
+    assert [sink.num_closed for sink in sinks] == [1, 1, 1]
+
+
+def test_the_interval_is_the_shortest_that_a_sink_wants() -> None:
+    def first_report(sinks: list[Any], **options: Any) -> float:
+        clock, kept = Clock(), Kept()
+        progress = Progress(None, [kept, *sinks], clock=clock, **options)
+        while not kept.reports:
+            clock.now += 0.25
+            progress.step(Stepped())
+        return clock.now - 100
+
+    assert first_report([]) == 10
+    assert first_report([Screen(io.StringIO())]) == 10
+    assert first_report([Screen(io.StringIO(), as_bar=True)]) == 1
+    assert first_report([Screen(io.StringIO(), as_bar=True)], every_seconds=3) == 3
+
+
+def test_misuse_is_refused() -> None:
+    for value in (0, -1, math.nan):
+        with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; wanted a number above 0"):
+            Progress(None, [], every_seconds=value)
+    with pytest.raises(ConfigError, match=r"Window: num_samples is 0 .*; wanted an integer of at least 1"):
+        Progress(None, [], window=0)
+    progress = Progress(None, [])
+    progress.close()
+    with pytest.raises(InputError, match=r"Progress\.step: found it closed; make a new Progress"):
+        progress.step(Stepped())
+
+
+def test_labels_of_several_heads_are_named() -> None:
+    progress = Progress(None, [Kept()])
+    batch = Stepped(1, 2, np.zeros((2, 2)))
+    with pytest.raises(InputError, match=r"labels have the shape \(2, 2\); wanted one column, e\.g\. labels\[:, 0\]"):
+        progress.step(batch, scores=np.zeros(2))
+    progress.step(batch, scores=np.zeros(2), labels=np.zeros(2))
+
+
+def test_a_terminal_that_goes_away_ends_no_training(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as stream:
+        screen = Screen(stream, as_bar=True)
+        screen.write(FULL)
+        screen.close()
+
+
+def test_a_process_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    Screen().write(FULL)
+
+
+# -- sinks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_is_no_terminal_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.write(FULL)
+    screen.write(BARE)
+    screen.close()
+    assert capsys.readouterr().err == f"{line(FULL)}\n{line(BARE)}\n"
+
+
+def test_a_terminal_gets_one_bar_drawn_over() -> None:
+    """On a real one, 60 columns wide."""
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(ours, "rb", buffering=0) as reader, os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        screen = Screen(stream)
+        screen.write(FULL)
+        screen.write(BARE)
+        screen.close()
+        screen.close()
+        wanted = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r\n".encode()
+        found = b""
+        while len(found) < len(wanted):
+            found += reader.read(1024)
+    assert found == wanted
+
+
+def test_a_bar_in_an_encoding_without_blocks() -> None:
+    for encoding, marks in (("ascii", "#."), ("utf-8", "█░"), ("cp437", "█░"), ("latin-1", "#.")):
+        data = io.BytesIO()
+        stream = io.TextIOWrapper(data, encoding=encoding, newline="")
+        screen = Screen(stream, as_bar=True)
+        screen.write(FULL)
+        screen.close()
+        assert data.getvalue().decode(encoding) == f"\r{bar(FULL, 79, marks)}\x1b[K\n"
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for report in (FULL, Report(step=4, samples=40, seconds=1.0, samples_per_second=5.0, loss=math.nan, auc=math.inf)):
+        sink = JsonLines(path)  # appends
+        sink.write(report)
+        sink.close()
+    full, odd = (json.loads(text, parse_constant=pytest.fail) for text in path.read_text().splitlines())
+    assert full == {
+        "step": 1200,
+        "samples": 4_915_200,
+        "seconds": 62.5,
+        "samples_per_second": 81_234.5,
+        "loss": 0.44118,
+        "auc": 0.78124,
+        "normalised_entropy": 0.84006,
+        "staleness": 3.25,
+        "max_staleness": 4,
+        "rows/user": 1_000_000,
+        "rows/item": 230_000,
+        "seconds/lookup": 0.0021,
+        "seconds/dense": 0.0402,
+        "lost/batches/overflow": 2,
+        "lost/rows/malformed": 1500,
+    }
+    assert odd == {"step": 4, "samples": 40, "seconds": 1.0, "samples_per_second": 5.0, "loss": None, "auc": None}
+
+
+def test_json_lines_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        JsonLines(tmp_path / "none" / "log.jsonl")
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path / "run")
+    sink.write(FULL)
+    sink.write(Report(step=1300, samples=5_000_000, seconds=63.0, samples_per_second=1.0, loss=0.25))
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    wanted = set(FULL.scalars()) - {"step"}
+    assert set(events.Tags()["scalars"]) == wanted
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1200, pytest.approx(0.44118)),
+        (1300, 0.25),
+    ]
+    assert [event.value for event in events.Scalars("rows/user")] == [1_000_000]
+
+
+def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install tensorboard, or leave this sink out"):
+        TensorBoard(tmp_path)
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    """All sinks at once, a real clock, tensors as a loop has them."""
+    screen = io.StringIO()
+    sinks: list[Sink] = [Screen(screen), JsonLines(tmp_path / "log.jsonl"), TensorBoard(tmp_path / "run")]
+    with Progress(Item(Clock()), sinks, total_samples=800, every_seconds=1e-9) as progress:
+        for step in range(1, 9):
+            labels = torch.arange(100) % 2
+            logits = (labels - 0.5).float().requires_grad_()
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
+            progress.step(Stepped(step, 100, labels), loss=loss, scores=logits)
+    lines = screen.getvalue().splitlines()
+    logged = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(lines) == len(logged) == 8
+    assert lines[-1].startswith("step 8 | 800 samples in 00:00, 00:00 left")
+    assert "AUC 1.0000" in lines[-1] and "9 rows" in lines[-1]
+    assert [each["step"] for each in logged] == list(range(1, 9))

@@ -1,0 +1,63 @@
+"""What a new user runs first: the README's training loop as it is written, and the example that `make demo` runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_clicks(folder: Path, num: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    user = rng.integers(0, 50, num)
+    columns = {
+        "user_id": user,
+        "item_id": rng.integers(0, 100, num),
+        "history": [rng.integers(0, 100, rng.integers(0, 4)) for _ in range(num)],
+        "age": rng.random(num),
+        "price": rng.random(num),
+        "click": (user % 2).astype(np.int64),
+    }
+    pq.write_table(pa.table(columns), folder / "part.parquet")
+
+
+def test_the_quickstart_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
+    write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
+    section = (ROOT / "README.md").read_text().partition("## Train")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert 0.4 < float(capsys.readouterr().out) <= 1.0
+
+
+def test_the_guide_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
+    write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/training.md", "exec"), namespace)
+    shown = capsys.readouterr()
+    assert "step 80 | 40k samples in" in shown.err
+    assert shown.out.startswith("AUC ")
+
+
+def test_the_adult_example_reaches_its_auc() -> None:
+    script = ROOT / "examples/adult.py"
+    done = subprocess.run([sys.executable, str(script), "--epochs", "1"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) > 0.89

@@ -1,0 +1,156 @@
+"""The folder of a run among other things and other runs: nothing foreign is touched, no checkpoint is left unusable."""
+
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from checkpoint_job import Job
+from satrap import Checkpoint, Embeddings, Parquet, Table
+from satrap.errors import CheckpointError
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def test_foreign_folders_are_neither_read_nor_removed(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 2, keep=1)
+    job.train()
+    foreign = ["best-step-1", "000001-step-1.bak", "backup-of-step-1", ".my-step-notes"]
+    for name in foreign:
+        shutil.copytree(tmp_path / "000002-step-2", tmp_path / name)
+    again = Job(str(tmp_path), 4, keep=1)
+    assert again.run.resume()
+    again.train()
+    assert names(tmp_path) == sorted([*foreign, "000004-step-4"])
+
+
+def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+    (tmp_path / ".0123abcd.000007-step-9").mkdir(parents=True)
+    Job(str(tmp_path), 1).train()
+    assert names(tmp_path) == ["000001-step-1"]
+
+
+def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
+    Job(str(tmp_path), 1).train()
+    (tmp_path / "000001-step-1").rename(tmp_path / "999999-step-1")
+    job = Job(str(tmp_path), 3, keep=9)
+    assert job.run.resume()
+    job.train()
+    assert names(tmp_path) == ["1000000-step-2", "1000001-step-3", "999999-step-1"]
+    assert Job(str(tmp_path), 3).run.resume()
+
+
+def test_a_parent_that_somebody_removed_is_not_built_upon(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 2, full_every=5)
+    job.train()
+    for name in names(tmp_path):
+        shutil.rmtree(tmp_path / name)
+    job.run.save()
+    assert Job(str(tmp_path), 2).run.resume()
+
+
+def test_the_run_of_somebody_else_is_not_rotated_away(tmp_path: Path) -> None:
+    Job(str(tmp_path), 3).train()
+    before = names(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds 000003-step-3, which this run neither saved nor resumed: call"):
+        Job(str(tmp_path), 2).train()
+    assert names(tmp_path) == before
+
+
+def test_a_damaged_older_one_does_not_stop_saving(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 3, keep=2)
+    job.train()
+    (tmp_path / "000002-step-2" / "checkpoint.json").write_text("{")
+    assert job.run.save()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        Job(str(tmp_path / "file" / "run"), 1).train()
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_names_that_are_taken(name: str, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), 1)
+    with pytest.raises(CheckpointError, match=rf"further holds \['{name}'\]; these are saved anyway"):
+        Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, further={name: job.scheduler})
+
+
+def test_a_random_state_that_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Job(str(tmp_path), 2).train()
+    job = Job(str(tmp_path), 2)
+    before = job.state()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "set_rng_state", lambda _: (_ for _ in ()).throw(RuntimeError("no such state")))
+        with pytest.raises(RuntimeError, match="no such state"):
+            job.run.resume()
+    after = job.state()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+    assert job.run.resume()
+
+
+# -- files of the source -----------------------------------------------------------------------------------------------
+
+
+class Clicks:
+    """A run over Parquet files in a folder."""
+
+    def __init__(self, folder: Path, shuffle: bool = False) -> None:
+        self.data = Parquet(folder / "data", label="click", batch_size=10, shuffle=shuffle)
+        self.embeddings = Embeddings({"user": Table("user", dim=2)})
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = self.embeddings.optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.run = Checkpoint(folder / "run", self.model, self.optimizer, self.embeddings, self.data)
+
+    def train(self, steps: int) -> list[Any]:
+        seen = []
+        with self.embeddings.stream(self.data) as stream:
+            for batch in islice(stream, steps):
+                self.model(batch.embeddings).square().sum().backward()
+                self.optimizer.step()
+                seen.append(batch.inputs.values.tolist())
+        return seen
+
+
+def write(folder: Path, name: str, first: int) -> None:
+    (folder / "data").mkdir(exist_ok=True)
+    users = np.arange(first, first + 20)
+    pq.write_table(pa.table({"user": users, "click": users % 2}), folder / "data" / name)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_files_may_come_behind_the_others(shuffle: bool, tmp_path: Path) -> None:
+    write(tmp_path, "b.parquet", 0)
+    job = Clicks(tmp_path, shuffle)
+    job.train(1)
+    job.run.save()
+    write(tmp_path, "c.parquet", 20)
+    again = Clicks(tmp_path, shuffle)
+    if shuffle:
+        with pytest.raises(CheckpointError, match=r"file 1 \(name, bytes\) is None in the checkpoint and \['c"):
+            again.run.resume()
+    else:
+        assert again.run.resume()
+        assert again.train(9) == [list(range(10, 20)), list(range(20, 30)), list(range(30, 40))]
+
+
+def test_another_file_before_the_position_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "b.parquet", 0)
+    job = Clicks(tmp_path)
+    job.train(1)
+    job.run.save()
+    write(tmp_path, "a.parquet", 1000)
+    with pytest.raises(
+        CheckpointError, match=r"file 0 \(name, bytes\) is \['b\.parquet', \d+\] in the checkpoint and \['a"
+    ):
+        Clicks(tmp_path).run.resume()

@@ -1,0 +1,381 @@
+"""Every format gives exactly the samples that a plain Python model makes of the same data, wherever the data lies."""
+
+import bz2
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.fs
+import pyarrow.parquet as pq
+import pytest
+
+import clicks
+from clicks import OPTIONS, TEXT_OPTIONS, expected, make, read
+from satrap.columns import DenseColumn, IdColumn, LabelColumn
+from satrap.config import Table
+from satrap.errors import ConfigError, SourceError
+from satrap.features import Features
+from satrap.inputs import Inputs
+from satrap.sources import CSV, Arrow, Criteo, Frame, Parquet, Source
+
+WRITERS: dict[str, Callable[[Path, list[clicks.Sample]], None]] = {
+    "parquet": clicks.write_parquet,
+    "arrow": clicks.write_arrow,
+    "arrows": lambda path, samples: clicks.write_arrow(path, samples, stream=True),
+    "csv": clicks.write_csv,
+    "tsv": lambda path, samples: clicks.write_csv(path, samples, "\t"),
+    "csv.gz": clicks.write_csv,
+}
+
+
+def source(kind: str, path: Any, **options: Any) -> Source:
+    """The source of files of a kind."""
+    if kind == "parquet":
+        return Parquet(path, **{"block_rows": 70, **OPTIONS, **options})
+    if kind in ("arrow", "arrows"):
+        return Arrow(path, **{"block_rows": 70, **OPTIONS, **options})
+    delimiter = "\t" if kind == "tsv" else ","
+    return CSV(path, **{"block_bytes": 3000, "delimiter": delimiter, **TEXT_OPTIONS, **options})
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_files_give_their_samples(kind: str, num_threads: int, tmp_path: Path, seed: int) -> None:
+    samples = make(730, seed)
+    for i in range(3):
+        WRITERS[kind](tmp_path / f"{i}.{kind}", samples[300 * i : 300 * i + 300])
+    data = source(kind, tmp_path, batch_size=64, num_threads=num_threads)
+    assert read(data) == [expected(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_files_without_rows(kind: str, tmp_path: Path) -> None:
+    for i, n in enumerate((0, 5, 0)):
+        WRITERS[kind](tmp_path / f"{i}.{kind}", make(n, i))
+    assert read(source(kind, tmp_path)) == [expected(sample) for sample in make(5, 1)]
+    assert read(source(kind, tmp_path / f"0.{kind}")) == []
+
+
+@pytest.mark.parametrize("block_bytes", [1, 40, 1000, 1 << 20])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_text_is_cut_anywhere(block_bytes: int, ending: str, tmp_path: Path, seed: int) -> None:
+    samples = make(40, seed)
+    clicks.write_csv(tmp_path / "a.csv", samples)
+    text = (tmp_path / "a.csv").read_text().replace("\n", ending)
+    for name, content in (("whole", text), ("no newline at the end", text.rstrip()), ("bom", "\ufeff" + text)):
+        (tmp_path / "a.csv").write_text(content, newline="")
+        for option in ({}, {"newlines_in_values": True}):
+            data = source("csv", tmp_path / "a.csv", block_bytes=block_bytes, **option)
+            assert read(data) == [expected(sample) for sample in samples], name
+
+
+def test_quoted_newlines_and_other_writings(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(
+        b'a comment\nx :: y :: z\n 1 :: "two\nlines" :: ?\n\n 2 :: "say ""hi""" :: caf\xe9\n'
+    )
+    options: dict[str, Any] = {"delimiter": "::", "strip": True, "skip_lines": 1, "encoding": "latin-1"}
+    data = CSV(
+        tmp_path / "a.txt", newlines_in_values=True, missing="?", dense="x", extra=["y", "z"], block_bytes=8, **options
+    )
+    batches = list(data.batches(["y"]))
+    assert [x for b in batches for x in b.extra["y"].to_pylist()] == ["two\nlines", 'say "hi"']
+    assert [x for b in batches for x in b.extra["z"].to_pylist()] == [None, "café"]
+    assert np.concatenate([b.dense for b in batches if b.dense is not None]).tolist() == [[1.0], [2.0]]
+    with pytest.raises(SourceError, match=r"a.txt, line 3: .* its quote is not closed in this line"):
+        list(data.replace(newlines_in_values=False).batches(["y"]))
+
+
+def test_other_compressions(tmp_path: Path, seed: int) -> None:
+    samples = make(200, seed)
+    clicks.write_csv(tmp_path / "a.csv", samples)
+    text = (tmp_path / "a.csv").read_bytes()
+    (tmp_path / "a.csv.bz2").write_bytes(bz2.compress(text))
+    with pa.CompressedOutputStream(str(tmp_path / "a.csv.zst"), "zstd") as file:
+        file.write(text)
+    for name in ("a.csv.bz2", "a.csv.zst"):
+        assert read(source("csv", tmp_path / name)) == [expected(sample) for sample in samples]
+
+
+def test_columns_in_another_order_and_under_other_names(tmp_path: Path, seed: int) -> None:
+    samples = make(50, seed)
+    renamed = clicks.table(samples).rename_columns({"user": "uid", "item": "it em"})
+    pq.write_table(renamed.select(renamed.schema.names[::-1]), tmp_path / "a.parquet")
+    data = Parquet(tmp_path / "a.parquet", **OPTIONS, ids={"user": "uid", "item": IdColumn("it em")})
+    assert read(data) == [expected(sample) for sample in samples]
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def frames(samples: list[clicks.Sample]) -> dict[str, Any]:
+    table = clicks.table(samples)
+    pandas = pd.DataFrame(samples, columns=clicks.SCHEMA.names)
+    pandas["user"] = pd.array([sample["user"] for sample in samples], "Int64")
+    return {
+        "pandas": pandas,
+        "pandas of Arrow types": table.to_pandas(types_mapper=pd.ArrowDtype),
+        "polars": pl.from_arrow(table),
+        "table": table,
+        "chunked table": pa.concat_tables([table.slice(0, 33), table.slice(33)]),
+        "dict of lists": {name: [sample[name] for sample in samples] for name in table.schema.names},
+        "dict of Arrow arrays": dict(zip(table.schema.names, table.columns, strict=True)),
+        "dict of series": dict(pandas.items()),
+    }
+
+
+@pytest.mark.parametrize("kind", frames([]).keys())
+def test_frames_give_their_samples(kind: str, seed: int) -> None:
+    samples = make(150, seed)
+    frame = frames(samples)[kind]
+    assert read(Frame(frame, batch_size=32, block_rows=40, **OPTIONS)) == [expected(sample) for sample in samples]
+    if kind in ("table", "chunked table"):
+        data = Arrow(frame, batch_size=32, block_rows=40, **OPTIONS)
+        assert read(data) == [expected(sample) for sample in samples]
+
+
+def only(data: Source, features: Any) -> Inputs:
+    """The one batch of a source."""
+    (inputs,) = data.batches(features)
+    return inputs
+
+
+def test_a_dict_of_numpy_arrays() -> None:
+    frame = {
+        "id": np.array([3, -1, 5], np.int32),
+        "name": np.array(["a", "bc", ""]),
+        "pair": np.arange(6, dtype=np.uint64).reshape(3, 2),
+        "bag": (np.array([7, 8, 9], np.uint64), np.array([0, 2, 2, 3])),
+        "x": np.array([0.5, np.nan, 2.0]),
+        "matrix": np.arange(6, dtype=np.float32).reshape(3, 2),
+        "flag": np.array([True, False, True]),
+    }
+    data = Frame(frame, dense=["x", "matrix", DenseColumn("flag")], label="flag", block_rows=2)
+    inputs = only(data, ["id", "name", "pair", "bag"])
+    assert clicks.bags_of(inputs) == [
+        [[3], [2**64 - 1], [5]],
+        [[clicks.xxh64(text)] for text in (b"a", b"bc", b"")],
+        [[0, 1], [2, 3], [4, 5]],
+        [[7, 8], [], [9]],
+    ]
+    assert inputs.dense is not None and inputs.dense.flags.c_contiguous
+    assert inputs.dense.tolist() == [[0.5, 0, 1, 1], [0, 2, 3, 0], [2, 4, 5, 1]]
+    assert inputs.label is not None and inputs.label.tolist() == [1, 0, 1]
+
+
+def test_a_frame_whose_columns_are_numbered() -> None:
+    inputs = only(Frame(pd.DataFrame([[1, 2.0], [3, 4.0]], index=[7, 7]), dense="1"), ["0"])
+    assert inputs.values.tolist() == [1, 3]
+    assert inputs.dense is not None and inputs.dense.tolist() == [[2], [4]]
+
+
+def test_one_id_each_needs_no_offsets() -> None:
+    frame = {"a": np.arange(5), "b": np.arange(5, 10), "c": [[1], [2], [3], [4], [5]], "d": [1, None, 3, 4, 5]}
+    inputs = only(Frame(frame), ["b", "a", "c"])
+    assert inputs.offsets is None and inputs.weights is None and inputs.dense is None and inputs.label is None
+    assert inputs.values.tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 1, 2, 3, 4, 5]
+    assert only(Frame(frame), ["a", "d"]).offsets is not None
+    assert only(Frame(frame, missing_id=-1), ["d"]).values.tolist() == [1, 2**64 - 1, 3, 4, 5]
+
+
+# -- what columns are declared to be ----------------------------------------------------------------------------------
+
+
+def test_missing_ids_become_what_is_declared() -> None:
+    frame = {"one": [1, None, 3], "many": [[1, None], None, []], "w": [[0.5, 0.25], None, []], "text": ["a", None, "b"]}
+    data = Frame(frame, ids={"one": IdColumn(missing=9), "text": IdColumn(missing=7)}, missing_id=5)
+    bags = clicks.bags_of(only(data, ["one", "many", "text"]))
+    assert bags[:2] == [[[1], [9], [3]], [[1, 5], [5], []]]
+    assert bags[2] == [[clicks.xxh64(b"a")], [7], [clicks.xxh64(b"b")]]
+    weighted = only(data.replace(weights={"many": "w"}), ["many"])
+    assert clicks.bags_of(weighted, weighted.weights) == [[[0.5, 0.25], [1.0], []]]
+    assert clicks.bags_of(only(Frame(frame), ["many"])) == [[[1], [], []]]
+
+
+def test_integers_may_be_hashed_or_be_texts() -> None:
+    ids = [0, 7, -3]
+    hashed = [[clicks.xxh64((i % 2**64).to_bytes(8, "little"))] for i in ids]
+    texts = [[clicks.xxh64(str(i).encode())] for i in ids]
+    frame = {"a": ids, "f": [0.0, 7.0, -3.0]}
+    for name, column, wanted in (
+        ("a", IdColumn(hash=True), hashed),
+        ("a", IdColumn(kind="string"), texts),
+        ("f", IdColumn(kind="integer"), [[i % 2**64] for i in ids]),
+    ):
+        assert clicks.bags_of(only(Frame(frame, ids={name: column}), [name])) == [wanted]
+
+
+@pytest.mark.parametrize("kind", ["csv", "frame"])
+def test_labels_dense_and_lists_of_text(kind: str, tmp_path: Path) -> None:
+    rows = {
+        "income": [">50K", "<=50K", ">50K."],
+        "delay": [20, 15, None],
+        "count": [0, 5, None],
+        "negative": [-2.0, 1e-6, 70000.0],
+        "genres": ["b|a", None, "a||b"],
+    }
+    if kind == "csv":
+        pd.DataFrame(rows).astype({"delay": "Int64", "count": "Int64"}).to_csv(tmp_path / "a.csv", index=False)
+    options: dict[str, Any] = {
+        "dense": [DenseColumn("count", missing=-1, log1p=True), DenseColumn("negative", log1p=True)],
+        "label": [
+            LabelColumn("income", true=[">50K", ">50K."]),
+            LabelColumn("income", values={">50K": 2, "<=50K": 3, ">50K.": 4}),
+            LabelColumn("delay", above=15, missing=0.5),
+        ],
+        "ids": {"genres": IdColumn(separator="|")},
+    }
+    data: Source = CSV(tmp_path / "a.csv", **options) if kind == "csv" else Frame(rows, **options)
+    inputs = only(data, ["genres"])
+    a, b = clicks.xxh64(b"a"), clicks.xxh64(b"b")
+    assert clicks.bags_of(inputs) == [[[b, a], [], [a, b]]]
+    assert inputs.label is not None and inputs.label.tolist() == [[1, 2, 1], [0, 3, 0], [1, 4, 0.5]]
+    wanted = np.array([[0, 0], [np.log(6), np.log1p(1e-6)], [-1, np.log(70001)]], np.float32)
+    assert inputs.dense is not None and np.allclose(inputs.dense, wanted, rtol=1e-7)
+    dropped = data.replace(label=LabelColumn("delay", missing="drop"))
+    batches = dropped.batches(["genres"])
+    inputs = next(batches)
+    assert inputs.label is not None and inputs.label.tolist() == [20, 15]
+    assert batches.dropped == 1 and batches.skipped == 0
+    assert clicks.bags_of(inputs) == [[[b, a], []]]
+
+
+def test_label_true_is_short() -> None:
+    data = Frame({"income": ["<=50K", ">50K"], "a": [1, 2]}, label="income", label_true=">50K")
+    label = only(data, ["a"]).label
+    assert label is not None and label.tolist() == [0, 1]
+
+
+def test_features_give_the_order_of_the_batch() -> None:
+    one, two = Table("one", dim=2), Table("two", dim=2)
+    frame = {"a": [1], "b": [2], "c": [3], "w": [0.5]}
+    features = Features({"c": one, "a": two, "b": one.bag("sum", weighted=True)})
+    inputs = only(Frame(frame, weights={"b": "w"}), features)
+    assert inputs.names == ("c", "b", "a") and inputs.values.tolist() == [3, 2, 1]
+    assert inputs.weights is not None and inputs.weights.tolist() == [1, 0.5, 1]
+    with pytest.raises(ConfigError, match="feature 'b' is weighted and no column holds its weights"):
+        Frame(frame).batches(features)
+
+
+# -- Criteo ------------------------------------------------------------------------------------------------------------
+
+
+def criteo_line(draw: np.random.Generator) -> tuple[str, float, list[float], list[str]]:
+    counts = [None if draw.random() < 0.2 else int(draw.integers(-2, 2000)) for _ in range(13)]
+    texts = ["" if draw.random() < 0.2 else f"{draw.integers(2**32):08x}" for _ in range(26)]
+    label = int(draw.integers(2))
+    line = "\t".join([str(label), *("" if c is None else str(c) for c in counts), *texts])
+    return line, label, [0.0 if c is None else float(np.log1p(max(c, 0))) for c in counts], texts
+
+
+@pytest.mark.parametrize("name", ["day_0", "day_0.gz"])
+def test_criteo(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    rows = [criteo_line(rng) for _ in range(300)]
+    text = "".join(row[0] + "\n" for row in rows).encode()
+    (tmp_path / name).write_bytes(text if name == "day_0" else gzip.compress(text))
+    data = Criteo(tmp_path / name, batch_size=128, block_bytes=5000)
+    features = [f"C{i}" for i in range(1, 27)]
+    batches = list(data.batches(features))
+    assert [inputs.batch_size for inputs in batches] == [128, 128, 44]
+    assert all(inputs.offsets is None for inputs in batches)
+    ids = np.concatenate([np.asarray(b.values).reshape(26, -1) for b in batches], axis=1)
+    assert ids.T.tolist() == [[clicks.xxh64(text.encode()) for text in row[3]] for row in rows]
+    dense = np.concatenate([b.dense for b in batches if b.dense is not None])
+    assert np.allclose(dense, np.array([row[2] for row in rows], np.float32), rtol=2e-7)
+    assert np.concatenate([b.label for b in batches if b.label is not None]).tolist() == [row[1] for row in rows]
+    raw = next(data.replace(log1p=False, dense=["I3"], ids={"ad": "C7"}, missing_id=None).batches(["ad"]))
+    assert raw.dense is not None and raw.dense.shape == (128, 1) and raw.dense.max() > 8
+    assert clicks.bags_of(raw)[0] == [[clicks.xxh64(r[3][6].encode())] if r[3][6] else [] for r in rows[:128]]
+    (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] + b"\n" for line in text.splitlines()))
+    unlabelled = only(data.replace(path=tmp_path / "test.txt", label=None, batch_size=300), features)
+    assert unlabelled.label is None and np.array_equal(unlabelled.values.reshape(26, -1), ids)
+
+
+def test_criteos_columns_are_fixed() -> None:
+    with pytest.raises(ConfigError, match=r"Criteo: columns is .*; its format fixes them: use CSV"):
+        Criteo("x", columns=["a", "b"])
+
+
+# -- where files lie ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Any:
+    filesystem = fsspec.filesystem("memory")
+    yield filesystem
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_memory_filesystem(kind: str, memory: Any, tmp_path: Path, seed: int) -> None:
+    samples = make(600, seed)
+    for i in range(2):
+        WRITERS[kind](tmp_path / "a", samples[300 * i : 300 * i + 300])
+        if kind == "csv.gz":
+            WRITERS[kind](tmp_path / "a.gz", samples[300 * i : 300 * i + 300])
+            (tmp_path / "a.gz").rename(tmp_path / "a")
+        memory.pipe_file(f"/clicks/{i}/part.{kind}", (tmp_path / "a").read_bytes())
+    wanted = [expected(sample) for sample in samples]
+    assert read(source(kind, "memory://clicks", num_threads=3)) == wanted
+    assert read(source(kind, f"memory://clicks/*/part.{kind}", num_threads=3)) == wanted
+    assert read(source(kind, "/clicks", filesystem=memory, num_threads=3)) == wanted
+    assert read(source(kind, f"memory://clicks/1/part.{kind}")) == wanted[300:]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_pyarrow_filesystems(kind: str, tmp_path: Path, seed: int) -> None:
+    samples = make(100, seed)
+    (tmp_path / "in").mkdir()
+    WRITERS[kind](tmp_path / "in" / f"a.{kind}", samples)
+    wanted = [expected(sample) for sample in samples]
+    local = pyarrow.fs.LocalFileSystem()
+    assert read(source(kind, str(tmp_path / "in"), filesystem=local)) == wanted
+    assert read(source(kind, "in", filesystem=pyarrow.fs.SubTreeFileSystem(str(tmp_path), local))) == wanted
+    assert read(source(kind, f"file://{tmp_path}/in/*.{kind}")) == wanted
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
+    """The user 1701 of one file would be another row than the user "1701" of the next."""
+    for i, values in enumerate(([1701, 2], ["1701", "x"], [None, None])):
+        table = pa.table({"a": pa.array(values), "n": [0.5, 0.5]})
+        if kind == "parquet":
+            pq.write_table(table, tmp_path / f"{i}.parquet")
+        else:
+            pa.feather.write_feather(table, tmp_path / f"{i}.arrow", compression="uncompressed")
+    data = Parquet(tmp_path) if kind == "parquet" else Arrow(tmp_path)
+    with pytest.raises(SourceError, match=r"1\.\w+: column 'a' has texts, and .*0\.\w+ has integers: the same id"):
+        data.batches(["a"])
+    rest = data.replace(path=[str(tmp_path / f"{i}.{kind}") for i in (0, 2)])
+    assert sum(inputs.batch_size for inputs in rest.batches(["a"])) == 4
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a\n" + "1\n" * 1000)
+    batches = CSV(path, batch_size=10, block_bytes=100, num_threads=0).batches(["a"])
+    next(batches)
+    path.write_text("a\n" + "2\n" * 5000)
+    with pytest.raises(SourceError, match=r"a\.csv has 10002 bytes and had 2002 when reading began"):
+        list(batches)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (([1, 2, 3], [0, 1, 3], [0.5, 0.5, 0.5]), r"column 'a' has 3 arrays; wanted \(values, offsets\)"),
+        (([1, 2, 3], [-3, -2, -1]), "has offsets that fall or leave its 3 values"),
+        (([1, 2, 3], [0, 2, 1]), "has offsets that fall"),
+        (([1, 2, 3], [0, 2, 4]), "leave its 3 values"),
+    ],
+)
+def test_lists_of_a_frame_are_checked(column: Any, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        list(Frame({"a": column}).batches(["a"]))

@@ -1,0 +1,312 @@
+"""Iterables: batches and samples in every form they may take, TorchRec's by their methods, and what is refused."""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+
+import clicks
+from clicks import OPTIONS, bags_of, expected, make, read
+from satrap.columns import IdColumn, LabelColumn
+from satrap.errors import ConfigError, SourceError
+from satrap.inputs import Inputs
+from satrap.sources import Iterable
+
+
+class Jagged:
+    """As much of TorchRec's KeyedJaggedTensor as is looked at."""
+
+    def __init__(self, bags: dict[str, list[list[int]]], weights: bool = False) -> None:
+        flat = [bag for each in bags.values() for bag in each]
+        self._keys = list(bags)
+        self._values = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
+        self._offsets = torch.tensor([0, *np.cumsum([len(bag) for bag in flat])], dtype=torch.int32)
+        self._weights = torch.arange(len(self._values)) / 2 if weights else None
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> torch.Tensor:
+        return self._values
+
+    def offsets(self) -> torch.Tensor:
+        return self._offsets
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        return self._weights
+
+
+BAGS = {"a": [[1], [], [2, 3]], "b": [[4, 5], [-6], [7]]}
+
+
+def test_batches_of_columns_come_as_they_are() -> None:
+    samples = make(90, 0)
+    items = [samples[:40], samples[40:41], samples[41:]]
+    columns = [{name: [s[name] for s in item] for name in clicks.SCHEMA.names} for item in items]
+    batches = list(Iterable(columns, **OPTIONS).batches(clicks.FEATURES))
+    assert [inputs.batch_size for inputs in batches] == [40, 1, 49]
+    assert [s for inputs in batches for s in clicks.samples_in(inputs)] == [expected(sample) for sample in samples]
+    again = Iterable(lambda: iter(columns), batch_size=32, epochs=2, **OPTIONS)
+    assert read(again) == [expected(sample) for sample in samples] * 2
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_samples_are_collected_into_batches(shuffle: bool) -> None:
+    samples = make(10_000, 0)
+    data = Iterable(samples, samples=True, batch_size=64, shuffle=shuffle, **OPTIONS)
+    found, wanted = read(data), [expected(sample) for sample in samples]
+    assert sorted(found) == sorted(wanted) and (found == wanted) is not shuffle
+    ranks = [s for rank in range(3) for s in read(data, rank=rank, world=3)]
+    assert sorted(ranks) == sorted(wanted)
+    batches = list(data.batches(clicks.FEATURES))
+    rest = list(data.batches(clicks.FEATURES, position=batches[100].position))
+    assert [s for b in rest for s in clicks.samples_in(b)] == [s for b in batches[101:] for s in clicks.samples_in(b)]
+
+
+def test_whole_batches_are_dealt_out_and_resumed() -> None:
+    items = [{"a": np.arange(i, i + n)} for i, n in ((0, 3), (10, 1), (20, 0), (30, 2), (40, 4))]
+    data = Iterable(items, epochs=2)
+    ranks = [[inputs.values.tolist() for inputs in data.batches(["a"], rank=rank, world=2)] for rank in range(2)]
+    assert ranks == [[[0, 1, 2], [40, 41, 42, 43]] * 2, [[10], [30, 31]] * 2]
+    whole = list(data.batches(["a"]))
+    for i, inputs in enumerate(whole):
+        rest = [each.values.tolist() for each in data.batches(["a"], position=inputs.position)]
+        assert rest == [each.values.tolist() for each in whole[i + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [3, 2**64 - 1],
+        np.array([3, -1]),
+        np.array([3, -1], np.int8),
+        torch.tensor([3, -1]),
+        pa.array([3, 2**64 - 1], pa.uint64()),
+        pd.Series([3, -1], index=[7, 8]),
+        pl.Series([3, -1]),
+        (np.array([3, -1]), np.array([0, 1, 2])),
+        (torch.tensor([3, -1]), torch.tensor([0, 1, 2])),
+        np.array([[3], [-1]]),
+        [[3], [2**64 - 1]],
+        np.array([np.array([3]), np.array([-1])], object),
+    ],
+    ids=lambda column: f"{type(column).__module__}.{type(column).__name__}",
+)
+def test_every_kind_of_column(column: Any) -> None:
+    (inputs,) = Iterable([{"a": column}]).batches(["a"])
+    assert bags_of(inputs) == [[[3], [2**64 - 1]]]
+
+
+def test_values_offsets_and_weights() -> None:
+    ids, offsets, weights = np.array([1, 2, 3], np.uint64), np.array([0, 2, 2, 3]), np.array([0.5, 1, 2], np.float32)
+    (inputs,) = Iterable([{"a": (ids, offsets, weights), "b": [7, 8, 9]}]).batches(["a", "b"])
+    assert bags_of(inputs) == [[[1, 2], [], [3]], [[7], [8], [9]]]
+    assert bags_of(inputs, inputs.weights) == [[[0.5, 1], [], [2]], [[1], [1], [1]]]
+
+
+# -- TorchRec ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["alone", "tuple", "batch"])
+def test_keyed_jagged_tensors(form: str) -> None:
+    jagged, dense, label = Jagged(BAGS), torch.arange(6.0).reshape(3, 2), torch.tensor([1, 0, 1])
+    item: Any = {
+        "alone": jagged,
+        "tuple": (dense, jagged, label),
+        "batch": SimpleNamespace(dense_features=dense, sparse_features=jagged, labels=label),
+    }[form]
+    (inputs,) = Iterable([item], ids={"c": "a"}).batches(["b", "c"])
+    assert bags_of(inputs) == [[[4, 5], [2**64 - 6], [7]], [[1], [], [2, 3]]]
+    assert inputs.batch_size == 3 and inputs.weights is None
+    if form == "alone":
+        assert inputs.dense is None and inputs.label is None
+    else:
+        assert inputs.dense is not None and inputs.dense.tolist() == dense.tolist()
+        assert inputs.label is not None and inputs.label.tolist() == [1, 0, 1]
+    (inputs,) = Iterable([Jagged(BAGS, weights=True)]).batches(["b"])
+    assert bags_of(inputs, inputs.weights) == [[[1.5, 2], [2.5], [3]]]
+
+
+def test_keyed_jagged_tensors_are_cut_anew() -> None:
+    data = Iterable([Jagged(BAGS)] * 4, batch_size=5)
+    batches = list(data.batches(["a", "b"]))
+    assert [inputs.batch_size for inputs in batches] == [5, 5, 2]
+    found = [list(map(list, zip(*bags_of(inputs), strict=True))) for inputs in batches]
+    wanted = [[[1], [4, 5]], [[], [2**64 - 6]], [[2, 3], [7]]] * 4
+    assert [sample for each in found for sample in each] == wanted
+
+
+# -- Inputs ------------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_go_through_unchanged() -> None:
+    values, offsets = np.arange(6, dtype=np.uint64), np.array([0, 1, 3, 3, 6])
+    weights, dense = np.arange(6, dtype=np.float32), np.ones((2, 3), np.float32)
+    for given in (
+        Inputs(names=("a", "b"), values=values, offsets=offsets, weights=weights, batch_size=2, dense=dense),
+        Inputs(names=("a", "b"), values=values[:4], batch_size=2, label=np.array([0, 1], np.float32)),
+        Inputs(names=("a", "b"), values=values[:4], batch_size=2, label=np.zeros((2, 2), np.float32)),
+        Inputs(names=("a", "b"), values=values[:0], batch_size=2, offsets=np.zeros(5, np.int64), extra={"x": [1, 2]}),
+    ):
+        (found,) = Iterable([given], extra=tuple(given.extra)).batches(["a", "b"])
+        for name in ("values", "offsets", "weights", "dense", "label"):
+            one, other = getattr(given, name), getattr(found, name)
+            assert (one is None) == (other is None) and np.array_equal(one, other), name
+        assert (found.names, found.batch_size) == (given.names, 2)
+        assert {name: column.to_pylist() for name, column in found.extra.items()} == given.extra
+        (swapped,) = Iterable([given], extra=tuple(given.extra)).batches(["b"])
+        assert bags_of(swapped) == bags_of(given)[1:]
+
+
+# -- how items are taken -----------------------------------------------------------------------------------------------
+
+
+def test_items_are_taken_in_the_callers_thread_one_at_a_time() -> None:
+    taken = 0
+
+    def items() -> Iterator[dict[str, Any]]:
+        nonlocal taken
+        for _ in range(10):
+            assert threading.current_thread() is threading.main_thread()
+            taken += 1
+            yield {"a": [taken]}
+
+    for i, inputs in enumerate(Iterable(items).batches(["a"]), 1):
+        assert taken == i and inputs.values.tolist() == [i]
+
+
+def test_an_iterable_may_use_its_arrays_again() -> None:
+    def items() -> Iterator[Any]:
+        column, weights, offsets = np.zeros(3, np.int64), np.zeros(3, np.float32), np.array([0, 1, 2, 3])
+        for i in range(5):
+            column[:], weights[:] = range(3 * i, 3 * i + 3), i
+            yield {"a": (column, offsets, weights), "b": column}
+            column[:], weights[:], offsets[1] = -1, -1, 3
+            offsets[1] = 1
+
+    (inputs,) = Iterable(items, batch_size=100).batches(["a", "b"])
+    assert inputs.values.tolist() == [*range(15), *range(15)]
+    assert inputs.weights is not None and inputs.weights[:15].tolist() == [i for i in range(5) for _ in range(3)]
+
+
+def test_an_iterator_is_read_once() -> None:
+    data = Iterable(iter([{"a": [1]}, {"a": [2]}]))
+    assert [inputs.values.tolist() for inputs in data.batches(["a"])] == [[1], [2]]
+    with pytest.raises(SourceError, match="Iterable: this list_iterator was read before; give a list, or a function"):
+        data.batches(["a"])
+
+
+def test_an_error_of_the_iterable_is_the_callers_own() -> None:
+    def items() -> Iterator[dict[str, Any]]:
+        yield {"a": [1]}
+        raise ZeroDivisionError("mine")
+
+    batches = Iterable(items).batches(["a"])
+    next(batches)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        next(batches)
+
+
+INPUTS = Inputs(names=("a",), values=np.arange(2, dtype=np.uint64), batch_size=2)
+
+
+def malformed(**changes: Any) -> Inputs:
+    return dataclasses.replace(INPUTS, **changes)
+
+
+class Uneven(Jagged):
+    def offsets(self) -> torch.Tensor:
+        return super().offsets()[:-1]
+
+
+class Floats(Jagged):
+    def values(self) -> torch.Tensor:
+        return super().values() / 2
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ([3], {}, "item 0 is an int; wanted a dict of columns, an Inputs, or"),
+    ([{"a": [1]}, {"b": [1]}], {}, r"item 1 has no column 'a' \(feature 'a'\); known are 'b'"),
+    ([{"a": [1, 2], "x": [1.0]}], {"dense": "x"}, "item 0 has columns of different lengths"),
+    ([{"a": ([1],)}], {}, r"item 0: feature 'a' has 1 arrays; wanted \(values, offsets\[, weights\]\)"),
+    ([{"a": ["x", 1]}], {}, "item 0: column 'a' is a list that cannot be read"),
+    ([{"a": [1], "y": [None]}], {"label": "y"}, "item 0, sample 0: the label, column 'y', is missing"),
+    ([Jagged({"b": [[1]]})], {}, "item 0 has no feature 'a'; known are 'b'"),
+    ([Jagged({})], {}, "item 0 has no feature 'a'; it has none"),
+    ([Uneven(BAGS)], {}, "item 0: 6 offsets of 2 keys; wanted one batch size for all keys"),
+    ([Floats(BAGS)], {}, "item 0: values are float32; wanted integers"),
+    ([Jagged(BAGS)], {"dense": "x"}, "item 0 brings its own dense; leave out dense="),
+    ([Jagged(BAGS)], {"extra": "x"}, "item 0: a KeyedJaggedTensor brings no column 'x'; leave out extra"),
+    ([(torch.zeros(2, 1), Jagged(BAGS), None)], {}, "item 0: rows of dense are 2, wanted 3"),
+    ([malformed(batch_size=3)], {}, r"item 0: values have the shape \(2,\); wanted \(3,\) for 1 features of 3"),
+    ([malformed(offsets=np.array([0, 1]))], {}, r"item 0: offsets have the shape \(2,\); wanted \(3,\)"),
+    ([malformed(offsets=np.array([0, 2, 1]))], {}, "item 0: feature 0: offsets must rise within its 2 ids"),
+    ([malformed(offsets=np.array([0, 1, 3]))], {}, "item 0: feature 0: offsets must rise within its 2 ids"),
+    ([malformed(weights=np.ones(3, np.float32))], {}, r"item 0: weights have the shape \(3,\); wanted \(2,\)"),
+    ([malformed(label=np.ones(1, np.float32))], {}, "item 0: rows of label are 1, wanted 2"),
+    ([INPUTS], {"label": "x"}, "item 0 brings its own label"),
+    ([INPUTS], {"weights": {"a": "w"}}, "item 0 brings its own weights"),
+    ([INPUTS], {"ids": {"a": "b"}}, "item 0 has no feature 'b'; known are 'a'"),
+    ([INPUTS], {"extra": "x"}, r"item 0 has no extra 'x'; it has \[\]"),
+    ([3], {"samples": True, "batch_size": 2}, r"item 0 is 3 \(int\); wanted a dict, one sample"),
+    ([{"b": 1}], {"samples": True, "batch_size": 2}, "items from 0 on has no column 'a'"),
+    ([{"a": 1, "y": 1}, {"a": 2}], {"samples": True, "batch_size": 2, "label": "y"}, "item 1: the label, column 'y'"),
+]
+
+
+@pytest.mark.parametrize(("items", "options", "message"), REFUSED)
+def test_items_that_cannot_be_read_are_refused_by_number(items: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        list(Iterable(items, **options).batches(["a"]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Iterable(3), r"Iterable: found 3 \(int\); wanted an iterable, or a function returning one"),
+        (lambda: Iterable(iter([]), epochs=2), "epochs is 2 and a list_iterator can be read once; give a list"),
+        (lambda: Iterable([], shuffle=True), "batch_size is None and shuffle or samples is True; give the size"),
+        (lambda: Iterable([], samples=True), "batch_size is None and shuffle or samples is True"),
+        (lambda: Iterable([], samples=1, batch_size=1), r"samples is 1 \(int\); wanted True or False"),  # type: ignore[arg-type]
+    ],
+)
+def test_declarations_that_cannot_be_honoured(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_columns_check_themselves_and_have_a_dict_form() -> None:
+    for column in (
+        IdColumn("a", missing=-1, separator="|", weights="w"),
+        LabelColumn("y", values={"a": 1.0}, missing=0),
+    ):
+        assert type(column).from_dict(column.to_dict()) == column
+    assert IdColumn(missing=-1).missing == 2**64 - 1
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: IdColumn("a", kind="int"), "id column 'a': kind is 'int' .*; wanted one of 'string', 'integer'"),  # type: ignore[arg-type]
+        (lambda: IdColumn(hash=1), r"IdColumn: hash is 1 \(int\)"),  # type: ignore[arg-type]
+        (lambda: IdColumn(kind="string", hash=True), "hash is for integers; strings are hashed in any case"),
+        (lambda: IdColumn(separator="::"), "separator is '::' .*; wanted one ASCII character, e.g. '|'"),
+        (lambda: IdColumn(missing=0.5), "missing is 0.5"),  # type: ignore[arg-type]
+        (lambda: IdColumn(weights=""), "IdColumn: the column is ''"),
+        (lambda: LabelColumn(""), "LabelColumn: the column is ''"),
+        (lambda: LabelColumn("y", values={}), "label column 'y': values is {} .*; wanted texts and numbers"),
+        (lambda: LabelColumn("y", values={"a": 1}, true="a"), "wanted texts and numbers, without `true`"),
+        (lambda: LabelColumn("y", values={"a": "b"}), r"values\['a'\] is 'b'"),  # type: ignore[dict-item]
+        (lambda: LabelColumn("y", true=3), "label column 'y': true is 3"),  # type: ignore[arg-type]
+        (lambda: LabelColumn("y", true="a", above=1), "above is for numbers, values and true are for texts; give one"),
+        (lambda: LabelColumn("y", above=float("nan")), "above is nan"),
+        (lambda: LabelColumn("y", missing="skip"), "missing is 'skip' .*; wanted one of 'refuse', 'drop'"),  # type: ignore[arg-type]
+        (lambda: LabelColumn("y", missing=float("inf")), "missing is inf"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            call()

@@ -1,0 +1,133 @@
+"""The gate against its two rules, over random orders of events: no thread, no clock."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from satrap.sync import Gate
+
+
+def run(gate: Gate, num_batches: int, rng: random.Random, drop: float) -> list[tuple[str, int]]:
+    """Plays a stream as user and pipeline would, in a random order of all that is allowed; returns what happened."""
+    events: list[tuple[str, int]] = []
+    looked_up = 0
+    held: dict[int, int] = {}  # step -> batches looked up, neither updated nor dropped
+    submitted: list[int] = []
+    if num_batches == 0:
+        gate.exhaust()
+    while looked_up < num_batches or held or submitted:
+        choices = []
+        if looked_up < num_batches and gate.may_look_up():
+            choices.append("lookup")
+        if held and gate.complete(min(held)):
+            choices.append("step")
+        if submitted and gate.may_update(submitted[0]):
+            choices.append("update")
+        assert choices, f"nothing may go on after {events}"
+        match rng.choice(choices):
+            case "lookup":
+                step = gate.look_up()
+                looked_up += 1
+                if looked_up == num_batches:
+                    gate.exhaust()
+                held[step] = held.get(step, 0) + 1
+                events.append(("lookup", step))
+            case "step":
+                step = min(held)
+                num = held.pop(step)
+                if rng.random() < drop:
+                    for _ in range(num):
+                        gate.settle(step)
+                    events.append(("drop", step))
+                else:
+                    submitted.extend([step] * num)
+            case "update":
+                step = submitted[0]
+                while submitted and submitted[0] == step:
+                    gate.settle(submitted.pop(0))
+                events.append(("update", step))
+    return events
+
+
+@given(
+    staleness=st.integers(0, 5),
+    accumulate=st.integers(1, 3),
+    deterministic=st.booleans(),
+    num_batches=st.integers(0, 30),
+    last_step=st.sampled_from([0, 7]),
+    drop=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 2**32),
+)
+def test_no_lookup_misses_more_than_the_staleness(
+    staleness: int, accumulate: int, deterministic: bool, num_batches: int, last_step: int, drop: float, seed: int
+) -> None:
+    gate = Gate(staleness, accumulate=accumulate, deterministic=deterministic, last_step=last_step)
+    events = run(gate, num_batches, random.Random(seed), drop)
+    settled = set(range(last_step + 1))
+    updates: list[int] = []
+    for what, step in events:
+        if what == "lookup":
+            assert settled >= set(range(step - staleness)), f"step {step} was looked up without {staleness} older"
+            if deterministic and drop == 0.0:
+                assert [u for u in updates if u >= step - staleness] == [], "a lookup saw an update that it must not"
+        else:
+            settled.add(step)
+            if what == "update":
+                updates.append(step)
+    lookups = [step for what, step in events if what == "lookup"]
+    assert lookups == [last_step + 1 + i // accumulate for i in range(num_batches)]
+    assert sum(gate.seen.values()) == num_batches
+    assert max(gate.seen, default=0) <= staleness
+    assert gate.oldest_open >= last_step + 1 + (num_batches // accumulate)
+
+
+def test_synchronous_steps_alternate() -> None:
+    gate = Gate(0)
+    for step in range(1, 5):
+        assert gate.may_look_up()
+        assert gate.look_up() == step
+        assert not gate.may_look_up()
+        assert gate.oldest_open == step
+        gate.settle(step)
+    assert gate.seen == {0: 4}
+
+
+def test_the_staleness_seen_counts_open_steps() -> None:
+    gate = Gate(2, accumulate=2)
+    steps = []
+    while gate.may_look_up():
+        steps.append(gate.look_up())
+    assert steps == [1, 1, 2, 2, 3, 3]
+    assert gate.seen == {0: 2, 1: 2, 2: 2}
+    gate.settle(2)
+    gate.settle(2)
+    assert not gate.may_look_up(), "step 1 is open still"
+    gate.settle(1)
+    gate.settle(1)
+    assert gate.look_up() == 4
+
+
+def test_a_step_begun_is_open_until_its_last_batch() -> None:
+    gate = Gate(0, accumulate=3)
+    gate.settle(gate.look_up())
+    assert gate.oldest_open == 1
+    gate.look_up()
+    gate.exhaust()
+    assert gate.oldest_open == 1
+    gate.settle(1)
+    assert gate.oldest_open == gate.next_step
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_deterministic_update_waits_for_the_lookups_that_must_not_see_it(staleness: int) -> None:
+    gate = Gate(staleness, deterministic=True)
+    for step in range(1, staleness + 1):
+        gate.look_up()
+        assert not gate.may_update(1), f"the lookup of step {step + 1} is still to come"
+    gate.look_up()
+    assert gate.may_update(1)
+    assert not gate.may_update(2)
+    gate.exhaust()
+    assert gate.may_update(2)

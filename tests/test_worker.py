@@ -1,0 +1,483 @@
+"""The worker's calls: what it refuses and how, tickets, memory, threads, and that its Python work stays small.
+
+What it computes is test_bags.py's subject.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oracle import as_ids
+from satrap.config import SGD, Adagrad, Constant, Ftrl, Table
+from satrap.errors import ConfigError, InputError, NonFiniteError, SharedMemoryError, TicketError
+from satrap.features import Features
+from satrap.inputs import Inputs
+from satrap.tables import Tables
+from satrap.worker import LookedUp, Worker
+
+ITEM = Table("item", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=2)
+USER = Table("user", dim=3, optimizer=Ftrl(), initial=Constant(0.0), num_buckets=2)
+FEATURES = Features({"item": ITEM, "seen": ITEM.bag("mean", weighted=True), "path": ITEM.sequence(2), "user": USER})
+GOOD = Inputs(
+    names=("item", "seen", "path", "user"),
+    values=as_ids([1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    offsets=np.array([0, 1, 2, 4, 4, 7, 7, 8, 9]),
+    weights=np.ones(9, np.float32),
+    batch_size=2,
+)
+BLOCK = np.ones((2, 7), np.float32)
+PATH = np.ones((2, 2, 2), np.float32)
+DEADLINE_SECONDS = 60.0
+
+
+def contents(worker: Worker) -> Any:
+    return (
+        worker.tables.latest_step,
+        worker.truncated,
+        [
+            (store.stats(), [part.tolist() for part in store.read(as_ids(range(12)))])
+            for store in worker.tables.values()
+        ],
+    )
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    """A worker with a life behind it, which no test here may change."""
+    made = Worker(FEATURES, num_threads=2)
+    looked = made.lookup(GOOD)
+    assert looked.ticket
+    made.update([looked.ticket], [BLOCK], [{"path": PATH}])
+    before = contents(made)
+    yield made
+    for store in made.tables.values():
+        store.check()
+    assert contents(made) == before, "a refused call changed the tables"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def with_(**changes: Any) -> Inputs:
+    return replace(GOOD, **changes)
+
+
+def offsets(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+BAD_INPUTS: list[tuple[Any, str]] = [
+    ({"ids": 1}, "inputs is a dict; wanted a satrap.inputs.Inputs"),
+    (with_(names=["item"]), "names is a list; wanted the tuple of features.names"),
+    (with_(names=("item", "seen", "path")), r"the features \['user'\] are missing and \[\] are unknown"),
+    (with_(names=("item", "seen", "path", "usr")), r"\['user'\] are missing and \['usr'\] are unknown"),
+    (with_(names=("user", "item", "seen", "path")), "wanted them in the order of features.names"),
+    (with_(batch_size=-1), "batch_size is -1; wanted an integer from 0"),
+    (with_(batch_size=2.0), r"batch_size is 2\.0 \(float\)"),
+    (with_(batch_size=True), "batch_size is True"),
+    (with_(batch_size=2**30), "batch_size is 1073741824; wanted an integer from 0"),
+    (with_(batch_size=3), r"offsets are int64 of shape \(9,\); wanted int64 of shape \(13,\): features \* batch_size"),
+    (with_(values=[1, 2]), "ids is a list; wanted a uint64"),
+    (with_(values=GOOD.values.astype(np.int32)), "ids are int32; wanted uint64"),
+    (with_(values=GOOD.values.reshape(3, 3)), r"ids have the shape \(3, 3\)"),
+    (with_(values=GOOD.values[:-1]), "offsets run from 0 to 9; wanted 0 to the number of ids, 8"),
+    (with_(offsets=GOOD.offsets.astype(np.int32)), "offsets are int32"),  # type: ignore[union-attr]
+    (with_(offsets=list(range(9))), "offsets is a list; wanted an int64 array"),
+    (with_(offsets=offsets(1, 1, 2, 4, 4, 7, 7, 8, 9)), "offsets run from 1 to 9"),
+    (with_(offsets=offsets(0, 1, 2, 4, 3, 7, 7, 8, 9)), "offsets fall from 4 to 3 at sample 1 of feature 'seen'"),
+    (with_(offsets=offsets(0, 1, 2, 4, 4, 7, 7, 12, 9)), "offsets fall from 12 to 9 at sample 1 of feature 'user'"),
+    (with_(offsets=offsets(0, -1, 2, 4, 4, 7, 7, 8, 9)), "offsets fall from 0 to -1 at sample 0 of feature 'item'"),
+    (
+        with_(offsets=offsets(0, 2**63 - 1, -(2**63), -1, 0, 7, 7, 8, 9)),  # rises modulo 2**64
+        "offsets fall from 9223372036854775807 to -9223372036854775808 at sample 1 of feature 'item'",
+    ),
+    (with_(offsets=None), "9 ids without offsets; wanted 8, one for each of 4 features and 2 samples, or offsets"),
+    (with_(weights=None), "feature 'seen' is weighted and there are no weights"),
+    (with_(weights=np.ones(9)), r"weights are float64 of shape \(9,\); wanted float32"),
+    (with_(weights=np.ones(8, np.float32)), r"weights are float32 of shape \(8,\); wanted .*\(9,\), one for each id"),
+    (with_(weights=[1.0] * 9), "weights is a list"),
+    (
+        with_(weights=np.array([1, 1, 1, np.nan, 1, 1, 1, 1, 1], np.float32)),
+        "the weight of id 4 in sample 0 of feature 'seen' is nan; wanted a finite number",
+    ),
+    (with_(weights=np.array([1, 1, -np.inf, 1, 1, 1, 1, 1, 1], np.float32)), "the weight of id 3 .* is -inf"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "words"), BAD_INPUTS)
+def test_bad_inputs(worker: Worker, inputs: Any, words: str) -> None:
+    for train in (True, False):
+        with pytest.raises(InputError, match=words):
+            worker.lookup(inputs, train=train)
+
+
+BAD_LOOKUPS: list[tuple[dict[str, Any], str]] = [
+    ({"train": 1}, "train is 1"),
+    ({"train": False, "step": 3}, "step is 3 and train=False"),
+    ({"step": 0}, "step is 0"),
+    ({"step": 3, "oldest_open": 4}, "oldest_open is 4"),
+    ({"block": np.zeros((2, 6), np.float32)}, r"block is float32 of shape \(2, 6\); wanted .*\(2, 7\)"),
+    ({"block": np.zeros((2, 7))}, "block is float64"),
+    ({"block": np.zeros((7, 2), np.float32).T}, "block is not contiguous"),
+    ({"block": [[0.0] * 7] * 2}, "block is a list"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_LOOKUPS)
+def test_bad_lookups(worker: Worker, options: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        worker.lookup(GOOD, **options)
+
+
+def test_weights_without_a_weighted_feature_are_refused() -> None:
+    plain = Worker(Features({"item": ITEM}))
+    inputs = Inputs(names=("item",), values=as_ids([1]), weights=np.ones(1, np.float32), batch_size=1)
+    with pytest.raises(InputError, match="there are weights and no feature is weighted"):
+        plain.lookup(inputs)
+    with pytest.raises(ConfigError, match=r"features is a dict; wanted a satrap\.features\.Features"):
+        Worker({"item": ITEM})  # type: ignore[arg-type]
+
+
+BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
+    ({"tickets": []}, "0 tickets and 1 block_gradients; wanted at least one ticket, and gradients for each"),
+    ({"tickets": None}, "tickets is a NoneType; wanted a list"),
+    ({"tickets": [None]}, "a ticket is a NoneType; wanted those that lookup gave"),
+    ({"block_gradients": BLOCK}, "block_gradients is a ndarray; wanted a list, one of each batch"),
+    ({"block_gradients": [BLOCK, BLOCK]}, "1 tickets and 2 block_gradients"),
+    ({"block_gradients": [BLOCK[:, :6]]}, r"gradients have the shape \(2, 6\); wanted \(2, 7\)"),
+    ({"block_gradients": [BLOCK[:1]]}, r"gradients have the shape \(1, 7\); wanted \(2, 7\)"),
+    ({"block_gradients": [BLOCK.astype(np.float16)]}, "gradients are float16; wanted float32"),
+    ({"block_gradients": [[0.0]]}, "gradients is a list"),
+    ({"sequence_gradients": {"path": PATH}}, "sequence_gradients is a dict; wanted a list"),
+    ({"sequence_gradients": []}, "1 tickets and 0 sequence_gradients"),
+    ({"sequence_gradients": [PATH]}, "sequence gradients are a ndarray; wanted a dict by feature"),
+    ({"sequence_gradients": [{"paht": PATH}]}, r"sequence gradients name \['paht'\], which are no sequences here"),
+    ({"sequence_gradients": [{"seen": PATH}]}, r"sequence gradients name \['seen'\]"),
+    ({"sequence_gradients": [{"path": PATH[0]}]}, r"feature 'path': gradients have the shape \(2, 2\); wanted \(2, "),
+    ({"step": 0}, "step is 0"),
+    ({"lrs": {"item": -1.0}}, "table 'item': lr is -1.0; wanted a number of at least 0"),
+    ({"lrs": {"user": 0.0}}, r"table 'user': lr is 0\.0; wanted a number above 0"),
+    ({"lrs": {"path": 1.0}}, r"lrs names \['path'\], which are no tables here"),
+    ({"lrs": [1.0]}, "lrs is a list; wanted a dict"),
+    ({"scale": 0.0}, r"scale is 0\.0; wanted a number above 0"),
+    ({"scale": -1}, "scale is -1; wanted"),
+    ({"scale": float("nan")}, "scale is nan"),
+    ({"scale": float("inf")}, "scale is inf"),
+    ({"scale": 1e-60}, "scale is 1e-60; wanted a number above 0 that float32 can hold"),
+    ({"scale": "1"}, r"scale is '1' \(str\)"),
+    ({"scale": True}, "scale is True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_UPDATES)
+def test_bad_updates(options: Any, words: str) -> None:
+    worker = Worker(FEATURES)
+    looked = worker.lookup(GOOD)
+    before = contents(worker)
+    good: dict[str, Any] = {
+        "tickets": [looked.ticket],
+        "block_gradients": [BLOCK],
+        "sequence_gradients": [{"path": PATH}],
+    }
+    with pytest.raises(InputError, match=words):
+        worker.update(**good | options)
+    assert contents(worker) == before
+    worker.update(**good)  # the ticket is still good
+    assert contents(worker) != before
+
+
+def test_nonfinite_gradients_are_named() -> None:
+    worker = Worker(FEATURES)
+    looked = worker.lookup(GOOD)
+    assert looked.ticket
+    before = contents(worker)
+    for bad, words in (
+        ((1, 0), "table 'item': the gradient of id 2 in sample 1 of feature 'item' holds nan; .* on_nonfinite='skip'"),
+        ((0, 3), "the gradient of id 3 in sample 0 of feature 'seen' holds nan"),
+        ((1, 6), "table 'user': the gradient of id 9 in sample 1 of feature 'user' holds nan"),
+    ):
+        gradients = BLOCK.copy()
+        gradients[bad] = np.nan
+        with pytest.raises(NonFiniteError, match=words):
+            worker.update([looked.ticket], [gradients])
+    path = PATH.copy()
+    path[0, 1, 0] = np.inf
+    with pytest.raises(NonFiniteError, match="the gradient of id 6 in sample 0 of feature 'path' holds inf"):
+        worker.update([looked.ticket], [BLOCK], [{"path": path}])
+    assert contents(worker) == before and not looked.ticket.used
+
+
+def test_nonfinite_gradients_can_be_skipped() -> None:
+    table = replace(ITEM, on_nonfinite="skip")
+    worker = Worker(Features({"item": table, "seen": table.bag("mean")}))
+    looked = worker.lookup(
+        Inputs(names=("item", "seen"), values=as_ids([1, 2, 3]), offsets=offsets(0, 1, 3), batch_size=1)
+    )
+    gradients = np.array([[-1, -1, np.nan, 0]], np.float32)
+    assert looked.ticket
+    worker.update([looked.ticket], [gradients])
+    assert worker.tables["item"].read(as_ids([1, 2, 3])).values.tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert worker.tables["item"].stats()["skipped"] == 2
+
+
+# -- tickets -----------------------------------------------------------------------------------------------------------
+
+
+def test_tickets_are_used_once_and_at_home() -> None:
+    worker, other = Worker(FEATURES), Worker(FEATURES)
+    looked = [worker.lookup(GOOD) for _ in range(3)]
+    first, second, third = [each.ticket for each in looked if each.ticket]
+    assert worker.lookup(GOOD, train=False).ticket is None
+    gradients: dict[str, Any] = {"block_gradients": [BLOCK], "sequence_gradients": [{"path": PATH}]}
+    with pytest.raises(TicketError, match="another store"):
+        other.update([first], **gradients)
+    with pytest.raises(TicketError, match="another store"):
+        other.drop(first)
+    with pytest.raises(TicketError, match="used already"):
+        worker.update([first, second, first], [BLOCK] * 3)
+    worker.drop(third)
+    with pytest.raises(TicketError, match="used already"):
+        worker.drop(third)
+    with pytest.raises(TicketError, match="used already"):
+        worker.update([third], [BLOCK])
+    with pytest.raises(InputError, match="ticket is a int"):
+        worker.drop(3)  # type: ignore[arg-type]
+    worker.update([first, second], [BLOCK, BLOCK])
+    with pytest.raises(TicketError, match="used already"):
+        worker.update([second], **gradients)
+    flat = worker.tables["item"].lookup(as_ids([1]), with_ticket=True)[1]
+    with pytest.raises(TicketError, match="another store"):
+        worker.update([flat], [BLOCK])
+
+
+def test_a_ticket_of_bags_is_not_for_a_flat_update() -> None:
+    worker = Worker(Features({"item": ITEM}))
+    looked = worker.lookup(Inputs(names=("item",), values=as_ids([1]), batch_size=1))
+    assert looked.ticket
+    with pytest.raises(TicketError, match="this ticket came from a lookup of bags"):
+        worker.tables["item"].update(looked.ticket, looked.block)
+    with pytest.raises(TicketError, match="this ticket came from a lookup of bags"):
+        worker.tables.update(looked.ticket, looked.block.reshape(-1))
+    worker.update([looked.ticket], [looked.block])
+
+
+def test_learning_rates_and_scale() -> None:
+    one, two = (Table(name, dim=1, optimizer=SGD(lr=0.5), initial=Constant(0.0)) for name in ("one", "two"))
+    worker = Worker(Features({"a": one, "b": two}))
+    worker.tables["two"].set_lr(2.0)
+    for lrs, wanted in ((None, [-0.5, -2.0]), ({"one": 1.0}, [-1.0, -2.0]), ({"two": 0.0, "one": 3.0}, [-3.0, 0.0])):
+        before = worker.lookup(Inputs(names=("a", "b"), values=as_ids([1, 1]), batch_size=1))
+        assert before.ticket
+        worker.update([before.ticket], [np.full((1, 2), 4, np.float32)], lrs=lrs, scale=0.25)
+        after = worker.lookup(Inputs(names=("a", "b"), values=as_ids([1, 1]), batch_size=1), train=False)
+        assert (after.block - before.block).tolist() == [wanted]
+    assert worker.tables["two"].lr == 2.0
+
+
+# -- shapes and memory -------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_batch() -> None:
+    worker = Worker(FEATURES, num_threads=2)
+    for inputs in (
+        Inputs(names=FEATURES.names, values=as_ids([]), weights=np.zeros(0, np.float32), batch_size=0),
+        with_(values=as_ids([]), offsets=offsets(*[0] * 9), weights=np.zeros(0, np.float32)),
+    ):
+        looked = worker.lookup(inputs)
+        size = inputs.batch_size
+        assert looked.block.shape == (size, 7) and not looked.block.any()
+        assert looked.sequences["path"].shape == (size, 2, 2) and not looked.sequences["path"].any()
+        assert looked.masks["path"].shape == (size, 2) and not looked.masks["path"].any()
+        assert looked.ticket and looked.ticket.n == 0 and looked.ticket.batch_size == size
+        worker.update([looked.ticket], [np.ones((size, 7), np.float32)], [{"path": np.ones((size, 2, 2), np.float32)}])
+    assert all(len(store) == 0 for store in worker.tables.values())
+
+
+def test_only_sequences() -> None:
+    worker = Worker(Features({"a": ITEM.sequence(2), "b": ITEM.sequence(3)}))
+    inputs = Inputs(names=("a", "b"), values=as_ids([1, 2, 3, 4]), offsets=offsets(0, 3, 4), batch_size=1)
+    looked = worker.lookup(inputs)
+    assert looked.block.shape == (1, 0)
+    assert looked.masks["a"].tolist() == [[True, True]] and looked.masks["b"].tolist() == [[True, False, False]]
+    assert worker.truncated == {"a": 1, "b": 0}
+    assert len(worker.tables["item"]) == 3, "an id that was cut has no row"
+    assert looked.ticket
+    gradients = {name: -np.ones_like(rows) for name, rows in looked.sequences.items()}
+    worker.update([looked.ticket], [looked.block], [gradients])
+    assert worker.tables["item"].read(as_ids([1, 2, 3, 4])).values.tolist() == [[1, 1], [1, 1], [0, 0], [1, 1]]
+
+
+def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
+    table = Table("t", dim=16)
+    worker = Worker(Features({"a": table, "b": table.bag("mean")}))
+    inputs = Inputs(names=("a", "b"), values=as_ids(range(60_000)), batch_size=30_000)
+    own = worker.lookup(inputs).block
+    assert own.ctypes.data % 64 == 0
+    at = own.ctypes.data
+    del own
+    assert worker.lookup(inputs).block.ctypes.data == at, "its memory is used again"
+    for start in (0, 1, 8):
+        mine = np.full(30_000 * 32 + start, np.nan, np.float32)[start:].reshape(30_000, 32)
+        looked = worker.lookup(inputs, block=mine, train=False)
+        assert looked.block is mine
+        np.testing.assert_array_equal(mine, worker.lookup(inputs, train=False).block)
+    tensor = torch.empty(30_000, 32)
+    worker.lookup(inputs, block=tensor, train=False)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(tensor.numpy(), mine)
+
+
+def test_gradients_may_be_tensors_and_strided() -> None:
+    worker, other = Worker(FEATURES), Worker(FEATURES)
+    block, path = torch.arange(14.0).reshape(7, 2).T, torch.arange(8.0).reshape(2, 2, 2)
+    first, second = worker.lookup(GOOD).ticket, other.lookup(GOOD).ticket
+    assert first and second
+    worker.update([first], [block], [{"path": path}])
+    other.update([second], [block.numpy().copy()], [{"path": path.numpy()}])
+    assert contents(worker) == contents(other)
+
+
+def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
+    worker = Worker(FEATURES, shared=tmp_path / "rows", seed=4)
+    tickets = [worker.lookup(GOOD).ticket for _ in range(2)]
+    worker.update([each for each in tickets if each], [BLOCK, BLOCK], [{"path": PATH}] * 2)
+    wanted = contents(worker)[2]
+    del worker, tickets
+    again = Tables.attach(tmp_path / "rows")
+    assert [store.table for store in again.values()] == list(FEATURES.tables)
+    found = [[part.tolist() for part in store.read(as_ids(range(12)))] for store in again.values()]
+    assert found == [rows for _, rows in wanted]
+    with pytest.raises(SharedMemoryError):
+        Worker(FEATURES, shared=tmp_path / "rows")
+
+
+# -- threads and cost --------------------------------------------------------------------------------------------------
+
+
+class Road:
+    """A worker that a thread looks up, others update and one only reads; rows count the updates of their elements."""
+
+    def __init__(self, seed: int) -> None:
+        table = Table("t", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0))
+        self.worker = Worker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
+        self.rng = np.random.default_rng(seed)
+        self.applied = 0
+        self.waiting: list[LookedUp] = []
+        self.errors: list[BaseException] = []
+        self.done = threading.Event()
+        self.changed = threading.Condition()
+
+    def run(self, *works: Callable[[], None]) -> None:
+        threads = [threading.Thread(target=self._watched, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_SECONDS)
+            assert not thread.is_alive()
+        if self.errors:
+            raise self.errors[0]
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.errors.append(error)
+            self.done.set()
+
+    def _draw(self) -> Inputs:
+        lengths = np.stack([np.ones(300, np.int64), self.rng.integers(0, 4, 300), self.rng.integers(0, 3, 300)])
+        ends = np.concatenate([[0], np.cumsum(lengths.reshape(-1))]).astype(np.int64)
+        values = self.rng.integers(400, size=ends[-1]).astype(np.uint64)
+        return Inputs(names=("a", "b", "c"), values=values, offsets=ends, batch_size=300)
+
+    def look_up(self) -> None:
+        for _ in range(60):
+            looked = self.worker.lookup(self._draw())
+            assert looked.ticket and np.array_equal(looked.block, np.floor(looked.block))
+            with self.changed:
+                self.applied += looked.ticket.n
+                self.waiting.append(looked)
+                self.changed.notify()
+        self.done.set()
+        with self.changed:
+            self.changed.notify_all()
+
+    def bring_back(self) -> None:
+        while True:
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.waiting or self.done.is_set(), DEADLINE_SECONDS)
+                if not self.waiting:
+                    return
+                looked = [self.waiting.pop() for _ in range(min(2, len(self.waiting)))]
+            self.worker.update(
+                [each.ticket for each in looked if each.ticket],
+                [-np.ones_like(each.block) for each in looked],
+                [{"c": -np.ones_like(each.sequences["c"])} for each in looked],
+            )
+
+    def peek(self) -> None:
+        inputs = Inputs(names=("a", "b", "c"), values=as_ids(range(30)), batch_size=10)
+        while not self.done.is_set():
+            rows = self.worker.lookup(inputs, train=False).block.reshape(10, 2, 8)
+            assert np.array_equal(rows, np.repeat(rows[:, :, :1], 8, axis=2)), "a row was seen half-written"
+
+
+def test_lookups_and_updates_at_the_same_time(seed: int) -> None:
+    """Every gradient is applied once, whichever thread brings it back."""
+    road = Road(seed)
+    road.run(road.look_up, road.bring_back, road.bring_back, road.peek)
+    total = road.worker.tables["t"].read(np.arange(400, dtype=np.uint64)).values
+    np.testing.assert_array_equal(total, np.repeat(total[:, :1], 8, axis=1))
+    assert total[:, 0].sum() == road.applied
+
+
+def calls_of(work: Callable[[], Any]) -> int:
+    """How many functions Python calls meanwhile, its own and native ones."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()  # what others left behind must not be counted
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+def test_python_work_does_not_grow_with_features() -> None:
+    def cost(num_features: int, with_offsets: bool) -> int:
+        tables = [Table(f"t{i}", dim=4, optimizer=Adagrad(), num_buckets=1) for i in range(num_features // 2)]
+        features = Features({f"f{i}": tables[i // 2].bag("mean") for i in range(num_features)})
+        worker = Worker(features, num_threads=1)
+        inputs = Inputs(
+            names=features.names,
+            values=np.arange(8 * num_features, dtype=np.uint64),
+            offsets=np.arange(8 * num_features + 1) if with_offsets else None,
+            batch_size=8,
+        )
+        gradients = np.ones((8, features.total_dim), np.float32)
+
+        def step() -> None:
+            looked = worker.lookup(inputs)
+            assert looked.ticket
+            worker.update([looked.ticket], [gradients])
+
+        step()
+        return calls_of(step)
+
+    for with_offsets in (True, False):
+        assert cost(4, with_offsets) == cost(400, with_offsets) < 150

@@ -170,7 +170,7 @@ def test_closing_in_the_middle_leaves_no_thread(overlap: bool) -> None:
 
 
 def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.pipeline._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("satrap.pipeline._CLOSE_SECONDS", 1.0)
     entered, release = threading.Event(), threading.Event()
 
     def stuck() -> Iterator[int]:

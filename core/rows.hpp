@@ -20,6 +20,7 @@
 #include <atomic>
 #include <bit>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "arena.hpp"
@@ -197,6 +198,9 @@ class Rows {
         std::uint32_t rows = next == 0 ? kFirstChunk : next < kDoublings ? kFirstChunk << (next - 1) : kChunkRows;
         if (next == kDoublings) rows -= shift_;
         if (limit_ > capacity_ && limit_ - capacity_ < rows) rows = static_cast<std::uint32_t>(limit_ - capacity_);
+        if (rows > kNoSlot - capacity_)
+            throw CapacityError("bucket " + std::to_string(tag_.bucket) + " holds " + std::to_string(capacity_) +
+                                " rows, the most that a bucket can: give the table more num_buckets");
         return rows;
     }
 

@@ -94,6 +94,19 @@ def test_every_call_of_a_store_is_refused(store: Store, tmp_path: Path) -> None:
     assert not ticket.used
 
 
+def test_a_save_that_was_going_on_at_the_fork_is_not_waited_for(store: Store, tmp_path: Path) -> None:
+    home, since = os.getpid(), store.save(tmp_path / "first")
+
+    def body() -> None:
+        expect_refusal(home, lambda: store.save(tmp_path / "saved"))
+        expect_refusal(home, lambda: store.save_changes(tmp_path / "changes", since=since))
+        expect_refusal(home, lambda: store.apply_changes(tmp_path / "first"))
+        expect_refusal(home, lambda: store.fill([]))
+
+    with store._snapshot_lock:
+        in_fork(body)
+
+
 def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     """A call of each of its names, with arguments that it would take."""
     offsets = np.array([0, len(IDS)], np.int64)

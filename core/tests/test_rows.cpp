@@ -250,6 +250,19 @@ void foreign_chunks_are_refused(Random&) {
     CHECK_THROWS(InvariantError, "too small", rows.adopt_chunk(0, memory.data(), 16 * 24 - 1));
 }
 
+// Slots are 32-bit numbers: a bucket that has used them all up says so instead of beginning again at 0.
+void a_bucket_ends_before_its_slot_numbers(Random&) {
+    TestArena arena;
+    Rows rows;
+    rows.init(&arena, {ChunkKind::rows, 0, 0, 0}, 8, 0);
+    std::vector<std::byte> memory(Rows::kChunkRows * 24); // of all chunks: no row is looked at
+    std::uint32_t sequence = 0;
+    while (kNoSlot - rows.capacity() >= Rows::kChunkRows) rows.adopt_chunk(sequence++, memory.data(), memory.size());
+    CHECK_EQ(rows.capacity(), kNoSlot - (Rows::kChunkRows - 1));
+    CHECK_THROWS(CapacityError, "give the table more num_buckets",
+                 rows.adopt_chunk(sequence, memory.data(), memory.size()));
+}
+
 // Memory ends at any allocation: the insert throws, the rows are as they were, and go on when there is memory again.
 void full_memory_changes_nothing(Random& random) {
     Modelled model(4, 0);
@@ -308,6 +321,7 @@ int main(int argc, char** argv) {
                          {"chunks_fit", testing::scaled(8), chunks_fit},
                          {"restart_finds_the_rows", testing::scaled(100), restart_finds_the_rows},
                          {"foreign_chunks_are_refused", 1, foreign_chunks_are_refused},
+                         {"a_bucket_ends_before_its_slot_numbers", 1, a_bucket_ends_before_its_slot_numbers},
                          {"full_memory_changes_nothing", 10, full_memory_changes_nothing},
                          {"check_sees_what_is_broken", 1, check_sees_what_is_broken}});
 }

@@ -11,8 +11,8 @@ training lookups 1, 2, 3, ... and an update takes the latest. A training job giv
 
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple, Never, Self, overload
 
 import numpy as np
@@ -284,7 +284,7 @@ class Store:
         failed save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md specifies the files.
         """
         folder = folder_path(self._where, path)
-        with self._snapshot_lock:
+        with self._one_at_a_time():
             return self._snapshots.add(save_table(self._place, folder))
 
     def save_changes(self, path: _PathLike, *, since: int) -> int:
@@ -298,7 +298,7 @@ class Store:
         its own; only changes since the same snapshot are replaced, because the new ones hold what the old ones do.
         """
         folder = folder_path(self._where, path)
-        with self._snapshot_lock:
+        with self._one_at_a_time():
             origin = self._snapshots.find(self._where, since)
             return self._snapshots.add(save_table(self._place, folder, since=origin))
 
@@ -344,7 +344,7 @@ class Store:
         snapshot then.
         """
         folder = folder_path(self._where, path)
-        with self._snapshot_lock:
+        with self._one_at_a_time():
             saved = Snapshot.open(folder, "changes", self.num_threads)
             saved.require_next(self._place, self._snapshots)
             saved.fill(self._place)
@@ -353,12 +353,19 @@ class Store:
     def fill(self, chain: Sequence[Snapshot]) -> None:
         """Puts a full snapshot and the changes after it into this table, which must be new. Whoever calls this marks
         the engine incomplete meanwhile."""
-        with self._snapshot_lock:
+        with self._one_at_a_time():
             for saved in chain:
                 saved.fill(self._place)
                 self._snapshots.add(saved.manifest)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Of saves, loads and applies. In a fork the lock may be held for ever, so the engine is asked first."""
+        self._engine.version(self._place.index)
+        with self._snapshot_lock:
+            yield
 
     def _prepare(self, ids: ArrayLike) -> Ticket:
         id_array = arrays.as_ids(self._where, ids)

@@ -26,7 +26,7 @@
 
 namespace satrap {
 
-enum class ChunkKind : std::uint32_t { rows = 1, sightings = 2, undo = 3 };
+enum class ChunkKind : std::uint32_t { rows = 1, sightings = 2, undo = 3, windows = 4 };
 
 // Whose chunk it is: enough to find its owner again in a file.
 struct ChunkTag {
@@ -60,10 +60,13 @@ class Arena {
     virtual void leave() noexcept {}
     virtual TableLedger& ledger(std::size_t table) { return own_ledgers_[table]; }
     virtual std::atomic<std::uint32_t>& latest_step() { return own_latest_step_; }
+    // Of a run's processes: those of an older one may not write any more. See Windows.
+    virtual std::atomic<std::uint32_t>& attempt() { return own_attempt_; }
 
   private:
     std::vector<TableLedger> own_ledgers_;
     std::atomic<std::uint32_t> own_latest_step_{0};
+    std::atomic<std::uint32_t> own_attempt_{0};
 };
 
 inline std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }

@@ -101,9 +101,9 @@ void BagPlan::cut() {
     if (!any) return;
     const BagInputs given = inputs_;
     const std::size_t n = given.begin(given.num_bags);
-    std::uint64_t* ids = cut_ids_.reserve(n);
-    std::int64_t* offsets = cut_offsets_.reserve(given.num_bags + 1);
-    float* weights = given.weights == nullptr ? nullptr : cut_weights_.reserve(n);
+    std::uint64_t* ids = own_ids_.reserve(n);
+    std::int64_t* offsets = own_offsets_.reserve(given.num_bags + 1);
+    float* weights = given.weights == nullptr ? nullptr : own_weights_.reserve(n);
     std::size_t kept = 0;
     auto keep = [&](std::size_t begin, std::size_t end) {
         std::copy(given.ids + begin, given.ids + end, ids + kept);
@@ -147,6 +147,22 @@ void BagPlan::lay_out() {
                          " floats; at most 2^32-1 fit, make smaller batches");
 }
 
+void BagPlan::keep_inputs() {
+    const std::size_t num_ids = inputs_.begin(inputs_.num_bags), num_offsets = inputs_.num_bags + 1;
+    if (inputs_.offsets != nullptr && inputs_.offsets != own_offsets_.data())
+        inputs_.offsets = std::copy_n(inputs_.offsets, num_offsets, own_offsets_.reserve(num_offsets)) - num_offsets;
+    if (inputs_.weights != nullptr && inputs_.weights != own_weights_.data())
+        inputs_.weights = std::copy_n(inputs_.weights, num_ids, own_weights_.reserve(num_ids)) - num_ids;
+    inputs_.ids = nullptr;
+}
+
+void BagPlan::group(Batch& batch, const BucketMap& map, ThreadPool& pool) const {
+    describe(batch);
+    batch.group(inputs_.ids, map, pool,
+                [&](std::size_t t, std::size_t first) { return BagCursor(*this, batch, t, first); });
+}
+
+// What the batch is to know: where each table's ids begin, and what its entries have.
 void BagPlan::describe(Batch& batch) const {
     const std::size_t num_tables = bags_->first.size() - 1;
     BagEntries& entries = batch.bags;

@@ -40,13 +40,15 @@ class BagPlan {
         std::uint64_t num_cut;    // ids beyond max_length
     };
 
-    // Throws InputError; `inputs` must live as long as the plan is used.
+    // Throws InputError; `inputs` must live as long as the plan is used, or until keep_inputs().
     void make(const Bags& bags, const BagInputs& inputs, const Kernels& kernels, ThreadPool& pool);
 
-    const std::uint64_t* ids() const { return inputs_.ids; }
+    std::size_t batch_size() const { return inputs_.batch_size; }
     std::uint64_t loose_floats() const { return loose_floats_; }
-    // What the batch is to know: where each table's ids begin, and what its entries have.
-    void describe(Batch& batch) const;
+    // The ids by bucket, and the place of each.
+    void group(Batch& batch, const BucketMap& map, ThreadPool& pool) const;
+    // For a plan that outlives its inputs: copies what finish() needs of them, which is not the ids.
+    void keep_inputs();
     // After the rows are there: pools the loose ones into the block, and zeros where there are no rows.
     void finish(float* block, float* const* sequences, const float* loose, const Kernels& kernels,
                 ThreadPool& pool) const;
@@ -61,6 +63,7 @@ class BagPlan {
     void check_weights(const Kernels& kernels);
     void cut();
     void lay_out();
+    void describe(Batch& batch) const;
     void finish_feature(std::size_t f, std::size_t begin, std::size_t end, float* block, float* sequence,
                         const float* loose, const Kernels& kernels) const;
 
@@ -69,9 +72,9 @@ class BagPlan {
     std::vector<Feature> features_; // one more than there are: its first_id is the number of ids
     std::uint64_t loose_floats_ = 0;
     float largest_weight_ = 1.0f;
-    Buffer<std::uint64_t> cut_ids_; // what is left after cutting
-    Buffer<std::int64_t> cut_offsets_;
-    Buffer<float> cut_weights_;
+    Buffer<std::uint64_t> own_ids_; // what is left after cutting, or kept
+    Buffer<std::int64_t> own_offsets_;
+    Buffer<float> own_weights_;
 };
 
 // Walks through the ids of one table from a given one on. It goes by runs: the rest of a bag, or of a uniform feature.

@@ -7,7 +7,6 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <map>
 #include <optional>
 
@@ -24,12 +23,6 @@ std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
     std::vector<TableConfig> configs;
     for (const NamedConfig& config : named) configs.push_back(config.resolve());
     return configs;
-}
-
-Options options_of(std::uint64_t seed, unsigned num_threads, const std::string& simd) {
-    if (num_threads < 1 || num_threads > 1024)
-        refuse("num_threads=" + std::to_string(num_threads) + ", wanted 1..1024");
-    return {seed, num_threads, simd};
 }
 
 // A copy: another thread may write to the caller's array while it is used, and what is used must be what was checked.
@@ -54,32 +47,8 @@ std::size_t checked_table(const Engine& engine, std::size_t t) {
 
 Table& of_table(Engine& engine, std::size_t t) { return engine.table(checked_table(engine, t)); }
 
-// A block of the pool as a numpy array; it returns to the pool when the array dies, which may be after the engine.
-template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
-
-template <typename T, std::size_t Rank = 1>
-Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block,
-                        const std::array<std::size_t, Rank>& shape) {
-    if (block.memory == nullptr) block = pool->take(1);
-    struct Owner {
-        std::shared_ptr<BlockPool> pool;
-        BlockPool::Block block;
-        Home home;
-    };
-    auto* owner = new Owner{pool, block, {}};
-    nb::capsule capsule(owner, [](void* p) noexcept {
-        auto* dead = static_cast<Owner*>(p);
-        if (!dead->home.is_here()) return; // the pool's lock may be held by a thread that is not here
-        dead->pool->give(dead->block);
-        delete dead;
-    });
-    return Array<T, Rank>(block.memory, Rank, shape.data(), capsule);
-}
-
 Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) {
-    if (dim != 0 && rows > (std::size_t{1} << 46) / dim)
-        refuse("a block of " + std::to_string(rows) + " x " + std::to_string(dim) + " floats");
-    return as_array<float, 2>(engine.blocks(), engine.blocks()->take(rows * dim * sizeof(float)), {rows, dim});
+    return empty_block(engine.blocks(), rows, dim);
 }
 
 std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
@@ -101,15 +70,17 @@ std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& o
 }
 
 void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint64_t step,
-            const std::vector<double>& lrs) {
+            const std::vector<double>& lrs, const std::optional<std::uint32_t>& trainer) {
     require_step("step", step);
+    if (trainer && *trainer >= kMostTrainers)
+        refuse("trainer=" + std::to_string(*trainer) + ", wanted at most " + std::to_string(kMostTrainers - 1));
     require_size("lrs", lrs.size(), engine.num_tables());
     for (std::size_t t = 0; t < lrs.size(); ++t) require_lr(engine, t, lrs[t]);
     if (!ticket.used.load() && engine.owns(ticket) && ticket.bags == nullptr)
         require_size("gradients", gradients.size(), ticket.num_floats);
     const float* data = gradients.data();
     nb::gil_scoped_release release;
-    engine.update(ticket, data, static_cast<std::uint32_t>(step), lrs);
+    engine.update(ticket, data, static_cast<std::uint32_t>(step), lrs, trainer.value_or(kNoTrainer));
 }
 
 void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state,
@@ -146,6 +117,7 @@ nb::dict stats(Engine& engine, std::size_t t) {
     out["updated"] = c.updated;
     out["not_applied_absent"] = c.not_applied_absent;
     out["skipped"] = c.skipped;
+    out["repeated"] = c.repeated;
     out["sightings"] = stats.sightings;
     return out;
 }
@@ -249,7 +221,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std
                                     const std::string& simd, const std::string& shared_path,
                                     const nb::bytes& shared_config, bool complete) {
     std::vector<TableConfig> tables = resolve_all(configs);
-    Options options = options_of(seed, num_threads, simd);
+    Options options = Options{seed, checked_threads(num_threads), simd};
     std::unique_ptr<Arena> arena;
     if (shared_path.empty())
         arena = std::make_unique<AnonymousArena>(tables.size());
@@ -267,7 +239,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std
 std::shared_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs,
                                       std::uint64_t seed, unsigned num_threads, const std::string& simd) {
     std::vector<TableConfig> tables = resolve_all(configs);
-    Options options = options_of(seed, num_threads, simd);
+    Options options = Options{seed, checked_threads(num_threads), simd};
     auto arena = SharedArena::attach(path, tables.size());
     nb::gil_scoped_release release;
     return Engine::owned(Engine::attach(std::move(tables), options, std::move(arena)));
@@ -355,13 +327,17 @@ void bind_engine(nb::module_& m) {
              "False: an attach of the shared-memory file is refused until it is True again.")
         .def("next_step", &Engine::next_step)
         .def_prop_ro("latest_step", &Engine::latest_step)
+        .def_prop_ro("attempt", &Engine::attempt, "Of the processes that may call; 0 before the first.")
+        .def("begin_attempt", &Engine::begin_attempt, "attempt"_a,
+             "No update of any trainer counts as applied any more. None may run.")
         .def_prop_ro("simd", &Engine::simd)
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def("empty", &empty_floats, "rows"_a, "dim"_a,
              "An uninitialised float32 block, 64-byte aligned, recycled when it dies.")
         .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a)
         .def("prepare", &prepare, "ids"_a, "offsets"_a)
-        .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a)
+        .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(),
+             "Of a trainer: buckets that applied its update of this step already are left alone.")
         .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a)
         .def(
             "lr", [](Engine& e, std::size_t t) { return of_table(e, t).lr(); }, "table"_a)
@@ -447,6 +423,7 @@ NB_MODULE(_core, m) {
     bind_config(m);
     bind_ticket(m);
     bind_engine(m);
+    bind_split(m);
     bind_samples(m);
     bind_dots(m);
 }

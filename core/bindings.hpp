@@ -5,10 +5,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <string>
 
 #include "engine.hpp"
 #include "errors.hpp"
+#include "lease.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,6 +20,7 @@ void bind_config(nb::module_& m);                           // bindings_config.c
 void bind_dots(nb::module_& m);                             // bindings_dots.cpp
 void bind_hash(nb::module_& m);                             // bindings_hash.cpp
 void bind_samples(nb::module_& m);                          // bindings_samples.cpp
+void bind_split(nb::module_& m);                            // bindings_split.cpp
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine); // bindings_bags.cpp
 
 using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -36,6 +39,12 @@ inline void require_step(const char* what, std::uint64_t step) {
     if (step < 1 || step > kLastStep)
         refuse(std::string(what) + "=" + std::to_string(step) + ", wanted 1.." + std::to_string(kLastStep) +
                " (a batch number)");
+}
+
+inline unsigned checked_threads(unsigned num_threads) {
+    if (num_threads < 1 || num_threads > 1024)
+        refuse("num_threads=" + std::to_string(num_threads) + ", wanted 1..1024");
+    return num_threads;
 }
 
 // A call's ids are numbered with 32 bits, with room to double.
@@ -63,4 +72,22 @@ inline void require_lr(const Engine& engine, std::size_t t, double lr) {
     if (!(lr >= 0.0) || lr > 3.4028234663852886e38 || (divides && lr < 1.1754943508222875e-38))
         refuse("table '" + config.name + "': lr=" + std::to_string(lr) + ", wanted a finite number " +
                (divides ? "of at least 1.18e-38" : ">= 0"));
+}
+
+template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
+
+// A block of the pool as a numpy array; it returns to the pool when the array dies, which may be after the engine.
+template <typename T, std::size_t Rank = 1>
+Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block,
+                        const std::array<std::size_t, Rank>& shape) {
+    if (block.memory == nullptr) block = pool->take(1);
+    auto* lease = new Lease(pool, block);
+    nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<Lease*>(p); });
+    return Array<T, Rank>(lease->template as<T>(), Rank, shape.data(), capsule);
+}
+
+inline Array<float, 2> empty_block(const std::shared_ptr<BlockPool>& pool, std::size_t rows, std::size_t dim) {
+    if (dim != 0 && rows > (std::size_t{1} << 46) / dim)
+        refuse("a block of " + std::to_string(rows) + " x " + std::to_string(dim) + " floats");
+    return as_array<float, 2>(pool, pool->take(rows * dim * sizeof(float)), {rows, dim});
 }

@@ -25,6 +25,7 @@ struct Counters {
     std::uint64_t updated = 0;
     std::uint64_t not_applied_absent = 0;
     std::uint64_t skipped = 0;
+    std::uint64_t repeated = 0;
 
     void add(const Counters& other) {
         lookups += other.lookups;
@@ -36,6 +37,7 @@ struct Counters {
         updated += other.updated;
         not_applied_absent += other.not_applied_absent;
         skipped += other.skipped;
+        repeated += other.repeated;
     }
 };
 

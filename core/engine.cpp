@@ -1,30 +1,23 @@
 // Splitting calls over buckets and threads; see engine.hpp.
 #include "engine.hpp"
 
-#include <limits>
-#include <optional>
-#include <tuple>
-
 #include "errors.hpp"
 #include "float_mode.hpp"
 
 namespace satrap {
 
-static std::uint64_t next_identity() {
-    static std::atomic<std::uint64_t> last{0}; // tells a foreign ticket from ours; decides nothing else
-    return ++last;
-}
-
 Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
     : identity_(next_identity()), kernels_(&kernels_named(options.simd)), arena_(std::move(arena)),
-      pool_(options.num_threads) {
+      crew_(options.num_threads) {
     map_.first.push_back(0);
     for (TableConfig& config : configs) {
         map_.first.push_back(map_.first.back() + config.num_buckets);
         map_.bits.push_back(static_cast<std::uint8_t>(config.bucket_bits()));
         tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()),
                                                   options.seed, *kernels_, *arena_));
+        summations_.push_back(&tables_.back()->summation());
     }
+    windows_.init(*arena_, map_.total());
 }
 
 std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
@@ -50,14 +43,19 @@ void Engine::adopt(SharedArena& file) {
         case ChunkKind::rows: bucket.rows.adopt_chunk(tag.sequence, memory, bytes); break;
         case ChunkKind::sightings: bucket.sightings.adopt_chunk(tag.sequence, memory, bytes); break;
         case ChunkKind::undo: undo.emplace_back(memory, bytes); break;
+        case ChunkKind::windows: windows_.adopt(tag.sequence, memory, bytes); break;
         default: throw InvariantError("a chunk of unknown kind");
         }
     });
     for (UndoSlot& slot : undo) {
-        slot.recover([&](std::uint32_t t, std::uint32_t b) -> Rows& {
+        auto rows_of = [&](std::uint32_t t, std::uint32_t b) -> Rows& {
             if (t >= tables_.size() || b >= tables_[t]->config().num_buckets)
                 throw InvariantError("an undo slot of a bucket that is not there");
             return tables_[t]->bucket(b).rows;
+        };
+        slot.recover(rows_of, [&](std::uint32_t trainer, std::uint32_t t, std::uint32_t b) -> Window& {
+            if (trainer >= kMostTrainers) throw InvariantError("an undo slot of trainer " + std::to_string(trainer));
+            return windows_.of(trainer)[map_.first[t] + b];
         });
         undo_.give(std::make_unique<UndoSlot>(slot));
     }
@@ -96,6 +94,12 @@ void Engine::reach_step(std::uint32_t step) {
     }
 }
 
+void Engine::begin_attempt(std::uint32_t attempt) {
+    home_.require_here();
+    windows_.clear(); // first: if we die in between, the attempt has not begun
+    arena_->attempt().store(attempt);
+}
+
 std::uint32_t Engine::begin_version(std::size_t t) {
     std::atomic<std::uint32_t>& version = table(t).ledger().version;
     std::uint32_t now = version.load();
@@ -118,7 +122,7 @@ std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const s
     home_.require_here();
     std::unique_ptr<Batch> batch = batches_.take();
     batch->offsets.assign(offsets.begin(), offsets.end());
-    batch->group(ids, map_, pool_);
+    batch->group(ids, map_, crew_.pool());
     return batch;
 }
 
@@ -163,80 +167,6 @@ class FlatSource final : public GradientSource {
 
 } // namespace
 
-static bool occupied(const Batch& batch, std::uint32_t b) { return batch.begin[b] != batch.begin[b + 1]; }
-
-static bool occupied(std::span<Ticket* const> tickets, std::uint32_t b) {
-    for (const Ticket* ticket : tickets)
-        if (occupied(*ticket->batch, b)) return true;
-    return false;
-}
-
-static std::size_t size_of(std::span<Ticket* const> tickets) {
-    std::size_t size = 0;
-    for (const Ticket* ticket : tickets) size += ticket->size;
-    return size;
-}
-
-Engine::ScratchSet::ScratchSet(Recycler<Scratch>& spare, unsigned threads) : spare_(spare) {
-    taken_.reserve(threads);
-    while (taken_.size() < threads) taken_.push_back(spare_.take());
-}
-
-Engine::ScratchSet::~ScratchSet() {
-    for (auto& scratch : taken_) spare_.give(std::move(scratch));
-}
-
-// Of a call with this many ids: for a few, waking threads costs more than it saves.
-unsigned Engine::threads_for(std::size_t size) const { return size < 512 ? 1 : pool_.num_threads(); }
-
-// Runs work(table, bucket, scratch) for every bucket that has(bucket) entries, on all threads. Of several errors the
-// one of the lowest bucket is thrown, so the message does not depend on timing more than the state does.
-// `undo`, if any, holds a slot for each thread.
-template <typename Has, typename Work>
-void Engine::for_each_bucket(ScratchSet& scratch, Has has, Work work, UndoSet* undo) {
-    // So small that the last thread to finish is not late, so large that the counter is no bottleneck.
-    const std::uint32_t grain = std::max(1U, map_.total() / (64 * pool_.num_threads()));
-    std::atomic<std::uint32_t> next{0}, failed_bucket{0xffffffffU};
-    std::mutex error_mutex;
-    std::exception_ptr error;
-    auto job = [&](unsigned thread, unsigned) {
-        const FloatMode mode; // of this thread, which may have another one than the next
-        Scratch& own = scratch[thread];
-        own.undo = undo == nullptr ? nullptr : undo->slot(thread);
-        std::size_t t = 0;
-        for (std::uint32_t b; (b = next.fetch_add(grain)) < map_.total();) {
-            for (std::uint32_t end = std::min(b + grain, map_.total()); b < end; ++b) {
-                if (!has(b) || b > failed_bucket.load(std::memory_order_relaxed)) continue;
-                while (b >= map_.first[t + 1]) ++t;
-                try {
-                    work(t, b, own);
-                } catch (...) {
-                    std::lock_guard lock(error_mutex);
-                    if (b < failed_bucket.load()) {
-                        failed_bucket.store(b);
-                        error = std::current_exception();
-                    }
-                }
-            }
-        }
-    };
-    if (scratch.size() == 1)
-        job(0, 1);
-    else
-        pool_.run(job);
-    if (error != nullptr) std::rethrow_exception(error);
-}
-
-std::unique_ptr<Ticket> Engine::make_ticket(std::unique_ptr<Batch> batch, std::size_t num_floats) const {
-    const std::size_t size = batch->size(), num_unique = batch->unique_size();
-    std::size_t table = 0;
-    while (table < tables_.size() &&
-           static_cast<std::size_t>(batch->offsets[table + 1] - batch->offsets[table]) != size)
-        ++table;
-    return std::unique_ptr<Ticket>(
-        new Ticket{std::move(batch), identity_, size, num_unique, num_floats, nullptr, 0, table});
-}
-
 void Engine::open_step(const LookupStep& at) {
     if (!at.train) return;
     reach_step(at.step);
@@ -244,10 +174,10 @@ void Engine::open_step(const LookupStep& at) {
 }
 
 void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations) {
-    ScratchSet threads(scratch_, threads_for(batch.size()));
+    BucketCrew::Shift shift(crew_, batch.size());
     open_step(at);
-    for_each_bucket(
-        threads, [&](std::uint32_t b) { return occupied(batch, b); },
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(batch, b); },
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
             batch.deduplicate(b, scratch.dedupe);
             tables_[t]->lookup(visit_of(batch, map_.first[t], b), at, destinations(t, b, scratch), scratch);
@@ -262,76 +192,18 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
     lookup_buckets(*batch, at, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         return floats_at(*batch, b, out + begin[t], tables_[t]->config().dim, scratch.to);
     });
-    if (want_ticket) return make_ticket(std::move(batch), begin.back());
+    if (want_ticket) return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, begin.back())));
     batches_.give(std::move(batch));
     return nullptr;
 }
 
 std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
     std::unique_ptr<Batch> batch = group(ids, offsets);
-    ScratchSet threads(scratch_, threads_for(batch->size()));
-    for_each_bucket(
-        threads, [&](std::uint32_t b) { return occupied(*batch, b); },
+    BucketCrew::Shift shift(crew_, batch->size());
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(*batch, b); },
         [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
-    return make_ticket(std::move(batch), out_size(offsets));
-}
-
-// Whether all gradients are finite, and so small that no sum of them can overflow: one pass over them, before any
-// change.
-bool Engine::all_sums_finite(const GradientSource& source, Tickets tickets) {
-    constexpr std::size_t kBlock = 4096; // stays in the first-level cache and in one register
-    std::atomic<std::uint32_t> most{0};
-    for (const std::span<const float> memory : source.memory())
-        pool_.run([&](unsigned thread, unsigned threads) {
-            const std::size_t end = memory.size() * (thread + 1) / threads;
-            std::uint32_t here = 0;
-            for (std::size_t at = memory.size() * thread / threads; at < end && here < 0x7f800000U; at += kBlock)
-                here = std::max(here, kernels_->largest(memory.data() + at, std::min(kBlock, end - at)));
-            for (std::uint32_t seen = most.load(); seen < here && !most.compare_exchange_weak(seen, here);) {
-            }
-        });
-    const auto magnitude = static_cast<double>(std::bit_cast<float>(most.load()));
-    return magnitude * source.largest_factor() * static_cast<double>(size_of(tickets)) <
-           static_cast<double>(std::numeric_limits<float>::max());
-}
-
-// Throws for the first id, in the source's order, whose gradients or their sum are not finite, of a table that wants
-// to know. A sum is blamed only if every gradient is finite.
-void Engine::refuse_nonfinite(const GradientSource& source, Tickets tickets) {
-    Scratch scratch;
-    for (std::size_t t = 0; t < tables_.size(); ++t) {
-        if (tables_[t]->config().on_nonfinite != OnNonfinite::raise) continue;
-        std::optional<NonFinite> first;
-        std::uint64_t first_order = 0;
-        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) {
-            if (!occupied(tickets, b)) continue;
-            const Part part = source.part(t, b, scratch);
-            const std::vector<NonFinite> found = tables_[t]->find_nonfinite(part.visit, part.gradients, scratch);
-            if (found.empty()) continue;
-            const std::vector<std::uint64_t> order = source.order(t, b);
-            for (const NonFinite& each : found) {
-                const std::uint64_t at = order[each.entry];
-                if (first && std::tuple(each.of_sum, at, each.id) >= std::tuple(first->of_sum, first_order, first->id))
-                    continue;
-                first = each;
-                first_order = at;
-            }
-        }
-        if (first) tables_[t]->refuse_nonfinite(*first, source.where(first_order));
-    }
-}
-
-// Sets all tickets used, or none and throws.
-void Engine::claim(Tickets tickets) const {
-    home_.require_here();
-    for (const Ticket* ticket : tickets)
-        if (!owns(*ticket))
-            throw TicketError("this ticket came from another store; bring it back to the one that gave it");
-    for (std::size_t i = 0; i < tickets.size(); ++i) {
-        if (!tickets[i]->used.exchange(true)) continue;
-        for (std::size_t k = 0; k < i; ++k) tickets[k]->used.store(false);
-        throw TicketError("this ticket was used already; a batch is updated once, look it up again for another step");
-    }
+    return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
 }
 
 // The room that the largest bucket of an update needs in an undo slot; 0 if rows die with the process anyway.
@@ -347,7 +219,7 @@ std::size_t Engine::undo_bytes(Tickets tickets) const {
 }
 
 // See Scratch::reserve_update.
-void Engine::reserve_update(ScratchSet& threads, Tickets tickets, bool filter) const {
+void Engine::reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filter) const {
     std::size_t entries = 0, unique = 0, sums = 0, dim = 0;
     for (std::size_t t = 0; t < tables_.size(); ++t) {
         const std::size_t of_table = tables_[t]->config().dim;
@@ -363,51 +235,51 @@ void Engine::reserve_update(ScratchSet& threads, Tickets tickets, bool filter) c
             sums = std::max(sums, ids * of_table);
         }
     }
-    for (unsigned thread = 0; thread < threads.size(); ++thread)
-        threads[thread].reserve_update(entries, unique, sums, dim, filter, tickets[0]->bags != nullptr);
+    for (unsigned thread = 0; thread < shift.size(); ++thread)
+        shift[thread].reserve_update(entries, unique, sums, dim, filter, tickets[0]->bags != nullptr);
 }
 
-void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs) {
-    claim(tickets);
+void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
+                   std::uint32_t trainer) {
+    home_.require_here();
+    Claim claim(tickets, identity_);
     const FloatMode mode;
+    source.open();
+    std::vector<StepScalars> scalars(tables_.size());
     UndoSet undo(undo_, *arena_);
-    std::optional<ScratchSet> threads;
-    std::vector<StepScalars> scalars;
-    bool filter = false, hinted = true;
-    try {
-        source.open();
-        scalars.resize(tables_.size());
-        threads.emplace(scratch_, threads_for(size_of(tickets)));
-        filter = !all_sums_finite(source, tickets);
-        if (filter) refuse_nonfinite(source, tickets);
-        reserve_update(*threads, tickets, filter);
-        if (const std::size_t bytes = undo_bytes(tickets); bytes != 0) undo.fill(pool_.num_threads(), bytes);
-    } catch (...) {
-        for (Ticket* ticket : tickets) ticket->used.store(false); // nothing was applied
-        throw;
-    }
+    BucketCrew::Shift shift(crew_, size_of(tickets));
+    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, crew_.pool());
+    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
+    reserve_update(shift, tickets, filter);
+    if (const std::size_t bytes = undo_bytes(tickets); bytes != 0) undo.fill(crew_.num_threads(), bytes);
+    for (unsigned thread = 0; thread < shift.size(); ++thread) shift[thread].undo = undo.slot(thread);
+    Window* windows = trainer == kNoTrainer ? nullptr : windows_.of(trainer);
+    claim.keep(); // from here on something may be applied
+    bool hinted = true;
     for (std::size_t t = 0; t < tables_.size(); ++t) scalars[t] = tables_[t]->step_scalars(step, lrs[t]);
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
     reach_step(step);
-    for_each_bucket(
-        *threads, [&](std::uint32_t b) { return occupied(tickets, b); },
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(tickets, b); },
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
             const Part part = source.part(t, b, scratch);
-            tables_[t]->update(part.visit, part.gradients, scalars[t], hinted, filter, scratch);
-        },
-        &undo);
+            const Mark mark{trainer, windows == nullptr ? nullptr : windows + b};
+            tables_[t]->update(part.visit, part.gradients, scalars[t], hinted, filter, mark, scratch);
+        });
     for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
 }
 
-void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs) {
+void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs,
+                    std::uint32_t trainer) {
     if (ticket.bags != nullptr) throw TicketError("this ticket came from a lookup of bags; its update is update_bags");
     Ticket* const tickets[] = {&ticket};
-    apply(FlatSource(*this, ticket, gradients), tickets, step, lrs);
+    apply(FlatSource(*this, ticket, gradients), tickets, step, lrs, trainer);
 }
 
 void Engine::drop(Ticket& ticket) {
+    home_.require_here();
     Ticket* const tickets[] = {&ticket};
-    claim(tickets);
+    Claim(tickets, identity_).keep();
     batches_.give(std::move(ticket.batch));
 }
 

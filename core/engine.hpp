@@ -9,70 +9,17 @@
 // Processes: in a fork every call that works on rows is refused, before it takes any lock; see owned() for its end.
 #pragma once
 
-#include <exception>
 #include <functional>
 #include <span>
 
 #include "bag_plan.hpp"
+#include "bag_source.hpp"
+#include "bucket_crew.hpp"
 #include "home.hpp"
 #include "shared_arena.hpp"
 #include "table.hpp"
 
 namespace satrap {
-
-// How a batch comes back for its update: its grouping and the slots that the lookup found. Used once.
-struct Ticket {
-    std::unique_ptr<Batch> batch; // touched only by the one call that set `used`
-    std::uint64_t engine;         // which engine made it
-    std::size_t size;             // ids
-    std::size_t num_unique;
-    std::size_t num_floats;           // of its rows, and so of its gradients; of bags: of the block
-    std::shared_ptr<const Bags> bags; // none: the ids came flat
-    std::size_t batch_size;           // of bags
-    std::size_t table;                // whose ids these are; none in particular: the number of tables
-    std::atomic<bool> used{false};
-};
-
-// Bucket b of all, of the table whose first bucket is `first`.
-inline Visit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
-    const std::uint32_t at = batch.begin[b];
-    return {.bucket = b - first,
-            .unique = batch.unique.data() + at,
-            .num_unique = batch.num_unique[b],
-            .local = batch.local.data() + at,
-            .count = batch.begin[b + 1] - at,
-            .hints = batch.hints.data() + at};
-}
-
-// One bucket's part of an update.
-struct Part {
-    Visit visit;
-    Gradients gradients; // of the visit's entries
-};
-
-// The gradients of one update, wherever they lie. Engine::apply asks for them bucket by bucket, from many threads.
-class GradientSource {
-  public:
-    virtual ~GradientSource() = default;
-    // Called first, and once the tickets are this call's own: before, their batches may be another's.
-    virtual void open() = 0;
-    // All memory that gradients are in.
-    virtual std::vector<std::span<const float>> memory() const = 0;
-    // No gradient is multiplied by more than this.
-    virtual double largest_factor() const = 0;
-    // Bucket b of table t; the arrays live until the next call with the same scratch.
-    virtual Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const = 0;
-    // For messages: the order of the part's entries within their table, and what to say of one of that order.
-    virtual std::vector<std::uint64_t> order(std::size_t t, std::uint32_t b) const = 0;
-    virtual std::string where(std::uint64_t order) const = 0;
-};
-
-// What the gradients of a batch of bags are, one for each of block and sequences. nullptr: nobody gave any, and its ids
-// get none.
-struct BagGradients {
-    const float* block;
-    std::vector<const float*> sequences;
-};
 
 // One table's rows of a bucket range as columns, for files.
 struct Columns {
@@ -118,7 +65,7 @@ class Engine {
         return blocks_;
     }
     const char* simd() const { return kernels_->name; }
-    unsigned num_threads() const { return pool_.num_threads(); }
+    unsigned num_threads() const { return crew_.num_threads(); }
     std::uint32_t latest_step() {
         home_.require_here();
         return arena_->latest_step().load();
@@ -132,8 +79,10 @@ class Engine {
     std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                    const LookupStep& at, float* out, bool want_ticket);
     std::unique_ptr<Ticket> prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
-    bool owns(const Ticket& ticket) const { return ticket.engine == identity_; }
-    void update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs);
+    bool owns(const Ticket& ticket) const { return ticket.maker == identity_; }
+    // trainer: buckets that have applied this step of it, in this attempt, are left alone.
+    void update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs,
+                std::uint32_t trainer = kNoTrainer);
     // Gives the batch of a ticket back that will not be updated.
     void drop(Ticket& ticket);
 
@@ -143,11 +92,17 @@ class Engine {
                                         float* block, float* const* sequences, bool want_ticket);
     // One optimizer step for all ids of the tickets: an id's gradients are summed ticket after ticket, feature after
     // feature, sample after sample.
-    void update_bags(std::span<Ticket* const> tickets, std::span<const BagGradients> gradients, float scale,
-                     std::uint32_t step, std::span<const double> lrs);
+    void update_bags(Tickets tickets, std::span<const BagGradients> gradients, float scale, std::uint32_t step,
+                     std::span<const double> lrs);
 
     std::size_t num_rows(std::size_t t) { return stats(t).rows; }
     TableStats stats(std::size_t t);
+    // Of the processes that may call; 0 before the first. The next one begins with no update applied; none may run.
+    std::uint32_t attempt() {
+        home_.require_here();
+        return arena_->attempt().load();
+    }
+    void begin_attempt(std::uint32_t attempt);
     std::uint32_t begin_version(std::size_t t);
     void set_complete(bool complete) {
         home_.require_here();
@@ -169,26 +124,7 @@ class Engine {
                  double lr);
 
   private:
-    using Tickets = std::span<Ticket* const>;
-    // Scratch space, one for each thread of a call; given back at its end.
-    class ScratchSet {
-      public:
-        ScratchSet(Recycler<Scratch>& spare, unsigned threads);
-        ScratchSet(const ScratchSet&) = delete;
-        ScratchSet& operator=(const ScratchSet&) = delete;
-        ~ScratchSet();
-        Scratch& operator[](unsigned thread) { return *taken_[thread]; }
-        unsigned size() const { return static_cast<unsigned>(taken_.size()); }
-
-      private:
-        Recycler<Scratch>& spare_;
-        std::vector<std::unique_ptr<Scratch>> taken_;
-    };
-    unsigned threads_for(std::size_t size) const;
-    template <typename Has, typename Work>
-    void for_each_bucket(ScratchSet& scratch, Has has, Work work, UndoSet* undo = nullptr);
-    void reserve_update(ScratchSet& threads, Tickets tickets, bool filter) const;
-    std::unique_ptr<Ticket> make_ticket(std::unique_ptr<Batch> batch, std::size_t num_floats) const;
+    void reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
@@ -196,10 +132,8 @@ class Engine {
     // Where the rows of bucket b of table t go, one for each entry; the array lives in the scratch.
     using Destinations = std::function<float* const*(std::size_t t, std::uint32_t b, Scratch& scratch)>;
     void lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations);
-    void claim(Tickets tickets) const;
-    bool all_sums_finite(const GradientSource& source, Tickets tickets);
-    void refuse_nonfinite(const GradientSource& source, Tickets tickets);
-    void apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs);
+    void apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
+               std::uint32_t trainer);
 
     Home home_;
     std::uint64_t identity_;
@@ -207,13 +141,14 @@ class Engine {
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
     std::vector<std::unique_ptr<Table>> tables_;
+    std::vector<const Summation*> summations_; // of the tables
     BucketMap map_;
     static constexpr std::size_t kMostSpare = 16; // calls of which the memory is kept
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
-    Recycler<Scratch> scratch_;
     Recycler<UndoSlot> undo_;
-    ThreadPool pool_;
+    Windows windows_;
+    BucketCrew crew_;
 };
 
 } // namespace satrap

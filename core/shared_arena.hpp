@@ -25,7 +25,7 @@
 namespace satrap {
 
 struct FileHeader {
-    static constexpr std::uint64_t kMagic = 0x324d485350525453ULL; // "STRPSHM2"
+    static constexpr std::uint64_t kMagic = 0x334d485350525453ULL; // "STRPSHM3"
     std::atomic<std::uint64_t> magic;                              // written last: a file without it was never finished
     std::uint64_t header_bytes;
     std::uint64_t num_tables;
@@ -33,6 +33,7 @@ struct FileHeader {
     std::atomic<std::uint64_t> tail;
     std::atomic<std::uint32_t> latest_step;
     std::atomic<std::uint32_t> incomplete; // 1: a snapshot is being loaded, and half of it is no table
+    std::atomic<std::uint32_t> attempt;
 };
 
 struct alignas(64) ChunkHeader {
@@ -94,6 +95,7 @@ class SharedArena final : public Arena {
     void leave() noexcept override { ::close(fd_); } // the lock stays with whoever else has the file open
     TableLedger& ledger(std::size_t table) override { return ledgers()[table]; }
     std::atomic<std::uint32_t>& latest_step() override { return header().latest_step; }
+    std::atomic<std::uint32_t>& attempt() override { return header().attempt; }
 
     std::byte* allocate(const ChunkTag& tag, std::size_t bytes) override {
         bytes = round_up(bytes, 64) + sizeof(ChunkHeader);

@@ -7,8 +7,9 @@
 namespace satrap {
 
 Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena)
-    : config_(std::move(config)), key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels),
-      arena_(&arena), ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
+    : config_(std::move(config)), summation_(config_.name, config_.dim, config_.on_nonfinite, kernels),
+      key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
+      ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
     const FloatMode mode;
     initial_ = InitialScalars::of(config_, key_);
     if (ledger_->version.load() == 0) { // new, not re-attached
@@ -182,98 +183,26 @@ void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
     }
 }
 
-// The gradient of one entry as it is added to its id's sum.
-const float* Table::applied(const Gradients& gradients, std::uint32_t e, float* room) const {
-    const Factor* factor = gradients.factors == nullptr ? nullptr : gradients.factors + e;
-    const std::uint32_t zero = 0;
-    std::uint8_t started = 0;
-    kernels_->sum({gradients.from + e, factor, gradients.scale}, &zero, 1, config_.dim, room, &started);
-    return room;
-}
-
-// The entries whose gradients are finite, into scratch.kept_*; returns how many. Only when a batch may have others.
-std::size_t Table::filter_nonfinite(const Visit& visit, const Gradients& gradients, Scratch& scratch) const {
-    std::uint32_t* local = scratch.kept_local.reserve(visit.count);
-    const float** from = scratch.kept_from.reserve(visit.count);
-    Factor* factors = gradients.factors == nullptr ? nullptr : scratch.kept_factors.reserve(visit.count);
-    float* room = scratch.values.reserve(config_.dim);
-    std::size_t kept = 0;
-    for (std::uint32_t e = 0; e < visit.count; ++e) {
-        if (!finite(applied(gradients, e, room), config_.dim)) continue;
-        local[kept] = visit.local[e];
-        if (factors != nullptr) factors[kept] = gradients.factors[e];
-        from[kept++] = gradients.from[e];
-    }
-    return kept;
-}
-
-void Table::start_sums(const Visit& visit, Scratch& scratch) const {
-    scratch.sums.reserve(static_cast<std::size_t>(visit.num_unique) * config_.dim);
-    std::memset(scratch.started.reserve(visit.num_unique), 0, visit.num_unique);
-}
-
-// Finite gradients whose sum is not: their ids get no update, their positions count as skipped (count falls).
-void Table::drop_overflowed(const Visit& visit, std::size_t& count, Scratch& scratch) const {
-    const std::size_t kept = count;
-    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
-        if (!scratch.started[i] || finite(&scratch.sums[static_cast<std::size_t>(i) * config_.dim], config_.dim))
-            continue;
-        scratch.started[i] = 0;
-        for (std::size_t e = 0; e < kept; ++e) count -= scratch.kept_local[e] == i;
-    }
-}
-
-std::vector<NonFinite> Table::find_nonfinite(const Visit& visit, const Gradients& gradients, Scratch& scratch) const {
-    std::vector<NonFinite> found;
-    auto note = [&](std::uint32_t e, const float* row, bool of_sum) {
-        std::uint32_t i = 0;
-        while (i + 1 < config_.dim && finite(row + i, 1)) ++i;
-        found.push_back({e, visit.unique[visit.local[e]], row[i], of_sum});
-    };
-    float* room = scratch.values.reserve(config_.dim);
-    start_sums(visit, scratch);
-    kernels_->sum(gradients, visit.local, visit.count, config_.dim, scratch.sums.data(), scratch.started.data());
-    for (std::uint32_t e = 0; e < visit.count; ++e) {
-        const float* row = applied(gradients, e, room);
-        const float* sum = &scratch.sums[static_cast<std::size_t>(visit.local[e]) * config_.dim];
-        if (!finite(row, config_.dim))
-            note(e, row, false);
-        else if (!finite(sum, config_.dim))
-            note(e, sum, true);
-    }
-    return found;
-}
-
-void Table::refuse_nonfinite(const NonFinite& first, const std::string& where) const {
-    const std::string id = std::to_string(first.id);
-    throw NonFiniteError("table '" + config_.name + "': " +
-                         (first.of_sum ? "the gradients of id " + id + " (first " + where + ") sum to "
-                                       : "the gradient of id " + id + " " + where + " holds ") +
-                         std::to_string(first.value) + "; finite values are wanted and nothing was applied; " +
-                         "on_nonfinite='skip' would ignore and count such gradients");
-}
-
-void Table::update(const Visit& visit, Gradients gradients, const StepScalars& scalars, bool hinted, bool filter,
-                   Scratch& scratch) {
+void Table::update(const Visit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted, bool filter,
+                   const Mark& mark, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     const std::uint32_t n = visit.num_unique;
     RowStep* steps = scratch.steps.reserve(n);
-    start_sums(visit, scratch);
-    const std::uint32_t* local = visit.local;
-    std::size_t count = visit.count;
-    if (filter) {
-        count = filter_nonfinite(visit, gradients, scratch);
-        local = scratch.kept_local.data();
-        gradients.from = scratch.kept_from.data();
-        if (gradients.factors != nullptr) gradients.factors = scratch.kept_factors.data();
-    }
+    float* sums = scratch.sums.reserve(static_cast<std::size_t>(n) * config_.dim);
+    const Summation::Entries entries = summation_.begin(visit, gradients, filter, scratch);
 
     std::lock_guard lock(bucket.mutex);
+    if (mark.window != nullptr && mark.window->forgot(scalars.step))
+        throw InputError("step " + std::to_string(scalars.step) + " of trainer " + std::to_string(mark.trainer) +
+                         " is too far behind its step " + std::to_string(mark.window->newest()) + ": at most " +
+                         std::to_string(Window::kSteps) + " may be in flight");
+    if (mark.window != nullptr && mark.window->applied(scalars.step)) {
+        bucket.counters.repeated += n;
+        return;
+    }
     locate(bucket, visit, hinted, scratch);
     std::uint32_t* slots = scratch.slots.data();
-    kernels_->sum(gradients, local, count, config_.dim, scratch.sums.data(), scratch.started.data());
-    if (filter) drop_overflowed(visit, count, scratch);
-    bucket.counters.skipped += visit.count - count;
+    bucket.counters.skipped += visit.count - summation_.add(visit, entries, filter, sums, scratch);
     const std::uint32_t line = expire_before();
     std::size_t ready = 0;
     for (std::uint32_t i = 0; i < n; ++i) {
@@ -283,19 +212,20 @@ void Table::update(const Visit& visit, Gradients gradients, const StepScalars& s
             continue;
         }
         slots[ready] = slots[i]; // ready <= i
-        const float* sum = &scratch.sums[static_cast<std::size_t>(i) * config_.dim];
-        steps[ready++] = {bucket.rows.row(slots[i]), sum, visit.unique[i]};
+        steps[ready++] = {bucket.rows.row(slots[i]), sums + static_cast<std::size_t>(i) * config_.dim, visit.unique[i]};
     }
-    apply(bucket, visit.bucket, scalars, ready, scratch);
+    apply(bucket, visit.bucket, scalars, ready, mark, scratch);
 }
 
 // One optimizer step on the rows of scratch.slots and steps. In a file that outlives us, whole or not at all.
-void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, Scratch& scratch) {
+void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const Mark& mark,
+                  Scratch& scratch) {
     const std::uint32_t* slots = scratch.slots.data();
     const RowStep* steps = scratch.steps.data();
     float* room = scratch.values.reserve(config_.dim); // may throw, and must not once the slot is armed
     if (scratch.undo != nullptr) {
         scratch.undo->open(number_, b, bucket.rows.row_bytes());
+        if (mark.window != nullptr) scratch.undo->keep(mark.trainer, *mark.window);
         for (std::size_t r = 0; r < count; ++r) scratch.undo->add(slots[r], bucket.rows.head(slots[r]), steps[r].row);
         scratch.undo->arm();
     }
@@ -305,6 +235,7 @@ void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, s
         bucket.rows.head(slots[r]).changed = version;
     }
     kernels_->step(scalars, steps, count, room);
+    if (mark.window != nullptr) mark.window->mark(scalars.step);
     if (scratch.undo != nullptr) scratch.undo->disarm();
     bucket.counters.updated += count;
 }

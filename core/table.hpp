@@ -10,30 +10,12 @@
 
 #include <string>
 
-#include "batch.hpp"
 #include "bucket.hpp"
 #include "kernels.hpp"
+#include "summation.hpp"
 #include "undo.hpp"
 
 namespace satrap {
-
-// One bucket's part of a batch; see Batch for the arrays.
-struct Visit {
-    std::uint32_t bucket; // of the table
-    const std::uint64_t* unique;
-    std::uint32_t num_unique;
-    const std::uint32_t* local;
-    std::uint32_t count;
-    std::uint32_t* hints;
-};
-
-// An entry whose gradient cannot be applied.
-struct NonFinite {
-    std::uint32_t entry; // of the visit
-    std::uint64_t id;
-    float value;
-    bool of_sum; // each gradient of the id is finite, their sum is not
-};
 
 inline constexpr std::uint32_t kLastStep = 0xfffffffeU;    // steps are 1..kLastStep
 inline constexpr std::uint32_t kLastVersion = 0xfffffffeU; // versions, too: one after the last is still a number
@@ -44,58 +26,12 @@ struct LookupStep {
     std::uint32_t oldest_open;
 };
 
-// What one thread needs while it works through buckets; kept from call to call.
-struct Scratch {
-    Buffer<std::uint32_t> dedupe;
-    Buffer<std::uint64_t> hashes;
-    Buffer<std::uint32_t> slots;
-    Buffer<std::uint32_t> misses;
-    Buffer<const std::byte*> rows;
-    Buffer<std::byte> absent;
-    Buffer<float> values;
-    Buffer<float> sums;
-    Buffer<std::uint8_t> started;
-    Buffer<RowStep> steps;
-    Buffer<float*> to;         // where the rows of a bucket's entries go
-    Buffer<const float*> from; // where their gradients are
-    Buffer<std::uint32_t> kept_local;
-    Buffer<const float*> kept_from;
-    Buffer<Factor> kept_factors;
-    Buffer<std::uint64_t> joined_ids; // of several tickets
-    Buffer<std::uint32_t> joined_numbers, joined_hints, joined_local;
-    Buffer<Factor> joined_factors;
-    UndoSlot* undo = nullptr; // of the thread, for the time of an update
-
-    // All that the update of a bucket may ask for, so that no bucket fails when others are updated already.
-    void reserve_update(std::size_t entries, std::size_t unique, std::size_t sums, std::size_t dim, bool filter,
-                        bool joined) {
-        dedupe.reserve(std::bit_ceil(2 * unique + 1));
-        hashes.reserve(unique);
-        slots.reserve(unique);
-        values.reserve(dim);
-        this->sums.reserve(sums);
-        started.reserve(unique);
-        steps.reserve(unique);
-        from.reserve(entries);
-        if (filter) {
-            kept_local.reserve(entries);
-            kept_from.reserve(entries);
-            kept_factors.reserve(entries);
-        }
-        if (!joined) return;
-        joined_ids.reserve(unique);
-        joined_numbers.reserve(unique);
-        joined_hints.reserve(unique);
-        joined_local.reserve(entries);
-        joined_factors.reserve(entries);
-    }
-};
-
 class Table {
   public:
     Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena);
 
     const TableConfig& config() const { return config_; }
+    const Summation& summation() const { return summation_; }
     Bucket& bucket(std::uint32_t b) { return buckets_[b]; }
     TableLedger& ledger() { return *ledger_; }
     double lr() const { return std::bit_cast<double>(ledger_->lr_bits.load()); }
@@ -113,12 +49,10 @@ class Table {
 
     // The row of entry e of the visit goes to to[e].
     void lookup(const Visit& visit, const LookupStep& at, float* const* to, Scratch& scratch);
-    // `filter`: some gradient or sum may be not finite; it is left out and counted.
-    void update(const Visit& visit, Gradients gradients, const StepScalars& scalars, bool hinted, bool filter,
-                Scratch& scratch);
-    std::vector<NonFinite> find_nonfinite(const Visit& visit, const Gradients& gradients, Scratch& scratch) const;
-    // `where` says where the gradient was given: "at position 3".
-    [[noreturn]] void refuse_nonfinite(const NonFinite& first, const std::string& where) const;
+    // `filter`: some gradient or sum may be not finite; it is left out and counted. `mark`: one whose window says that
+    // this step was applied is counted and changes nothing.
+    void update(const Visit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted, bool filter,
+                const Mark& mark, Scratch& scratch);
     StepScalars step_scalars(std::uint32_t step, double lr) const { return StepScalars::of(config_, key_, step, lr); }
 
     // One row as floats; false and nothing written if the id has none.
@@ -136,14 +70,11 @@ class Table {
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const;
     void point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch);
-    bool finite(const float* values, std::size_t count) const { return kernels_->largest(values, count) < 0x7f800000U; }
-    const float* applied(const Gradients& gradients, std::uint32_t e, float* room) const;
-    std::size_t filter_nonfinite(const Visit& visit, const Gradients& gradients, Scratch& scratch) const;
-    void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, Scratch& scratch);
-    void start_sums(const Visit& visit, Scratch& scratch) const;
-    void drop_overflowed(const Visit& visit, std::size_t& count, Scratch& scratch) const;
+    void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const Mark& mark,
+               Scratch& scratch);
 
     TableConfig config_;
+    Summation summation_;
     std::uint64_t key_;
     std::uint32_t number_;
     const Kernels* kernels_;

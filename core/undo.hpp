@@ -1,13 +1,15 @@
 // Undo slots in a shared-memory file: an update of one bucket is applied whole or not at all, even under kill -9. So is
 // the replacement of one row by a snapshot's.
-// Protocol: (1) copy head and bytes of every row to be written into a slot, (2) arm it, (3) apply, (4) disarm. A
-// process that attaches the file later writes back whatever an armed slot holds; then no half-applied bucket is left.
+// Protocol: (1) copy head and bytes of every row to be written into a slot, and the window that will say that this is
+// done, (2) arm it, (3) apply, mark the window, (4) disarm. A process that attaches the file later writes back whatever
+// an armed slot holds; then no half-applied bucket is left, and none that is marked and was not applied.
 // Only arenas that survive their process have slots. A slot belongs to one thread from take() to give(); its size is
 // settled before a call changes anything.
 #pragma once
 
 #include "buffers.hpp"
 #include "rows.hpp"
+#include "windows.hpp"
 
 namespace satrap {
 
@@ -17,6 +19,9 @@ struct UndoHeader {
     std::uint32_t bucket;
     std::uint32_t count;
     std::uint64_t row_bytes;
+    std::uint32_t trainer; // whose window of the bucket this is
+    std::uint32_t unused;
+    Window window;
 };
 
 struct UndoEntry { // followed by the row's bytes
@@ -47,6 +52,7 @@ class UndoSlot {
         header().bucket = bucket;
         header().count = 0;
         header().row_bytes = row_bytes;
+        header().trainer = kNoTrainer;
         next_ = memory_ + sizeof(UndoHeader);
     }
 
@@ -58,11 +64,21 @@ class UndoSlot {
         ++header().count;
     }
 
-    void arm() { header().armed.store(1, std::memory_order_release); }
+    // The trainer's window of the bucket, as it is.
+    void keep(std::uint32_t trainer, const Window& window) {
+        header().trainer = trainer;
+        header().window = window;
+    }
+
+    void arm() {
+        header().armed.store(1, std::memory_order_release);
+        std::atomic_signal_fence(std::memory_order_seq_cst); // what follows stays behind
+    }
     void disarm() { header().armed.store(0, std::memory_order_release); }
 
-    // After a restart: undoes what the slot holds, if it is armed. `rows_of(table, bucket)` gives the bucket's rows.
-    template <typename RowsOf> void recover(RowsOf rows_of) {
+    // After a restart: undoes what the slot holds, if it is armed. `rows_of(table, bucket)` gives the bucket's rows,
+    // `window_of(trainer, table, bucket)` a window of it.
+    template <typename RowsOf, typename WindowOf> void recover(RowsOf rows_of, WindowOf window_of) {
         if (header().armed.load(std::memory_order_acquire) == 0) return;
         Rows& rows = rows_of(header().table, header().bucket);
         if (header().row_bytes != rows.row_bytes() || header().count > bytes_ / sizeof(UndoEntry) ||
@@ -77,6 +93,8 @@ class UndoSlot {
             rows.head(entry.slot) = entry.head;
             next_ += sizeof(entry) + header().row_bytes;
         }
+        if (header().trainer != kNoTrainer)
+            window_of(header().trainer, header().table, header().bucket) = header().window;
         disarm();
     }
 

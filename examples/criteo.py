@@ -28,7 +28,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     data = satrap.Criteo(given.path, batch_size=given.batch_size, max_bad_rows=1000)
-    # One table for all 26 features would do as well: the hash of a category is salted by nothing but its text.
+    # A table for each feature: the same text in two columns is two different things, and would be one id of one table.
     tables = {
         f"C{i}": satrap.Table(f"C{i}", dim=given.dim, optimizer=satrap.Adagrad(lr=0.05), capacity=given.capacity // 26)
         for i in range(1, 27)

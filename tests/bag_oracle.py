@@ -20,9 +20,12 @@ from one_row import F32, assert_step, fma
 from satrap.config import Feature, Pooling
 from satrap.features import Features
 from satrap.inputs import Inputs
-from satrap.worker import LookedUp, Worker
+from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+from satrap.worker import LookedUp
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
+AnyWorker = LocalWorker | RemoteWorker
 Rows = dict[str, dict[int, F32]]  # of each table: the values of each id
 
 
@@ -159,7 +162,7 @@ def _index_add(ids: list[int], gradients: list[F32]) -> dict[int, F32]:
     return dict(zip(unique, total.numpy(), strict=True))
 
 
-def read(worker: Worker) -> dict[str, dict[int, tuple[F32, F32]]]:
+def read(worker: AnyWorker) -> dict[str, dict[int, tuple[F32, F32]]]:
     """(values, state) of each table's rows of the universe."""
     found: dict[str, dict[int, tuple[F32, F32]]] = {}
     for name, store in worker.tables.items():
@@ -190,7 +193,7 @@ def draw_gradients(rng: np.random.Generator, looked: LookedUp) -> tuple[F32, dic
 
 
 def follow(
-    worker: Worker,
+    worker: AnyWorker,
     rng: np.random.Generator,
     *,
     num_steps: int,
@@ -218,7 +221,9 @@ def follow(
 
 
 def assert_stepped(
-    worker: Worker, before: dict[str, dict[int, tuple[F32, F32]]], gradients: dict[str, dict[int, F32]]
+    worker: AnyWorker,
+    before: dict[str, dict[int, tuple[F32, F32]]],
+    gradients: dict[str, dict[int, F32]],
 ) -> None:
     """Rows with a gradient made one step, the others none."""
     for name, rows in read(worker).items():

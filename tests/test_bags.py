@@ -21,7 +21,7 @@ from satrap import _core
 from satrap.config import SGD, Adagrad, Adam, AdamW, Feature, Ftrl, Normal, RowWiseAdagrad, Table
 from satrap.features import Features
 from satrap.inputs import Inputs
-from satrap.worker import Worker
+from satrap.local import LocalWorker
 
 OPTIMIZERS: list[Any] = [
     SGD(lr=0.1),
@@ -35,7 +35,7 @@ OPTIMIZERS: list[Any] = [
 POOLINGS = [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("sqrtn", False), ("sqrtn", True)]
 
 
-def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any) -> Worker:
+def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any) -> LocalWorker:
     """The pooling on a table that two more features share, and again on a table of another dim."""
     item = Table("item", dim=dim, optimizer=optimizer, initial=Normal(std=0.5))
     user = Table("user", dim=dim + 3, optimizer=optimizer, initial=Normal(std=0.5))
@@ -46,7 +46,7 @@ def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any)
         "path": item.sequence(3),
         "last": user.sequence(1),
     }
-    return Worker(Features(features), **{"num_threads": 1, **options})
+    return LocalWorker(Features(features), **{"num_threads": 1, **options})
 
 
 @pytest.mark.parametrize(("pooling", "weighted"), POOLINGS)
@@ -62,13 +62,13 @@ def test_any_dim_on_any_path(dim: int, simd: str, rng: np.random.Generator) -> N
     """Columns at any offset: whole lines, half lines, neither."""
     follow(make("sqrtn", True, Adagrad(), dim, simd=simd), rng, num_steps=2)
     tables = [Table(f"t{i}", dim=dim, initial=Normal()) for i in range(3)]
-    follow(Worker(Features({table.name: table for table in tables}), simd=simd), rng, num_steps=2, single=True)
+    follow(LocalWorker(Features({table.name: table for table in tables}), simd=simd), rng, num_steps=2, single=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_rows(dtype: Any, rng: np.random.Generator) -> None:
     table = Table("item", dim=9, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), dtype=dtype)
-    follow(Worker(Features({"a": table, "b": table.bag("mean"), "c": table.sequence(2)})), rng, num_steps=4)
+    follow(LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table.sequence(2)})), rng, num_steps=4)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
@@ -93,7 +93,7 @@ some_features = st.one_of(
     draw=st.integers(0, 2**32 - 1),
 )
 def test_any_features(features: list[Feature], batch_size: int, accumulate: int, threads: int, draw: int) -> None:
-    worker = Worker(Features({f"f{i}": each for i, each in enumerate(features)}), num_threads=threads)
+    worker = LocalWorker(Features({f"f{i}": each for i, each in enumerate(features)}), num_threads=threads)
     rng = np.random.default_rng(draw)
     follow(worker, rng, num_steps=2, batch_size=batch_size, accumulate=accumulate, single=bool(draw % 2))
 
@@ -121,7 +121,7 @@ def test_one_id_in_each_bag_needs_no_offsets(rng: np.random.Generator) -> None:
 def test_features_at_most_one_id(rng: np.random.Generator) -> None:
     """Missing values: empty bags among bags of one id are zeros, and get no gradient."""
     table = Table("t", dim=16, initial=Normal())
-    worker = Worker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
+    worker = LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
     bags = Bags(worker.features, [[[(s % 9, np.float32(1))][: s % (f + 2)] for s in range(300)] for f in range(3)])
     looked = worker.lookup(bags.inputs())
     before = read(worker)
@@ -160,7 +160,7 @@ def test_trains_like_an_embedding_bag(optimizer: Any, mode: Any, weighted: bool,
     SparseAdam's count is the row's."""
     num_ids, dim, batch_size = 20, 6, 12
     table = Table("item", dim=dim, optimizer=optimizer, initial=Normal(std=0.5))
-    worker = Worker(Features({"bag": table.bag(mode, weighted=weighted)}))
+    worker = LocalWorker(Features({"bag": table.bag(mode, weighted=weighted)}))
     everyone = np.arange(num_ids, dtype=np.uint64)
     module = torch.nn.EmbeddingBag.from_pretrained(
         torch.from_numpy(worker.tables["item"].lookup(everyone).copy()), freeze=False, mode=mode, sparse=True
@@ -197,7 +197,7 @@ def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
     """Nothing is read back in between: 100 steps end in the very bits of index_add_ and fma."""
     num_ids, dim, rate = 50, 16, 0.0371
     table = Table("t", dim=dim, optimizer=SGD(lr=rate), initial=Normal())
-    worker = Worker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
+    worker = LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
     everyone = np.arange(num_ids, dtype=np.uint64)
     values = worker.tables["t"].lookup(everyone)
     for _ in range(100):
@@ -228,7 +228,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
             "path": item.sequence(3), "friends": user.bag("sum"), "text": word.sequence(5), "word": word,
         }
     )  # fmt: skip
-    worker = Worker(features, num_threads=num_threads, simd=simd, seed=1)
+    worker = LocalWorker(features, num_threads=num_threads, simd=simd, seed=1)
     seen = hashlib.sha256()
     for _ in range(3):
         looked = []
@@ -260,7 +260,7 @@ def tiny_numbers(num_threads: int, flush: bool) -> str:
     rng = np.random.default_rng(3)
     table = Table("t", dim=16, optimizer=SGD(lr=1.0), initial=Normal(std=1e-39))
     features = {name: Feature(table, name, weighted=name == "sqrtn") for name in ("sum", "mean", "sqrtn")}
-    worker = Worker(Features(features), num_threads=num_threads)
+    worker = LocalWorker(Features(features), num_threads=num_threads)
     seen = hashlib.sha256()
     torch.set_flush_denormal(flush)
     try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from loop import NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
-from satrap import Adagrad, Constant, Embeddings, Inputs, StreamError, Table
+from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
+from satrap import Adagrad, Constant, Embeddings, Inputs, Iterable, Position, StreamError, Table
 
 
 def test_synchronous_training_equals_plain_pytorch() -> None:
@@ -296,6 +297,52 @@ def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
     with pytest.raises(OSError, match="part 7 is torn") as caught:
         train(embeddings, model, optimizer, torn(), overlap=overlap)
     assert "in the read stage" in caught.value.__notes__[0]
+
+
+def test_a_list_and_a_generator_are_one_source() -> None:
+    found = []
+    for data in (batches(5), iter(batches(5)), (each for each in batches(5)), Iterable(batches(5))):
+        embeddings, model, optimizer = job()
+        losses, positions = [], []
+        for batch in embeddings.stream(data):
+            losses.append(loss_of(model, batch))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+            positions.append(batch.position)
+        found.append(([loss.item() for loss in losses], positions))
+    assert all(each == found[0] for each in found)
+    assert found[0][1] == [Position(0, 0, number, number * BATCH) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize("data", [list, iter, Iterable], ids=["list", "iterator", "Iterable"])
+def test_a_label_of_two_dimensions_stays_one(data: Callable[[list[Inputs]], Any]) -> None:
+    column = [replace(each, label=np.ones((each.batch_size, 1), np.float32)) for each in batches(3)]
+    embeddings, _, _ = job()
+    embeddings.eval()
+    with pytest.warns(UserWarning, match="no table has a row yet"):
+        stream = embeddings.stream(data(column))
+    assert [tuple(batch.label.shape) for batch in stream] == [(BATCH, 1)] * 3
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["list-first", "Iterable-first"])
+def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> None:
+    items = batches(7)
+    first, second = (Iterable(items), items) if declared else (items, Iterable(items))
+    embeddings, model, optimizer = job()
+    embeddings.follow(first)
+    with embeddings.stream(first) as stream:
+        for batch in stream:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if batch.step == 4:
+                break
+    position = embeddings.position_of(first)
+    again, model, _ = job()
+    again.resume_at(4, second, position)
+    rest = [batch.inputs for batch in again.stream(second)]
+    assert [inputs.values.tolist() for inputs in rest] == [inputs.values.tolist() for inputs in items[4:]]
+    assert [inputs.position for inputs in rest] == [Position(0, 0, i, i * BATCH) for i in (5, 6, 7)]
 
 
 def test_streams_need_an_optimizer_or_evaluation() -> None:

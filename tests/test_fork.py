@@ -120,6 +120,8 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     return {
         "next_step": engine.next_step,
         "latest_step": lambda: engine.latest_step,
+        "attempt": lambda: engine.attempt,
+        "begin_attempt": lambda: engine.begin_attempt(1),
         "empty": lambda: engine.empty(3, 4),
         "lookup": lambda: engine.lookup(IDS, offsets, 1, 1, True, floats, False),
         "prepare": lambda: engine.prepare(IDS, offsets),

@@ -23,6 +23,17 @@ LAYERS = [
     "_core",
     "arrays",
     "hashing",
+    "rpc.header",
+    "rpc.values",
+    "rpc.methods",
+    "rpc.faults",
+    "rpc.schedule",
+    "rpc.ledger",
+    "rpc.address",
+    "rpc.keys",
+    "rpc.service",
+    "rpc.client",
+    "rpc",
     "features",
     "inputs",
     "sync",
@@ -64,6 +75,14 @@ LAYERS = [
     "sources.iterable",
     "sources",
     "worker",
+    "local",
+    "bucketmap",
+    "job",
+    "calls",
+    "server",
+    "servers",
+    "remote_tables",
+    "remote",
     "batch",
     "stream",
     "optimizer",
@@ -96,8 +115,9 @@ OUTSIDE: dict[str, set[str] | None] = {
     },
     "safetensors": {"statefile"},
     "fsspec": {"runfolder", "sources.files"},
+    "zmq": {"rpc.keys", "rpc.service", "rpc.client"},
 }
-PURE = {"errors", "checks", "config", "features", "sync"}  # the standard library only
+PURE = {"errors", "checks", "config", "features", "sync", "bucketmap", "job"}  # the standard library only
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 

@@ -304,15 +304,31 @@ def test_an_empty_batch(kind: type[Any]) -> None:
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
-@each_kind
+class Additive(torch.nn.Module):
+    """A linear model: it has no pairs of ids."""
+
+    def __init__(self, num_dense: int, shape: Shape) -> None:
+        super().__init__()
+        self.join = torch.nn.Linear(num_dense + shape.total_dim, 1)
+
+    def forward(self, dense: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.join(torch.cat([dense, block], 1))[:, 0]
+        return logits
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Additive])
 def test_it_learns(kind: type[Any]) -> None:
-    """Near the AUC of the truth, on samples it has not seen. Without the pairs of ids a model would reach 0.91."""
+    """Near the AUC of the truth, on samples it has not seen.
+
+    Over 100 seeds of torch every model reached at least 0.97 of what there is, the linear one 0.91. Of six features
+    instead of three FFNN does not find the pairs from every seed.
+    """
     torch.manual_seed(0)
-    clicks = Clicks(num_samples=120_000, num_dense=3, num_ids=6, cardinalities=[5, 10, 20, 20, 40, 40], num_factors=1)
+    clicks = Clicks(num_samples=120_000, num_dense=3, num_ids=3, cardinalities=[5, 10, 20], num_factors=1)
     test = clicks.following(20_000)
-    model = small(kind, 3, Shape([8] * 6))
-    starts = np.cumsum([0, 5, 10, 20, 20, 40])
-    rows = torch.nn.Embedding(135, 8)
+    model = Additive(3, Shape([8] * 3)) if kind is Additive else small(kind, 3, Shape([8] * 3))
+    starts = np.cumsum([0, 5, 10])
+    rows = torch.nn.Embedding(35, 8)
     torch.nn.init.normal_(rows.weight, std=0.3)
     optimizer = torch.optim.Adam([*model.parameters(), *rows.parameters()], lr=0.02)
 
@@ -333,7 +349,7 @@ def test_it_learns(kind: type[Any]) -> None:
             metrics.add(block["label"], logits(block))
     reached = (metrics.auc() - 0.5) / (test.best_auc() - 0.5)
     print(f"{kind.__name__}: AUC {metrics.auc():.4f} of {test.best_auc():.4f}, {reached:.3f} of what there is")
-    assert 0.93 < reached < 1.01
+    assert 0.88 < reached < 0.93 if kind is Additive else 0.95 < reached < 1.01
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

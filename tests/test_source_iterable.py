@@ -1,7 +1,9 @@
 """Iterables: batches and samples in every form they may take, TorchRec's by their methods, and what is refused."""
 
 import dataclasses
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import clicks
 from clicks import OPTIONS, bags_of, expected, make, read
 from satrap.columns import IdColumn, LabelColumn
 from satrap.errors import ConfigError, SourceError
-from satrap.inputs import Inputs
+from satrap.inputs import Inputs, Position
 from satrap.sources import Iterable
 
 
@@ -166,6 +168,166 @@ def test_inputs_go_through_unchanged() -> None:
         assert bags_of(swapped) == bags_of(given)[1:]
 
 
+def made_inputs(sizes: list[int], *, flat: bool = True, bags: bool = True) -> list[Inputs]:
+    """Items of two features. The ids of `b` tell the samples apart, their label and dense number go with them."""
+    items, first = [], 0
+    for size in sizes:
+        own = np.arange(first, first + size)
+        lengths = np.concatenate([own % 3 if bags else np.ones(size, np.int64), np.ones(size, np.int64)])
+        label = (own % 2).astype(np.float32)
+        items.append(
+            Inputs(
+                names=("a", "b"),
+                values=np.concatenate([np.repeat(own, lengths[:size]) + 1000, own]).astype(np.uint64),
+                offsets=np.append(0, np.cumsum(lengths)) if bags else None,
+                batch_size=size,
+                dense=own[:, None].astype(np.float32),
+                label=label if flat else label[:, None],
+                position=Position(7, 7, 7),  # of where it came from, which means nothing here
+                extra={"x": own.tolist()},
+            )
+        )
+        first += size
+    return items
+
+
+def told(inputs: Inputs) -> tuple[Any, ...]:
+    assert inputs.dense is not None and inputs.label is not None
+    return inputs.position, inputs.label.shape, bags_of(inputs), inputs.dense.tolist(), inputs.label.tolist()
+
+
+def rows_of(batches: list[Inputs]) -> list[tuple[Any, ...]]:
+    """Sample by sample."""
+    found = []
+    for inputs in batches:
+        assert inputs.dense is not None and inputs.label is not None
+        a, b = bags_of(inputs)
+        x = inputs.extra["x"].to_pylist()
+        found += list(zip(x, a, b, inputs.dense.ravel().tolist(), inputs.label.ravel().tolist(), strict=True))
+    return found
+
+
+def wanted_rows(n: int) -> list[tuple[Any, ...]]:
+    return [(i, [i + 1000] * (i % 3), [i], float(i), float(i % 2)) for i in range(n)]
+
+
+SIZES = [3, 1, 0, 5, 4]
+
+
+@pytest.mark.parametrize("bags", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+def test_inputs_are_handed_on_alike_from_whatever_iterable(flat: bool, bags: bool) -> None:
+    items = made_inputs(SIZES, flat=flat, bags=bags)
+    forms: list[Any] = [items, tuple(items), iter(items), (each for each in items), lambda: iter(items)]
+    found = [list(Iterable(form).batches(["a", "b"])) for form in forms]
+    for batches in found:
+        assert list(map(told, batches)) == list(map(told, found[0]))
+        given = [item for item in items if item.batch_size]
+        for inputs, item in zip(batches, given, strict=True):
+            assert inputs.values is item.values and inputs.label is item.label and inputs.extra == item.extra
+    assert [inputs.position for inputs in found[0]] == [
+        Position(0, 0, number, sample) for number, sample in ((1, 3), (2, 4), (3, 9), (4, 13))
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 5, 100])
+def test_inputs_are_cut_anew_and_permuted(size: int, flat: bool, shuffle: bool) -> None:
+    data = Iterable(made_inputs(SIZES, flat=flat), batch_size=size, shuffle=shuffle, extra="x", epochs=2)
+    batches = list(data.batches(["a", "b"]))
+    epochs = [
+        [inputs for inputs in batches if inputs.position is not None and inputs.position.epoch == e] for e in (0, 1)
+    ]
+    for epoch in epochs:
+        assert sorted(rows_of(epoch)) == wanted_rows(13)
+        assert (rows_of(epoch) == wanted_rows(13)) is not shuffle
+        sizes = [inputs.batch_size for inputs in epoch]
+        assert sum(sizes) == 13 and set(sizes[:-1]) <= {size}
+    assert (rows_of(epochs[0]) == rows_of(epochs[1])) is not shuffle
+    for inputs in batches:
+        assert inputs.label is not None and inputs.label.ndim == (1 if flat else 2)
+    for i, inputs in enumerate(batches):
+        rest = list(data.batches(["a", "b"], position=inputs.position))
+        assert list(map(told, rest)) == list(map(told, batches[i + 1 :]))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_position_within_an_item_gives_the_rest_of_it(flat: bool) -> None:
+    data = Iterable(made_inputs(SIZES, flat=flat), extra="x")
+    for inputs in data.replace(batch_size=2).batches(["a", "b"]):
+        assert inputs.position is not None
+        batches = list(data.batches(["a", "b"], position=inputs.position))
+        assert rows_of(batches) == wanted_rows(13)[inputs.position.sample :]
+        assert {each.label.ndim for each in batches if each.label is not None} <= {1 if flat else 2}
+
+
+def test_inputs_that_are_no_batch_yet_become_one() -> None:
+    """Another order of features, offsets of a slice, other types, memory that cannot be written."""
+    (item,) = made_inputs([4], flat=False)
+    assert item.offsets is not None and item.dense is not None
+    still = item.values.copy()
+    still.flags.writeable = False
+    for changes in (
+        {"values": np.append(np.append(9, item.values), 9).astype(np.uint64), "offsets": item.offsets + 1},
+        {"values": item.values.astype(np.int64), "offsets": item.offsets.astype(np.int32)},
+        {"values": np.repeat(item.values, 2)[::2], "dense": np.asfortranarray(np.repeat(item.dense, 2, 1))[:, :1]},
+        {"values": still, "dense": item.dense.astype(np.float64)},
+        {"values": torch.from_numpy(item.values.view(np.int64)), "label": torch.from_numpy(item.label)},
+        {"names": list(item.names)},
+    ):
+        (found,) = Iterable([dataclasses.replace(item, **changes)]).batches(["a", "b"])
+        (wanted,) = Iterable([item]).batches(["a", "b"])
+        assert told(found) == told(wanted) and found.values.dtype == np.uint64
+        assert found.values.flags.writeable and not np.shares_memory(found.values, item.values)
+    (found,) = Iterable([item], extra="x").batches(["b", "a"])
+    assert bags_of(found) == bags_of(item)[::-1] and found.label is not None and found.label.shape == (4, 1)
+    (found,) = Iterable([item], ids={"a": "b", "b": "a"}).batches(["a", "b"])
+    assert bags_of(found) == bags_of(item)[::-1]
+
+
+def test_a_brought_label_keeps_its_shape_and_a_declared_one_is_flat() -> None:
+    jagged, column = Jagged(BAGS), torch.tensor([[1.0], [0.0], [1.0]])
+    for size in (None, 2):
+        for label, dims in ((column, 2), (column[:, 0], 1)):
+            items = [(None, jagged, label)] * 2
+            for inputs in Iterable(items, batch_size=size).batches(["a"]):
+                assert inputs.label is not None and inputs.label.ndim == dims
+        columns = [{"a": [1, 2, 3], "y": [1.0, 0.0, 1.0]}] * 2
+        for declared, dims in (("y", 1), (["y"], 2)):
+            for inputs in Iterable(columns, label=declared, batch_size=size).batches(["a"]):
+                assert inputs.label is not None and inputs.label.ndim == dims
+    mixed = made_inputs([2, 2]) + made_inputs([2], flat=False)
+    assert [told(inputs)[1] for inputs in Iterable(mixed).batches(["a"])] == [(2,), (2,), (2, 1)]
+    batches = Iterable(mixed, batch_size=3).batches(["a"])
+    next(batches)
+    with pytest.raises(SourceError, match=r"of items with labels \[n\] and of items with labels \[n, 1\]; give one"):
+        next(batches)
+
+
+def test_inputs_are_let_go() -> None:
+    """Nothing holds an item once the next was taken, and nothing waits for the collector."""
+    alive: list[weakref.ref[Any]] = []
+
+    def items() -> Iterator[Inputs]:
+        for item in range(10):
+            values = np.full(4, item, np.uint64)
+            alive.append(weakref.ref(values))
+            yield Inputs(names=("a",), values=values, batch_size=4)
+            del values
+
+    gc.disable()
+    try:
+        batches = Iterable(items()).batches(["a"])
+        for _ in range(10):
+            next(batches)
+            assert sum(each() is not None for each in alive) <= 2
+        assert next(batches, None) is None
+        assert not any(each() is not None for each in alive)
+    finally:
+        gc.enable()
+
+
 # -- how items are taken -----------------------------------------------------------------------------------------------
 
 
@@ -195,6 +357,16 @@ def test_an_iterable_may_use_its_arrays_again() -> None:
     (inputs,) = Iterable(items, batch_size=100).batches(["a", "b"])
     assert inputs.values.tolist() == [*range(15), *range(15)]
     assert inputs.weights is not None and inputs.weights[:15].tolist() == [i for i in range(5) for _ in range(3)]
+
+    def whole() -> Iterator[Inputs]:
+        values = np.zeros(3, np.uint64)
+        for i in range(5):
+            values[:] = range(3 * i, 3 * i + 3)
+            yield Inputs(names=("a",), values=values, batch_size=3)
+
+    for shuffle in (False, True):
+        found = [inputs.values for inputs in Iterable(whole, batch_size=2, shuffle=shuffle).batches(["a"])]
+        assert sorted(np.concatenate(found).tolist()) == list(range(15))
 
 
 def test_an_iterator_is_read_once() -> None:
@@ -252,6 +424,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([malformed(offsets=np.array([0, 1, 3]))], {}, "item 0: feature 0: offsets must rise within its 2 ids"),
     ([malformed(weights=np.ones(3, np.float32))], {}, r"item 0: weights have the shape \(3,\); wanted \(2,\)"),
     ([malformed(label=np.ones(1, np.float32))], {}, "item 0: rows of label are 1, wanted 2"),
+    ([malformed(dense=np.ones((3, 1), np.float32))], {}, "item 0: rows of dense are 3, wanted 2"),
+    ([malformed(values=np.ones(2))], {}, "item 0: values are float64; wanted integers"),
+    ([malformed(offsets=np.array([0.0, 1, 2]))], {}, "item 0: offsets are float64; wanted integers"),
+    ([malformed(extra={"x": [1]})], {"extra": "x"}, "item 0: extra 'x' has 1 values; wanted one for each of 2 samples"),
     ([INPUTS], {"label": "x"}, "item 0 brings its own label"),
     ([INPUTS], {"weights": {"a": "w"}}, "item 0 brings its own weights"),
     ([INPUTS], {"ids": {"a": "b"}}, "item 0 has no feature 'b'; known are 'a'"),

@@ -41,10 +41,10 @@ DEADLINE = 30.0
 
 
 class Numbers(Block):
-    """Pieces of consecutive ids. `exact` or not, and with a guess that may be wrong."""
+    """Pieces of consecutive ids. `exact` or not, and with a guess that may be wrong; whole or not."""
 
-    def __init__(self, first: int, sizes: Sequence[int], guess: int | None, bad: int = 0) -> None:
-        self._first, self._sizes, self._bad = first, sizes, bad
+    def __init__(self, first: int, sizes: Sequence[int], guess: int | None, bad: int = 0, whole: bool = False) -> None:
+        self._first, self._sizes, self._bad, self._whole = first, sizes, bad, whole
         self.exact = guess is None
         self.num_pieces = len(sizes) if guess is None else guess
 
@@ -57,7 +57,13 @@ class Numbers(Block):
     def decode(self, raw: tuple[int, int]) -> Piece:
         ids = np.arange(raw[0], sum(raw), dtype=np.uint64)
         bad = tuple(BadRow(lambda: f"block {self._first}", "bad") for _ in range(self._bad))
-        return Piece(samples=_core.Samples(len(ids), [(ids, None, None)], None, None), bad=bad)
+
+        def samples() -> _core.Samples:
+            return _core.Samples(len(ids), [(ids, None, None)], None, None)
+
+        if self._whole:
+            return Piece(samples=samples, whole=Inputs(names=("a",), values=ids, batch_size=len(ids)), bad=bad)
+        return Piece(samples=samples(), bad=bad)
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,12 @@ class Made(Source):
     sizes: Sequence[Sequence[int]] = ()
     guess: int | None = None
     bad: int = 0
+    whole: bool = False
 
     def _blocks(self, columns: Columns) -> Sequence[Block]:
         blocks, first = [], 0
         for sizes in self.sizes:
-            blocks.append(Numbers(first, sizes, self.guess, self.bad))
+            blocks.append(Numbers(first, sizes, self.guess, self.bad, self.whole))
             first += sum(sizes)
         return blocks
 
@@ -96,6 +103,7 @@ def made(draw: st.DrawFn, /, **fixed: Any) -> Made:
         "shuffle_blocks": draw(st.integers(1, 5)),
         "seed": draw(st.integers(0, 2**64 - 1)),
         "epochs": draw(st.integers(1, 2)),
+        "whole": draw(st.booleans()),
     }
     return Made(**options | fixed)
 
@@ -191,6 +199,12 @@ def test_the_same_bits_for_any_threads(data: Made) -> None:
     for num_threads in (0, 1, 4):
         again = list(data.replace(num_threads=num_threads).batches(["a"]))
         assert ids(again) == ids(first) and [i.position for i in again] == [i.position for i in first]
+
+
+@given(made(whole=True))
+def test_what_came_whole_changes_nothing(data: Made) -> None:
+    found, wanted = (list(each.batches(["a"])) for each in (data, data.replace(whole=False)))
+    assert [(i.position, ids([i])) for i in found] == [(i.position, ids([i])) for i in wanted]
 
 
 def test_shuffling_mixes_blocks_and_differs_by_epoch_and_seed() -> None:

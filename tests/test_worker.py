@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from oracle import as_ids
+from satrap._core import Ticket
 from satrap.config import SGD, Adagrad, Constant, Ftrl, Table
 from satrap.errors import ConfigError, InputError, NonFiniteError, SharedMemoryError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs
+from satrap.local import LocalWorker
 from satrap.tables import Tables
-from satrap.worker import LookedUp, Worker
+from satrap.worker import LookedUp
 
 ITEM = Table("item", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=2)
 USER = Table("user", dim=3, optimizer=Ftrl(), initial=Constant(0.0), num_buckets=2)
@@ -40,7 +42,7 @@ PATH = np.ones((2, 2, 2), np.float32)
 DEADLINE_SECONDS = 60.0
 
 
-def contents(worker: Worker) -> Any:
+def contents(worker: LocalWorker) -> Any:
     return (
         worker.tables.latest_step,
         worker.truncated,
@@ -52,9 +54,9 @@ def contents(worker: Worker) -> Any:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator[LocalWorker]:
     """A worker with a life behind it, which no test here may change."""
-    made = Worker(FEATURES, num_threads=2)
+    made = LocalWorker(FEATURES, num_threads=2)
     looked = made.lookup(GOOD)
     assert looked.ticket
     made.update([looked.ticket], [BLOCK], [{"path": PATH}])
@@ -115,7 +117,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "words"), BAD_INPUTS)
-def test_bad_inputs(worker: Worker, inputs: Any, words: str) -> None:
+def test_bad_inputs(worker: LocalWorker, inputs: Any, words: str) -> None:
     for train in (True, False):
         with pytest.raises(InputError, match=words):
             worker.lookup(inputs, train=train)
@@ -134,18 +136,18 @@ BAD_LOOKUPS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_LOOKUPS)
-def test_bad_lookups(worker: Worker, options: Any, words: str) -> None:
+def test_bad_lookups(worker: LocalWorker, options: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         worker.lookup(GOOD, **options)
 
 
 def test_weights_without_a_weighted_feature_are_refused() -> None:
-    plain = Worker(Features({"item": ITEM}))
+    plain = LocalWorker(Features({"item": ITEM}))
     inputs = Inputs(names=("item",), values=as_ids([1]), weights=np.ones(1, np.float32), batch_size=1)
     with pytest.raises(InputError, match="there are weights and no feature is weighted"):
         plain.lookup(inputs)
     with pytest.raises(ConfigError, match=r"features is a dict; wanted a satrap\.features\.Features"):
-        Worker({"item": ITEM})  # type: ignore[arg-type]
+        LocalWorker({"item": ITEM})  # type: ignore[arg-type]
 
 
 BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
@@ -181,7 +183,7 @@ BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), BAD_UPDATES)
 def test_bad_updates(options: Any, words: str) -> None:
-    worker = Worker(FEATURES)
+    worker = LocalWorker(FEATURES)
     looked = worker.lookup(GOOD)
     before = contents(worker)
     good: dict[str, Any] = {
@@ -197,7 +199,7 @@ def test_bad_updates(options: Any, words: str) -> None:
 
 
 def test_nonfinite_gradients_are_named() -> None:
-    worker = Worker(FEATURES)
+    worker = LocalWorker(FEATURES)
     looked = worker.lookup(GOOD)
     assert looked.ticket
     before = contents(worker)
@@ -219,7 +221,7 @@ def test_nonfinite_gradients_are_named() -> None:
 
 def test_nonfinite_gradients_can_be_skipped() -> None:
     table = replace(ITEM, on_nonfinite="skip")
-    worker = Worker(Features({"item": table, "seen": table.bag("mean")}))
+    worker = LocalWorker(Features({"item": table, "seen": table.bag("mean")}))
     looked = worker.lookup(
         Inputs(names=("item", "seen"), values=as_ids([1, 2, 3]), offsets=offsets(0, 1, 3), batch_size=1)
     )
@@ -234,7 +236,7 @@ def test_nonfinite_gradients_can_be_skipped() -> None:
 
 
 def test_tickets_are_used_once_and_at_home() -> None:
-    worker, other = Worker(FEATURES), Worker(FEATURES)
+    worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
     looked = [worker.lookup(GOOD) for _ in range(3)]
     first, second, third = [each.ticket for each in looked if each.ticket]
     assert worker.lookup(GOOD, train=False).ticket is None
@@ -261,9 +263,9 @@ def test_tickets_are_used_once_and_at_home() -> None:
 
 
 def test_a_ticket_of_bags_is_not_for_a_flat_update() -> None:
-    worker = Worker(Features({"item": ITEM}))
+    worker = LocalWorker(Features({"item": ITEM}))
     looked = worker.lookup(Inputs(names=("item",), values=as_ids([1]), batch_size=1))
-    assert looked.ticket
+    assert isinstance(looked.ticket, Ticket)
     with pytest.raises(TicketError, match="this ticket came from a lookup of bags"):
         worker.tables["item"].update(looked.ticket, looked.block)
     with pytest.raises(TicketError, match="this ticket came from a lookup of bags"):
@@ -273,7 +275,7 @@ def test_a_ticket_of_bags_is_not_for_a_flat_update() -> None:
 
 def test_learning_rates_and_scale() -> None:
     one, two = (Table(name, dim=1, optimizer=SGD(lr=0.5), initial=Constant(0.0)) for name in ("one", "two"))
-    worker = Worker(Features({"a": one, "b": two}))
+    worker = LocalWorker(Features({"a": one, "b": two}))
     worker.tables["two"].set_lr(2.0)
     for lrs, wanted in ((None, [-0.5, -2.0]), ({"one": 1.0}, [-1.0, -2.0]), ({"two": 0.0, "one": 3.0}, [-3.0, 0.0])):
         before = worker.lookup(Inputs(names=("a", "b"), values=as_ids([1, 1]), batch_size=1))
@@ -288,7 +290,7 @@ def test_learning_rates_and_scale() -> None:
 
 
 def test_an_empty_batch() -> None:
-    worker = Worker(FEATURES, num_threads=2)
+    worker = LocalWorker(FEATURES, num_threads=2)
     for inputs in (
         Inputs(names=FEATURES.names, values=as_ids([]), weights=np.zeros(0, np.float32), batch_size=0),
         with_(values=as_ids([]), offsets=offsets(*[0] * 9), weights=np.zeros(0, np.float32)),
@@ -298,13 +300,13 @@ def test_an_empty_batch() -> None:
         assert looked.block.shape == (size, 7) and not looked.block.any()
         assert looked.sequences["path"].shape == (size, 2, 2) and not looked.sequences["path"].any()
         assert looked.masks["path"].shape == (size, 2) and not looked.masks["path"].any()
-        assert looked.ticket and looked.ticket.n == 0 and looked.ticket.batch_size == size
+        assert isinstance(looked.ticket, Ticket) and looked.ticket.n == 0 and looked.ticket.batch_size == size
         worker.update([looked.ticket], [np.ones((size, 7), np.float32)], [{"path": np.ones((size, 2, 2), np.float32)}])
     assert all(len(store) == 0 for store in worker.tables.values())
 
 
 def test_only_sequences() -> None:
-    worker = Worker(Features({"a": ITEM.sequence(2), "b": ITEM.sequence(3)}))
+    worker = LocalWorker(Features({"a": ITEM.sequence(2), "b": ITEM.sequence(3)}))
     inputs = Inputs(names=("a", "b"), values=as_ids([1, 2, 3, 4]), offsets=offsets(0, 3, 4), batch_size=1)
     looked = worker.lookup(inputs)
     assert looked.block.shape == (1, 0)
@@ -319,7 +321,7 @@ def test_only_sequences() -> None:
 
 def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
     table = Table("t", dim=16)
-    worker = Worker(Features({"a": table, "b": table.bag("mean")}))
+    worker = LocalWorker(Features({"a": table, "b": table.bag("mean")}))
     inputs = Inputs(names=("a", "b"), values=as_ids(range(60_000)), batch_size=30_000)
     own = worker.lookup(inputs).block
     assert own.ctypes.data % 64 == 0
@@ -337,7 +339,7 @@ def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
 
 
 def test_gradients_may_be_tensors_and_strided() -> None:
-    worker, other = Worker(FEATURES), Worker(FEATURES)
+    worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
     block, path = torch.arange(14.0).reshape(7, 2).T, torch.arange(8.0).reshape(2, 2, 2)
     first, second = worker.lookup(GOOD).ticket, other.lookup(GOOD).ticket
     assert first and second
@@ -347,7 +349,7 @@ def test_gradients_may_be_tensors_and_strided() -> None:
 
 
 def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
-    worker = Worker(FEATURES, shared=tmp_path / "rows", seed=4)
+    worker = LocalWorker(FEATURES, shared=tmp_path / "rows", seed=4)
     tickets = [worker.lookup(GOOD).ticket for _ in range(2)]
     worker.update([each for each in tickets if each], [BLOCK, BLOCK], [{"path": PATH}] * 2)
     wanted = contents(worker)[2]
@@ -357,7 +359,7 @@ def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
     found = [[part.tolist() for part in store.read(as_ids(range(12)))] for store in again.values()]
     assert found == [rows for _, rows in wanted]
     with pytest.raises(SharedMemoryError):
-        Worker(FEATURES, shared=tmp_path / "rows")
+        LocalWorker(FEATURES, shared=tmp_path / "rows")
 
 
 # -- threads and cost --------------------------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ class Road:
 
     def __init__(self, seed: int) -> None:
         table = Table("t", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0))
-        self.worker = Worker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
+        self.worker = LocalWorker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
         self.rng = np.random.default_rng(seed)
         self.applied = 0
         self.waiting: list[LookedUp] = []
@@ -402,7 +404,7 @@ class Road:
     def look_up(self) -> None:
         for _ in range(60):
             looked = self.worker.lookup(self._draw())
-            assert looked.ticket and np.array_equal(looked.block, np.floor(looked.block))
+            assert isinstance(looked.ticket, Ticket) and np.array_equal(looked.block, np.floor(looked.block))
             with self.changed:
                 self.applied += looked.ticket.n
                 self.waiting.append(looked)
@@ -462,7 +464,7 @@ def test_python_work_does_not_grow_with_features() -> None:
     def cost(num_features: int, with_offsets: bool) -> int:
         tables = [Table(f"t{i}", dim=4, optimizer=Adagrad(), num_buckets=1) for i in range(num_features // 2)]
         features = Features({f"f{i}": tables[i // 2].bag("mean") for i in range(num_features)})
-        worker = Worker(features, num_threads=1)
+        worker = LocalWorker(features, num_threads=1)
         inputs = Inputs(
             names=features.names,
             values=np.arange(8 * num_features, dtype=np.uint64),

@@ -56,7 +56,7 @@ class SatrapTrain:
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         import torch
 
-        import satrap
+        import satrap.local
 
         torch.set_num_threads(num_threads)
         optimizers: dict[str, Any] = {
@@ -74,7 +74,9 @@ class SatrapTrain:
         )
         self.dim = dim
         self.embeddings = satrap.Embeddings(dict.fromkeys(FEATURES, table), seed=1)
-        self.store = self.embeddings.tables["ids"]
+        worker = self.embeddings.worker
+        assert isinstance(worker, satrap.local.LocalWorker)
+        self.store = worker.tables["ids"]
         for begin in range(0, count, BATCH_IDS):
             self.store.lookup(hashed_ids(np.arange(begin, min(begin + BATCH_IDS, count))))
         if len(self.store) != count:

@@ -1,97 +1,15 @@
 // Lookups and updates of bags against a twin engine that only sees flat ids (bag_calls.hpp): the same bits, for any
 // poolings, shapes, threads and SIMD path; and what is refused, and that it changes nothing.
-#include <limits>
 #include <tuple>
 
-#include "bag_calls.hpp"
+#include "bag_draws.hpp"
 #include "errors.hpp"
 #include "shared_file.hpp"
 
 using namespace satrap;
-using testing::BagCall, testing::Contents, testing::Floats, testing::Ids, testing::Random;
+using testing::BagCall, testing::Contents, testing::Floats, testing::Model, testing::Random;
 
 namespace {
-
-struct Model {
-    std::vector<TableConfig> tables;
-    std::vector<BagFeature> features;
-    std::shared_ptr<const Bags> describe(const Engine& engine) const {
-        return std::make_shared<Bags>(features, tables.size(), engine.identity());
-    }
-};
-
-TableConfig draw_table(Random& random, std::size_t number) {
-    TableConfig config;
-    config.name = "table " + std::to_string(number);
-    config.dim = random.chance(0.4) ? 16 * random.between(1, 2) : random.between(1, 20);
-    config.dtype = std::vector{Dtype::float32, Dtype::float32, Dtype::float16, Dtype::bfloat16}[random.below(4)];
-    config.num_buckets = 1U << random.below(5);
-    config.optimizer.kind = static_cast<OptimizerKind>(random.below(6));
-    config.optimizer.lr = 0.05;
-    config.optimizer.momentum = random.chance(0.5) ? 0.9 : 0.0;
-    config.initial_a = -1.0;
-    config.initial_b = 2.0;
-    config.admission = random.chance(0.7) ? AdmissionKind::always : AdmissionKind::min_count;
-    config.min_count = 2;
-    if (random.chance(0.4)) config.capacity = 3000;
-    config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
-    config.on_nonfinite = OnNonfinite::skip;
-    return config;
-}
-
-Model draw_model(Random& random) {
-    Model model;
-    for (std::uint32_t tables = random.between(1, 4); tables > 0; --tables)
-        model.tables.push_back(draw_table(random, model.tables.size()));
-    for (std::uint32_t t = 0; t < model.tables.size(); ++t)
-        for (std::uint32_t n = random.below(4) + (t == 0); n > 0; --n) {
-            BagFeature feature;
-            feature.name = "feature " + std::to_string(model.features.size());
-            feature.table = t;
-            feature.pooling = static_cast<Pooling>(random.below(4));
-            feature.dim = model.tables[t].dim;
-            if (feature.is_sequence())
-                feature.max_length = random.between(1, 4);
-            else
-                feature.weighted = random.chance(0.3);
-            model.features.push_back(feature);
-        }
-    return model;
-}
-
-BagCall draw_call(Random& random, const Model& model, std::size_t most_samples) {
-    BagCall call;
-    call.samples = random.chance(0.1) ? 0 : random.below(most_samples);
-    call.no_offsets = random.chance(0.3);
-    const bool plain = call.no_offsets || random.chance(0.2);
-    for (std::size_t f = 0; f < model.features.size(); ++f) {
-        const std::uint32_t most = plain ? 1 : random.below(7), least = plain || most == 1 ? random.below(2) : 0;
-        const std::uint32_t kinds = random.chance(0.3) ? 5 : 3000;
-        call.bags.emplace_back(call.samples);
-        call.weights.emplace_back(call.samples);
-        for (std::size_t s = 0; s < call.samples; ++s)
-            for (std::uint32_t n = plain ? 1 : random.between(std::min(least, most), most); n > 0; --n) {
-                call.bags[f][s].push_back(mix64(random.below(kinds)));
-                call.weights[f][s].push_back(random.chance(0.2) ? 1.0f : random.real(-2.0f, 2.0f));
-            }
-    }
-    call.flatten();
-    return call;
-}
-
-// With `large` ones, whose sums may overflow.
-Floats draw_gradients(Random& random, const Bags& described, std::size_t samples, bool large) {
-    Floats floats(described, samples, 0.0f);
-    auto fill = [&](std::vector<float>& values) {
-        for (float& value : values) value = random.chance(0.05) ? 0.0f : random.real(-1.0f, 1.0f);
-        if (!values.empty() && random.chance(0.05)) values[random.below(values.size())] = std::nanf("");
-        for (unsigned i = 0; large && !values.empty() && i < 8; ++i)
-            values[random.below(values.size())] = std::numeric_limits<float>::max();
-    };
-    fill(floats.block);
-    for (auto& sequence : floats.sequences) fill(sequence);
-    return floats;
-}
 
 std::vector<std::uint64_t> counted(Engine& engine) {
     std::vector<std::uint64_t> all;
@@ -123,7 +41,7 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, 
         testing::TakenApart apart;
         const float scale = random.chance(0.5) ? 1.0f : random.real(0.01f, 2.0f);
         for (std::uint32_t batches = random.chance(0.6) ? 1 : random.between(2, 3); batches > 0; --batches) {
-            const BagCall call = draw_call(random, model, most_samples);
+            const BagCall call = testing::draw_call(random, model, most_samples);
             auto looked = testing::lookup(engine, described, call, {true, step, step});
             const auto ids = testing::ids_of_tables(*described, call);
             CHECK(looked.rows == testing::pooled(*described, call, testing::lookup(twin, ids, step).rows));
@@ -132,7 +50,8 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, 
             CHECK(peeked.ticket == nullptr);
             CHECK(peeked.rows == testing::pooled(*described, call, testing::peek(twin, ids)));
             cut += 2 * (call.ids.size() - looked.ticket->size);
-            gradients.push_back(draw_gradients(random, *described, call.samples, bounded && random.chance(0.1)));
+            gradients.push_back(
+                testing::draw_gradients(random, *described, call.samples, bounded && random.chance(0.1)));
             testing::take_apart(apart, *described, call, gradients.back(), scale);
             seen.push_back(looked.rows);
             tickets.push_back(std::move(looked.ticket));
@@ -153,7 +72,7 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, 
 }
 
 void equal_a_twin_of_flat_ids(Random& random) {
-    const Model model = draw_model(random);
+    const Model model = testing::draw_model(random);
     const std::uint64_t seed = random.bits();
     const std::size_t most = random.chance(0.5) ? 20 : 500;
     std::vector<Floats> first;
@@ -169,38 +88,18 @@ void equal_a_twin_of_flat_ids(Random& random) {
 
 // In a file every update goes through undo slots, whose size is settled before.
 void equal_a_twin_in_a_file(Random& random) {
-    const Model model = draw_model(random);
+    const Model model = testing::draw_model(random);
     const testing::SharedFile file;
     const auto engine = file.create(model.tables, 2), twin = testing::make_engine(model.tables);
     run_steps(model, *engine, *twin, random.bits(), 200);
 }
 
-Model counting_model(std::uint32_t dim, std::vector<std::pair<Pooling, bool>> poolings) {
-    Model model{{testing::counting_table("item", dim, 4)}, {}};
-    for (const auto& [pooling, weighted] : poolings) {
-        const std::string name(1, static_cast<char>('a' + model.features.size()));
-        model.features.push_back({name, 0, pooling, weighted, pooling == Pooling::none ? 3U : 0U, dim, 0});
-    }
-    return model;
-}
-
-BagCall call_of(std::vector<std::vector<Ids>> bags) {
-    BagCall call;
-    call.samples = bags[0].size();
-    for (const auto& feature : bags) {
-        call.weights.emplace_back();
-        for (const Ids& bag : feature) call.weights.back().emplace_back(bag.size(), 1.0f);
-    }
-    call.bags = std::move(bags);
-    call.flatten();
-    return call;
-}
-
 void bad_bags_change_nothing(Random&) {
-    const Model model = counting_model(2, {{Pooling::sum, false}, {Pooling::mean, true}, {Pooling::none, false}});
+    const Model model =
+        testing::counting_model(2, {{Pooling::sum, false}, {Pooling::mean, true}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
-    BagCall call = call_of({{{1}, {2, 3}}, {{4}, {5}}, {{6, 7, 8, 9}, {}}});
+    BagCall call = testing::call_of({{{1}, {2, 3}}, {{4}, {5}}, {{6, 7, 8, 9}, {}}});
     BagCall falls = call;
     falls.offsets[3] = 2; // the first sample of b begins before a's last ends
     CHECK_THROWS(InputError, "offsets fall from 3 to 2 at sample 0 of feature 'b'",
@@ -217,7 +116,7 @@ void bad_bags_change_nothing(Random&) {
     const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
     CHECK_EQ(engine->num_rows(0), 8); // 9 was cut
     CHECK_EQ(described->truncated[2].load(), 1);
-    Model large = counting_model(65536, {{Pooling::sum, false}});
+    Model large = testing::counting_model(65536, {{Pooling::sum, false}});
     const auto wide = testing::make_engine(large.tables);
     const BagInputs huge{nullptr, nullptr, nullptr, 65536, 65536};
     CHECK_THROWS(InputError, "at most 2^32-1 fit, make smaller batches",
@@ -225,10 +124,11 @@ void bad_bags_change_nothing(Random&) {
 }
 
 void nonfinite_gradients_are_named(Random&) {
-    const Model model = counting_model(2, {{Pooling::sum, false}, {Pooling::mean, false}, {Pooling::none, false}});
+    const Model model =
+        testing::counting_model(2, {{Pooling::sum, false}, {Pooling::mean, false}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables, 2);
     const auto described = model.describe(*engine);
-    const BagCall call = call_of({{{1}, {2}}, {{}, {7, 5}}, {{3}, {2, 4}}});
+    const BagCall call = testing::call_of({{{1}, {2}}, {{}, {7, 5}}, {{3}, {2, 4}}});
     const auto first = testing::lookup(*engine, described, call, {true, 1, 1}),
                second = testing::lookup(*engine, described, call, {true, 1, 1});
     const std::vector<Ticket*> one{first.ticket.get()}, both{first.ticket.get(), second.ticket.get()};
@@ -264,12 +164,12 @@ void nonfinite_gradients_are_named(Random&) {
 
 // Gradients that only the scale or a weight makes infinite.
 void products_may_overflow(Random&) {
-    const Model model = counting_model(1, {{Pooling::sum, true}});
+    const Model model = testing::counting_model(1, {{Pooling::sum, true}});
     const auto engine = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
     for (const auto& [weight, scale, bad] : {std::tuple(1.0f, 1e10f, true), std::tuple(-1e20f, 1.0f, true),
                                              std::tuple(1e-5f, 1e8f, false), std::tuple(1e20f, 1e-20f, false)}) {
-        BagCall call = call_of({{{7}}});
+        BagCall call = testing::call_of({{{7}}});
         call.flat_weights = {weight};
         const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
         Floats large(*described, 1, 1e30f);
@@ -283,10 +183,10 @@ void products_may_overflow(Random&) {
 }
 
 void missing_gradients_leave_rows_alone(Random&) {
-    const Model model = counting_model(1, {{Pooling::sum, false}, {Pooling::none, false}});
+    const Model model = testing::counting_model(1, {{Pooling::sum, false}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
-    const BagCall call = call_of({{{1}, {2}}, {{3}, {2, 4}}});
+    const BagCall call = testing::call_of({{{1}, {2}}, {{3}, {2, 4}}});
     const Floats ones(*described, 2, -1.0f);
     auto update = [&](const BagGradients& gradients) {
         const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
@@ -301,10 +201,10 @@ void missing_gradients_leave_rows_alone(Random&) {
 }
 
 void tickets_of_bags_are_good_once(Random&) {
-    const Model model = counting_model(1, {{Pooling::sum, false}});
+    const Model model = testing::counting_model(1, {{Pooling::sum, false}});
     const auto engine = testing::make_engine(model.tables), other = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
-    const BagCall call = call_of({{{1}, {2}}});
+    const BagCall call = testing::call_of({{{1}, {2}}});
     const Floats ones(*described, 2, -1.0f);
     const auto a = testing::lookup(*engine, described, call, {true, 1, 1}),
                b = testing::lookup(*engine, described, call, {true, 1, 1}),
@@ -329,7 +229,8 @@ void tickets_of_bags_are_good_once(Random&) {
 
 // Lookups and updates at the same time, by several callers: every gradient is applied once.
 void callers_lose_nothing(Random& random) {
-    const Model model = counting_model(3, {{Pooling::sum, false}, {Pooling::sum, false}, {Pooling::none, false}});
+    const Model model =
+        testing::counting_model(3, {{Pooling::sum, false}, {Pooling::sum, false}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables, 2);
     const auto described = model.describe(*engine);
     const std::uint64_t seed = random.bits();
@@ -343,7 +244,7 @@ void callers_lose_nothing(Random& random) {
             std::vector<BagGradients> given;
             const std::uint32_t step = engine->next_step();
             for (std::uint32_t n = own.between(1, 2); n > 0; --n) {
-                const BagCall call = draw_call(own, model, 400);
+                const BagCall call = testing::draw_call(own, model, 400);
                 auto looked = testing::lookup(*engine, described, call, {true, step, step});
                 for (float value : looked.rows.block) CHECK(value == std::floor(value));
                 applied += 3 * looked.ticket->size;

@@ -251,6 +251,13 @@ class Engine:
     def latest_step(self) -> int: ...
 
     @property
+    def attempt(self) -> int:
+        """Of the processes that may call; 0 before the first."""
+
+    def begin_attempt(self, attempt: int) -> None:
+        """No update of any trainer counts as applied any more. None may run."""
+
+    @property
     def simd(self) -> str: ...
 
     @property
@@ -265,7 +272,10 @@ class Engine:
 
     def prepare(self, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Ticket: ...
 
-    def update(self, ticket: Ticket, gradients: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)], step: int, lrs: Sequence[float]) -> None: ...
+    def update(self, ticket: Ticket, gradients: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)], step: int, lrs: Sequence[float], trainer: int | None = None) -> None:
+        """
+        Of a trainer: buckets that applied its update of this step already are left alone.
+        """
 
     def read(self, table: int, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], present: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
 
@@ -326,6 +336,106 @@ class Bags:
     @property
     def truncated(self) -> list[int]:
         """Of each sequence: ids beyond its max_length, which were not looked up."""
+
+class SplitTicket:
+    """A batch whose unique ids are laid out for the servers."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def num_unique(self) -> int: ...
+
+    @property
+    def used(self) -> bool: ...
+
+    def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
+        """Table by table, and within a table bucket by bucket."""
+
+    def offsets(self, server: int) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', writable=False)]:
+        """
+        Where each table's ids begin in ids(server), and where the last one's end.
+        """
+
+    def num_floats(self, server: int) -> int:
+        """Of the rows, or gradients, of ids(server)."""
+
+    @property
+    def num_servers(self) -> int: ...
+
+class Sums:
+    """What an update sends to each server: one gradient for each id."""
+
+    def gradients(self, server: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', writable=False)]:
+        """Those of ids(server), one after the other."""
+
+    @property
+    def same_ids(self) -> bool:
+        """Whether ids and servers are those of the one ticket's lookup."""
+
+    @property
+    def skipped(self) -> list[int]:
+        """Of each table: ids in bags whose gradients were left out, not finite."""
+
+    def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
+        """Table by table, and within a table bucket by bucket."""
+
+    def offsets(self, server: int) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', writable=False)]:
+        """
+        Where each table's ids begin in ids(server), and where the last one's end.
+        """
+
+    def num_floats(self, server: int) -> int:
+        """Of the rows, or gradients, of ids(server)."""
+
+    @property
+    def num_servers(self) -> int: ...
+
+class Split:
+    """
+    Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.
+    """
+
+    def __init__(self, tables: Sequence[tuple[str, int, int, str]], features: Sequence[tuple[str, int, str, bool, int]], num_threads: int, simd: str = 'auto') -> None: ...
+
+    @property
+    def num_threads(self) -> int: ...
+
+    @property
+    def simd(self) -> str: ...
+
+    @property
+    def num_buckets(self) -> int:
+        """Of all tables, one after the other."""
+
+    @property
+    def total_dim(self) -> int: ...
+
+    @property
+    def truncated(self) -> list[int]:
+        """Of each sequence: ids beyond its max_length, which were not looked up."""
+
+    def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
+        """As Engine.empty."""
+
+    def made(self, ticket: SplitTicket) -> bool:
+        """Whether the ticket is of a lookup of this split."""
+
+    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> SplitTicket: ...
+
+    def fill(self, ticket: SplitTicket, rows: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]], block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
+        """
+        Writes what Engine.lookup_bags writes, of rows as each server's flat lookup gives them.
+        """
+
+    def sums(self, tickets: Sequence[SplitTicket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
+        """What Engine.update_bags would apply to each id."""
+
+    def drop(self, ticket: SplitTicket) -> None:
+        """Gives up a ticket that will not be updated."""
 
 class Samples:
     """Decoded samples of one block of a source."""

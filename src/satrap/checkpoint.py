@@ -123,10 +123,11 @@ class Checkpoint:
             self._require_same_source(newest)
             folders = {name: [e.folder / "tables" / str(e.tables.index(name)) for e in chain] for name in names}
             with self._restored(newest.folder, state):
-                self._embeddings.tables.restore(folders)
+                changes_may_follow = self._embeddings.tables.restore(folders)
             self._embeddings.resume_at(newest.step, self._data, newest.position)
             versions = {name: self._embeddings.tables[name].version for name in names}
-            self._last, self._since_full = (newest.folder.name, versions), len(chain)
+            self._last = (newest.folder.name, versions)
+            self._since_full = len(chain) if changes_may_follow else self._full_every
             self._saved_step = newest.step
         return True
 
@@ -179,8 +180,9 @@ class Checkpoint:
 
     def _save_tables(self, folder: Path, parent: tuple[str, dict[str, int]] | None) -> dict[str, int]:
         versions = {}
-        for i, (name, store) in enumerate(self._embeddings.tables.items()):
-            to = folder / "tables" / str(i)
+        tables = self._embeddings.tables
+        for i, name in enumerate(tables):
+            store, to = tables[name], folder / "tables" / str(i)
             versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
         return versions
 

@@ -128,6 +128,14 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A dict of dicts as one, its keys joined by dots: what two configurations are compared by."""
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
 def require_mapping(where: str, data: object) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: found {describe(data)}; wanted a dict, as to_dict() gives")

@@ -1,4 +1,5 @@
-"""The command `satrap`. `satrap doctor` says what is installed, what the core runs on, what bounds a short run here.
+"""The command `satrap`. `satrap doctor` says what is installed, what the core runs on, what bounds a short run here;
+`satrap keys` makes the keys of a cluster, `satrap server` runs one of its servers.
 
 The only file that reads the command line. Prints plain lines; a number that was not measured here is not printed.
 """
@@ -7,7 +8,9 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +21,7 @@ from satrap.config import Table
 from satrap.errors import SatrapError
 from satrap.inputs import Inputs
 
-_PACKAGES = ("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars")
+_PACKAGES = ("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq")
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
@@ -29,9 +32,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what is installed, and what bounds a short run")
     doctor.add_argument("--dim", type=int, default=16, help="of the run's embeddings (default 16)")
     doctor.add_argument("--no-run", action="store_true", help="leave the short run out")
+    keys = commands.add_parser("keys", help="make the two key files of a cluster: server.key and client.key")
+    keys.add_argument("folder", help="where to write them; files that are there are never replaced")
+    server = commands.add_parser("server", help="run a server until it is told to end (SIGTERM, Ctrl-C)")
+    server.add_argument("--listen", required=True, metavar="ADDRESS", help="e.g. tcp://10.0.0.5:5555; port 0: any")
+    server.add_argument("--keys", metavar="FILE", help="server.key; without it only this machine may call")
+    server.add_argument("--shared", metavar="FILE", help="keep the rows in this shared-memory file, or find them there")
+    server.add_argument("--threads", type=int, help="of a call (default: the cores)")
     given = parser.parse_args(arguments)
     try:
-        for line in _doctor(given.dim, run=not given.no_run):
+        match given.command:
+            case "doctor":
+                lines = _doctor(given.dim, run=not given.no_run)
+            case "keys":
+                lines = _keys(given.folder)
+            case _:
+                lines = _server(given.listen, given.keys, given.shared, given.threads)
+        for line in lines:
             print(line, flush=True)
     except OSError as error:  # `satrap doctor | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,6 +87,28 @@ def _doctor(dim: int, *, run: bool) -> Iterator[str]:
     yield f"threads      torch {torch.get_num_threads()}, tables {how}"
     if run:
         yield from _short_run(dim)
+
+
+def _keys(folder: str) -> Iterator[str]:
+    from satrap.rpc.keys import make_keys
+
+    for path in make_keys(folder):
+        yield f"{path}: for every {path.stem}, readable by you only; copy it there over a safe way"
+
+
+def _server(listen: str, keys: str | None, shared: str | None, threads: int | None) -> Iterator[str]:
+    from satrap.calls import ServerCalls
+    from satrap.rpc.keys import Keys
+    from satrap.rpc.service import Service
+    from satrap.server import Server
+
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    server = Server(shared=shared, num_threads=threads)
+    with Service(server, ServerCalls, listen, None if keys is None else Keys.read(keys)) as service:
+        yield f"satrap server: listening at {service.address}"
+        ended.wait()
 
 
 def _short_run(dim: int) -> Iterator[str]:

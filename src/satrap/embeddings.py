@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from satrap.config import Table
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Feature, Features
 from satrap.inputs import Inputs, Position
+from satrap.job import Job
+from satrap.local import LocalWorker
 from satrap.optimizer import HybridOptimizer
 from satrap.report import Counters
 from satrap.sources.iterable import Iterable as Items
@@ -27,7 +29,10 @@ from satrap.stream import Lookup, Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
-from satrap.worker import Worker
+
+if TYPE_CHECKING:
+    from satrap.remote import RemoteWorker
+    from satrap.remote_tables import RemoteTables
 
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
 
@@ -44,6 +49,8 @@ class Embeddings(torch.nn.Module):
         seed: int = 0,
         num_threads: int | None = None,
         shared: str | PathLike[str] | None = None,
+        servers: Sequence[str] | None = None,
+        keys: str | PathLike[str] | None = None,
     ) -> None:
         """features: by the name of their column; a bare table stands for one id per sample.
 
@@ -52,6 +59,8 @@ class Embeddings(torch.nn.Module):
         seed: what initial values and random draws are a function of.
         num_threads: of table work; None: the cores that torch leaves free where the two overlap, else all.
         shared: a new file in shared memory for the rows, which then outlive the process.
+        servers: the rows lie there and not here: "tcp://host:port" of each `satrap server`, always in this order.
+        keys: the file client.key of `satrap keys`; without it the servers are on this machine.
         """
         super().__init__()
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
@@ -61,7 +70,15 @@ class Embeddings(torch.nn.Module):
         self.deterministic = deterministic
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
-        self.worker = Worker(self.features, seed=seed, num_threads=num_threads, shared=shared)
+        self.worker: LocalWorker | RemoteWorker
+        if servers is None:
+            if keys is not None:
+                raise ConfigError("there are keys and no servers: leave the keys out, or name the servers")
+            self.worker = LocalWorker(self.features, seed=seed, num_threads=num_threads, shared=shared)
+        else:
+            if shared is not None:
+                raise ConfigError("shared is a file for rows here, and servers hold them: give it to `satrap server`")
+            self.worker = _remote_worker(self.features, servers, keys, staleness, seed, num_threads)
         self._step = 0
         self._past = Counters()  # of the training streams that ended
         self._followed: dict[int, _Followed] = {}  # by identity: lists are sources, too
@@ -94,8 +111,8 @@ class Embeddings(torch.nn.Module):
         self._followed[id(data)] = _Followed(data, position, resume=True)
 
     @property
-    def tables(self) -> Tables:
-        """The tables by name: each is a `Store`."""
+    def tables(self) -> "Tables | RemoteTables":
+        """The tables by name: each is a `Store`, or on servers does what one can do from here."""
         return self.worker.tables
 
     def optimizer(self, dense: torch.optim.Optimizer) -> HybridOptimizer:
@@ -135,6 +152,7 @@ class Embeddings(torch.nn.Module):
         if self._optimizer is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
         self._leave_stream()
+        self._require_own_rows()
         position = None
         if (followed := self._followed.get(id(data))) is not None and followed.resume:
             position, followed.resume = followed.position, False
@@ -170,12 +188,21 @@ class Embeddings(torch.nn.Module):
             )
         self._loaded = None
 
+    def _require_own_rows(self) -> None:
+        """Servers outlive the processes that train on them."""
+        if isinstance(self.worker, LocalWorker):
+            return
+        latest = self.worker.servers.latest_step
+        if latest > self.step:
+            raise StreamError(
+                f"the servers hold rows of an earlier run, of up to step {latest}, and this one is at step "
+                f"{self.step}: resume its checkpoint, or remove them with embeddings.tables.clear()"
+            )
+
     def _batches(self, data: Any, position: Position | None) -> Iterator[Inputs]:
-        batches = getattr(data, "batches", None)
-        if batches is not None:
-            found: Iterator[Inputs] = batches(self.features, position=position)
-            return found
-        return _plain_batches(data, self.features, position)
+        source = data if hasattr(data, "batches") else Items(data)
+        found: Iterator[Inputs] = source.batches(self.features, position=position)
+        return found
 
     def _leave_stream(self) -> None:
         """Ends the training stream before another begins; what it was handed is applied."""
@@ -233,15 +260,22 @@ class Embeddings(torch.nn.Module):
         return f"{', '.join(self.features.names)}; staleness={self.staleness}"
 
 
-def _plain_batches(data: Any, features: Features, position: Position | None) -> Iterator[Inputs]:
-    """The items of an iterable: `Inputs` of these features as they are, others as `satrap.Iterable` takes them."""
-    source = Items(data)
-    if not isinstance(data, Sequence) or not all(isinstance(i, Inputs) and i.names == features.names for i in data):
-        yield from source.batches(features, position=position)
-        return
-    begin = 0 if position is None else position.batch
-    for number, inputs in enumerate(data[begin:], begin + 1):
-        yield inputs if inputs.position is not None else replace(inputs, position=Position(0, 0, number))
+def _remote_worker(
+    features: Features,
+    addresses: Sequence[str],
+    keys: str | PathLike[str] | None,
+    staleness: int,
+    seed: int,
+    num_threads: int | None,
+) -> "RemoteWorker":
+    from satrap.remote import MOST_STALENESS, RemoteWorker
+    from satrap.rpc.keys import Keys
+    from satrap.servers import Servers
+
+    if staleness > MOST_STALENESS:
+        raise ConfigError(f"staleness is {staleness}; wanted at most {MOST_STALENESS} with servers")
+    servers = Servers(Job(tables=features.tables, seed=seed), addresses, keys=None if keys is None else Keys.read(keys))
+    return RemoteWorker(features, servers, num_threads=num_threads)
 
 
 @dataclass(slots=True)

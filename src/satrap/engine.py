@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,8 +105,17 @@ def lookup_step(
     return at, at if oldest_open is None else oldest_open
 
 
+class Stepped(Protocol):
+    """What numbers steps."""
+
+    @property
+    def latest_step(self) -> int:
+        """The largest so far."""
+        ...
+
+
 def given_step(
-    where: str, engine: _core.Engine, *, train: bool, step: int | None, oldest_open: int | None
+    where: str, engine: Stepped, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int | None, int | None]:
     """What the caller gave of a lookup's step and oldest open step, checked."""
     if not train:

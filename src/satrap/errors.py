@@ -15,7 +15,11 @@ native core throws the same classes. `assert` is kept for our own mistakes and n
         ├── SharedMemoryError             also a RuntimeError: a shared-memory file cannot be made or attached
         ├── ForkError                     also a RuntimeError: a store is used in a fork of the process that made it
         ├── StreamError                   also a RuntimeError: a stream is used in a way that cannot go on
-        └── TicketError                   also a RuntimeError: a ticket was used before, or is not of this store
+        ├── NotReadyError                 also a RuntimeError: a server has no job yet, or was restarted
+        ├── AttemptError                  also a RuntimeError: a process of an older attempt calls a server
+        ├── TicketError                   also a RuntimeError: a ticket was used before, or is not of this store
+        └── RpcError                      also a RuntimeError: a call of another process failed there, or on the way
+            └── DeadlineError             no answer came within the call's deadline
 """
 
 
@@ -59,9 +63,25 @@ class ForkError(SatrapError, RuntimeError):
     """A store is used in a fork of the process that made it, which has neither its threads nor its locks."""
 
 
+class NotReadyError(SatrapError, RuntimeError):
+    """A server has no job yet, was restarted, or has another bucket map: say hello to it, and call again."""
+
+
+class AttemptError(SatrapError, RuntimeError):
+    """A call is of another attempt than the server's: a process that was replaced, or one that came too early."""
+
+
 class TicketError(SatrapError, RuntimeError):
     """A ticket was already used for an update, or belongs to another store."""
 
 
 class StreamError(SatrapError, RuntimeError):
     """A stream of batches cannot go on: a batch was never stepped, or a second training stream is begun."""
+
+
+class RpcError(SatrapError, RuntimeError):
+    """A call of another process failed: a message that cannot be read, or an exception there that is none of these."""
+
+
+class DeadlineError(RpcError):
+    """No answer came within the call's deadline; whether the method ran is not known."""

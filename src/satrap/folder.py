@@ -13,6 +13,7 @@ The rules, which hold whatever fails and whenever the process dies:
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from satrap.checks import describe, is_path
 from satrap.errors import InputError, SnapshotError
 from satrap.manifest import FILE_NAME, Manifest, Origin, is_ours, temporary_name
 
+_PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
 _CHUNK = 1 << 20  # bytes that are summed and then written while they are still in the processor's cache
 
 
@@ -35,6 +37,28 @@ def folder_path(where: str, path: object) -> Path:
     if not isinstance(text, str) or not text or not is_path(text):
         raise InputError(f"{where}: path is {describe(path)}; wanted the path of a snapshot's folder")
     return Path(text)
+
+
+def part_name(part: int, num_parts: int) -> str:
+    """What the folder of one server's part of a table is called, within the table's."""
+    return f"{part}-of-{num_parts}"
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """The folders of the parts that a table was saved in, each a snapshot: itself, unless servers saved it."""
+    try:
+        names = {each.name for each in folder.iterdir() if _PART.fullmatch(each.name)}
+    except OSError:
+        return [folder]  # whoever reads its manifest says what is wrong
+    if not names:
+        return [folder]
+    num_parts = int(max(names).rpartition("-")[2])
+    wanted = [part_name(part, num_parts) for part in range(num_parts)]
+    if names != set(wanted):
+        raise SnapshotError(
+            f"{folder} holds the parts {', '.join(sorted(names))}; wanted all of one save, {wanted[0]} to {wanted[-1]}"
+        )
+    return [folder / name for name in wanted]
 
 
 def read_manifest(folder: Path) -> Manifest:

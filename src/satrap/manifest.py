@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import numpy as np
 
 from satrap._core import crc32c
-from satrap.checks import LARGEST_FLOAT32
+from satrap.checks import LARGEST_FLOAT32, flat
 from satrap.config import LAST_STEP, LAST_VERSION
 from satrap.errors import SnapshotError
 
@@ -111,7 +111,7 @@ class Manifest:
 
     def differences(self, config: dict[str, Any], seed: int) -> list[str]:
         """In what a table of this configuration and seed is another one than that of the snapshot."""
-        found, saved = _flat(config) | {"seed": seed}, _flat(self.config) | {"seed": self.seed}
+        found, saved = flat(config) | {"seed": seed}, flat(self.config) | {"seed": self.seed}
         return [
             f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
             for name in sorted(found.keys() | saved.keys())
@@ -225,13 +225,6 @@ def _data_file(fields: _Fields) -> DataFile:
         bucket_begin=fields.integer("bucket_begin", 0, 65536),
         bucket_end=fields.integer("bucket_end", 0, 65536),
     )
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

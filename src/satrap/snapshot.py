@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap._core import bucket_of, crc32c
 from satrap.arrays import as_lr
@@ -15,7 +16,7 @@ from satrap.config import Table
 from satrap.datafiles import batches, in_threads, items, mapped_file, pyarrow_or_error, schema_of
 from satrap.engine import Place, native_config, thread_count
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
-from satrap.folder import read_manifest
+from satrap.folder import parts_of, read_manifest
 from satrap.manifest import DataFile, Kind, Manifest, Origin
 
 _MOST_READS = 100  # of a folder that others save into
@@ -141,15 +142,17 @@ class Snapshot:
             return f": they are older than the table; apply the changes since version {version}"
         return f"; apply the changes since version {version} first, or load a full snapshot"
 
-    def fill(self, place: Place) -> None:
-        """Puts everything into the table: an empty one, or the one that the changes start at."""
+    def fill(self, place: Place, owned: NDArray[np.bool_] | None = None) -> None:
+        """Puts everything into the table: an empty one, or the one that the changes start at, with no sightings.
+
+        owned: of each bucket whether it is wanted; None: all are.
+        """
         manifest, engine, index = self.manifest, place.engine, place.index
-        none = np.empty(0, np.uint32)
+        rows_before = engine.num_rows(index)
         try:
-            engine.import_sightings(index, np.empty(0, np.uint64), none, none, clear=True)
             for kind in ("removed", "rows", "sightings"):  # what went comes first: no bucket may overflow on the way
                 files = [each for each in self._files if each.file.kind == kind]
-                in_threads(place.engine.num_threads, lambda each: self._import(place, each), files)
+                in_threads(place.engine.num_threads, lambda each: self._import(place, each, owned), files)
         except (SatrapError, MemoryError) as error:
             if manifest.kind == "full":
                 raise
@@ -157,15 +160,17 @@ class Snapshot:
                 f"table {self.table.name!r}: the changes in {self.path} could be applied in part only ({error}); "
                 "the table is of no version now: load a full snapshot"
             ) from error
-        if manifest.kind == "full" and engine.num_rows(index) != manifest.rows:
-            raise SnapshotError(
-                f"{self.path} holds {manifest.rows} rows of {engine.num_rows(index)} ids; wanted one each"
-            )
+        found = engine.num_rows(index) - rows_before
+        if manifest.kind == "full" and owned is None and found != manifest.rows:
+            raise SnapshotError(f"{self.path} holds {manifest.rows} rows of {found} ids; wanted one each")
         engine.restore(index, manifest.version, manifest.latest_step, manifest.expire_before, manifest.lr)
 
-    def _import(self, place: Place, mapped: _Mapped) -> None:
+    def _import(self, place: Place, mapped: _Mapped, owned: NDArray[np.bool_] | None) -> None:
         engine, index = place.engine, place.index
         for columns in batches(mapped.reader):
+            if owned is not None:
+                wanted = owned[np.asarray(bucket_of(columns["id"], self.manifest.num_buckets))]
+                columns = {name: column[wanted] for name, column in columns.items()}
             match mapped.file.kind:
                 case "rows":
                     state = columns.get("state", np.empty((len(columns["id"]), 0), np.float32))
@@ -234,6 +239,27 @@ def open_chain(place: Place, paths: Sequence[Path]) -> list[Snapshot]:
                 )
         chain.append(saved)
     return chain
+
+
+def open_levels(place: Place, paths: Sequence[Path]) -> list[list[Snapshot]]:
+    """Such a chain of a table that was saved in parts: first the full snapshots of all parts, then their changes."""
+    parts = [parts_of(path) for path in paths]
+    if len({len(each) for each in parts}) != 1:
+        raise SnapshotError(
+            f"{paths[0]} and what changed after it are of {', '.join(str(len(each)) for each in parts)} parts; wanted "
+            "a chain of one number of servers"
+        )
+    chains = [open_chain(place, chain) for chain in zip(*parts, strict=True)]
+    return [list(level) for level in zip(*chains, strict=True)]
+
+
+def fill_levels(place: Place, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None) -> None:
+    """Puts them into a new table: of each bucket what its owner saved. Sightings are saved whole at every level."""
+    none = np.empty(0, np.uint32)
+    for level in levels:
+        place.engine.import_sightings(place.index, np.empty(0, np.uint64), none, none, clear=True)
+        for saved in level:
+            saved.fill(place, owned)
 
 
 def _changed_since(place: Place, version: int) -> bool:

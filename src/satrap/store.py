@@ -25,7 +25,7 @@ from satrap.engine import Place, attach_engine, look_up, open_engine, update
 from satrap.errors import SharedMemoryError, TicketError
 from satrap.folder import folder_path
 from satrap.saving import save_table
-from satrap.snapshot import History, Snapshot
+from satrap.snapshot import History, Snapshot, fill_levels
 
 _PathLike = str | os.PathLike[str]
 
@@ -262,7 +262,7 @@ class Store:
         rows, bytes, sightings: what it holds now; sightings are ids seen but not yet admitted.
         lookups: ids of training lookups, each once a call. hits: of those, had a row. inserted, refused: had none.
         evicted, expired: rows that went. updated: rows, once an update. not_applied_absent: ids with a gradient and no
-        row. skipped: gradients that were not finite.
+        row. skipped: gradients that were not finite. repeated: ids of updates that a server had applied already.
 
         A lookup that raises CapacityError has stopped half way: after it `lookups` may be more than hits, inserted and
         refused together. Its step is taken all the same: `latest_step` says so.
@@ -325,7 +325,7 @@ class Store:
             )[0]
         )
         try:
-            saved.fill(store._place)
+            fill_levels(store._place, [[saved]], None)
             store._engine.set_complete(True)
         except BaseException:
             if shared is not None:  # half a table; the file is of our making
@@ -347,16 +347,17 @@ class Store:
         with self._one_at_a_time():
             saved = Snapshot.open(folder, "changes", self.num_threads)
             saved.require_next(self._place, self._snapshots)
-            saved.fill(self._place)
+            fill_levels(self._place, [[saved]], None)
             self._snapshots.add(saved.manifest)
 
-    def fill(self, chain: Sequence[Snapshot]) -> None:
-        """Puts a full snapshot and the changes after it into this table, which must be new. Whoever calls this marks
-        the engine incomplete meanwhile."""
+    def fill(self, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None = None) -> None:
+        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new; of
+        the buckets that are owned, None: of all. Whoever calls this marks the engine incomplete meanwhile."""
         with self._one_at_a_time():
-            for saved in chain:
-                saved.fill(self._place)
-                self._snapshots.add(saved.manifest)
+            fill_levels(self._place, levels, owned)
+            for level in levels:
+                if len(level) == 1:  # else no one snapshot is what this table holds
+                    self._snapshots.add(level[0].manifest)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from satrap.config import Table
 from satrap.engine import Place, attach_engine, look_up, open_engine, update
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.folder import folder_path
-from satrap.snapshot import open_chain
+from satrap.snapshot import Snapshot, open_levels
 from satrap.store import Store
 
 _PathLike = str | os.PathLike[str]
@@ -84,27 +84,36 @@ class Tables(Mapping[str, Store]):
             "each and restore them, or attach their shared-memory file"
         )
 
-    def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> None:
-        """Fills these tables, which must be new, bit for bit as they were saved.
+    def restore(
+        self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
+    ) -> bool:
+        """Fills these tables, which must be new, bit for bit as they were saved; returns whether `save_changes` since
+        then is possible, which it is not if several servers saved them.
 
         folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
-        verified before any table is touched.
+            verified before any table is touched.
+        owned: of each table, of each of its buckets, whether its rows are wanted here. None: all are.
         """
-        if folders.keys() != self._stores.keys():
-            raise InputError(f"{self._where}: folders are of {sorted(folders)}; wanted one list for each table here")
         used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
         if used:
             raise SnapshotError(
                 f"{self._where}: {used[0]!r} was used already; restore into new tables, before any step"
             )
-        chains = {
-            name: open_chain(self._places[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
+        chains = self.verify(folders)
+        self._engine.set_complete(False)  # a process that is killed here leaves no shared-memory file to go on with
+        for t, (name, levels) in enumerate(chains.items()):
+            self._stores[name].fill(levels, None if owned is None else owned[t])
+        self._engine.set_complete(True)
+        return all(len(level) == 1 for levels in chains.values() for level in levels)
+
+    def verify(self, folders: Mapping[str, Sequence[_PathLike]]) -> dict[str, list[list[Snapshot]]]:
+        """Raises unless `restore` could fill tables like these from the folders. Reads every file whole."""
+        if folders.keys() != self._stores.keys():
+            raise InputError(f"{self._where}: folders are of {sorted(folders)}; wanted one list for each table here")
+        return {
+            name: open_levels(self._places[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
             for name in self._stores
         }
-        self._engine.set_complete(False)  # a process that is killed here leaves no shared-memory file to go on with
-        for name, chain in chains.items():
-            self._stores[name].fill(chain)
-        self._engine.set_complete(True)
 
     @property
     def latest_step(self) -> int:

@@ -1,34 +1,103 @@
 """The worker: looks up the bags of one batch, and brings the gradients of batches back to the rows.
 
-It owns the tables of its features, in one native engine. `Inputs` come in; a block of pooled rows goes out, with
-padded sequences and a ticket. The ticket comes back with gradients of the same shapes. Both are one native call with
-the GIL released, whose cost in Python does not grow with the number of features, sequences excepted. Calls may come
-from several threads at once. It decides nothing about when: no gate, no queue, no thread of its own.
+`Inputs` come in; a block of pooled rows goes out, with padded sequences and a ticket. The ticket comes back with
+gradients of the same shapes. The rows lie in the tables of a `Rows`: in this process (`satrap.local`) or on servers
+(`satrap.remote`); a worker checks what it is given, and does the same over either. What it costs in Python does not
+grow with the number of features, sequences excepted. Calls may come from several threads at once. It decides nothing
+about when: no gate, no queue, no thread of its own.
 
 What an update does. The gradient of an id in a bag is that of its bag, times `scale`, times the id's weight, divided
 by the number of ids for "mean" and by its root for "sqrtn". Those of one id are summed in order of appearance: ticket
 after ticket, feature after feature, sample after sample. Then the table's optimizer steps the row, once.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from satrap import _core, arrays
-from satrap._core import Ticket
+from satrap import arrays
 from satrap.config import Feature
-from satrap.engine import given_step, open_engine
-from satrap.errors import ConfigError, InputError, TicketError
+from satrap.engine import given_step
+from satrap.errors import InputError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs
-from satrap.tables import Tables
 
 _WHERE = "lookup of a batch"
 _UPDATE = "update of a batch"
 Gradients = Mapping[str, ArrayLike | None]
+Floats = NDArray[np.float32]
+
+
+class Ticket(Protocol):
+    """What brings the gradients of a looked-up batch back, once."""
+
+    @property
+    def used(self) -> bool:
+        """Whether it was brought back or dropped."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of its batch."""
+        ...
+
+
+class Rows(Protocol):
+    """Where the rows of a worker's features are. Its calls trust what they are given."""
+
+    num_threads: int
+    """Of a call's work in this process."""
+
+    @property
+    def latest_step(self) -> int:
+        """The largest step of any training lookup or update so far; 0 before the first."""
+        ...
+
+    @property
+    def truncated(self) -> list[int]:
+        """Of each sequence: ids beyond its max_length so far."""
+        ...
+
+    def empty(self, lines: int, floats: int) -> Floats:
+        """Aligned memory that is used again once the array is gone."""
+        ...
+
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        offsets: NDArray[np.int64] | None,
+        weights: Floats | None,
+        batch_size: int,
+        step: int | None,
+        oldest_open: int | None,
+        train: bool,
+        block: Floats,
+        sequences: list[Floats],
+    ) -> Ticket | None:
+        """Fills block and sequences; a ticket if it trains."""
+        ...
+
+    def made(self, ticket: object) -> bool:
+        """Whether the ticket is of a lookup here."""
+        ...
+
+    def update(
+        self,
+        tickets: Sequence[Any],
+        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        step: int,
+        lrs: list[tuple[int, float]],
+        scale: float,
+    ) -> None:
+        """One optimizer step. gradients: of each ticket its block's and sequences'. lrs: by number of their table."""
+        ...
+
+    def drop(self, ticket: Any) -> None:
+        """Gives a ticket up."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,23 +117,10 @@ class LookedUp:
 class Worker:
     """The features of a model over the tables that it owns."""
 
-    def __init__(
-        self,
-        features: Features,
-        *,
-        seed: int = 0,
-        num_threads: int | None = None,
-        simd: str = "auto",
-        shared: str | os.PathLike[str] | None = None,
-    ) -> None:
-        """Empty tables. The options are those of `Store`."""
-        if not isinstance(features, Features):
-            raise ConfigError(f"features is a {type(features).__name__}; wanted a satrap.features.Features of it")
-        places = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
+    def __init__(self, features: Features, rows: Rows) -> None:
+        """rows: of the tables of these features."""
         self.features = features
-        self.tables = Tables.in_engine(places)
-        self._engine = places[0].engine
-        self._bags = _core.Bags(self._engine, _native_features(features))
+        self._rows = rows
         self._weighted = [name for name, feature in features.items() if feature.weighted]
         self._sequences = [
             _Sequence(name, index, feature)
@@ -76,12 +132,12 @@ class Worker:
     @property
     def num_threads(self) -> int:
         """Of the tables' own."""
-        return int(self._engine.num_threads)
+        return self._rows.num_threads
 
     @property
     def truncated(self) -> dict[str, int]:
         """Of each sequence: ids beyond its max_length so far. They were not looked up."""
-        return dict(zip((sequence.name for sequence in self._sequences), self._bags.truncated, strict=True))
+        return dict(zip((sequence.name for sequence in self._sequences), self._rows.truncated, strict=True))
 
     def lookup(
         self,
@@ -103,13 +159,11 @@ class Worker:
         batch_size = inputs.batch_size
         shape = (batch_size, self.features.total_dim)
         if block is None:
-            block = np.asarray(self._engine.empty(*shape))
+            block = self._rows.empty(*shape)
         memory = arrays.as_out(_WHERE, block, shape, "block")
-        sequences = [np.asarray(self._engine.empty(batch_size, each.floats)) for each in self._sequences]
-        at, since = given_step(_WHERE, self._engine, train=train, step=step, oldest_open=oldest_open)
-        ticket = self._engine.lookup_bags(  # which takes a step if none was given, once it has seen all values
-            self._bags, values, offsets, weights, batch_size, at or 0, since or 0, train, memory, sequences
-        )
+        sequences = [self._rows.empty(batch_size, each.floats) for each in self._sequences]
+        at, since = given_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
+        ticket = self._rows.lookup(values, offsets, weights, batch_size, at, since, train, memory, sequences)
         return LookedUp(
             block=block,
             sequences={
@@ -141,11 +195,7 @@ class Worker:
         scale: what each gradient is multiplied by first: 1 / loss scale, or 1 / trainers.
         """
         for ticket in _listed("tickets", tickets):
-            if not isinstance(ticket, Ticket):
-                raise InputError(f"{_UPDATE}: a ticket is a {type(ticket).__name__}; wanted those that lookup gave")
-            if not self._bags.made(ticket):
-                raise TicketError(f"{_UPDATE}: a ticket came from another store; bring it back to the one that gave it")
-            if ticket.used:
+            if self._own(_UPDATE, ticket).used:
                 raise TicketError(f"{_UPDATE}: this ticket was used already; a batch is updated once, look it up again")
         if sequence_gradients is None:
             sequence_gradients = [{}] * len(tickets)
@@ -159,19 +209,21 @@ class Worker:
             self._gradients(ticket, block, sequences)
             for ticket, block, sequences in zip(tickets, block_gradients, sequence_gradients, strict=True)
         ]
-        at = max(1, self._engine.latest_step) if step is None else arrays.as_step(_UPDATE, "step", step)
+        at = max(1, self._rows.latest_step) if step is None else arrays.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._rates(lrs)
-        self._engine.update_bags(list(tickets), gradients, at, rates, arrays.as_scale(_UPDATE, scale))
+        self._rows.update(list(tickets), gradients, at, rates, arrays.as_scale(_UPDATE, scale))
 
     def drop(self, ticket: Ticket) -> None:
         """Gives up a looked-up batch that will not be updated. Its rows stay as the lookup left them."""
-        if not isinstance(ticket, Ticket):
-            raise InputError(f"drop of a batch: ticket is a {type(ticket).__name__}; wanted one that lookup gave")
-        if not self._bags.made(ticket):
-            raise TicketError(
-                "drop of a batch: this ticket came from another store; bring it back to the one that gave it"
-            )
-        self._engine.drop(ticket)
+        self._rows.drop(self._own("drop of a batch", ticket))
+
+    def _own(self, where: str, ticket: Any) -> Ticket:
+        if not hasattr(ticket, "used"):
+            raise InputError(f"{where}: a ticket is a {type(ticket).__name__}; wanted those that lookup gave")
+        if not self._rows.made(ticket):
+            raise TicketError(f"{where}: a ticket came from another store; bring it back to the one that gave it")
+        own: Ticket = ticket
+        return own
 
     def _checked(
         self, inputs: Inputs
@@ -259,7 +311,8 @@ class _Sequence:
         return np.arange(self._max_length) < lengths
 
 
-def _native_features(features: Features) -> list[tuple[str, int, str, bool, int]]:
+def named_features(features: Features) -> list[tuple[str, int, str, bool, int]]:
+    """The features in the core's words."""
     return [
         (name, table, feature.pooling, feature.weighted, feature.max_length or 0)
         for (name, feature), table in zip(features.items(), features.table_index, strict=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from satrap._core import Samples
+from satrap.inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,12 @@ class BadRow:
 class Piece:
     """Decoded samples of a block. Refused and dropped rows are not among them."""
 
-    samples: Samples
+    samples: Samples | Callable[[], Samples]
+    """A function, where `whole` is given: it makes them of that, for whoever cuts or permutes them."""
+    whole: Inputs | None = None
+    """All of them as the batch that they came as. It can be handed on as it is, which costs no copy."""
+    flat_label: bool = False
+    """One label that no column declares, but the samples brought, came as [n] and not as [n, 1]."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Arrow arrays, as long as the samples."""
     bad: tuple[BadRow, ...] = ()
@@ -39,7 +45,11 @@ class Piece:
     """Rows without a label, where the user said to drop them."""
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.decoded()) if self.whole is None else self.whole.batch_size
+
+    def decoded(self) -> Samples:
+        """The samples, made now if they were not."""
+        return self.samples() if callable(self.samples) else self.samples
 
 
 class Block(ABC):

@@ -1,12 +1,14 @@
 """Any iterable: of batches as dicts, Inputs or TorchRec's jagged tensors, or of samples as dicts.
 
-Items are taken in the caller's thread, one at a time, and never copied whole. TorchRec is not imported: what has
-keys(), values() and offsets() is taken for a KeyedJaggedTensor, and what has dense_features, sparse_features and labels
-for its Batch. An iterable can only be read from its start, so a position costs reading what came before.
+Items are taken in the caller's thread, one at a time. An Inputs that is a batch already is checked and handed on as it
+is; anything else is copied before the next item is taken. TorchRec is not imported: what has keys(), values() and
+offsets() is taken for a KeyedJaggedTensor, and what has dense_features, sparse_features and labels for its Batch. An
+iterable can only be read from its start, so a position costs reading what came before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -33,6 +35,9 @@ class Iterable(Source):
     An item is a batch: a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label), of which dense and label may
     be None. A column of a dict is an array of one or (for lists of one length) two dimensions, a list, or for a
     feature (values, offsets) or (values, offsets, weights).
+
+    An Inputs of just these features is not copied unless `batch_size` cuts it anew: leave its arrays alone until its
+    batch is used. A label that an item brings keeps its shape, [n] or [n, 1].
     """
 
     items: Any = field(repr=False, compare=False)
@@ -104,7 +109,10 @@ class _Items(Block):
         most_bad = self._source.max_bad_rows
         if self._source.samples:
             return _decode_samples(number, item, self._columns, most_bad)
-        return decode_item(f"item {number}", item, self._columns, most_bad)
+        piece = decode_item(f"item {number}", item, self._columns, most_bad)
+        if self._source.batch_size is None:
+            return piece
+        return replace(piece, samples=piece.decoded(), whole=None)  # they wait while the next item is made
 
 
 def _decode_samples(before: int, items: list[Any], columns: Columns, most_bad: int) -> Piece:
@@ -168,7 +176,6 @@ def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, most_bad
 def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Piece:
     _refuse_declared(where, columns)
     n = item.batch_size
-    bags: list[Any] = []
     num_bags = n * len(item.names)
     for name, array, wanted in (
         ("offsets", item.offsets, num_bags + 1),
@@ -180,18 +187,56 @@ def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Piece:
                 f"{where}: {name} have the shape {array.shape}; wanted ({wanted},) for {len(item.names)} features of "
                 f"{n} samples"
             )
-    for column in columns.ids:
-        at = _place(where, column, item.names) * n
-        if item.offsets is None:
-            weights = None if item.weights is None else item.weights[at : at + n]
-            bags.append((item.values[at : at + n], None, weights))
-        else:
-            bags.append((item.values, item.offsets[at : at + n + 1], item.weights))
     missing = [name for name in columns.extra if name not in item.extra]
     if missing:
         raise SourceError(f"{where} has no extra {missing[0]!r}; it has {sorted(item.extra)}")
     extra = {name: as_arrow(where, name, item.extra[name]) for name in columns.extra}
-    return Piece(samples=_samples(where, n, bags, item.dense, item.label), extra=extra)
+    for name, column in extra.items():
+        if len(column) != n:
+            raise SourceError(f"{where}: extra {name!r} has {len(column)} values; wanted one for each of {n} samples")
+    flat_label = _is_flat(item.label)
+    if not _is_batch_of(columns, item):
+        return Piece(samples=_samples_of(where, item, columns), extra=extra, flat_label=flat_label)
+    whole = replace(item, extra={**item.extra, **extra}) if extra else item
+    samples = partial(_samples_of, where, item, columns)
+    return Piece(samples=samples, whole=whole, extra=extra, flat_label=flat_label)
+
+
+def _is_batch_of(columns: Columns, item: Inputs) -> bool:
+    """It is a batch of these columns as `Inputs` describes one: nothing is to be chosen, converted or refused."""
+    n, offsets = item.batch_size, item.offsets
+    return (
+        item.names == columns.features == tuple(column.name for column in columns.ids)
+        and all(
+            array is None
+            or (isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim in ndims and array.flags.carray)
+            for array, dtype, ndims in (
+                (item.values, np.uint64, (1,)),
+                (offsets, np.int64, (1,)),
+                (item.weights, np.float32, (1,)),
+                (item.dense, np.float32, (2,)),
+                (item.label, np.float32, (1, 2)),
+            )
+        )
+        and all(rows is None or len(rows) == n for rows in (item.dense, item.label))
+        and (offsets is None or (offsets[0] == 0 and offsets[-1] == len(item.values)))
+        and (offsets is None or not np.any(offsets[1:] < offsets[:-1]))
+    )
+
+
+def _samples_of(where: str, item: Inputs, columns: Columns) -> _core.Samples:
+    n = item.batch_size
+    values = _integers(where, "values", item.values).view(np.uint64)
+    offsets = None if item.offsets is None else _integers(where, "offsets", item.offsets).view(np.int64)
+    bags: list[Any] = []
+    for column in columns.ids:
+        at = _place(where, column, item.names) * n
+        if offsets is None:
+            weights = None if item.weights is None else item.weights[at : at + n]
+            bags.append((values[at : at + n], None, weights))
+        else:
+            bags.append((values, offsets[at : at + n + 1], item.weights))
+    return _samples(where, n, bags, item.dense, item.label)
 
 
 def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> Piece:
@@ -200,11 +245,8 @@ def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> 
         raise SourceError(f"{where}: a KeyedJaggedTensor brings no column {columns.extra[0]!r}; leave out extra")
     dense, jagged, label = item
     keys = list(jagged.keys())
-    values = np.asarray(as_numpy(jagged.values()))
-    if values.dtype.kind not in "iu":
-        raise SourceError(f"{where}: values are {values.dtype}; wanted integers")
-    values = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False).view(np.uint64)
-    offsets = np.asarray(as_numpy(jagged.offsets()), np.int64)
+    values = _integers(where, "values", jagged.values()).view(np.uint64)
+    offsets = _integers(where, "offsets", jagged.offsets()).view(np.int64)
     weights = jagged.weights_or_none() if hasattr(jagged, "weights_or_none") else None
     weights = None if weights is None else np.asarray(as_numpy(weights), np.float32)
     n, rest = divmod(len(offsets) - 1, max(1, len(keys)))
@@ -214,7 +256,7 @@ def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> 
     for column in columns.ids:
         at = _place(where, column, keys) * n
         bags.append((values, offsets[at : at + n + 1], weights))
-    return Piece(samples=_samples(where, n, bags, dense, label))
+    return Piece(samples=_samples(where, n, bags, dense, label), flat_label=_is_flat(label))
 
 
 def _refuse_declared(where: str, columns: Columns) -> None:
@@ -237,6 +279,18 @@ def _samples(where: str, n: int, bags: list[Any], dense: Any, label: Any) -> _co
         return _core.Samples(n, bags, _numbers(dense), _numbers(label))
     except InputError as error:
         raise SourceError(f"{where}: {error}") from error
+
+
+def _integers(where: str, name: str, numbers: Any) -> Any:
+    """As uint64 or int64."""
+    array = np.asarray(as_numpy(numbers))
+    if array.dtype.kind not in "iu":
+        raise SourceError(f"{where}: {name} are {array.dtype}; wanted integers")
+    return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
+
+
+def _is_flat(label: Any) -> bool:
+    return np.ndim(label) == 1
 
 
 def _numbers(numbers: Any) -> Any:

@@ -6,13 +6,14 @@ Windows. A window is what is permuted together and held in memory: at most `num_
 A window that begins with a block takes in block after block. If it is full before a block has ended, the rest of that
 block follows in windows of its own. All windows from one that begins with a block up to the next such are a chain. A
 position names the block that a chain begins with and how many of the chain's samples were given: going on there means
-to read that chain from its start, and nothing before it. A batch may take its samples from several windows.
+to read that chain from its start, and nothing before it. A batch may take its samples from several windows; one that
+is just what came whole, in its order, is handed on without a copy.
 """
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,15 +69,22 @@ class Road:
             at = Position(at.epoch + 1, 0, 0)
 
 
+_Part = tuple[Piece, int, int]
+"""A rank's samples of a piece: the first and the end."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Window:
     block: int
     """What its chain begins with, as a position counts blocks."""
     before: int
     """Samples of the chain in earlier windows."""
-    parts: list[tuple[_core.Samples, int, int]]
+    parts: list[_Part]
+    """Without their `extra`."""
     order: NDArray[np.int64]
     extra: dict[str, Any]
+    whole: Inputs | None
+    """The window is this batch."""
 
     def __len__(self) -> int:
         return len(self.order)
@@ -89,10 +97,6 @@ class _Segment:
     window: _Window
     begin: int
     end: int
-
-
-_Part = tuple[Piece, int, int]
-"""A rank's samples of a piece: the first and the end."""
 
 
 class _Epoch:
@@ -213,7 +217,11 @@ class _Epoch:
             name: joined([piece.extra[name].slice(begin, end - begin) for piece, begin, end in parts])
             for name in self.road.columns.extra
         }
-        return _Window(chain, before, [(piece.samples, begin, end) for piece, begin, end in parts], order, extra)
+        whole = parts[0][0].whole
+        if self.road.shuffle or len(parts) > 1 or n < len(parts[0][0]):
+            whole = None
+        bare = [(replace(piece, extra={}), begin, end) for piece, begin, end in parts]
+        return _Window(chain, before, bare, order, extra, whole)
 
     def _batch(self, pending: deque[_Segment], n: int, number: int) -> Inputs:
         """The next n samples of the pending segments, which hold as many."""
@@ -229,20 +237,24 @@ class _Epoch:
                 pending.popleft()
         last = taken[-1]
         position = Position(self.start.epoch, last.window.block, number, last.window.before + last.end)
+        if last.window.whole is not None and last.begin == 0 and last.end == n == len(last.window):
+            return replace(last.window.whole, position=position)
         return inputs_of(self.road.columns, [(s.window, s.window.order[s.begin : s.end]) for s in taken], position)
 
 
 def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], position: Position) -> Inputs:
     """One batch of samples of some windows."""
-    parts: list[tuple[_core.Samples, int, int]] = []
+    parts: list[_Part] = []
     orders, before = [], 0
     for window, order in taken:
         parts += window.parts
         orders.append(order + before)
         before += len(window)
-    values, offsets, weights, dense, label = _core.gather(parts, np.concatenate(orders))
+    values, offsets, weights, dense, label = _core.gather(
+        [(piece.decoded(), begin, end) for piece, begin, end in parts], np.concatenate(orders)
+    )
     extra = {name: joined([w.extra[name].take(order) for w, order in taken]) for name in columns.extra}
-    flat = label is not None and columns.one_label and label.shape[1] == 1
+    flat = label is not None and _has_flat_label(columns, parts)
     return Inputs(
         names=columns.features,
         values=values,
@@ -254,6 +266,16 @@ def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], 
         position=position,
         extra=extra,
     )
+
+
+def _has_flat_label(columns: Columns, parts: list[_Part]) -> bool:
+    """The one label comes as [n], because it is declared so or, where the samples brought it, came so."""
+    if columns.label:
+        return columns.one_label
+    flat = {piece.flat_label for piece, _, _ in parts}
+    if len(flat) > 1:
+        raise SourceError("a batch takes samples of items with labels [n] and of items with labels [n, 1]; give one")
+    return flat.pop()
 
 
 class Batches(Iterator[Inputs]):

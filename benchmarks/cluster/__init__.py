@@ -1,0 +1,11 @@
+"""`python -m benchmarks.cluster`: what the network between workers and servers costs, one JSON line per case.
+
+`__main__.py` is the command line, `cases.py` says what is measured and the targets, `rounds.py` starts a worker process
+for every round, `worker.py` is one. A kind of case has a file of its own (`echo.py`), which measures it in the worker
+and makes its record, and is named in `kinds.py`; `servers.py` is the other process, `raw.py` the peer: plain sockets.
+
+A worker is the client, and starts one server process for each contender. Contenders take turns of a few steps, so that
+what the machine does meanwhile happens to all of them, and a ratio is taken inside a round. `echo` sends the unique ids
+of a batch and gets as many bytes as their float32 rows have; nothing is looked up, so only the way there and back is
+timed. Its bytes are those of ids and rows alone, both directions together.
+"""

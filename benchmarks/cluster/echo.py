@@ -1,0 +1,103 @@
+"""The kind `echo`: bytes per second through satrap.rpc beside a loop over plain sockets, in turns of a few steps."""
+
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.clock import CpuCounters, noise_between, peak_resident_bytes, read_cpu
+from benchmarks.cluster import servers
+from benchmarks.cluster.cases import ClusterCase
+from benchmarks.cluster.raw import RawClient
+from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
+from benchmarks.runs import Results
+from benchmarks.workload import Floats, Ids, hashed_ids, row_numbers
+
+TURN = 10
+
+
+def unique_ids(rows: int, num_batches: int, part: int) -> list[Ids]:
+    """The ids of some batches, each once. Features share no row, so this is the same as feature by feature."""
+    return [hashed_ids(np.unique(batch)) for batch in row_numbers(rows, "zipf", num_batches, part)]
+
+
+def measure(job: Mapping[str, Any]) -> dict[str, Any]:
+    """One round: both contenders in turn on the same batches."""
+    num_warmup, num_steps, dim = int(job["num_warmup"]), int(job["num_steps"]), int(job["dim"])
+    batches = unique_ids(int(job["rows"]), min(num_steps, TURN), int(job["part"]))
+    told = {**job, "max_ids": max(map(len, batches))}
+    with ExitStack() as stack:
+        from satrap.rpc import Client
+
+        (port, raw), (address, rpc) = (stack.enter_context(servers.started(name, told)) for name in ("raw", "rpc"))
+        plain = RawClient(int(port), dim, told["max_ids"])
+        stack.callback(plain.close)
+        client = stack.enter_context(Client(servers.Rows, address))
+        contenders = {"rpc": client.call.lookup, "raw": plain.lookup}
+        for lookup in contenders.values():
+            run(lookup, (batches * num_warmup)[:num_warmup], dim)
+        before = _read_all_cpu((raw, rpc))
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for begin in range(0, num_steps, TURN):
+            turn = batches[: num_steps - begin]
+            for name in sorted(contenders, reverse=begin // TURN % 2 == 0):
+                seconds[name] += run(contenders[name], turn, dim)
+        noise = noise_between(before, _read_all_cpu((raw, rpc)))
+    sizes = [len(ids) * (8 + 4 * dim) for ids in batches]
+    num_bytes = sum(sizes[i % len(sizes)] for i in range(num_steps))
+    return {
+        "streams": {f"echo:{name}": {**summarize(spent, num_bytes), **noise} for name, spent in seconds.items()},
+        "bytes_per_batch": round(statistics.fmean(sizes)),
+        "peak_resident_bytes": peak_resident_bytes(),
+        "versions": {name: importlib.metadata.version(name) for name in ("numpy", "pyzmq")},
+    }
+
+
+def run(lookup: Callable[[Ids], Floats], batches: Sequence[Ids], dim: int) -> list[float]:
+    """The seconds of each batch."""
+    seconds = []
+    for ids in batches:
+        start = time.perf_counter()
+        rows = lookup(ids)
+        seconds.append(time.perf_counter() - start)
+        if len(rows) != len(ids) * dim:
+            raise RuntimeError(f"{len(ids)} ids of dim {dim} were answered with {len(rows)} floats")
+    return seconds
+
+
+def summarize(seconds: Sequence[float], num_bytes: int) -> dict[str, Any]:
+    return {
+        "gb_per_s": round(num_bytes / sum(seconds) / 1e9, 3),
+        "step_ms": round(1e3 * statistics.median(seconds), 4),
+    }
+
+
+def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
+    """The record of one case, from the results of its rounds."""
+    timed = streams_of("echo:", results)
+    clean = clean_rounds(timed)
+    rates = {name: each(rounds, "gb_per_s") for name, rounds in timed.items()}
+    pairs = zip(rates["rpc"], rates["raw"], strict=True)
+    ratios = [None if rpc is None else round(rpc / raw, 3) for rpc, raw in pairs]
+    record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
+    record |= {"num_threads": case.num_threads, "bytes_per_batch": each(results["worker"], "bytes_per_batch")}
+    record["gb_per_s"] = {name: spread(values, clean) for name, values in rates.items()}
+    record["step_ms"] = {name: spread(each(rounds, "step_ms"), clean) for name, rounds in timed.items()}
+    record["figures"] = {"ratio": spread(ratios, clean)}
+    record |= {"targets": judge(case, record), "clean_rounds": clean, "noise": worst_noise(timed)}
+    return record | processes(results)
+
+
+def _read_all_cpu(others: Sequence[int]) -> CpuCounters | None:
+    """The counters now, the servers' own time counted as ours."""
+    now = read_cpu()
+    if now is None:
+        return None
+    fields = [Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split() for other in others]
+    return replace(now, own=now.own + sum(int(times[11]) + int(times[12]) for times in fields))

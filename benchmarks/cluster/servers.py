@@ -1,0 +1,72 @@
+"""The server process of a contender: `python -m benchmarks.cluster.servers '<job as JSON>'` serves until stdin ends.
+
+Its first line on stdout is where it serves. `started` starts one and ends it.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.cluster import raw
+from benchmarks.machine import ROOT
+
+
+class Rows(Protocol):
+    """What the servers of `echo` do."""
+
+    def lookup(self, ids: NDArray[np.uint64]) -> NDArray[np.float32]: ...
+
+
+class SameRows:
+    """Answers with as many floats as the ids' rows would have, always the same ones."""
+
+    def __init__(self, rows: NDArray[np.float32], dim: int) -> None:
+        self._rows, self._dim = rows, dim
+
+    def lookup(self, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
+        return self._rows[: len(ids) * self._dim]
+
+
+@contextmanager
+def started(contender: str, job: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Where a server serves, and its process id."""
+    command = [sys.executable, "-m", "benchmarks.cluster.servers", json.dumps({**job, "contender": contender})]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        place = process.stdout.readline().strip()
+        if not place:
+            raise RuntimeError(f"the server of {contender} ended before it served")
+        yield place, process.pid
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    rows = np.random.default_rng(3).random(int(job["max_ids"]) * int(job["dim"]), np.float32)
+    if job["contender"] == "raw":
+        raw.serve(rows, int(job["dim"]))
+        return
+    from satrap.rpc import Service
+
+    served = SameRows(rows, int(job["dim"]))
+    with Service(served, Rows, "tcp://127.0.0.1:0", num_threads=int(job["num_threads"])) as service:
+        print(service.address, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

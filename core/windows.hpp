@@ -1,0 +1,97 @@
+// Which updates each bucket has applied, so that one that is sent twice is applied once: of every trainer the newest
+// step, and a bit for each of the 32 steps up to it. They live in the arena beside the rows, a chunk per trainer, so
+// they survive the process where rows do.
+//
+// Invariant: bit i of a window is step newest - i; newest 0 is an empty window, and bits 0 then. A window is one word
+// and is written at once: killed at any moment, it says the old or the new.
+// Lock: a window belongs to its bucket's lock, the list of trainers to one in here. Windows stay put until the arena
+// dies.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "arena.hpp"
+
+namespace satrap {
+
+class Window {
+  public:
+    static constexpr std::uint32_t kSteps = 32;
+
+    std::uint32_t newest() const { return static_cast<std::uint32_t>(word_); }
+    // Too long ago to know; whoever sends it has broken the bound on steps in flight.
+    bool forgot(std::uint32_t step) const { return newest() >= kSteps && step <= newest() - kSteps; }
+    bool applied(std::uint32_t step) const {
+        return step <= newest() && newest() - step < kSteps && (bits() >> (newest() - step) & 1) != 0;
+    }
+    // The step must not be forgotten.
+    void mark(std::uint32_t step) {
+        const std::uint32_t by = step > newest() ? step - newest() : 0;
+        const std::uint32_t now = by == 0 ? bits() | 1U << (newest() - step) : (by < kSteps ? bits() << by : 0) | 1;
+        put(std::uint64_t{now} << 32 | std::max(step, newest()));
+    }
+    void clear() { put(0); }
+
+  private:
+    std::uint32_t bits() const { return static_cast<std::uint32_t>(word_ >> 32); }
+    void put(std::uint64_t word) { std::atomic_ref(word_).store(word, std::memory_order_relaxed); }
+
+    alignas(8) std::uint64_t word_ = 0;
+};
+static_assert(sizeof(Window) == 8);
+
+inline constexpr std::uint32_t kMostTrainers = 4096;
+inline constexpr std::uint32_t kNoTrainer = ~0U;
+
+// Where an update notes that a bucket has applied it. Without a window it is applied whenever it comes.
+struct Mark {
+    std::uint32_t trainer = kNoTrainer;
+    Window* window = nullptr;
+};
+
+class Windows {
+  public:
+    // buckets: of all tables.
+    void init(Arena& arena, std::uint32_t buckets) {
+        arena_ = &arena;
+        size_ = buckets;
+    }
+
+    // The trainer's windows, one for each bucket; made when it is new. Throws if there is no memory.
+    Window* of(std::uint32_t trainer) {
+        std::lock_guard lock(mutex_);
+        if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
+        Window*& windows = of_trainer_[trainer];
+        if (windows == nullptr)
+            windows = reinterpret_cast<Window*>(
+                arena_->allocate({ChunkKind::windows, 0, 0, trainer}, size_ * sizeof(Window)));
+        return windows;
+    }
+
+    // After a restart: a chunk is given back.
+    void adopt(std::uint32_t trainer, std::byte* memory, std::size_t bytes) {
+        if (trainer >= kMostTrainers || bytes < size_ * sizeof(Window))
+            throw InvariantError("a chunk of windows of trainer " + std::to_string(trainer));
+        if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
+        if (of_trainer_[trainer] != nullptr) throw InvariantError("two chunks of windows of one trainer");
+        of_trainer_[trainer] = reinterpret_cast<Window*>(memory);
+    }
+
+    // A new attempt: no update of it has been applied. No update may run.
+    void clear() {
+        std::lock_guard lock(mutex_);
+        for (Window* windows : of_trainer_)
+            for (std::size_t w = 0; windows != nullptr && w < size_; ++w) windows[w].clear();
+    }
+
+  private:
+    Arena* arena_ = nullptr;
+    std::size_t size_ = 0;
+    std::mutex mutex_;
+    std::vector<Window*> of_trainer_;
+};
+
+} // namespace satrap

@@ -1,0 +1,77 @@
+"""What a server answers: the calls that cross the network between workers and servers.
+
+`satrap.server.Server` does them; `satrap.rpc` carries them. Each may come twice, because an answer may be lost, and
+then changes nothing the second time. An `Origin` says of which attempt, trainer, step and bucket map a call is; ids
+come table by table, `offsets` says where each table's begin, and rows and gradients lie likewise, side by side.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap.rpc import Origin
+
+Ids = NDArray[np.uint64]
+Offsets = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+
+
+class ServerCalls(Protocol):
+    """See the file's docstring. Tables are numbered as in the job."""
+
+    def hello(self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int) -> dict[str, Any]:
+        """Makes a new server this job's, and tells whether one that is so already agrees in every field.
+
+        Of attempt 0: only asks. server: which of the map's this one is. Returns `attempt`, `latest_step` and `lrs`.
+        """
+        ...
+
+    def begin(self, origin: Origin) -> None:
+        """Begins the origin's attempt: calls of older ones are refused from now on, and no update of it was applied."""
+        ...
+
+    def lookup(self, origin: Origin, ids: Ids, offsets: Offsets, oldest_open: int, train: bool, ticket: int) -> Floats:
+        """The rows. ticket: a number of the trainer's own that the update will name; 0: none."""
+        ...
+
+    def update(
+        self, origin: Origin, ticket: int, ids: Ids, offsets: Offsets, gradients: Floats, lrs: list[float]
+    ) -> None:
+        """Steps the rows, once for each origin. ticket: that of a lookup, then there are no ids; or 0."""
+        ...
+
+    def drop(self, origin: Origin, tickets: list[int]) -> None:
+        """These tickets will not be used."""
+        ...
+
+    def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
+        """Values, state and presence of rows, as they are."""
+        ...
+
+    def stats(self, origin: Origin) -> list[dict[str, int]]:
+        """Of each table, as `Store.stats`."""
+        ...
+
+    def versions(self, origin: Origin) -> list[int]:
+        """Of each table, as `Store.version`."""
+        ...
+
+    def save(self, origin: Origin, table: int, folder: str, since: int | None) -> int:
+        """Writes this server's part of a table into its own folder within this one, which all machines share; returns
+        the version. since: only what changed since that version."""
+        ...
+
+    def restore(self, origin: Origin, folders: list[list[str]]) -> bool:
+        """Makes the tables anew: empty, or of each table what its buckets here held in the folders of a full snapshot
+        and the changes after it, saved by any number of servers. Returns what `Tables.restore` does."""
+        ...
+
+    def set_lr(self, origin: Origin, table: int, lr: float) -> None:
+        """The learning rate that a table is saved with."""
+        ...
+
+    def check(self, origin: Origin) -> None:
+        """Walks all tables; AssertionError if an invariant is broken."""
+        ...

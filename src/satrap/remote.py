@@ -1,0 +1,173 @@
+"""A worker whose rows are on servers: ids are made unique here, split by owner, and each server is called once a batch.
+
+    lookup   Split.lookup -> ids of each server ──> server.lookup ──> rows -> Split.fill -> block, sequences
+    update   gradients -> Split.sums -> sums of each server ──> server.update, with the lookup's ticket or with ids
+
+The core's `Split` does what an engine does before and after its tables, with the same bits. A server that was restarted
+is greeted again and called again (`satrap.servers`); one that lost a ticket is sent the ids.
+"""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap import _core
+from satrap.engine import thread_count
+from satrap.errors import ConfigError, TicketError
+from satrap.features import Features
+from satrap.remote_tables import RemoteTables
+from satrap.servers import Servers
+from satrap.worker import Floats, Worker, named_features
+
+_NO_IDS = np.zeros(0, np.uint64)
+_NO_OFFSETS = np.zeros(0, np.int64)
+_NO_FLOATS = np.zeros(0, np.float32)
+MOST_STALENESS = 31
+"""A server remembers the last 32 steps of each trainer: core/windows.hpp."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemoteTicket:
+    """Satisfies `satrap.worker.Ticket`."""
+
+    split: _core.SplitTicket
+    number: int
+    """What the servers know it by."""
+
+    @property
+    def used(self) -> bool:
+        """See Ticket."""
+        return self.split.used
+
+    @property
+    def batch_size(self) -> int:
+        """See Ticket."""
+        return self.split.batch_size
+
+
+class RemoteRows:
+    """Satisfies `satrap.worker.Rows`."""
+
+    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None, simd: str) -> None:
+        tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in features.tables]
+        self.num_threads = thread_count(num_threads)
+        self._split = _core.Split(tables, named_features(features), self.num_threads, simd)
+        self._servers = servers
+        owners = [owner for table in servers.bucket_map.owners for owner in table]
+        self._owners = np.array(owners, np.uint32)
+        self._numbers = itertools.count(1)
+        self._latest_step = servers.latest_step
+        self._lock = threading.Lock()
+
+    @property
+    def latest_step(self) -> int:
+        """See Rows. Of this process, and of the servers before it."""
+        return self._latest_step
+
+    @property
+    def truncated(self) -> list[int]:
+        """See Rows."""
+        return self._split.truncated
+
+    def empty(self, lines: int, floats: int) -> Floats:
+        """See Rows."""
+        return np.asarray(self._split.empty(lines, floats))
+
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        offsets: NDArray[np.int64] | None,
+        weights: Floats | None,
+        batch_size: int,
+        step: int | None,
+        oldest_open: int | None,
+        train: bool,
+        block: Floats,
+        sequences: list[Floats],
+    ) -> RemoteTicket | None:
+        """See Rows."""
+        split = self._split.lookup(values, offsets, weights, batch_size, self._owners, len(self._servers))
+        at = self._reach(step) if train else 0
+        number = next(self._numbers) if train else 0
+        asked = {
+            server: (split.ids(server), split.offsets(server), oldest_open or at, train, number)
+            for server in range(len(self._servers))
+            if split.num_floats(server)
+        }
+        found = self._servers.each("lookup", self._servers.origin(at), asked)
+        rows = [found.get(server, _NO_FLOATS) for server in range(len(self._servers))]
+        self._split.fill(split, rows, block, sequences)
+        if train:
+            return RemoteTicket(split, number)
+        self._split.drop(split)
+        return None
+
+    def made(self, ticket: object) -> bool:
+        """See Rows."""
+        return isinstance(ticket, RemoteTicket) and self._split.made(ticket.split)
+
+    def update(
+        self,
+        tickets: Sequence[RemoteTicket],
+        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        step: int,
+        lrs: list[tuple[int, float]],
+        scale: float,
+    ) -> None:
+        """See Rows. What one server cannot be told is an error; the others may have applied it then."""
+        given = [ticket.split for ticket in tickets]
+        sums = self._split.sums(given, gradients, scale, self._owners, len(self._servers))
+        with self._lock:
+            for table, count in enumerate(sums.skipped):
+                self._servers.skipped[table] += count
+        origin = self._servers.origin(self._reach(step))
+        rates = [dict(lrs).get(table, lr) for table, lr in enumerate(self._servers.lrs)]
+
+        def arguments(server: int, number: int) -> tuple[Any, ...]:
+            ids, cuts = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
+            return number, ids, cuts, sums.gradients(server), rates
+
+        number = tickets[0].number if sums.same_ids else 0
+        asked = {server: arguments(server, number) for server in range(len(self._servers)) if len(sums.ids(server))}
+        found = self._servers.each("update", origin, asked)
+        lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
+        self._servers.each("update", origin, {server: arguments(server, 0) for server in lost})
+        if not sums.same_ids:
+            self._forget(tickets)
+
+    def drop(self, ticket: RemoteTicket) -> None:
+        """See Rows."""
+        self._split.drop(ticket.split)
+        self._forget([ticket])
+
+    def _forget(self, tickets: Sequence[RemoteTicket]) -> None:
+        numbers = [ticket.number for ticket in tickets]
+        holders = [
+            server for server in range(len(self._servers)) if any(ticket.split.num_floats(server) for ticket in tickets)
+        ]
+        self._servers.each("drop", self._servers.origin(0), dict.fromkeys(holders, (numbers,)))
+
+    def _reach(self, step: int | None) -> int:
+        with self._lock:
+            at: int = self._latest_step + 1 if step is None else step
+            self._latest_step = max(self._latest_step, at)
+            return at
+
+
+class RemoteWorker(Worker):
+    """The features of a model over tables on servers."""
+
+    def __init__(
+        self, features: Features, servers: Servers, *, num_threads: int | None = None, simd: str = "auto"
+    ) -> None:
+        """servers: of a job with these features' tables."""
+        if tuple(features.tables) != servers.job.tables:
+            raise ConfigError("the servers' job has other tables than the features: make it of features.tables")
+        self.servers = servers
+        self.tables = RemoteTables(servers)
+        super().__init__(features, RemoteRows(features, servers, num_threads=num_threads, simd=simd))

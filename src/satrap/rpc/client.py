@@ -1,0 +1,347 @@
+"""The caller's side: a Protocol's methods, called in another process.
+
+Each thread that calls has a DEALER socket of its own, so nothing is handed between threads. `begin` sends and returns
+a `Pending`, so that one thread can ask many servers and then collect; `call` does both. Replies are matched by call
+number; one that nobody waits for is ignored.
+
+1. A call has a deadline. Until then a request without an answer is sent again every `retry_seconds`, as the same call.
+2. A server that is busy is asked again after a pause that grows.
+3. ZeroMQ connects, and connects anew, by itself. A request is only given to a connection that stands (with keys: to a
+   server that proved its own), so DeadlineError can say whether there was one.
+
+Delivery is at least once: a served method must be idempotent. Arrays are sent from where they lie, so leave the arrays
+of a call alone until its result came; received ones are read-only views.
+"""
+
+import itertools
+import math
+import os
+import random
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, Self, TypeVar, cast
+
+import zmq
+
+from satrap.checks import check_number, suggest
+from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
+from satrap.rpc.address import join_address, require_loopback, resolve_host, split_address
+from satrap.rpc.faults import decode_error
+from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
+from satrap.rpc.keys import Keys
+from satrap.rpc.methods import Method, methods_of
+from satrap.rpc.schedule import Schedule
+
+P = TypeVar("P")
+
+_CONNECT_SECONDS = 1.0  # that a thread's first call waits for its connection before begin() returns
+_NOTICE_MS = 100  # in which a call that waits notices that its client was closed
+_RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 1_000, 5_000
+_HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
+
+
+class Client(Generic[P]):
+    """Calls the methods of a Protocol at one address; a context manager. Any number of threads may use it."""
+
+    call: P
+    """Its methods are the Protocol's: `client.call.lookup(ids)`."""
+
+    def __init__(
+        self,
+        protocol: Callable[..., P],
+        address: str,
+        keys: Keys | None = None,
+        *,
+        deadline: float = 30.0,
+        retry_seconds: float = 2.0,
+    ) -> None:
+        """Calls are answered at `address`, e.g. "tcp://server:5555"; nothing is sent before the first one.
+
+        keys: `Keys.read("client.key")`, which `satrap keys` wrote; without them only loopback addresses are called.
+        deadline: seconds that a call may take, unless it says otherwise.
+        retry_seconds: after which a request without an answer is sent again.
+        """
+        self._methods = {name: (method, method.number) for name, method in methods_of(protocol).items()}
+        self._keys = keys
+        host, port = split_address(address)
+        if not port or host in ("*", "0.0.0.0", "::"):
+            raise ConfigError(f"the address is {address!r}; wanted that of one server: a host and its port")
+        if self._keys is None:
+            require_loopback(address, resolve_host(host), "a client")
+        else:
+            self._keys.require_role("client")
+        self.address = address
+        self._deadline = _check_seconds("deadline", deadline)
+        self._retry_seconds = _check_seconds("retry_seconds", retry_seconds)
+        self._process = os.getpid()
+        self._context = zmq.Context()
+        self._own = threading.local()
+        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.call = self.within(self._deadline)
+
+    def within(self, deadline: float) -> P:
+        """The same as `call` with another deadline in seconds: `client.within(5).lookup(ids)`."""
+        return cast(P, _Calls(self, _check_seconds("deadline", deadline)))
+
+    def begin(self, name: str, /, *arguments: Any, deadline: float | None = None, **named: Any) -> "Pending":
+        """Sends a call of the method of that name; its result is collected later, in this thread."""
+        if name not in self._methods:
+            raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
+        method, number = self._methods[name]
+        origin, frames = method.encode_arguments(arguments, named)
+        seconds = self._deadline if deadline is None else _check_seconds("deadline", deadline)
+        now = time.monotonic()
+        schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now)
+        connection = self._connection(min(seconds, _CONNECT_SECONDS))
+        pending = Pending(connection, method, number, origin, frames, schedule, seconds)
+        with connection.lock:
+            connection.require_open()
+            connection.waiting[pending.number] = pending
+            connection.try_send(pending, time.monotonic())
+        return pending
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections of all threads; calls that wait raise RpcError. Does nothing twice, or in a fork."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+        self._context.term()
+
+    def _connection(self, seconds: float) -> "_Connection":
+        if os.getpid() != self._process:
+            raise ForkError(
+                f"this client was made in process {self._process} and this is its fork {os.getpid()}: its "
+                "connections belong to the former. Make a client here, or start workers with 'spawn'"
+            )
+        connection: _Connection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            with self._lock:
+                if self._closed:
+                    raise RpcError(f"{self.address}: this client is closed; make another")
+                connection = _Connection(self._context, self.address, self._keys)
+                self._connections.add(connection)
+            self._own.connection = connection
+            with connection.lock:
+                connection.socket.poll(math.ceil(1000 * seconds), zmq.POLLOUT)
+        return connection
+
+
+class _Calls:
+    """Has the methods of the Protocol as attributes."""
+
+    def __init__(self, client: Client[Any], deadline: float) -> None:
+        for name in client._methods:
+            setattr(self, name, partial(_call, client, name, deadline))
+
+
+def _call(client: Client[Any], name: str, deadline: float, /, *arguments: Any, **named: Any) -> Any:
+    return client.begin(name, *arguments, deadline=deadline, **named).result()
+
+
+class Pending:
+    """A call that was begun."""
+
+    def __init__(
+        self,
+        connection: "_Connection",
+        method: Method,
+        method_number: int,
+        origin: Origin,
+        frames: Sequence[memoryview],
+        schedule: Schedule,
+        seconds: float,
+    ) -> None:
+        self.number = next(connection.numbers)
+        self.schedule = schedule
+        self.answer: tuple[Kind, Sequence[memoryview]] | RpcError | None = None
+        self.frames: Sequence[memoryview] = frames
+        self._connection, self._method, self._seconds = connection, method, seconds
+        self._method_number, self._origin = method_number, origin
+        self._num_bytes = sum(frame.nbytes for frame in frames)
+
+    def header(self, now: float) -> Header:
+        """Of the request, sent now."""
+        left = math.ceil(1000 * (self.schedule.deadline - now))
+        return Header(
+            kind=Kind.REQUEST,
+            method=self._method_number,
+            client=self._connection.client,
+            call=self.number,
+            num_frames=len(self.frames),
+            body_bytes=self._num_bytes,
+            deadline_ms=min(max(left, 1), MAX_DEADLINE_MS),
+            origin=self._origin,
+        )
+
+    def result(self) -> Any:
+        """What the method returned; raises what it raised, or DeadlineError. In the thread that began the call."""
+        connection = self._connection
+        connection.require_own_thread(self._method.name)
+        if self.answer is None:
+            with connection.lock:
+                connection.wait(self)
+        if self.answer is None:
+            raise DeadlineError(self._why_late())
+        if isinstance(self.answer, RpcError):
+            raise self.answer
+        kind, frames = self.answer
+        if kind == Kind.ERROR:
+            raise decode_error(frames, self._method.name, connection.address)
+        try:
+            return self._method.decode_result(frames)
+        except RpcError as error:
+            raise RpcError(f"{connection.address} sent a reply that is none: {error}") from None
+
+    def _why_late(self) -> str:
+        where, sent = f"{self._method.name} at {self._connection.address}", self.schedule.num_sent
+        if not sent:
+            return (
+                f"{where}: no connection within {self._seconds:g} s; is a server running there, and are the keys of "
+                "both of one `satrap keys`?"
+            )
+        busy = f", {self.schedule.num_busy} times refused as busy" if self.schedule.num_busy else ""
+        return (
+            f"{where}: there was a connection, but no answer within {self._seconds:g} s (sent {sent} times{busy}); "
+            "give it more time, or look at the server"
+        )
+
+
+class _Connection:
+    """One thread's socket, and its calls without an answer."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: Keys | None) -> None:
+        self.address = address
+        self.client = secrets.randbits(64)
+        self.numbers = itertools.count(1)
+        self.waiting: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self.lock = threading.Lock()  # held while the socket is used; close() takes it from another thread
+        self._closed = False
+        self.socket = socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.immediate = True
+        socket.sndhwm = 64
+        socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
+        socket.connect_timeout = _CONNECT_TIMEOUT_MS
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        host, port = split_address(address)
+        socket.ipv6 = ":" in host or _only_v6(host)
+        if keys is not None:
+            socket.curve_serverkey = keys.peer
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        socket.connect(join_address(host, port))
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise RpcError(f"{self.address}: this client is closed; make another")
+
+    def require_own_thread(self, method: str) -> None:
+        if os.getpid() != self._process:
+            raise ForkError(f"{method} was begun in process {self._process} and this is its fork {os.getpid()}")
+        if threading.get_ident() != self._thread:
+            raise InputError(f"{method}: result() was called in another thread than begin(); call it in that one")
+
+    def try_send(self, pending: Pending, now: float) -> None:
+        """Sends the request if the connection stands and has room, else leaves it due."""
+        try:
+            self.socket.send(pending.header(now).pack(), zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        last = len(pending.frames) - 1
+        for i, frame in enumerate(pending.frames):
+            self.socket.send(frame, zmq.SNDMORE if i < last else 0, copy=False)
+        pending.schedule.sent(now)
+
+    def wait(self, pending: Pending) -> None:
+        """Returns once there is an answer, or the deadline has passed."""
+        schedule = pending.schedule
+        while pending.answer is None:
+            self.require_open()
+            now = time.monotonic()
+            if schedule.is_due(now):
+                self.try_send(pending, now)
+            blocked = schedule.is_due(now)
+            seconds = schedule.deadline - now if blocked else schedule.wait(now)
+            wanted = zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN
+            ready = zmq.zmq_poll([(self.socket, wanted)], min(math.ceil(1000 * max(0.0, seconds)), _NOTICE_MS))
+            if ready and ready[0][1] & zmq.POLLIN:
+                self._receive()
+            elif schedule.is_over(now):
+                return
+
+    def close(self) -> None:
+        self._closed = True
+        with self.lock:
+            self.socket.close(0)
+
+    def __del__(self) -> None:
+        self.socket.close(0)
+
+    def _receive(self) -> None:
+        """Takes one message."""
+        try:
+            first = self.socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        frames, more = [first.buffer], first.more
+        while more:
+            frame = self.socket.recv(copy=False)
+            frames.append(frame.buffer)
+            more = frame.more
+        try:
+            self._take(Header.unpack(frames[0]), frames[1:])
+        except RpcError as error:
+            self._fail_all(RpcError(f"{self.address} sent a reply that is none: {error}"))
+
+    def _take(self, header: Header, frames: Sequence[memoryview]) -> None:
+        header.check_frames([len(frame) for frame in frames])
+        if header.kind == Kind.ERROR and header.client == header.call == 0:  # it could not read who asks
+            error = decode_error(frames, "a request", self.address)
+            self._fail_all(RpcError(f"{self.address} cannot read what this client sends: {error}"))
+            return
+        pending = self.waiting.get(header.call) if header.client == self.client else None
+        if pending is None or header.kind == Kind.REQUEST:
+            return
+        if header.kind == Kind.BUSY:
+            pending.schedule.busy(time.monotonic(), random.random())
+            return
+        pending.answer = header.kind, frames
+        pending.frames = ()
+        del self.waiting[header.call]
+
+    def _fail_all(self, error: RpcError) -> None:
+        for pending in list(self.waiting.values()):
+            pending.answer = error
+        self.waiting.clear()
+
+
+def _check_seconds(name: str, value: float) -> float:
+    seconds = check_number("Client", name, value, 0.0)
+    if not 0.001 <= seconds <= MAX_DEADLINE_MS / 1000:
+        raise ConfigError(f"Client: {name} is {value!r}; wanted 0.001 to {MAX_DEADLINE_MS // 1000} seconds")
+    return seconds
+
+
+def _only_v6(host: str) -> bool:
+    try:
+        return ":" in resolve_host(host)
+    except ConfigError:  # with keys a name may become known later
+        return False

@@ -1,0 +1,42 @@
+"""Exceptions as frames: what a served object raises is raised at the caller. Knows no socket.
+
+An error reply has one JSON frame, [class name, text]. A subclass of SatrapError is raised again as itself, by its name
+in satrap.errors; anything else becomes RpcError with its type and text. Only names are sent: nothing of the server's is
+run or imported at the caller.
+"""
+
+import json
+from collections.abc import Sequence
+
+from satrap import errors
+from satrap.errors import RpcError, SatrapError
+from satrap.rpc.values import Buffer
+
+_MAX_TEXT = 8192
+_CLASSES = {
+    name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, SatrapError)
+}
+
+
+def encode_error(error: BaseException) -> list[memoryview]:
+    """The frame of an error reply."""
+    text = str(error)
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
+    return [memoryview(json.dumps([type(error).__name__, text]).encode())]
+
+
+def decode_error(frames: Sequence[Buffer], method: str, address: str) -> SatrapError:
+    """The exception to raise at the caller."""
+    try:
+        (frame,) = frames
+        name, text = json.loads(bytes(frame))
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError
+    except (ValueError, RecursionError):
+        return RpcError(f"{method} at {address} failed, and its error cannot be read")
+    if name in _CLASSES:
+        error = _CLASSES[name](text)
+        error.add_note(f"raised by {method} at {address}")
+        return error
+    return RpcError(f"{method} at {address} failed with {name}: {text}")

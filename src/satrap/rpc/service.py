@@ -1,0 +1,353 @@
+"""The server's side: answers the calls of a Protocol with an object that satisfies it.
+
+One thread owns the ROUTER socket: it receives requests, has the ledger judge them and sends replies. A few others run
+the methods, which release the GIL where they work in native code; they hand their replies to the socket thread, arrays
+uncopied, and ring it through an inproc socket.
+
+1. A message is received frame by frame; frames beyond `max_frames` are thrown away as they come.
+2. Header, number of frames and sizes are checked; the ledger queues the request, drops it or says busy.
+3. A thread decodes the arguments, every type and size checked, and only then calls the object.
+4. The result is encoded. A `concurrent.futures.Future` is waited for by nobody: its reply goes when it is done.
+5. The socket thread sends the reply to the newest route of the client. A caller that is gone or does not read is not
+   waited for; it asks again.
+
+**Delivery is at least once.** A request that is still open is not run a second time, but one whose reply was lost is:
+the methods of the object must be idempotent. Arrays that it is given are read-only views of what was received; arrays
+that it returns must not be changed afterwards, since they are sent from where they lie.
+
+Bounded are the requests (see Limits), replies that a connection does not read, and frames that wait to be received. One
+thing ZeroMQ cannot bound: it collects the frames of a message before it hands over the first, so a peer that never ends
+its message uses memory until its connection ends; only holders of the key, or of this machine, can do that.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Self
+
+import zmq
+
+from satrap.checks import check_integer, check_number
+from satrap.errors import ConfigError, RpcError
+from satrap.rpc.address import is_wildcard, join_address, require_loopback, resolve_host, split_address
+from satrap.rpc.faults import encode_error
+from satrap.rpc.header import Header, Kind
+from satrap.rpc.keys import Keys
+from satrap.rpc.ledger import Ledger, Limits, Request, Verdict
+from satrap.rpc.methods import Method, methods_of
+
+_UNREAD = 64  # messages of one connection that wait, in either direction
+_HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
+_LINGER_MS = 1_000
+# Of the last reply before the connections are ended: what a caller has not read by then ZeroMQ throws away.
+_GRACE_SECONDS = 0.05
+_DOMAIN = "satrap"
+_NOBODY = Header(kind=Kind.ERROR, method=0, client=0, call=0)
+
+
+class Service:
+    """Serves an object until it is closed; a context manager."""
+
+    def __init__(
+        self,
+        served: object,
+        protocol: Callable[..., Any],
+        address: str,
+        keys: Keys | None = None,
+        *,
+        num_threads: int = 2,
+        limits: Limits | None = None,
+        close_seconds: float = 10.0,
+    ) -> None:
+        """Serves `served`, which satisfies `protocol`, at `address` ("tcp://127.0.0.1:0"; 0 is any free port).
+
+        keys: `Keys.read("server.key")`, which `satrap keys` wrote; without them only loopback addresses are served.
+        num_threads: that run the methods.
+        close_seconds: how long close() waits for methods that run.
+        """
+        methods = methods_of(protocol)
+        missing = [name for name in methods if not callable(getattr(served, name, None))]
+        if missing:
+            raise ConfigError(f"{type(served).__name__} has no method {', '.join(missing)}, which it is to serve")
+        check_integer("Service", "num_threads", num_threads, 1, 1024, ConfigError)
+        self._close_seconds = check_number("Service", "close_seconds", close_seconds, 0.0)
+        self._methods = {method.number: (method, getattr(served, name)) for name, method in methods.items()}
+        self._limits = limits or Limits()
+        self._ledger = Ledger(self._limits)
+        self._changed = threading.Condition(threading.Lock())  # guards the ledger, the outbox and the bell
+        self._outbox: list[tuple[Request, Header, Sequence[memoryview]]] = []
+        self._ending = self._closed = False
+        self._last_reply = 0.0
+        self._process = os.getpid()
+        self._context = zmq.Context()
+        try:
+            self._open_sockets(address, keys)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._threads = [
+            threading.Thread(target=self._work, name=f"satrap-rpc-{i}", daemon=True) for i in range(num_threads)
+        ]
+        self._socket_thread = threading.Thread(target=self._converse, name="satrap-rpc-socket", daemon=True)
+        for thread in (*self._threads, self._socket_thread):
+            thread.start()
+
+    def _open_sockets(self, address: str, keys: Keys | None) -> None:
+        host, port = split_address(address)
+        number = resolve_host(host)
+        if keys is None:
+            require_loopback(address, number, "a service")
+        else:
+            keys.require_role("server")
+        self._bell_heard, self._bell = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._bell_heard.bind("inproc://bell")
+        self._bell.connect("inproc://bell")
+        self._router = router = self._context.socket(zmq.ROUTER)
+        router.router_mandatory = True
+        router.maxmsgsize = self._limits.max_frame_bytes
+        router.sndhwm = router.rcvhwm = _UNREAD
+        router.heartbeat_ivl, router.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        router.linger = _LINGER_MS
+        router.ipv6 = ":" in number
+        self._gatekeeper = None if keys is None else _let_in(self._context, router, keys)
+        try:
+            router.bind(join_address(number, port))
+        except zmq.ZMQError as error:
+            if self._gatekeeper is not None:
+                self._gatekeeper.stop()
+            raise ConfigError(f"{address} cannot be served: {error}; give a free port of this machine, or 0") from None
+        bound, port = split_address(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._address = join_address(os.uname().nodename if is_wildcard(bound) else bound, port)
+
+    @property
+    def address(self) -> str:
+        """Where clients connect: with the real port, and this machine's name where all its addresses are served."""
+        return self._address
+
+    def counts(self) -> dict[str, int]:
+        """What became of the messages so far, see Counts; and the requests that are queued and running now."""
+        with self._changed:
+            return self._ledger.to_dict()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all threads. Calls that run are finished and answered; what is queued or awaits a Future is dropped.
+
+        RpcError if a method still runs after `close_seconds`. Does nothing the second time, or in a fork.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._ledger.drop_queued()
+            self._changed.notify_all()
+        until = time.monotonic() + self._close_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        left = [thread.name for thread in self._threads if thread.is_alive()]
+        with self._changed:
+            self._ending = True
+            self._bell.send(b"")
+        self._socket_thread.join()
+        if self._gatekeeper is not None:
+            self._gatekeeper.stop()
+        self._context.term()  # waits for replies on their way, at most _LINGER_MS
+        if left:
+            raise RpcError(
+                f"{self._address}: {len(left)} methods still ran {self._close_seconds:g} s after close(); their "
+                "replies are lost and their threads end when they return: let methods end, or return a Future"
+            )
+
+    # -- the socket thread ---------------------------------------------------------------------------------------------
+
+    def _converse(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._bell_heard, zmq.POLLIN)
+        while not self._ending:
+            for ready, _ in poller.poll():
+                if ready is self._router:
+                    self._receive()
+                else:
+                    self._bell_heard.recv()
+                    self._send_replies()
+        self._send_replies()
+        self._bell_heard.poll(int(1000 * max(0.0, self._last_reply + _GRACE_SECONDS - time.monotonic())))
+        with self._changed:
+            self._ledger.drop_running()
+            self._bell.close(0)
+        self._bell_heard.close(0)
+        self._router.close()
+
+    def _receive(self) -> None:
+        """Takes one message."""
+        try:
+            first = self._router.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        route, num_surplus = bytes(first.buffer), 0
+        frames: list[memoryview] = []
+        more = first.more
+        while more:
+            frame = self._router.recv(copy=False)
+            more = frame.more
+            if len(frames) <= self._limits.max_frames:
+                frames.append(frame.buffer)
+            else:
+                num_surplus += 1
+        header = None
+        try:
+            if not frames:
+                raise RpcError("an empty message")
+            header = Header.unpack(frames[0])
+            if num_surplus:
+                frames.clear()
+                raise RpcError(f"more than {self._limits.max_frames} frames: send fewer, larger arrays")
+            header.check_frames([len(frame) for frame in frames[1:]])
+            self._judge(header, frames[1:], route)
+        except RpcError as error:
+            with self._changed:
+                self._ledger.counts.bad += 1
+            if header is None or header.kind == Kind.REQUEST:
+                self._send(route, *_error(header or _NOBODY, error))
+
+    def _judge(self, header: Header, frames: Sequence[memoryview], route: bytes) -> None:
+        if header.kind != Kind.REQUEST:
+            raise RpcError(f"a message of kind {header.kind.name}; a server takes requests")
+        if header.method not in self._methods:
+            known = "; ".join(str(method) for method, _ in self._methods.values())
+            raise RpcError(f"there is no such method here. Served are: {known}. Run one release on both sides")
+        if header.body_bytes > self._limits.max_bytes:
+            raise RpcError(f"a request of {header.body_bytes} bytes; this server takes {self._limits.max_bytes}")
+        with self._changed:
+            verdict = self._ledger.arrive(header, frames, route, time.monotonic())
+            if verdict is Verdict.QUEUED:
+                self._changed.notify()
+        if verdict is Verdict.BUSY:
+            self._send(route, Header(kind=Kind.BUSY, method=header.method, client=header.client, call=header.call), ())
+
+    def _send_replies(self) -> None:
+        with self._changed:
+            outbox, self._outbox = self._outbox, []
+            routes = [self._ledger.finish(request) for request, _, _ in outbox]
+        for route, (_, header, frames) in zip(routes, outbox, strict=True):
+            if route is None:
+                continue
+            if not self._send(route, header, frames):
+                with self._changed:
+                    self._ledger.unsent()
+
+    def _send(self, route: bytes, header: Header, frames: Sequence[memoryview]) -> bool:
+        """False if the peer is gone or does not read. Once the route is taken, nothing of the rest is refused."""
+        try:
+            self._router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError:  # EAGAIN, or no such route
+            return False
+        self._router.send(header.pack(), zmq.SNDMORE if frames else 0)
+        for i, frame in enumerate(frames, 1):
+            self._router.send(frame, zmq.SNDMORE if i < len(frames) else 0, copy=False)
+        self._last_reply = time.monotonic()
+        return True
+
+    # -- the threads that run methods ----------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while (request := self._ledger.begin(time.monotonic())) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+            self._run(request)
+            del request  # its frames are not kept while the thread waits for the next
+
+    def _run(self, request: Request) -> None:
+        method, call = self._methods[request.header.method]
+        try:
+            positional, named = method.decode_arguments(request.header.origin, request.frames)
+        except RpcError as error:
+            with self._changed:
+                self._ledger.counts.bad += 1
+            self._answer(request, *_error(request.header, error))
+            return
+        try:
+            result = call(*positional, **named)
+        except BaseException as error:  # whatever it is, the caller is told and the thread lives on
+            self._fail(request, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(partial(self._settle, request, method))
+        else:
+            self._succeed(request, method, result)
+
+    def _settle(self, request: Request, method: Method, done: "Future[Any]") -> None:
+        error = RpcError(f"{method.name} was cancelled") if done.cancelled() else done.exception()
+        if error is not None:
+            self._fail(request, error)
+        else:
+            self._succeed(request, method, done.result())
+
+    def _succeed(self, request: Request, method: Method, result: object) -> None:
+        try:
+            frames = method.encode_result(result)
+        except RpcError as error:
+            self._fail(request, error)
+            return
+        self._answer(request, *_message(Kind.REPLY, request.header, frames))
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        with self._changed:
+            self._ledger.counts.failed += 1
+        self._answer(request, *_error(request.header, error))
+
+    def _answer(self, request: Request, header: Header, frames: Sequence[memoryview]) -> None:
+        with self._changed:
+            if self._ending:
+                return
+            self._outbox.append((request, header, frames))
+            if len(self._outbox) == 1:
+                self._bell.send(b"")
+
+
+def _message(kind: Kind, request: Header, frames: Sequence[memoryview]) -> tuple[Header, Sequence[memoryview]]:
+    header = Header(
+        kind=kind,
+        method=request.method,
+        client=request.client,
+        call=request.call,
+        num_frames=len(frames),
+        body_bytes=sum(frame.nbytes for frame in frames),
+    )
+    return header, frames
+
+
+def _error(request: Header, error: BaseException) -> tuple[Header, Sequence[memoryview]]:
+    return _message(Kind.ERROR, request, encode_error(error))
+
+
+def _let_in(context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket[bytes]", keys: Keys) -> Any:
+    """Makes the socket encrypt and authenticate, and starts what decides whose key is let in; fails closed."""
+    from zmq.auth.thread import ThreadAuthenticator  # brings asyncio
+
+    class OnlyClient:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return key == keys.peer
+
+    gatekeeper = ThreadAuthenticator(context)
+    gatekeeper.start()
+    gatekeeper.configure_curve_callback(_DOMAIN, OnlyClient())
+    router.zap_domain = _DOMAIN.encode()
+    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    router.curve_server = True
+    router.curve_publickey, router.curve_secretkey = keys.public, keys.secret
+    return gatekeeper

@@ -1,0 +1,285 @@
+"""The server: owns some buckets of every table, and answers the calls of workers. Needs no torch, knows no socket.
+
+It becomes a job's with the first hello, or finds the job in the shared-memory file of a predecessor that was killed. It
+keeps a lookup's native ticket under the number that the worker gave it, so that the update need neither bring the ids
+nor search for them; a ticket that is not there any more (the server was restarted, or it had too many) is a
+TicketError, and the worker sends the ids. What was applied is known to the rows' own windows (core/windows.hpp): so an
+update that comes again, before or after a restart, is applied once.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from satrap._core import Engine, Ticket
+from satrap.bucketmap import BucketMap
+from satrap.calls import Flags, Floats, Ids, Offsets
+from satrap.checks import check_integer
+from satrap.engine import attach_engine, open_engine
+from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError, TicketError
+from satrap.folder import part_name
+from satrap.job import Job
+from satrap.rpc import Origin
+from satrap.tables import Tables
+
+MOST_TICKETS = 1024
+"""Of a trainer. One that looks up more without updating gets its oldest refused, and sends ids instead."""
+
+
+@dataclass(slots=True)
+class _Served:
+    """What a server is once it has a job."""
+
+    job: Job
+    tables: Tables
+    engine: Engine
+    bucket_map: BucketMap | None = None
+    number: int = 0
+    tickets: dict[int, OrderedDict[int, Ticket]] = field(default_factory=dict)
+    """Of each trainer, by their numbers."""
+
+
+class Server:
+    """Satisfies `satrap.calls.ServerCalls`."""
+
+    def __init__(
+        self, *, shared: str | os.PathLike[str] | None = None, num_threads: int | None = None, simd: str = "auto"
+    ) -> None:
+        """shared: the shared-memory file of the rows. One that is there is attached, rows and job; else it is made when
+        the job is known."""
+        self._shared, self._num_threads, self._simd = shared, num_threads, simd
+        self._changed = threading.Condition()
+        self._running = 0  # calls that work on rows
+        self._served: _Served | None = None
+        if shared is not None and Path(shared).exists():
+            places = attach_engine(shared, num_threads=num_threads, simd=simd)
+            job = Job(tables=tuple(place.table for place in places), seed=places[0].seed)
+            self._served = _Served(job, Tables.in_engine(places), places[0].engine)
+
+    def hello(self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int) -> dict[str, Any]:
+        """See ServerCalls."""
+        wanted, owners = Job.from_dict(job), BucketMap.from_dict(bucket_map)
+        server = check_integer("hello", "server", server, 0, owners.num_servers - 1)
+        found, needed = [len(table) for table in owners.owners], [t.resolved_num_buckets for t in wanted.tables]
+        if found != needed:
+            raise ConfigError(f"hello: the bucket map is of {found} buckets, and the tables have {needed}")
+        with self._changed:
+            if self._served is None:
+                self._served = self._empty(wanted)
+            served = self._served
+            self._agree(served, wanted, owners, server)
+            if origin.attempt not in (0, served.engine.attempt):
+                raise self._other_attempt(served, origin)
+            served.bucket_map, served.number = owners, server
+        return {
+            "attempt": served.engine.attempt,
+            "latest_step": served.engine.latest_step,
+            "lrs": [table.lr for table in served.tables.values()],
+        }
+
+    def begin(self, origin: Origin) -> None:
+        """See ServerCalls."""
+        with self._changed:
+            served = self._ready()
+            if origin.attempt == served.engine.attempt:
+                return
+            if origin.attempt < served.engine.attempt:
+                raise self._other_attempt(served, origin)
+            self._wait_for_calls()
+            served.tickets.clear()
+            served.engine.begin_attempt(origin.attempt)
+
+    def lookup(self, origin: Origin, ids: Ids, offsets: Offsets, oldest_open: int, train: bool, ticket: int) -> Floats:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            engine = served.engine
+            rows = engine.empty(1, _num_floats(served.job, ids, offsets))
+            given = (origin.step, oldest_open) if train else (0, 0)
+            made = engine.lookup(ids, offsets, *given, train, rows, train and ticket != 0)
+            if made is not None:
+                self._keep(served, origin.trainer, ticket, made)
+            return np.asarray(rows).reshape(-1)
+
+    def update(
+        self, origin: Origin, ticket: int, ids: Ids, offsets: Offsets, gradients: Floats, lrs: list[float]
+    ) -> None:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            if ticket == 0:
+                _num_floats(served.job, ids, offsets)
+                used = served.engine.prepare(ids, offsets)
+            elif len(ids) == 0:
+                used = self._take(served, origin.trainer, ticket)
+            else:
+                raise InputError(f"update: ticket {ticket} and {len(ids)} ids; wanted one of the two")
+            served.engine.update(used, gradients, origin.step, lrs, origin.trainer)
+
+    def drop(self, origin: Origin, tickets: list[int]) -> None:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            for ticket in tickets:
+                with self._changed:
+                    found = served.tickets.get(origin.trainer, OrderedDict()).pop(ticket, None)
+                if found is not None:
+                    served.engine.drop(found)
+
+    def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            found = served.tables[self._name(served, table)].read(ids)
+            return found.values.reshape(-1), found.state.reshape(-1), found.present
+
+    def stats(self, origin: Origin) -> list[dict[str, int]]:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            return [table.stats() for table in served.tables.values()]
+
+    def versions(self, origin: Origin) -> list[int]:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            return [table.version for table in served.tables.values()]
+
+    def save(self, origin: Origin, table: int, folder: str, since: int | None) -> int:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            store = served.tables[self._name(served, table)]
+            assert served.bucket_map is not None
+            part = Path(folder) / part_name(served.number, served.bucket_map.num_servers)
+            return store.save(part) if since is None else store.save_changes(part, since=since)
+
+    def restore(self, origin: Origin, folders: list[list[str]]) -> bool:
+        """See ServerCalls. All files are verified first; then the old rows go, before the new ones come."""
+        with self._changed:
+            served = self._ready()
+            self._require(served, origin)
+            self._wait_for_calls()
+            names = list(served.tables)
+            if len(folders) not in (0, len(names)):
+                raise InputError(f"restore: folders of {len(folders)} tables; wanted of {len(names)}, or none")
+            chains = dict(zip(names, folders, strict=False))
+            if chains:
+                served.tables.verify(chains)
+            job, owners, number = served.job, served.bucket_map, served.number
+            assert owners is not None
+            self._served = None
+            del served  # and with it the rows
+            if self._shared is not None:
+                os.unlink(self._shared)
+            made = self._empty(job)
+            made.bucket_map, made.number = owners, number
+            made.engine.begin_attempt(origin.attempt)
+            may_follow = True
+            if chains:
+                owned = [np.array(table) == number for table in owners.owners]
+                may_follow = made.tables.restore(chains, owned)
+            self._served = made
+            return may_follow
+
+    def set_lr(self, origin: Origin, table: int, lr: float) -> None:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            served.tables[self._name(served, table)].set_lr(lr)
+
+    def check(self, origin: Origin) -> None:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            for table in served.tables.values():
+                table.check()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> _Served:
+        if self._served is None or self._served.bucket_map is None:
+            raise NotReadyError("this server has no job yet, or was restarted: say hello to it first")
+        return self._served
+
+    def _empty(self, job: Job) -> _Served:
+        places = open_engine(
+            job.tables, seed=job.seed, num_threads=self._num_threads, simd=self._simd, shared=self._shared
+        )
+        return _Served(job, Tables.in_engine(places), places[0].engine)
+
+    def _name(self, served: _Served, table: int) -> str:
+        return list(served.tables)[check_integer("a call", "table", table, 0, len(served.tables) - 1, InputError)]
+
+    def _wait_for_calls(self) -> None:
+        """Until none works on rows; the lock is held, so none begins."""
+        while self._running:
+            self._changed.wait()
+
+    def _agree(self, served: _Served, job: Job, owners: BucketMap, server: int) -> None:
+        differences = job.differences(served.job)
+        if served.bucket_map is not None and served.bucket_map.version == owners.version:
+            if served.number != server:
+                differences.append(f"server: number {server} here, {served.number} there")
+            if served.bucket_map != owners:
+                differences.append(f"bucket map of version {owners.version}: other owners")
+        if differences:
+            raise ConfigError(f"the server belongs to another job: {'; '.join(differences)}")
+
+    @contextmanager
+    def _working(self, origin: Origin) -> Iterator[_Served]:
+        """Around a call that works on rows: of this attempt and map, and none while an attempt begins."""
+        with self._changed:
+            served = self._ready()
+            self._require(served, origin)
+            self._running += 1
+        try:
+            yield served
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _require(self, served: _Served, origin: Origin) -> None:
+        """Raises unless the call is of this attempt and bucket map."""
+        if origin.attempt != served.engine.attempt:
+            raise self._other_attempt(served, origin)
+        if served.bucket_map is None or origin.map_version != served.bucket_map.version:
+            here = None if served.bucket_map is None else served.bucket_map.version
+            raise NotReadyError(f"the call is of bucket map {origin.map_version} and the server at {here}")
+
+    def _other_attempt(self, served: _Served, origin: Origin) -> AttemptError:
+        return AttemptError(
+            f"the call is of attempt {origin.attempt} and the server at {served.engine.attempt}: "
+            + ("this process was replaced" if origin.attempt < served.engine.attempt else "that one has not begun here")
+        )
+
+    def _keep(self, served: _Served, trainer: int, number: int, ticket: Ticket) -> None:
+        with self._changed:
+            tickets = served.tickets.setdefault(trainer, OrderedDict())
+            left = [tickets.pop(number)] if number in tickets else []
+            tickets[number] = ticket
+            if len(tickets) > MOST_TICKETS:
+                left.append(tickets.popitem(last=False)[1])
+        for each in left:
+            served.engine.drop(each)
+
+    def _take(self, served: _Served, trainer: int, number: int) -> Ticket:
+        with self._changed:
+            ticket = served.tickets.get(trainer, OrderedDict()).pop(number, None)
+        if ticket is None:
+            raise TicketError(f"trainer {trainer} has no ticket {number} here: send the ids")
+        return ticket
+
+
+def _num_floats(job: Job, ids: Ids, offsets: Offsets) -> int:
+    """Of the ids' rows; refuses offsets that do not cut them by table."""
+    if (
+        len(offsets) != len(job.tables) + 1
+        or offsets[0] != 0
+        or offsets[-1] != len(ids)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise InputError(
+            f"{len(ids)} ids come with {len(offsets)} offsets; wanted {len(job.tables) + 1}, from 0 to their number"
+        )
+    counts = np.diff(offsets)
+    return sum(int(count) * table.dim for count, table in zip(counts, job.tables, strict=True))

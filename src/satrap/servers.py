@@ -1,0 +1,103 @@
+"""The servers of a job, as one process of it sees them: greeted once, then called together.
+
+A call goes to all servers that it concerns before the first answer is waited for. What fails, fails with the server
+named; `satrap.rpc` has tried until the deadline then.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from satrap.bucketmap import BucketMap
+from satrap.calls import ServerCalls
+from satrap.errors import ConfigError, NotReadyError, TicketError
+from satrap.job import Job
+from satrap.rpc import Origin
+from satrap.rpc.client import Client, Pending
+from satrap.rpc.keys import Keys
+
+
+class Servers:
+    """The servers of a job, as one process of it calls them."""
+
+    def __init__(
+        self,
+        job: Job,
+        addresses: Sequence[str],
+        *,
+        trainer: int = 0,
+        attempt: int | None = None,
+        keys: Keys | None = None,
+        deadline: float = 60.0,
+    ) -> None:
+        """Greets them all; raises if one is of another job.
+
+        addresses: of server 0, 1, ...: "tcp://host:port".
+        keys: the client's, of `satrap keys`; without them servers are on this machine.
+        attempt: of the run, if somebody else began it. None: this process is alone, and begins the next.
+        deadline: seconds after which a call that got no answer is an error.
+        """
+        if isinstance(addresses, str) or not addresses:
+            raise ConfigError(f"addresses is {addresses!r}; wanted a list of at least one 'tcp://host:port'")
+        self.job, self.trainer, self.addresses = job, trainer, tuple(addresses)
+        self.skipped = [0] * len(job.tables)
+        """Of each table: gradients of this process that were not finite and were left out."""
+        self.bucket_map = BucketMap.even([table.resolved_num_buckets for table in job.tables], len(addresses))
+        self._clients = [Client(ServerCalls, each, keys=keys, deadline=deadline) for each in addresses]
+        self.attempt = 0 if attempt is None else attempt
+        try:
+            self._begin(alone=attempt is None)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, *, alone: bool) -> None:
+        found = [self._greet(server) for server in range(len(self))]
+        self.latest_step: int = max(each["latest_step"] for each in found)
+        """Of an earlier run, whose rows are still there."""
+        self.lrs: list[float] = list(found[0]["lrs"])
+        if alone:
+            self.attempt = 1 + max(each["attempt"] for each in found)
+            for client in self._clients:
+                client.call.begin(self.origin(0))
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def origin(self, step: int) -> Origin:
+        """Of a call of ours."""
+        return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=self.bucket_map.version)
+
+    def each(
+        self, method: str, origin: Origin, arguments: Mapping[int, tuple[Any, ...]], deadline: float | None = None
+    ) -> dict[int, Any]:
+        """Calls the servers named, all at once, and returns what each answered. One that was restarted meanwhile is
+        greeted and called again; a ticket that it does not know any more comes back as the TicketError."""
+
+        def begin(server: int) -> Pending:
+            return self._clients[server].begin(method, origin, *arguments[server], deadline=deadline)
+
+        pending = {server: begin(server) for server in arguments}
+        found: dict[int, Any] = {}
+        for server, waiting in pending.items():
+            try:
+                try:
+                    found[server] = waiting.result()
+                except NotReadyError:
+                    self._greet(server)
+                    found[server] = begin(server).result()
+            except TicketError as error:
+                found[server] = error
+        return found
+
+    def all(self, method: str, *arguments: Any, deadline: float | None = None) -> list[Any]:
+        """What each server answers to a call that belongs to no step."""
+        found = self.each(method, self.origin(0), dict.fromkeys(range(len(self)), arguments), deadline)
+        return [found[server] for server in range(len(self))]
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for client in self._clients:
+            client.close()
+
+    def _greet(self, server: int) -> dict[str, Any]:
+        return self._clients[server].call.hello(self.origin(0), self.job.to_dict(), self.bucket_map.to_dict(), server)

@@ -1,0 +1,132 @@
+"""What the tests of a cluster share: servers in this process, each over a real socket, and some that can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from satrap.calls import ServerCalls
+from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
+from satrap.features import Features
+from satrap.job import Job
+from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+from satrap.rpc import Service
+from satrap.server import Server
+from satrap.servers import Servers
+from satrap.worker import Worker
+
+DEADLINE_SECONDS = 60.0
+IDS = np.arange(60, dtype=np.uint64)
+
+
+def features() -> Features:
+    """Two tables of several buckets and one of a single one, every kind of pooling."""
+    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16)
+    user = Table("user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=4)
+    tiny = Table("tiny", dim=3, optimizer=SGD(lr=0.1), initial=Normal(std=0.5), num_buckets=1)
+    return Features(
+        {
+            "bag": Feature(item, "mean"),
+            "item": Feature(item),
+            "user": Feature(user, "sum", weighted=True),
+            "tiny": Feature(tiny, "sqrtn"),
+            "path": item.sequence(3),
+        }
+    )
+
+
+@contextmanager
+def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
+    """Empty servers on free ports."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(Service(Server(num_threads=2, **options), ServerCalls, "tcp://127.0.0.1:0"))
+            for _ in range(num_servers)
+        ]
+
+
+@contextmanager
+def remote(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[RemoteWorker]:
+    servers = Servers(Job(tables=of.tables, seed=seed), addresses, deadline=DEADLINE_SECONDS, **options)
+    try:
+        yield RemoteWorker(of, servers, num_threads=2)
+    finally:
+        servers.close()
+
+
+def contents(worker: LocalWorker | RemoteWorker, ids: Any = IDS) -> dict[str, list[bytes]]:
+    """Values, state and presence of every row, as bits."""
+    return {name: [part.tobytes() for part in table.read(ids)] for name, table in worker.tables.items()}
+
+
+def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], step: int) -> None:
+    """The same lookups and one update on each worker; what they see must be the same bits."""
+    seen = []
+    looked = [[worker.lookup(each.inputs(), step=step) for each in bags] for worker in workers]
+    for of_worker in looked:
+        seen.append(
+            [[each.block.tobytes(), *(rows.tobytes() for rows in each.sequences.values())] for each in of_worker]
+        )
+    assert all(each == seen[0] for each in seen)
+    blocks = [rng.normal(size=each.block.shape).astype(np.float32) for each in looked[0]]
+    sequences = [
+        {name: rng.normal(size=rows.shape).astype(np.float32) for name, rows in each.sequences.items()}
+        for each in looked[0]
+    ]
+    for worker, of_worker in zip(workers, looked, strict=True):
+        worker.update([each.ticket for each in of_worker if each.ticket], blocks, sequences, step=step, scale=0.5)
+
+
+class Killable:
+    """A server process whose rows lie in shared memory; started again at the same port."""
+
+    def __init__(self, shared: Path) -> None:
+        self._shared, self._process = shared, self._start("tcp://127.0.0.1:0", shared)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().split()[-1]
+
+    def _start(self, address: str, shared: Path) -> subprocess.Popen[str]:
+        command = [
+            str(Path(sys.executable).with_name("satrap")),
+            "server",
+            "--listen",
+            address,
+            "--shared",
+            str(shared),
+        ]
+        process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True)
+        self._timer = threading.Timer(4 * DEADLINE_SECONDS, process.kill)
+        self._timer.start()
+        return process
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._gone()
+
+    def restart(self) -> None:
+        """Returns when it listens."""
+        self._process = self._start(self.address, self._shared)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().split()[-1] == self.address
+
+    def end(self) -> None:
+        """SIGTERM; it must end well."""
+        self._process.terminate()
+        self._gone()
+        assert self._process.returncode == 0
+
+    def _gone(self) -> None:
+        self._process.communicate(timeout=DEADLINE_SECONDS)
+        self._timer.cancel()
+        self._timer.join()

@@ -1,0 +1,299 @@
+"""What the tests of satrap.rpc share: a Protocol, an object that satisfies it, a raw peer, networks that misbehave."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from zmq.utils import garbage
+
+from satrap import errors
+from satrap.rpc import Origin
+from satrap.rpc.header import Header, Kind
+from satrap.rpc.methods import methods_of
+
+DEADLINE_SECONDS = 60.0
+Ids = NDArray[np.uint64]
+Floats = NDArray[np.float32]
+
+# pyzmq frees what was sent in a thread that it starts once and keeps; it is not a test's own.
+garbage.gc.start()
+
+
+class Calls(Protocol):
+    """One method for every kind of behaviour."""
+
+    def echo(
+        self,
+        origin: Origin,
+        ids: Ids,
+        rows: Floats | None,
+        flags: NDArray[np.bool_],
+        words: NDArray[np.uint32],
+        offsets: NDArray[np.int64],
+        data: NDArray[np.uint8],
+        step: int,
+        lr: float,
+        train: bool,
+        name: str,
+        note: str | None = None,
+        sizes: list[int] | None = None,
+        *,
+        options: dict[str, object] | None = None,
+    ) -> tuple[
+        dict[str, int],
+        Ids,
+        Floats | None,
+        NDArray[np.bool_],
+        NDArray[np.uint32],
+        NDArray[np.int64],
+        NDArray[np.uint8],
+        int,
+        float,
+        bool,
+        str,
+        str | None,
+        list[int] | None,
+        dict[str, object] | None,
+    ]: ...
+    def double(self, ids: Ids) -> Ids: ...
+    def nothing(self) -> None: ...
+    def fail(self, kind: str, text: str) -> None: ...
+    def add(self, amount: int) -> int: ...
+    def wait(self, amount: int) -> int: ...
+    def meet(self, number: int) -> int: ...
+
+
+class Served:
+    """Satisfies `Calls`. `wait` returns once `go` is set, `meet` once `num_meeting` callers are there."""
+
+    def __init__(self, num_meeting: int = 2) -> None:
+        self.go, self.num_meeting = threading.Event(), num_meeting
+        self.total = self.num_runs = 0
+        self._lock = threading.Lock()
+        self._meeting: list[Future[int]] = []
+
+    def echo(self, origin: Origin, *values: Any, options: Any) -> Any:
+        fields = {name: getattr(origin, name) for name in ("attempt", "trainer", "step", "map_version")}
+        return (fields, *values, options)
+
+    def double(self, ids: Ids) -> Ids:
+        assert not ids.flags.writeable
+        return 2 * ids
+
+    def nothing(self) -> None:
+        pass
+
+    def fail(self, kind: str, text: str) -> None:
+        raise {**vars(errors), "KeyError": KeyError, "SystemExit": SystemExit}[kind](text)
+
+    def add(self, amount: int) -> int:
+        with self._lock:
+            self.num_runs += 1
+            self.total += amount
+            return self.total
+
+    def wait(self, amount: int) -> int:
+        with self._lock:
+            self.num_runs += 1
+        assert self.go.wait(DEADLINE_SECONDS)
+        return amount
+
+    def meet(self, number: int) -> Future[int]:
+        own: Future[int] = Future()
+        with self._lock:
+            self._meeting.append(own)
+            met = self._meeting if len(self._meeting) == self.num_meeting else []
+        for each in met:
+            each.set_result(number)
+        return own
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Returns once the condition holds; fails if it never does."""
+    pause, until = threading.Event(), time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < until, "the condition never held"
+        pause.wait(0.002)
+
+
+def request(name: str, *arguments: object, client: int = 1, call: int = 1, seconds: float = 60.0) -> list[bytes]:
+    """The frames of a request, as a Client sends them."""
+    method = methods_of(Calls)[name]
+    origin, frames = method.encode_arguments(arguments, {})
+    header = Header(
+        kind=Kind.REQUEST,
+        method=method.number,
+        client=client,
+        call=call,
+        num_frames=len(frames),
+        body_bytes=sum(frame.nbytes for frame in frames),
+        deadline_ms=int(1000 * seconds),
+        origin=origin,
+    )
+    return [header.pack(), *map(bytes, frames)]
+
+
+@contextmanager
+def raw_peer(address: str) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER that sends whatever it likes."""
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.rcvtimeo = peer.sndtimeo = int(1000 * DEADLINE_SECONDS)
+    peer.connect(address)
+    try:
+        yield peer
+    finally:
+        peer.close()
+        context.term()
+
+
+@contextmanager
+def server_process(address: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves `Served`, and its address. Killed at the end, if it still lives."""
+    child = Path(__file__).with_name("rpc_server_child.py")
+    process = subprocess.Popen(
+        [sys.executable, str(child), address, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(DEADLINE_SECONDS)
+
+
+def resident_bytes(process: int) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+class FrameProxy:
+    """Stands between clients and a server, message by message: drops, duplicates and holds back, by chance."""
+
+    def __init__(self, address: str, seed: int, drop: float, repeat: float, hold: float) -> None:
+        self._random, self._chances = random.Random(seed), (drop, repeat, hold)
+        self._to = address
+        self._context = zmq.Context()
+        self._front = self._context.socket(zmq.ROUTER)
+        self._front.linger = 0
+        self._front.bind("tcp://127.0.0.1:0")
+        self.address = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._held: list[tuple[float, Callable[[], object]]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="frame-proxy")
+        self._thread.start()
+
+    def __enter__(self) -> FrameProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE_SECONDS)
+
+    def _run(self) -> None:
+        backs: dict[bytes, zmq.Socket[bytes]] = {}
+        while not self._stop.is_set():
+            everyone = [(self._front, zmq.POLLIN), *((back, zmq.POLLIN) for back in backs.values())]
+            for ready, _ in zmq.zmq_poll(everyone, 5):
+                if ready is self._front:
+                    route, *frames = self._front.recv_multipart()
+                    if route not in backs:
+                        backs[route] = self._context.socket(zmq.DEALER)
+                        backs[route].linger = 0
+                        backs[route].connect(self._to)
+                    self._pass(backs[route], frames)
+                else:
+                    route = next(name for name, back in backs.items() if back is ready)
+                    self._pass(self._front, [route, *backs[route].recv_multipart()])
+            now = time.monotonic()
+            for held in [each for each in self._held if each[0] <= now]:
+                self._held.remove(held)
+                held[1]()
+        for each in (self._front, *backs.values()):
+            each.close(0)
+        self._context.term()
+
+    def _pass(self, to: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        drop, repeat, hold = self._chances
+        if self._random.random() < drop:
+            return
+        for _ in range(2 if self._random.random() < repeat else 1):
+            if self._random.random() < hold:
+                until = time.monotonic() + self._random.uniform(0.0, 0.1)
+                self._held.append((until, lambda: to.send_multipart(frames)))
+            else:
+                to.send_multipart(frames)
+
+
+class ByteProxy:
+    """Stands between one client and a server, byte by byte, and keeps what it saw."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._to = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.seen = bytearray()
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> ByteProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self._listener, *self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(DEADLINE_SECONDS)
+
+    def _accept(self) -> None:
+        try:
+            one, _ = self._listener.accept()
+        except OSError:
+            return
+        other = socket.create_connection(self._to)
+        self._open += [one, other]
+        for source, to in ((one, other), (other, one)):
+            self._threads.append(threading.Thread(target=self._pump, args=(source, to)))
+            self._threads[-1].start()
+
+    def _pump(self, source: socket.socket, to: socket.socket) -> None:
+        with suppress(OSError):
+            while part := source.recv(1 << 16):
+                self.seen += part
+                to.sendall(part)
+        with suppress(OSError):
+            to.shutdown(socket.SHUT_RDWR)
+
+
+def in_fork(body: Callable[[], None]) -> None:
+    """Runs the body in a fork and fails if it failed."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0

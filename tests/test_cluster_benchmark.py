@@ -1,0 +1,79 @@
+"""The cluster benchmark: its parts without a network, and its case run small."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks.cases import select_cases
+from benchmarks.cluster import cases, echo, kinds, servers
+from benchmarks.cluster.__main__ import main
+from benchmarks.cluster.raw import RawClient
+from benchmarks.records import complaints
+from benchmarks.workload import hashed_ids, row_numbers
+
+
+def told(rpc: float, raw: float, noisy: bool = False) -> dict[str, Any]:
+    noise = {"other_cpu": 0.5 * noisy, "steal": 0.0, "noisy": noisy}
+    streams = {"echo:rpc": {"gb_per_s": rpc, "step_ms": 1.0}, "echo:raw": {"gb_per_s": raw, "step_ms": 1.0}}
+    return {
+        "streams": {label: {**each, **noise} for label, each in streams.items()},
+        "bytes_per_batch": 10,
+        "peak_resident_bytes": 1,
+        "versions": {},
+    }
+
+
+def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
+    every = cases.full_cases()
+    assert [case.name for case in every] == ["echo/20Mx16/2t", "echo/20Mx64/2t"]
+    assert all(case.kind in kinds.KINDS and case.targets for case in every)
+    assert {case.dim for case in cases.quick_cases()} == {16, 64}
+
+
+def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:
+    (case,) = select_cases(cases.full_cases(), ["echo/20Mx16"], [2])
+    record = echo.make_record(case, {"worker": [told(1.0, 2.0), told(3.0, 4.0), None, told(4.0, 4.0, noisy=True)]})
+    assert record["figures"]["ratio"]["rounds"] == [0.5, 0.75, None, 1.0]
+    assert record["figures"]["ratio"]["median"] == 0.625
+    assert record["clean_rounds"] == [True, True, True, False]
+    (complaint,) = complaints(record)
+    assert "ratio is 0.625, wanted at least 0.7" in complaint
+
+
+def test_an_id_is_sent_once() -> None:
+    first, second = echo.unique_ids(26_000, 2, 0)
+    rows = row_numbers(26_000, "zipf", 2, 0)
+    assert len(np.unique(first)) == len(first) < len(rows[0])
+    assert np.array_equal(np.sort(second), np.sort(np.unique(hashed_ids(rows[1]))))
+
+
+def test_the_raw_peer_answers_with_as_many_floats() -> None:
+    with servers.started("raw", {"dim": 4, "max_ids": 100}) as (port, _):
+        client = RawClient(int(port), 4, 100)
+        rows = np.random.default_rng(3).random(400, np.float32)
+        for count in (100, 1, 7):
+            assert np.array_equal(client.lookup(np.arange(count, dtype=np.uint64)), rows[: 4 * count])
+        client.close()
+
+
+def test_a_case_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--quick", "--case", "echo/26kx16", "--steps", "12", "--rounds", "2", "--check"]
+    assert main(arguments) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert record["case"] == "echo/26kx16/2t"
+    assert record["command"] == "python -m benchmarks.cluster " + " ".join(arguments)
+    for name in ("rpc", "raw"):
+        assert all(rate > 0 for rate in record["gb_per_s"][name]["rounds"])
+    rates = (record["gb_per_s"][name]["rounds"] for name in ("rpc", "raw"))
+    ratios = [rpc / raw for rpc, raw in zip(*rates, strict=True)]
+    assert record["figures"]["ratio"]["rounds"] == pytest.approx(ratios, abs=0.05)
+
+
+def test_no_case_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--case", "ecko"]) == 2
+    assert main(["--list"]) == 0
+    assert "echo/20Mx64/2t" in capsys.readouterr().out

@@ -1,0 +1,311 @@
+"""A worker over servers does what a worker over its own tables does, bit for bit, whatever the number of servers; and
+what goes wrong between them is told, or mended, and never applied twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import satrap.server
+from bag_oracle import draw_bags, follow
+from cluster import IDS, Killable, both_step, contents, features, remote, serving
+from satrap.calls import ServerCalls
+from satrap.config import Adagrad, Table
+from satrap.errors import AttemptError, CapacityError, ConfigError, NonFiniteError, TicketError
+from satrap.features import Features
+from satrap.inputs import Inputs
+from satrap.job import Job
+from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+from satrap.rpc import Client, Origin, Service
+from satrap.server import Server
+from satrap.servers import Servers
+
+
+@pytest.fixture(params=[1, 2, 3])
+def worker(request: pytest.FixtureRequest) -> Iterator[RemoteWorker]:
+    with serving(request.param) as services, remote(features(), [each.address for each in services]) as worker:
+        yield worker
+
+
+def test_it_is_what_torch_makes_of_it(worker: RemoteWorker, rng: np.random.Generator) -> None:
+    follow(worker, rng, num_steps=3, scale=0.5)
+
+
+def test_accumulated_batches_are_one_step(worker: RemoteWorker, rng: np.random.Generator) -> None:
+    follow(worker, rng, num_steps=2, accumulate=3)
+
+
+def test_it_has_the_bits_of_a_worker_here(worker: RemoteWorker, rng: np.random.Generator) -> None:
+    """Rows, counters, and evaluation; with a batch that is dropped and gradients that are missing."""
+    local = LocalWorker(features(), num_threads=1)
+    for step in range(1, 6):
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 9) for _ in range(1 + step % 2)], step)
+    dropped = draw_bags(rng, local.features, 4).inputs()
+    half = draw_bags(rng, local.features, 4).inputs()
+    for each in (local, worker):
+        looked = each.lookup(dropped, step=6)
+        assert looked.ticket
+        each.drop(looked.ticket)
+        with pytest.raises(TicketError, match="used already"):
+            each.update([looked.ticket], [looked.block])
+        looked = each.lookup(half, step=7)
+        each.update(
+            [looked.ticket] if looked.ticket else [], [None], [{"path": np.ones_like(looked.sequences["path"])}]
+        )
+    assert contents(worker) == contents(local)
+    for name, table in worker.tables.items():
+        mine = local.tables[name].stats()
+        del mine["bytes"]
+        assert mine == {key: value for key, value in table.stats().items() if key != "bytes"}
+        table.check()
+    evaluated = [each.lookup(half, train=False) for each in (local, worker)]
+    np.testing.assert_array_equal(evaluated[0].block, evaluated[1].block)
+    assert evaluated[1].ticket is None
+    assert worker.truncated == local.truncated
+
+
+def test_steps_are_numbered_where_nobody_gives_them(worker: RemoteWorker, rng: np.random.Generator) -> None:
+    local = LocalWorker(features(), num_threads=1)
+    for _ in range(3):
+        inputs = draw_bags(rng, local.features, 5).inputs()
+        for each in (local, worker):
+            looked = each.lookup(inputs)
+            each.update([looked.ticket] if looked.ticket else [], [np.ones_like(looked.block)])
+    assert contents(worker) == contents(local)
+    assert worker._rows.latest_step == local._rows.latest_step == 3
+
+
+def test_empty_batches_and_empty_reads(worker: RemoteWorker, rng: np.random.Generator) -> None:
+    looked = worker.lookup(draw_bags(rng, worker.features, 0).inputs(), step=1)
+    assert looked.block.shape == (0, worker.features.total_dim)
+    worker.update([looked.ticket] if looked.ticket else [], [looked.block], step=1)
+    assert worker.tables["item"].read(IDS[:0]).values.shape == (0, 0)
+    assert len(worker.tables["item"]) == 0
+
+
+def test_learning_rates(worker: RemoteWorker, rng: np.random.Generator) -> None:
+    """Of the table until set, then what was set, and what an update brings before both."""
+    local = LocalWorker(features(), num_threads=1)
+    for step, lrs in ((1, None), (2, None), (3, {"item": 0.5})):
+        if step == 2:
+            worker.tables["user"].set_lr(0.25)
+            local.tables["user"].set_lr(0.25)
+            assert worker.tables["user"].lr == 0.25
+        inputs = draw_bags(rng, local.features, 5).inputs()
+        for each in (local, worker):
+            looked = each.lookup(inputs, step=step)
+            each.update([looked.ticket] if looked.ticket else [], [np.ones_like(looked.block)], step=step, lrs=lrs)
+    assert contents(worker) == contents(local)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def one_table(**options: Any) -> Features:
+    return Features({"id": Table("t", dim=2, optimizer=Adagrad(lr=0.1), **{"num_buckets": 8, **options})})
+
+
+def batch(ids: Any) -> Inputs:
+    return Inputs(names=("id",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
+
+
+def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setattr(satrap.server, "MOST_TICKETS", 1)
+    local = LocalWorker(one_table(), num_threads=1)
+    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+        for each in (local, worker):
+            looked = [each.lookup(batch(range(k, k + 20)), step=k) for k in (1, 2, 3)]
+            for k, one in enumerate(looked, 1):
+                assert one.ticket
+                each.update([one.ticket], [np.full((20, 2), 0.5, np.float32)], step=k)
+        assert contents(worker) == contents(local)
+
+
+def test_a_refused_gradient_is_told_as_here_and_changes_nothing() -> None:
+    wrong = np.ones((4, 2), np.float32)
+    wrong[2, 1] = np.nan
+    told = []
+    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+        for each in (LocalWorker(one_table()), worker):
+            looked = each.lookup(batch([5, 6, 7, 8]), step=1)
+            before = contents(each)
+            assert looked.ticket
+            with pytest.raises(NonFiniteError) as caught:
+                each.update([looked.ticket], [wrong])
+            told.append(str(caught.value))
+            assert contents(each) == before and not looked.ticket.used
+            each.update([looked.ticket], [np.ones((4, 2), np.float32)])
+    assert told[0] == told[1] and "sample 2 of feature 'id'" in told[0]
+
+
+def test_gradients_that_are_skipped_are_counted_as_here() -> None:
+    wrong = np.ones((4, 2), np.float32)
+    wrong[1, 0] = np.inf
+    found = []
+    skipping = one_table(on_nonfinite="skip")
+    with serving(2) as services, remote(skipping, [each.address for each in services]) as worker:
+        for each in (LocalWorker(skipping), worker):
+            looked = each.lookup(batch([5, 6, 7, 5]), step=1)
+            each.update([looked.ticket] if looked.ticket else [], [wrong], step=1)
+            stats = each.tables["t"].stats()
+            found.append((contents(each), stats["skipped"], stats["updated"]))
+    assert found[0] == found[1] and found[0][1] == 1
+
+
+def test_an_error_of_a_server_is_raised_here_and_names_it() -> None:
+    full = one_table(capacity=8, on_full="raise")
+    with serving(1) as services, remote(full, [services[0].address]) as worker:
+        with pytest.raises(CapacityError, match="table 't' is full") as caught:
+            worker.lookup(batch(range(100)))
+        assert any(services[0].address in note for note in caught.value.__notes__)
+        assert worker.lookup(batch([1]), train=False).block.shape == (1, 2)
+
+
+def test_a_server_of_another_job_is_refused_field_by_field() -> None:
+    with serving(2) as services:
+        addresses = [each.address for each in services]
+        with remote(one_table(), addresses):
+            pass
+        with pytest.raises(ConfigError, match=r"table 't', num_buckets: 16 here, 8 there.*seed|seed.*num_buckets: 16"):
+            Servers(Job(tables=one_table(num_buckets=16).tables, seed=1), addresses)
+        with pytest.raises(ConfigError, match="server: number 0 here, 1 there"):
+            Servers(Job(tables=one_table().tables), addresses[::-1])
+        with pytest.raises(ConfigError, match="other owners"):
+            Servers(Job(tables=one_table().tables), addresses[:1])
+
+
+def test_a_process_that_was_replaced_cannot_write(rng: np.random.Generator) -> None:
+    with serving(2) as services:
+        addresses = [each.address for each in services]
+        with remote(one_table(), addresses) as old:
+            looked = old.lookup(batch(range(20)))
+            assert looked.ticket
+            with remote(one_table(), addresses) as new:
+                before = contents(new)
+                with pytest.raises(AttemptError, match="of attempt 1 and the server at 2: this process was replaced"):
+                    old.update([looked.ticket], [looked.block])
+                with pytest.raises(AttemptError):
+                    old.lookup(batch(range(40)))
+                assert contents(new) == before
+                again = new.lookup(batch(range(20)), step=1)
+                new.update([again.ticket] if again.ticket else [], [again.block], step=1)
+                assert contents(new) != before, "step 1 of the new attempt is not taken for the old one's"
+
+
+@pytest.mark.parametrize("with_ticket", [False, True])
+def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
+    job = Job(tables=one_table().tables)
+    with serving(1) as services:
+        servers = Servers(job, [services[0].address])
+        with Client(ServerCalls, services[0].address) as client:
+            at = [Origin(attempt=1, trainer=trainer, step=3, map_version=1) for trainer in (0, 1)]
+            ids, cuts, ones = np.arange(20, dtype=np.uint64), np.array([0, 20]), np.ones(40, np.float32)
+            client.call.lookup(at[0], ids, cuts, 3, True, 7)
+            if with_ticket:
+                client.call.update(at[0], 7, ids[:0], cuts[:0], ones, [0.1])
+                with pytest.raises(TicketError, match="trainer 0 has no ticket 7 here: send the ids"):
+                    client.call.update(at[0], 7, ids[:0], cuts[:0], ones, [0.1])
+            else:
+                client.call.update(at[0], 0, ids, cuts, ones, [0.1])
+            once = client.call.read(at[0], 0, ids)[0].tobytes()
+            client.call.update(at[0], 0, ids, cuts, ones, [0.1])
+            assert client.call.read(at[0], 0, ids)[0].tobytes() == once
+            assert client.call.stats(at[0])[0]["repeated"] == 20
+            client.call.update(at[1], 0, ids, cuts, ones, [0.1])
+            assert client.call.read(at[0], 0, ids)[0].tobytes() != once, "another trainer's step 3 is another one"
+        servers.close()
+
+
+def test_a_call_that_is_none_is_refused() -> None:
+    with (
+        serving(1) as services,
+        remote(one_table(), [services[0].address]),
+        Client(ServerCalls, services[0].address) as client,
+    ):
+        at = Origin(attempt=1, step=1, map_version=1)
+        ids = np.arange(4, dtype=np.uint64)
+        for cuts in ([0, 3], [0, 5], [1, 4], [0], [0, 2, 4], [4, 0]):
+            with pytest.raises(Exception, match="4 ids come with"):
+                client.call.lookup(at, ids, np.array(cuts), 1, True, 0)
+        with pytest.raises(Exception, match="gradients holds 3 elements, wanted 8"):
+            client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1])
+        with pytest.raises(Exception, match="lrs holds 2 elements, wanted 1"):
+            client.call.update(at, 0, ids, np.array([0, 4]), np.ones(8, np.float32), [0.1, 0.1])
+        with pytest.raises(Exception, match="table is 1; wanted an integer from 0 to 0"):
+            client.call.read(at, 1, ids)
+        assert client.call.stats(at)[0]["updated"] == 0
+
+
+def test_a_server_runs_without_torch() -> None:
+    import subprocess
+    import sys
+
+    program = "import sys, satrap.server, satrap.rpc.service, satrap.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
+
+
+# -- servers that die --------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_started_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Between lookup and update, on the same rows: its tickets are gone, its rows are not."""
+    local = LocalWorker(one_table(), num_threads=1)
+    service = Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0")
+    try:
+        with remote(one_table(), [service.address]) as worker:
+            looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
+            service.close()
+            del service
+            service = Service(Server(shared=tmp_path / "rows"), ServerCalls, worker.servers.addresses[0])
+            for each, one in zip((local, worker), looked, strict=True):
+                each.update([one.ticket] if one.ticket else [], [np.ones((30, 2), np.float32)], step=1)
+            assert contents(worker) == contents(local)
+    finally:
+        service.close()
+
+
+def test_killed_at_random_moments_no_update_is_lost_or_doubled(tmp_path: Path, rng: np.random.Generator) -> None:
+    import threading
+
+    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    files = [shm / f"satrap-{tmp_path.name}-{n}-{np.random.SeedSequence().entropy}" for n in range(2)]
+    killable = [Killable(file) for file in files]
+    done = threading.Event()
+
+    def kill() -> None:
+        draw = np.random.default_rng(1)
+        for _ in range(6):
+            if done.wait(draw.uniform(0.0, 0.2)):
+                return
+            victim = killable[int(draw.integers(2))]
+            victim.kill()
+            victim.restart()
+
+    local = LocalWorker(features(), num_threads=1)
+    killer = threading.Thread(target=kill)
+    try:
+        with remote(features(), [each.address for each in killable]) as worker:
+            killer.start()
+            step = 0
+            while killer.is_alive() or step < 30:
+                step += 1
+                both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
+            assert contents(worker) == contents(local)
+            for table in worker.tables.values():
+                table.check()
+    finally:
+        done.set()
+        killer.join()
+        for each in killable:
+            each.end()
+        for file in files:
+            file.unlink()

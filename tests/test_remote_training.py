@@ -1,0 +1,138 @@
+"""The user's own loop with its rows on servers: the bits of a run with rows here, through checkpoints of any number of
+servers into any other, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster import serving
+from loop import batches, job, rows, train
+from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
+from satrap.errors import SnapshotError
+from satrap.remote import RemoteWorker
+
+each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+
+
+@contextmanager
+def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """A job with as many new servers; 0: with its rows here."""
+    with ExitStack() as stack:
+        if num_servers:
+            options["servers"] = [each.address for each in stack.enter_context(serving(num_servers))]
+        embeddings, model, optimizer = job(**options)
+        if isinstance(embeddings.worker, RemoteWorker):
+            stack.callback(embeddings.worker.servers.close)
+        yield embeddings, model, optimizer
+
+
+def bits(embeddings: Any, model: torch.nn.Module) -> list[bytes]:
+    dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return dense + [values.tobytes() for values in rows(embeddings).values()]
+
+
+@each_way
+@pytest.mark.parametrize("options", [{}, {"staleness": 2, "deterministic": True}], ids=["sync", "stale"])
+def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options: dict[str, Any]) -> None:
+    found = []
+    for num_servers in (0, 2):
+        with running(num_servers, **options) as (embeddings, model, optimizer):
+            losses = train(embeddings, model, optimizer, batches(12), overlap=overlap)
+            embeddings.drain()
+            embeddings.eval()
+            with embeddings.stream(batches(3, seed=1)) as stream:
+                losses += [model(batch.dense, batch.embeddings).sum().item() for batch in stream]
+            counters = embeddings.counters()
+            assert counters.rows == {name: len(table) for name, table in embeddings.tables.items()}
+            found.append((losses, bits(embeddings, model), counters.rows, counters.lost))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (2, 2), (0, 3), (2, 0)])
+@pytest.mark.parametrize("full_every", [1, 3])
+def test_a_checkpoint_of_any_number_of_servers_goes_into_any_other(
+    before: int, after: int, full_every: int, tmp_path: Path
+) -> None:
+    data = batches(20)
+    with running(0) as (embeddings, model, optimizer):
+        train(embeddings, model, optimizer, data)
+        wanted = bits(embeddings, model)
+    with running(before) as (embeddings, model, optimizer):
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, data, full_every=full_every)
+        assert not run.resume()
+        _train_and_save(embeddings, model, optimizer, run, data, 11)
+    with running(after) as (embeddings, model, optimizer):
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, data, full_every=full_every)
+        assert run.resume() and embeddings.step == 10
+        _train_and_save(embeddings, model, optimizer, run, data, 17)
+    with running(before) as (embeddings, model, optimizer):
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, data, full_every=full_every)
+        assert run.resume() and embeddings.step == 16
+        _train_and_save(embeddings, model, optimizer, run, data, None)
+        assert embeddings.step == 20 and bits(embeddings, model) == wanted
+        for table in embeddings.tables.values():
+            table.check()
+
+
+def _train_and_save(embeddings: Any, model: Any, optimizer: Any, run: Checkpoint, data: Any, until: int | None) -> None:
+    """Saves every second step, and leaves in the middle of one."""
+    for batch in embeddings.stream(data):
+        if batch.step == until:
+            return
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.embeddings), batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.save(every_steps=2)
+
+
+def test_a_part_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    data = batches(4)
+    with running(2) as (embeddings, model, optimizer):
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
+        train(embeddings, model, optimizer, data)
+        run.save()
+        before = bits(embeddings, model)
+        part = next(tmp_path.rglob("1-of-2"))
+        part.rename(tmp_path / "away")
+        with pytest.raises(SnapshotError, match="holds the parts 0-of-2; wanted all of one save, 0-of-2 to 1-of-2"):
+            run.resume()
+        assert bits(embeddings, model) == before
+
+
+def test_rows_of_an_earlier_run_are_not_trained_by_mistake(tmp_path: Path) -> None:
+    with serving(2) as services:
+        addresses = [each.address for each in services]
+        for again in (False, True):
+            embeddings, model, optimizer = job(servers=addresses)
+            assert isinstance(embeddings.worker, RemoteWorker)
+            if again:
+                with pytest.raises(StreamError, match=r"rows of an earlier run, of up to step 3.*tables.clear\(\)"):
+                    embeddings.stream(batches(3))
+                embeddings.worker.tables.clear()
+                assert not any(len(table) for table in embeddings.tables.values())
+            train(embeddings, model, optimizer, batches(3))
+            embeddings.worker.servers.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"servers": []}, r"addresses is \[\]"),
+        ({"servers": "tcp://127.0.0.1:1"}, "wanted a list of at least one"),
+        ({"keys": "client.key"}, "keys and no servers"),
+        ({"servers": ["tcp://127.0.0.1:1"], "shared": "rows"}, "give it to `satrap server`"),
+        ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; wanted at most 31 with servers"),
+        ({"servers": ["127.0.0.1"]}, "127.0.0.1"),
+    ],
+)
+def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        Embeddings({"id": Table("t", dim=2)}, **options)

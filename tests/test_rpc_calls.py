@@ -1,0 +1,360 @@
+"""Calls of a live service: values, errors, deadlines, duplicates, Futures, threads, forks, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpc_parts import (
+    DEADLINE_SECONDS,
+    Calls,
+    Served,
+    eventually,
+    in_fork,
+    raw_peer,
+    request,
+    server_process,
+)
+from satrap import errors
+from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, NonFiniteError, RpcError
+from satrap.rpc import Client, Limits, Origin, Service
+from satrap.rpc.header import Header, Kind
+from test_rpc_values import INTS, JSON, REALS, arrays, same
+
+ANYWHERE = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Client[Calls]]:
+    """A client of a service that lives as long as the file's tests."""
+    with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address, deadline=60) as client:
+        yield client
+
+
+@given(
+    st.builds(Origin, attempt=st.integers(0, 2**32 - 1), step=st.integers(0, 9)),
+    st.tuples(arrays(np.uint64), st.none() | arrays(np.float32), arrays(np.bool_), arrays(np.uint32)),
+    st.tuples(arrays(np.int64), arrays(np.uint8)),
+    st.tuples(INTS, REALS, st.booleans(), st.text(), st.none() | st.text(), st.none() | st.lists(INTS, max_size=3)),
+    st.none() | st.dictionaries(st.text(), JSON, max_size=3),
+)
+def test_every_type_goes_there_and_back(
+    shared: Client[Calls], origin: Origin, some: Any, more: Any, plain: Any, options: Any
+) -> None:
+    fields, *values, back = shared.call.echo(origin, *some, *more, *plain, options=options)
+    assert Origin(**fields) == origin
+    assert all(map(same, values, (*some, *more, *plain)))
+    assert same(back, options)
+
+
+def test_large_arrays_are_read_only_views(shared: Client[Calls]) -> None:
+    ids = np.random.default_rng(1).integers(0, 2**64, 500_000, dtype=np.uint64)
+    doubled = shared.call.double(ids)
+    assert np.array_equal(doubled, 2 * ids) and doubled.base is not None
+    with pytest.raises(ValueError, match="read-only"):
+        doubled[0] = 1
+
+
+def test_the_same_class_is_raised_at_the_caller(shared: Client[Calls]) -> None:
+    for name in sorted(name for name, value in vars(errors).items() if isinstance(value, type)):
+        with pytest.raises(getattr(errors, name), match="item: id 7") as caught:
+            shared.call.fail(name, "item: id 7")
+        assert type(caught.value) is getattr(errors, name)
+        assert caught.value.__notes__ == [f"raised by Calls.fail at {shared.address}"]
+    assert issubclass(NonFiniteError, InputError)
+    for name in ("KeyError", "SystemExit"):
+        with pytest.raises(RpcError, match=rf"^Calls\.fail at {shared.address} failed with {name}: .*gone"):
+            shared.call.fail(name, "gone")
+
+
+def test_what_cannot_be_sent_is_told_here(shared: Client[Calls]) -> None:
+    with pytest.raises(InputError, match=r"Calls\.double: ids is int64 of shape \(2,\); wanted uint64\[\]"):
+        shared.call.double(np.zeros(2, np.int64))
+    with pytest.raises(InputError, match="no method 'duble'; the nearest known one is 'double'"):
+        shared.begin("duble")
+    for seconds in (0.0, 1e9):
+        with pytest.raises(ConfigError, match=r"deadline is .*; wanted 0\.001 to 4294967 seconds"):
+            shared.within(seconds)
+
+
+def test_one_thread_asks_many_and_then_collects() -> None:
+    with (
+        Service(Served(3), Calls, ANYWHERE) as one,
+        Service(Served(), Calls, ANYWHERE) as two,
+        Client(Calls, one.address) as first,
+        Client(Calls, two.address) as second,
+    ):
+        meeting = [first.begin("meet", number, deadline=DEADLINE_SECONDS) for number in range(3)]
+        asked = [second.begin("add", 1, deadline=DEADLINE_SECONDS) for _ in range(50)]
+        assert sorted(each.result() for each in reversed(asked)) == list(range(1, 51))
+        assert len({each.result() for each in meeting}) == 1
+        assert meeting[0].result() == meeting[1].result(), "a result can be asked for again"
+        assert one.counts()["arrived"] == 3
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_without_a_server_says_so() -> None:
+    with Service(Served(), Calls, ANYWHERE) as service:
+        address = service.address
+    with Client(Calls, address) as client, pytest.raises(DeadlineError) as caught:
+        client.within(0.2).add(1)
+    assert str(caught.value).startswith(f"Calls.add at {address}: no connection within 0.2 s; is a server running")
+
+
+def test_a_deadline_with_a_server_says_so() -> None:
+    served = Served()
+    with Service(served, Calls, ANYWHERE, num_threads=1) as service, Client(Calls, service.address) as client:
+        assert client.within(DEADLINE_SECONDS).add(0) == 0
+        running = client.begin("wait", 5, deadline=DEADLINE_SECONDS)
+        eventually(lambda: service.counts()["running"] == 1)
+        with pytest.raises(
+            DeadlineError, match=r"there was a connection, but no answer within 0\.1 s \(sent 1 times\)"
+        ):
+            client.within(0.1).add(100)
+        served.go.set()
+        assert running.result() == 5
+        eventually(lambda: service.counts()["expired"] == 1)
+        assert served.total == 0, "nobody waited for it any more"
+
+
+def test_a_server_that_comes_late_and_one_that_was_killed(seed: int) -> None:
+    """The call is begun, its server is killed while it runs, and another at the same address answers it."""
+    with (
+        server_process(ANYWHERE) as (first, address),
+        Client(Calls, address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client,
+    ):
+        assert client.call.add(1) == 1
+        lost = client.begin("wait", 7)
+        first.kill()
+        first.wait(DEADLINE_SECONDS)
+        served = Served()
+        served.go.set()
+        with Service(served, Calls, address):
+            assert lost.result() == 7
+            assert client.call.add(1) == 1
+
+
+# -- at least once -----------------------------------------------------------------------------------------------------
+
+
+def test_a_duplicate_runs_once_while_it_is_open_and_its_newest_route_is_answered() -> None:
+    served = Served()
+    with (
+        Service(served, Calls, ANYWHERE, num_threads=1) as service,
+        raw_peer(service.address) as old,
+        raw_peer(service.address) as new,
+    ):
+        for call in (1, 2):  # the first runs, the second is queued
+            old.send_multipart(request("wait", call, client=9, call=call))
+        eventually(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
+        for call in (1, 2, 2, 1):
+            new.send_multipart(request("wait", call, client=9, call=call))
+        eventually(lambda: service.counts()["duplicates"] == 4)
+        served.go.set()
+        for call in (1, 2):
+            header, body = new.recv_multipart()
+            assert (Header.unpack(header).call, body) == (call, b"[%d]" % call)
+        assert served.num_runs == 2
+        assert not old.poll(0)
+        new.send_multipart(request("wait", 1, client=9, call=1))
+        assert Header.unpack(new.recv_multipart()[0]).kind == Kind.REPLY
+        assert served.num_runs == 3, "a call that was answered is not remembered"
+
+
+def test_a_caller_that_asks_again_gets_one_answer() -> None:
+    served = Served()
+    with (
+        Service(served, Calls, ANYWHERE) as service,
+        Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.02) as client,
+    ):
+        pending = client.begin("wait", 3)
+
+        def let_go() -> None:
+            eventually(lambda: service.counts()["duplicates"] >= 3)
+            served.go.set()
+
+        helper = threading.Thread(target=let_go)
+        helper.start()
+        assert pending.result() == 3
+        helper.join()
+        assert served.num_runs == 1
+        for _ in range(20):  # whatever late answers there are belong to nobody
+            client.call.nothing()
+
+
+def test_a_future_is_waited_for_by_no_thread() -> None:
+    served = Served(num_meeting=40)
+    with (
+        Service(served, Calls, ANYWHERE, num_threads=1) as service,
+        Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.05) as client,
+    ):
+        waiting = [client.begin("meet", 1) for _ in range(39)]
+        assert client.call.add(1) == 1
+        eventually(lambda: service.counts()["running"] == 39)
+        assert client.call.meet(2) == 2
+        assert {each.result() for each in waiting} == {2}
+
+
+@pytest.mark.parametrize("how", ["raises", "cancelled", "wrong", "done"])
+def test_futures_that_end_otherwise(how: str) -> None:
+    class Ends(Served):
+        def meet(self, number: int) -> Future[int]:
+            future: Future[Any] = Future()
+            if how == "cancelled":
+                future.cancel()
+            elif how == "raises":
+                future.set_exception(errors.CapacityError("full"))
+            else:
+                future.set_result("x" if how == "wrong" else 4)
+            return future
+
+    with Service(Ends(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
+        if how == "done":
+            assert client.call.meet(1) == 4
+        else:
+            wanted = {"raises": errors.CapacityError, "cancelled": RpcError, "wrong": RpcError}[how]
+            with pytest.raises(wanted, match=r"full|was cancelled|the result is 'x' \(str\); wanted int"):
+                client.call.meet(1)
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+
+def test_many_threads_share_one_client() -> None:
+    served = Served()
+    with (
+        Service(served, Calls, ANYWHERE, num_threads=4) as service,
+        Client(Calls, service.address, deadline=DEADLINE_SECONDS) as client,
+    ):
+
+        def work(number: int) -> None:
+            ids = np.arange(number * 1000, dtype=np.uint64)
+            for _ in range(20):
+                assert np.array_equal(client.call.double(ids), 2 * ids)
+                client.call.add(1)
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(work, range(16)))
+        assert served.total == 320
+        eventually(lambda: not client._connections)  # threads that ended leave none
+
+
+def test_a_pending_call_stays_in_its_thread(shared: Client[Calls]) -> None:
+    pending = shared.begin("nothing")
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread than begin"):
+        pool.submit(pending.result).result()
+    assert pending.result() is None
+
+
+def test_a_fork_is_told_and_the_parent_goes_on() -> None:
+    with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
+        pending = client.begin("add", 1)
+
+        def body() -> None:
+            with pytest.raises(ForkError, match="its fork"):
+                client.call.add(1)
+            with pytest.raises(ForkError, match="its fork"):
+                pending.result()
+            client.close()
+            service.close()
+            with Client(Calls, service.address) as own:
+                assert own.within(DEADLINE_SECONDS).add(1) > 0
+
+        in_fork(body)
+        assert pending.result() > 0
+        assert client.call.add(1) == 3
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_client() -> None:
+    served = Served()
+    with Service(served, Calls, ANYWHERE) as service:
+        client = Client(Calls, service.address, deadline=DEADLINE_SECONDS)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(client.call.wait, 1)
+            eventually(lambda: service.counts()["running"] == 1)
+            client.close()
+            with pytest.raises(RpcError, match="is closed; make another"):
+                waits.result()
+        client.close()
+        with pytest.raises(RpcError, match="is closed; make another"):
+            client.call.add(1)
+        served.go.set()
+
+
+def test_close_finishes_what_runs_and_drops_the_rest() -> None:
+    served = Served()
+    service = Service(served, Calls, ANYWHERE, num_threads=1)
+    with Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client:
+        running, queued = client.begin("wait", 1), client.begin("add", 1)
+        eventually(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
+        closing = threading.Thread(target=service.close)
+        closing.start()
+        eventually(lambda: service.counts()["dropped"] == 1)
+        served.go.set()
+        closing.join()
+        counts = service.counts()
+        assert (counts["replied"], counts["dropped"], served.total) == (1, 1, 0)
+        again = Service(served, Calls, service.address)
+        assert running.result() == 1
+        assert queued.result() == 1, "the next server does it"
+        again.close()
+        again.close()
+
+
+def test_close_does_not_wait_for_a_future() -> None:
+    service = Service(Served(), Calls, ANYWHERE)
+    with Client(Calls, service.address) as client:
+        pending = client.begin("meet", 1, deadline=0.5)
+        eventually(lambda: service.counts()["running"] == 1)
+        service.close()
+        assert service.counts()["dropped"] == 1
+        with pytest.raises(DeadlineError):
+            pending.result()
+
+
+def test_a_method_that_does_not_end_is_told() -> None:
+    served, before = Served(), set(threading.enumerate())
+    service = Service(served, Calls, ANYWHERE, close_seconds=0.05)
+    with Client(Calls, service.address) as client:
+        pending = client.begin("wait", 1, deadline=DEADLINE_SECONDS)
+        eventually(lambda: service.counts()["running"] == 1)
+        with pytest.raises(RpcError, match=r"1 methods still ran 0\.05 s after close\(\)"):
+            service.close()
+        del pending
+    served.go.set()
+    eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_an_object_that_lacks_a_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="object has no method add, double, echo, fail, meet, nothing, wait"):
+        Service(object(), Calls, ANYWHERE)
+    with pytest.raises(ConfigError, match="num_threads is 0"):
+        Service(Served(), Calls, ANYWHERE, num_threads=0)
+
+
+def test_limits_of_a_call_are_told() -> None:
+    with (
+        Service(Served(), Calls, ANYWHERE, limits=Limits(max_bytes=1000)) as service,
+        Client(Calls, service.address) as client,
+    ):
+        with pytest.raises(RpcError, match="a request of 8006 bytes; this server takes 1000"):
+            client.call.double(np.zeros(1000, np.uint64))
+        assert client.call.double(np.zeros(100, np.uint64)).size == 100
+
+
+def test_the_sockets_are_gone_when_all_is_closed() -> None:
+    with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
+        assert client.call.add(1) == 1
+    assert client._context.closed and service._context.closed

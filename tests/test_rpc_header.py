@@ -1,0 +1,94 @@
+"""The 64 bytes before every message: what was packed is unpacked, and nothing else is."""
+
+import struct
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from satrap.errors import InputError, RpcError
+from satrap.rpc.header import HEADER_BYTES, Header, Kind, Origin
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+ORIGINS = st.builds(Origin, attempt=U32, trainer=U32, step=U32, map_version=U32)
+HEADERS = st.builds(
+    Header,
+    kind=st.sampled_from(Kind),
+    method=U64,
+    client=U64,
+    call=U64,
+    num_frames=st.integers(0, 2**16 - 1),
+    body_bytes=U64,
+    deadline_ms=st.integers(1, 2**32 - 1),
+    origin=ORIGINS,
+)
+HEADER = Header(kind=Kind.REQUEST, method=1, client=2, call=3, num_frames=1, body_bytes=2, deadline_ms=5)
+
+
+@given(HEADERS)
+def test_what_was_packed_is_unpacked(header: Header) -> None:
+    packed = header.pack()
+    assert len(packed) == HEADER_BYTES
+    assert Header.unpack(packed) == header
+    assert Header.unpack(memoryview(packed)).pack() == packed
+
+
+def test_the_layout_is_the_one_written_down() -> None:
+    origin = Origin(attempt=7, trainer=8, step=9, map_version=10)
+    packed = replace(HEADER, kind=Kind.BUSY, origin=origin).pack()
+    assert packed[:8] == b"STRP" + bytes([1, 4, 1, 0])
+    assert struct.unpack_from("<4Q", packed, 8) == (1, 2, 3, 2)
+    assert struct.unpack_from("<6I", packed, 40) == (5, 7, 8, 9, 10, 0)
+
+
+@given(st.binary(max_size=130))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(RpcError):
+        Header.unpack(data)
+
+
+@given(HEADERS, st.integers(0, 8 * HEADER_BYTES - 1))
+def test_a_flipped_bit_is_refused_or_means_another_header(header: Header, bit: int) -> None:
+    mutated = bytearray(header.pack())
+    mutated[bit // 8] ^= 1 << bit % 8
+    try:
+        found = Header.unpack(bytes(mutated))
+    except RpcError:
+        return
+    assert found != header
+    assert found.pack() == bytes(mutated)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (0, b"HTTP", "begins with b'HTTP'; wanted b'STRP': the peer is not Satrap"),
+        (4, b"\2", "version 2; wanted 1: run one release"),
+        (5, b"\0", r"kind 0; wanted one of 1 \(REQUEST\)"),
+        (5, b"\5", "kind 5"),
+        (40, b"\0\0\0\0", "0 ms are left"),
+        (60, b"\1\0\0\0", "reserved bytes are 0x00000001; wanted zeros"),
+    ],
+)
+def test_what_is_wrong_is_told(at: int, value: bytes, words: str) -> None:
+    packed = bytearray(HEADER.pack())
+    packed[at : at + len(value)] = value
+    with pytest.raises(RpcError, match=words):
+        Header.unpack(bytes(packed))
+    with pytest.raises(RpcError, match="a frame of 63 bytes; wanted a header of 64"):
+        Header.unpack(HEADER.pack()[:-1])
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [3], [1, 1], [2, 0]])
+def test_frames_that_are_not_those_of_the_header(sizes: list[int]) -> None:
+    HEADER.check_frames([2])
+    with pytest.raises(RpcError, match=f"{len(sizes)} frames and {sum(sizes)} bytes; its header says 1 and 2"):
+        HEADER.check_frames(sizes)
+
+
+@pytest.mark.parametrize("name", ["attempt", "trainer", "step", "map_version"])
+@pytest.mark.parametrize("value", [-1, 2**32, 1.0, True, None])
+def test_an_origin_has_32_bits_of_each(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"Origin: {name} is"):
+        Origin(**{name: value})  # type: ignore[arg-type]

@@ -1,0 +1,171 @@
+"""Key files: readable by their owner only, never replaced, refused if damaged. And the addresses that need them."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rpc_parts import Calls, Served
+from satrap.cli import main
+from satrap.errors import ConfigError
+from satrap.rpc import Client, Keys, Service
+from satrap.rpc.address import is_loopback, join_address, split_address
+from satrap.rpc.keys import make_keys
+
+
+def test_each_file_holds_its_own_pair_and_the_others_public_key(tmp_path: Path) -> None:
+    server, client = (Keys.read(path) for path in make_keys(tmp_path / "new" / "keys"))
+    assert (server.role, client.role) == ("server", "client")
+    assert server.peer == client.public and client.peer == server.public
+    assert len({server.secret, client.secret, server.public, client.public}) == 4
+    assert server.secret.decode() not in repr(server)
+    files = sorted((tmp_path / "new" / "keys").iterdir())
+    assert [file.name for file in files] == ["client.key", "server.key"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+@pytest.mark.parametrize("there", ["server.key", "client.key"])
+def test_no_file_is_ever_replaced(tmp_path: Path, there: str) -> None:
+    (tmp_path / there).symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=f"{there} is there already; name another folder"):
+        make_keys(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [there]
+
+
+def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", str(tmp_path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [Path(line.partition(":")[0]).name for line in out] == ["server.key", "client.key"]
+    assert Keys.read(tmp_path / "client.key").role == "client"
+    assert main(["keys", str(tmp_path)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["keys", str(tmp_path / "client.key" / "x")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
+def test_a_key_that_others_may_read(tmp_path: Path, mode: int) -> None:
+    path, _ = make_keys(tmp_path)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"others may read it \\(mode {mode:o}\\); make new keys, or chmod 600"):
+        Keys.read(path)
+
+
+def test_a_torn_key(tmp_path: Path) -> None:
+    path, _ = make_keys(tmp_path)
+    whole = path.read_bytes()
+    for size in range(len(whole) - 2):  # the last two close it: "}" and the end of the line
+        path.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match="not a key file, or a damaged one"):
+            Keys.read(path)
+
+
+@pytest.mark.parametrize("name", ["format", "role", "secret", "public", "peer", "checksum"])
+def test_a_changed_field(tmp_path: Path, name: str) -> None:
+    path, other = make_keys(tmp_path)
+    theirs = json.loads(other.read_text())[name]
+    data = json.loads(path.read_text())
+    for value in ("x" if theirs == data[name] else theirs, None, 1, ["a"]):
+        path.write_text(json.dumps({**data, name: value}))
+        with pytest.raises(ConfigError, match="damaged"):
+            Keys.read(path)
+
+
+def test_what_is_no_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*; `satrap keys FOLDER` makes keys"):
+        Keys.read(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keys.read(tmp_path)
+    os.close(os.open(tmp_path / "foreign", os.O_CREAT | os.O_WRONLY, 0o600))
+    for text in ("", "[]", "{}", "-----BEGIN", "[" * 4000, "9" * 4096):
+        (tmp_path / "foreign").write_text(text)
+        with pytest.raises(ConfigError, match="not a key file"):
+            Keys.read(tmp_path / "foreign")
+
+
+def test_a_key_of_the_wrong_side(tmp_path: Path) -> None:
+    server, client = (Keys.read(path) for path in make_keys(tmp_path))
+    with pytest.raises(ConfigError, match=r"keys of a client; wanted those of a server: read server\.key"):
+        Service(Served(), Calls, "tcp://127.0.0.1:0", client)
+    with pytest.raises(ConfigError, match="keys of a server; wanted those of a client"):
+        Client(Calls, "tcp://127.0.0.1:5", server)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["tcp://0.0.0.0:0", "tcp://*:*", "tcp://[::]:0", "tcp://192.0.2.7:5555"])
+def test_without_keys_only_loopback_is_served(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not of this machine only, .*`satrap keys FOLDER`"):
+        Service(Served(), Calls, text)
+
+
+def test_without_keys_only_loopback_is_called() -> None:
+    with pytest.raises(ConfigError, match="a client without keys is for loopback"):
+        Client(Calls, "tcp://192.0.2.7:5555")
+
+
+@pytest.mark.parametrize("text", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://localhost:0", "tcp://127.9.9.9:0"])
+def test_loopback_in_all_its_forms(text: str) -> None:
+    with Service(Served(), Calls, text) as service:
+        host, port = split_address(service.address)
+        assert is_loopback(host) and port > 0
+        with Client(Calls, service.address) as client:
+            assert client.call.add(2) == 2
+
+
+def test_the_sixth_version_of_ip() -> None:
+    try:
+        service = Service(Served(), Calls, "tcp://[::1]:0")
+    except ConfigError as error:
+        pytest.skip(f"not here: {error}")
+    with service, Client(Calls, service.address) as client:
+        assert service.address.startswith("tcp://[::1]:")
+        assert client.call.add(2) == 2
+
+
+def test_every_address_with_keys(tmp_path: Path) -> None:
+    server, client = (Keys.read(path) for path in make_keys(tmp_path))
+    with Service(Served(), Calls, "tcp://*:0", server) as service:
+        host, port = split_address(service.address)
+        assert host == os.uname().nodename
+        with Client(Calls, join_address("127.0.0.1", port), client) as caller:
+            assert caller.call.add(2) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "127.0.0.1:1",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:x",
+        "tcp://127.0.0.1:65536",
+        "ipc:///tmp/x",
+        "tcp://::1:5",
+        None,
+        "tcp://a b:1/",
+        "tcp://:1",
+        "inproc://x",
+    ],
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"the address is .*; wanted e\.g\. tcp://127\.0\.0\.1:5555"):
+        Service(Served(), Calls, text)
+
+
+def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the host 'x{64}' cannot be resolved"):
+        Service(Served(), Calls, f"tcp://{'x' * 64}:0")
+    server = Keys.read(make_keys(tmp_path)[0])
+    for keys in (None, server):
+        with (
+            Service(Served(), Calls, "tcp://127.0.0.1:0", keys) as service,
+            pytest.raises(ConfigError, match=r"cannot be served: .*; give a free port"),
+        ):
+            Service(Served(), Calls, service.address, keys)
+    for text in ("tcp://*:5", "tcp://127.0.0.1:0", "tcp://0.0.0.0:5"):
+        with pytest.raises(ConfigError, match="wanted that of one server"):
+            Client(Calls, text)

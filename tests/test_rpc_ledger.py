@@ -1,0 +1,142 @@
+"""The server's book-keeping and the caller's schedule, without a socket or a clock: against plain models."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from satrap.errors import ConfigError
+from satrap.rpc.header import Header, Kind
+from satrap.rpc.ledger import Ledger, Limits, Request, Verdict
+from satrap.rpc.schedule import Schedule
+
+LIMITS = Limits(max_requests=4, max_bytes=100)
+
+
+def header(client: int, call: int, num_bytes: int = 1, deadline_ms: int = 1000) -> Header:
+    return Header(kind=Kind.REQUEST, method=0, client=client, call=call, body_bytes=num_bytes, deadline_ms=deadline_ms)
+
+
+class Books(RuleBasedStateMachine):
+    """The model keeps lists and looks everything up in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger, self.now = Ledger(LIMITS), 0.0
+        self.queued: list[tuple[tuple[int, int], int, float]] = []
+        self.running: dict[tuple[int, int], tuple[Request, int]] = {}
+        self.routes: dict[int, bytes] = {}
+        self.num_routes = 0
+
+    def is_full(self, num_bytes: int) -> bool:
+        used = sum(size for _, size, _ in self.queued) + sum(size for _, size in self.running.values())
+        return len(self.queued) + len(self.running) == LIMITS.max_requests or used + num_bytes > LIMITS.max_bytes
+
+    @rule(client=st.integers(1, 3), call=st.integers(1, 3), num_bytes=st.integers(0, 60), ms=st.integers(1, 40))
+    def arrive(self, client: int, call: int, num_bytes: int, ms: int) -> None:
+        self.num_routes += 1
+        self.routes[client] = route = b"%d" % self.num_routes
+        name, until = (client, call), self.now + ms / 1000
+        verdict = self.ledger.arrive(header(client, call, num_bytes, ms), (), route, self.now)
+        if name in self.running:
+            assert verdict is Verdict.DUPLICATE
+        elif any(each == name for each, _, _ in self.queued):
+            assert verdict is Verdict.DUPLICATE
+            self.queued = [(n, b, max(u, until)) if n == name else (n, b, u) for n, b, u in self.queued]
+        else:
+            if self.is_full(num_bytes):
+                self.queued = [each for each in self.queued if self.now < each[2]]
+            assert verdict is (Verdict.BUSY if self.is_full(num_bytes) or self.ledger.closed else Verdict.QUEUED)
+            if verdict is Verdict.QUEUED:
+                self.queued.append((name, num_bytes, until))
+
+    @rule()
+    def begin(self) -> None:
+        while self.queued and self.queued[0][2] <= self.now:
+            del self.queued[0]
+        request = self.ledger.begin(self.now)
+        assert (request is None) == (not self.queued)
+        if request is not None:
+            name, num_bytes, _ = self.queued.pop(0)
+            assert request.name == name
+            self.running[name] = request, num_bytes
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), sent=st.booleans())
+    def finish(self, data: st.DataObject, sent: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        request, _ = self.running.pop(name)
+        assert self.ledger.finish(request) == self.routes[name[0]]
+        assert self.ledger.finish(request) is None
+        if not sent:
+            self.ledger.unsent()
+
+    @rule(ms=st.integers(1, 30))
+    def time_passes(self, ms: int) -> None:
+        self.now += ms / 1000
+
+    @precondition(lambda self: self.num_routes > 20)
+    @rule()
+    def close(self) -> None:
+        self.ledger.drop_queued()
+        self.queued.clear()
+
+    @invariant()
+    def agree(self) -> None:
+        self.ledger.check()
+        assert self.ledger.num_queued == len(self.queued)
+        assert self.ledger.num_running == len(self.running)
+
+    def teardown(self) -> None:
+        self.ledger.drop_queued()
+        self.ledger.drop_running()
+        self.ledger.check()
+        assert self.ledger.open_bytes == self.ledger.num_running == self.ledger.num_queued == 0
+        assert all(self.ledger.finish(request) is None for request, _ in self.running.values())
+
+
+TestBooks = Books.TestCase
+
+
+def test_an_expired_request_gives_its_place_to_another() -> None:
+    ledger = Ledger(Limits(max_requests=1))
+    assert ledger.arrive(header(1, 1, deadline_ms=10), (), b"a", 0.0) is Verdict.QUEUED
+    assert ledger.arrive(header(2, 1), (), b"b", 0.005) is Verdict.BUSY
+    assert ledger.arrive(header(2, 1), (), b"b", 0.010) is Verdict.QUEUED
+    assert ledger.counts.expired == 1
+
+
+@pytest.mark.parametrize("name", ["max_requests", "max_bytes", "max_frame_bytes", "max_frames"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, 2**63])
+def test_limits_are_checked(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"Limits: {name} is"):
+        Limits(**{name: value})  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["send", "busy", "pass"]), st.floats(0.0, 1.0)), max_size=60),
+    st.floats(0.1, 20.0),
+    st.floats(0.01, 5.0),
+)
+def test_a_schedule_keeps_its_promises(events: list[tuple[str, float]], deadline: float, retry: float) -> None:
+    schedule, now = Schedule(deadline=deadline, retry_seconds=retry, due=0.0), 0.0
+    last_sent, refused, pauses = -1e9, False, []
+    assert schedule.is_due(0.0)
+    for kind, amount in events:
+        if kind == "pass":
+            now += schedule.wait(now) * 1.0001 if amount > 0.5 else amount
+        elif kind == "busy" and schedule.num_sent:
+            schedule.busy(now, amount)
+            refused = True
+            pauses.append((schedule.due - now) / (0.5 + amount))
+        elif schedule.is_due(now):
+            assert refused or now >= last_sent + retry
+            schedule.sent(now)
+            last_sent, refused = now, False
+            assert not schedule.is_due(now)
+        assert not (schedule.is_due(now) and schedule.is_over(now))
+        assert 0.0 <= schedule.wait(now) <= max(0.0, deadline - now)
+    assert schedule.is_over(now) == (now >= deadline)
+    assert pauses == pytest.approx([min(0.005 * 2**i, 0.5) for i in range(len(pauses))])

@@ -1,0 +1,83 @@
+"""Networks that lose, repeat, delay and listen: no call is lost, and with keys nobody else is heard or understood."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rpc_parts import DEADLINE_SECONDS, ByteProxy, Calls, FrameProxy, Served
+from satrap.errors import DeadlineError
+from satrap.rpc import Client, Keys, Service
+from satrap.rpc.keys import make_keys
+
+ANYWHERE = "tcp://127.0.0.1:0"
+MARK = b"the ids of this batch, sixty-four bytes that nobody should see!!"
+
+
+@pytest.mark.parametrize(
+    ("drop", "repeat", "hold"), [(0.2, 0.0, 0.0), (0.0, 0.4, 0.0), (0.0, 0.0, 0.4), (0.15, 0.2, 0.2)]
+)
+def test_no_call_is_lost_in_a_network_that_loses(seed: int, drop: float, repeat: float, hold: float) -> None:
+    served = Served()
+    with (
+        Service(served, Calls, ANYWHERE) as service,
+        FrameProxy(service.address, seed, drop, repeat, hold) as proxy,
+        Client(Calls, proxy.address, deadline=DEADLINE_SECONDS, retry_seconds=0.05) as client,
+    ):
+
+        def work(number: int) -> None:
+            for step in range(15):
+                ids = np.arange(number * 100 + step, dtype=np.uint64)
+                begun = [client.begin("double", ids), client.begin("add", 1)]
+                assert np.array_equal(begun[0].result(), 2 * ids)
+                assert begun[1].result() > 0
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        assert served.num_runs >= 60
+
+
+@pytest.mark.parametrize("secured", [True, False])
+def test_what_a_listener_sees(tmp_path: Path, secured: bool) -> None:
+    keys = [Keys.read(path) for path in make_keys(tmp_path)] if secured else [None, None]
+    ids = np.frombuffer(MARK * 2000, np.uint64)
+    with (
+        Service(Served(), Calls, ANYWHERE, keys[0]) as service,
+        ByteProxy(service.address) as proxy,
+        Client(Calls, proxy.address, keys[1], deadline=DEADLINE_SECONDS) as client,
+    ):
+        assert np.array_equal(client.call.double(ids), 2 * ids)
+        assert len(proxy.seen) > 2 * ids.nbytes
+        for secret in (MARK, (2 * ids[:8]).tobytes(), b"STRP"):
+            assert (secret in proxy.seen) == (not secured)
+
+
+def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
+    server, client = (Keys.read(path) for path in make_keys(tmp_path / "ours"))
+    foreign, stranger = (Keys.read(path) for path in make_keys(tmp_path / "theirs"))
+    knows_the_server = Keys(role="client", secret=stranger.secret, public=stranger.public, peer=server.public)
+    takes_another = Keys(role="client", secret=client.secret, public=client.public, peer=foreign.public)
+    served = Served()
+    with Service(served, Calls, ANYWHERE, server) as service:
+        with Client(Calls, service.address, client, deadline=DEADLINE_SECONDS) as good:
+            assert good.call.add(1) == 1
+            for keys in (None, stranger, knows_the_server, takes_another):
+                with (
+                    Client(Calls, service.address, keys) as refused,
+                    pytest.raises(DeadlineError, match=r"no connection within 0\.4 s; .*keys of both of one"),
+                ):
+                    refused.within(0.4).add(100)
+            assert good.call.add(1) == 2
+        assert served.num_runs == 2
+
+
+def test_a_client_with_keys_does_not_talk_to_a_server_without(tmp_path: Path) -> None:
+    _, client = (Keys.read(path) for path in make_keys(tmp_path))
+    served = Served()
+    with Service(served, Calls, ANYWHERE) as service, Client(Calls, service.address, client) as refused:
+        with pytest.raises(DeadlineError, match=r"no connection within 0\.4 s"):
+            refused.within(0.4).add(100)
+        assert served.num_runs == 0 and service.counts()["bad"] == 0

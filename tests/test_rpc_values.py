@@ -1,0 +1,328 @@
+"""Values as frames, and methods as numbers, without a socket: what is encoded is decoded, and nothing else is."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rpc_parts import Calls
+from satrap.errors import CapacityError, ConfigError, DeadlineError, InputError, RpcError
+from satrap.rpc.faults import decode_error, encode_error
+from satrap.rpc.header import Origin
+from satrap.rpc.methods import methods_of
+from satrap.rpc.values import ArrayType, ValueType, decode, encode, read_type
+
+DTYPES = [np.bool_, np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
+FLOATS = [np.float16, np.float32, np.float64]
+INTS = st.integers(-(2**63), 2**64 - 1)
+REALS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | INTS | REALS | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+PLAIN: list[tuple[Any, st.SearchStrategy[Any]]] = [
+    (None, st.none()),
+    (bool, st.booleans()),
+    (int, INTS),
+    (float, REALS),
+    (str, st.text()),
+    (list[int], st.lists(INTS, max_size=4)),
+    (dict[str, float], st.dictionaries(st.text(), REALS, max_size=4)),
+    (list[dict[str, str | None]], st.lists(st.dictionaries(st.text(), st.none() | st.text()), max_size=3)),
+    (str | None, st.none() | st.text()),
+    (int | list[str], INTS | st.lists(st.text(), max_size=3)),
+    (dict, st.dictionaries(st.text(), JSON, max_size=3)),
+    (object, JSON),
+]
+
+
+def arrays(dtype: Any) -> st.SearchStrategy[NDArray[Any]]:
+    size = np.dtype(dtype).itemsize
+
+    def make(data: bytes) -> NDArray[Any]:
+        whole = np.frombuffer(data[: len(data) // size * size], np.uint8)
+        return (whole & 1).view(np.bool_) if dtype is np.bool_ else whole.view(dtype)
+
+    return st.binary(max_size=80).map(make)
+
+
+def pairs() -> st.SearchStrategy[tuple[ValueType, Any]]:
+    """A type and a value of it."""
+    plain = [st.tuples(st.just(read_type("x", annotation)), value) for annotation, value in PLAIN]
+    whole = [st.tuples(st.just(ArrayType(np.dtype(dtype))), arrays(dtype)) for dtype in DTYPES + FLOATS]
+    absent = st.sampled_from(DTYPES).map(lambda dtype: (ArrayType(np.dtype(dtype), optional=True), None))
+    return st.one_of(*plain, *whole, absent)
+
+
+def name(i: int) -> str:
+    return f"value {i}"
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    return type(a) is type(b) and bool(a == b)
+
+
+@given(st.lists(pairs(), max_size=6), st.integers(0, 7))
+def test_what_is_encoded_is_decoded(given: list[tuple[ValueType, Any]], shift: int) -> None:
+    kinds, values = [kind for kind, _ in given], [value for _, value in given]
+    frames = encode(kinds, values, name, InputError)
+    assert len(frames) == 1 + sum(isinstance(value, np.ndarray) for value in values)
+    # A frame may lie anywhere in what was received.
+    moved = [memoryview(b" " * shift + bytes(frame))[shift:] for frame in frames]
+    found = decode(kinds, moved, name)
+    assert all(map(same, found, values))
+    for value in found:
+        assert not isinstance(value, np.ndarray) or (value.flags.aligned and not value.flags.writeable)
+
+
+@given(st.lists(pairs(), max_size=4), st.data())
+def test_damaged_frames_are_refused_or_mean_other_values(given: list[tuple[ValueType, Any]], data: Any) -> None:
+    kinds = [kind for kind, _ in given]
+    frames = [bytes(frame) for frame in encode(kinds, [value for _, value in given], name, InputError)]
+    at = data.draw(st.integers(0, len(frames) - 1))
+    frames[at] = data.draw(st.binary(max_size=90) | st.just(frames[at] + b"\0") | st.just(frames[at][:-1]))
+    try:
+        found = decode(kinds, [memoryview(frame) for frame in frames], name)
+    except RpcError:
+        return
+    again = encode(kinds, found, name, InputError)
+    assert all(map(same, decode(kinds, again, name), found))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1",
+        "[NaN]",
+        "[Infinity]",
+        "[1e999]",
+        "[1]x",
+        "[" * 100_000,
+        '["1"]',
+        "[1.5]",
+        "[true]",
+        "[null]",
+        "[18446744073709551616]",
+        "[1, 2]",
+        "[]",
+        "[" + "9" * 5000 + "]",
+        "\xff",
+    ],
+)
+def test_json_that_is_not_the_value(text: str) -> None:
+    with pytest.raises(RpcError):
+        decode([read_type("x", int)], [text.encode("latin-1")], name)
+
+
+@pytest.mark.parametrize("size", ["1", "3", "-1", "true", "null", '"2"', "2.0", "[]"])
+def test_an_arrays_size_must_be_that_of_its_frame(size: str) -> None:
+    kinds = [ArrayType(np.dtype(np.uint32))]
+    assert decode(kinds, [b"[2]", bytes(8)], name)[0].size == 2
+    with pytest.raises(RpcError, match=r"value 0 has (a|no) frame|found 2 frames; wanted 1"):
+        decode(kinds, [f"[{size}]".encode(), bytes(8)], name)
+
+
+def test_frames_too_many_and_too_few_and_no_bools() -> None:
+    kinds: list[ValueType] = [ArrayType(np.dtype(np.bool_))]
+    with pytest.raises(RpcError, match="found 3 frames; wanted 2"):
+        decode(kinds, [b"[1]", b"\1", b""], name)
+    with pytest.raises(RpcError, match="value 0 has no frame"):
+        decode(kinds, [b"[1]"], name)
+    with pytest.raises(RpcError, match="no list of values; wanted 1"):
+        decode(kinds, [], name)
+    with pytest.raises(RpcError, match="neither 0 nor 1; wanted bool\\[\\]"):
+        decode(kinds, [b"[1]", b"\2"], name)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (int, True),
+        (int, 1.0),
+        (int, 2**64),
+        (int, np.int64(1)),
+        (float, "1"),
+        (float, float("nan")),
+        (float, float("inf")),
+        (bool, 1),
+        (str, b"x"),
+        (str, None),
+        (list[int], [1, "2"]),
+        (list[int], (1, 2)),
+        (dict[str, int], {1: 1}),
+        (object, {"a": {1: 2}}),
+        (object, [object()]),
+        (object, float("-inf")),
+        (NDArray[np.uint64], [1]),
+        (NDArray[np.uint64], np.zeros(2)),
+        (NDArray[np.uint64], np.zeros((1, 2), np.uint64)),
+        (NDArray[np.uint64], None),
+        (NDArray[np.float32] | None, 0),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_before_they_are_sent(annotation: Any, value: object) -> None:
+    with pytest.raises(InputError, match=r"value 0 is .*; wanted "):
+        encode([read_type("x", annotation)], [value], name, InputError)
+
+
+def test_values_that_nest_without_end_or_are_too_many() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(InputError, match="wanted object"):
+        encode([read_type("x", object)], [endless], name, InputError)
+    with pytest.raises(InputError, match="at most 4194304: send arrays"):
+        encode([read_type("x", str)], ["x" * (5 << 20)], name, InputError)
+    with pytest.raises(RpcError, match="wanted at most 4194304"):
+        decode([read_type("x", str)], [json.dumps(["x" * (5 << 20)]).encode()], name)
+
+
+def test_arrays_that_are_not_contiguous_arrive_in_order() -> None:
+    ids = np.arange(10, dtype=np.uint64)[::-2]
+    frames = encode([ArrayType(ids.dtype)], [ids], name, InputError)
+    assert np.array_equal(decode([ArrayType(ids.dtype)], frames, name)[0], ids)
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        tuple[int, int],
+        set[int],
+        bytes,
+        dict[int, int],
+        np.ndarray,
+        NDArray[np.complex128],
+        NDArray[np.str_],
+        Origin,
+        NDArray[Any],
+        NDArray[np.float32] | int,
+        NDArray[np.float32] | NDArray[np.int64],
+        list[NDArray[np.int64]],
+        Callable[[], int],
+    ],
+)
+def test_annotations_that_cannot_travel(annotation: Any) -> None:
+    with pytest.raises(ConfigError, match=r"x: found .*"):
+        read_type("x", annotation)
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_is_named_by_its_whole_signature() -> None:
+    methods = methods_of(Calls)
+    assert str(methods["double"]) == "Calls.double(ids: uint64[]) -> uint64[]"
+    assert str(methods["nothing"]) == "Calls.nothing() -> None"
+    assert str(methods["echo"]).startswith("Calls.echo(Origin, ids: uint64[], rows: float32[] | None, flags: bool[],")
+    assert str(methods["echo"]).endswith("str | None, list[int] | None, dict[str, object] | None)")
+    assert len({method.number for method in methods.values()}) == len(methods)
+
+    class Other(Protocol):
+        def double(self, ids: NDArray[np.int64]) -> NDArray[np.uint64]: ...
+
+    assert methods_of(Other)["double"].number != methods["double"].number
+
+
+def test_arguments_by_position_by_name_and_by_default() -> None:
+    class Named(Protocol):
+        def read(self, origin: Origin, table: int, ids: NDArray[np.uint64], *, train: bool = True) -> None: ...
+
+    method, origin, ids = methods_of(Named)["read"], Origin(step=3), np.arange(3, dtype=np.uint64)
+    whole: tuple[object, ...] = (origin, 1, ids)
+    good: list[tuple[tuple[object, ...], dict[str, object]]]
+    good = [(whole, {}), (whole[:1], {"ids": ids, "table": 1}), (whole, {"train": True})]
+    for by_place, named in good:
+        sent, frames = method.encode_arguments(by_place, named)
+        positional, by_name = method.decode_arguments(sent, frames)
+        assert positional[:2] == [origin, 1] and np.array_equal(positional[2], ids) and by_name == {"train": True}
+    for by_place, named in [(whole[:1], {}), ((*whole, True), {}), (whole, {"trian": True})]:
+        with pytest.raises(InputError, match=r"Named\.read: .*; wanted Named\.read\(Origin, table: int,"):
+            method.encode_arguments(by_place, named)
+    with pytest.raises(InputError, match=r"found int first; wanted Origin"):
+        method.encode_arguments((1, 1, ids), {})
+
+
+def test_results_that_are_not_those_annotated() -> None:
+    methods = methods_of(Calls)
+    with pytest.raises(RpcError, match=r"Calls\.nothing gave a int; wanted None"):
+        methods["nothing"].encode_result(1)
+    with pytest.raises(RpcError, match=r"Calls\.double: the result is float64 of shape \(2,\); wanted uint64\[\]"):
+        methods["double"].encode_result(np.zeros(2))
+    with pytest.raises(RpcError, match=r"Calls\.echo gave a list; wanted a tuple of 14"):
+        methods["echo"].encode_result([])
+
+
+class Bare(Protocol):
+    def f(self, x) -> None: ...  # type: ignore[no-untyped-def]
+
+
+class NoResult(Protocol):
+    def f(self, x: int): ...  # type: ignore[no-untyped-def]
+
+
+class Many(Protocol):
+    def f(self, *x: int) -> None: ...
+
+
+class Reserved(Protocol):
+    def f(self, deadline: float) -> None: ...
+
+
+class Empty(Protocol):
+    def _f(self) -> None: ...
+
+
+class NoProtocol:
+    def f(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("protocol", "words"),
+    [
+        (Bare, "Bare.f: x has no annotation"),
+        (NoResult, "NoResult.f: the result has no annotation"),
+        (Many, "takes any number of arguments"),
+        (Reserved, "deadline is what callers give"),
+        (Empty, "has no public method"),
+        (NoProtocol, "wanted a class derived from typing.Protocol"),
+    ],
+)
+def test_protocols_that_cannot_be_served(protocol: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        methods_of(protocol)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_our_errors_keep_their_class_and_others_their_name() -> None:
+    found = decode_error(encode_error(CapacityError("full")), "Calls.add", "tcp://a:1")
+    assert type(found) is CapacityError and str(found) == "full"
+    assert found.__notes__ == ["raised by Calls.add at tcp://a:1"]
+    assert type(decode_error(encode_error(DeadlineError("x")), "m", "a")) is DeadlineError
+    other = decode_error(encode_error(KeyError("item")), "Calls.add", "tcp://a:1")
+    assert type(other) is RpcError and str(other) == "Calls.add at tcp://a:1 failed with KeyError: 'item'"
+    long = decode_error(encode_error(ValueError("x" * 10**6)), "m", "a")
+    assert len(str(long)) < 10_000 and "(1000000 characters)" in str(long)
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b""], [b"[]"], [b'["A", 1]'], [b'["A"]'], [b"{}"], [b"[" * 10**5], [b"x", b"y"]]
+)
+def test_errors_that_cannot_be_read(frames: list[bytes]) -> None:
+    with pytest.raises(RpcError, match="its error cannot be read"):
+        raise decode_error(frames, "m", "a")
+
+
+def test_a_name_of_no_error_of_ours_is_not_looked_up() -> None:
+    for name in ("SystemExit", "__builtins__", "__doc__", "Exception"):
+        assert type(decode_error([json.dumps([name, "x"]).encode()], "m", "a")) is RpcError

@@ -17,6 +17,7 @@ import numpy as np
 from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
 from satrap.features import Features
+from satrap.inputs import Inputs
 from satrap.job import Job
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
@@ -43,6 +44,14 @@ def features() -> Features:
             "path": item.sequence(3),
         }
     )
+
+
+def one_table(**options: Any) -> Features:
+    return Features({"id": Table("t", dim=2, optimizer=Adagrad(lr=0.1), **{"num_buckets": 8, **options})})
+
+
+def batch(ids: Any) -> Inputs:
+    return Inputs(names=("id",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def test_the_errors_are_one_tree_and_drawn() -> None:
 
 
 def test_importing_costs_little() -> None:
-    """Neither torch nor pyarrow, nor what a cluster needs: a server starts without them. Asked of a fresh interpreter."""
+    """No torch, no pyarrow, nothing of a cluster: a server starts without them. Asked of a fresh interpreter."""
     program = "import sys, satrap.tables; print(*sorted({'torch', 'pyarrow', 'ray', 'zmq'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.split() == []

@@ -5,25 +5,19 @@ what goes wrong between them is told, or mended, and never applied twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import satrap.server
 from bag_oracle import draw_bags, follow
-from cluster import IDS, Killable, both_step, contents, features, remote, serving
+from cluster import IDS, batch, both_step, contents, features, one_table, remote, serving
 from satrap.calls import ServerCalls
-from satrap.config import Adagrad, Table
 from satrap.errors import AttemptError, CapacityError, ConfigError, NonFiniteError, TicketError
-from satrap.features import Features
-from satrap.inputs import Inputs
 from satrap.job import Job
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
-from satrap.rpc import Client, Origin, Service
-from satrap.server import Server
+from satrap.rpc import Client, Origin
 from satrap.servers import Servers
 
 
@@ -105,14 +99,6 @@ def test_learning_rates(worker: RemoteWorker, rng: np.random.Generator) -> None:
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
-
-
-def one_table(**options: Any) -> Features:
-    return Features({"id": Table("t", dim=2, optimizer=Adagrad(lr=0.1), **{"num_buckets": 8, **options})})
-
-
-def batch(ids: Any) -> Inputs:
-    return Inputs(names=("id",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
 
 
 def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(
@@ -251,61 +237,3 @@ def test_a_server_runs_without_torch() -> None:
     program = "import sys, satrap.server, satrap.rpc.service, satrap.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
-
-
-# -- servers that die --------------------------------------------------------------------------------------------------
-
-
-def test_a_server_that_is_started_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Between lookup and update, on the same rows: its tickets are gone, its rows are not."""
-    local = LocalWorker(one_table(), num_threads=1)
-    service = Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0")
-    try:
-        with remote(one_table(), [service.address]) as worker:
-            looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
-            service.close()
-            del service
-            service = Service(Server(shared=tmp_path / "rows"), ServerCalls, worker.servers.addresses[0])
-            for each, one in zip((local, worker), looked, strict=True):
-                each.update([one.ticket] if one.ticket else [], [np.ones((30, 2), np.float32)], step=1)
-            assert contents(worker) == contents(local)
-    finally:
-        service.close()
-
-
-def test_killed_at_random_moments_no_update_is_lost_or_doubled(tmp_path: Path, rng: np.random.Generator) -> None:
-    import threading
-
-    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
-    files = [shm / f"satrap-{tmp_path.name}-{n}-{np.random.SeedSequence().entropy}" for n in range(2)]
-    killable = [Killable(file) for file in files]
-    done = threading.Event()
-
-    def kill() -> None:
-        draw = np.random.default_rng(1)
-        for _ in range(6):
-            if done.wait(draw.uniform(0.0, 0.2)):
-                return
-            victim = killable[int(draw.integers(2))]
-            victim.kill()
-            victim.restart()
-
-    local = LocalWorker(features(), num_threads=1)
-    killer = threading.Thread(target=kill)
-    try:
-        with remote(features(), [each.address for each in killable]) as worker:
-            killer.start()
-            step = 0
-            while killer.is_alive() or step < 30:
-                step += 1
-                both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
-            assert contents(worker) == contents(local)
-            for table in worker.tables.values():
-                table.check()
-    finally:
-        done.set()
-        killer.join()
-        for each in killable:
-            each.end()
-        for file in files:
-            file.unlink()

@@ -244,7 +244,9 @@ def test_arguments_by_position_by_name_and_by_default() -> None:
         sent, frames = method.encode_arguments(by_place, named)
         positional, by_name = method.decode_arguments(sent, frames)
         assert positional[:2] == [origin, 1] and np.array_equal(positional[2], ids) and by_name == {"train": True}
-    for by_place, named in [(whole[:1], {}), ((*whole, True), {}), (whole, {"trian": True})]:
+    bad: list[tuple[tuple[object, ...], dict[str, object]]]
+    bad = [(whole[:1], {}), ((*whole, True), {}), (whole, {"trian": True})]
+    for by_place, named in bad:
         with pytest.raises(InputError, match=r"Named\.read: .*; wanted Named\.read\(Origin, table: int,"):
             method.encode_arguments(by_place, named)
     with pytest.raises(InputError, match=r"found int first; wanted Origin"):

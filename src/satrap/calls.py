@@ -22,9 +22,9 @@ class ServerCalls(Protocol):
     """See the file's docstring. Tables are numbered as in the job."""
 
     def hello(self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int) -> dict[str, Any]:
-        """Makes a new server this job's, and tells whether one that is so already agrees in every field.
+        """Makes a new server this job's, or raises if one that is so already differs in a field.
 
-        Of attempt 0: only asks. server: which of the map's this one is. Returns `attempt`, `latest_step` and `lrs`.
+        server: which of the map's this one is. Returns `attempt`, `latest_step` and `lrs`. The origin says nothing.
         """
         ...
 
@@ -63,9 +63,14 @@ class ServerCalls(Protocol):
         the version. since: only what changed since that version."""
         ...
 
+    def verify(self, origin: Origin, folders: list[list[str]]) -> None:
+        """Raises unless `restore` could take these; reads them whole, and changes nothing."""
+        ...
+
     def restore(self, origin: Origin, folders: list[list[str]]) -> bool:
-        """Makes the tables anew: empty, or of each table what its buckets here held in the folders of a full snapshot
-        and the changes after it, saved by any number of servers. Returns what `Tables.restore` does."""
+        """Begins the origin's attempt with new tables: empty, or of each table what its buckets here held in the
+        folders of a full snapshot and the changes after it, saved by any number of servers. Returns what
+        `Tables.restore` does."""
         ...
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:

@@ -143,6 +143,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
         if folders.keys() != self._tables.keys():
             raise InputError(f"folders are of {sorted(folders)}; wanted one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
+        self._servers.all("verify", chains, deadline=_SAVE_SECONDS)  # all of them, before one is changed
         return self._begin_anew(chains)
 
     def clear(self) -> None:
@@ -150,6 +151,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
         self._begin_anew([])
 
     def _begin_anew(self, chains: list[list[str]]) -> bool:
+        self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
         may_follow = all(self._servers.all("restore", chains, deadline=_SAVE_SECONDS))
         self._servers.latest_step = 0
         return may_follow

@@ -44,6 +44,8 @@ class _Served:
     number: int = 0
     tickets: dict[int, OrderedDict[int, Ticket]] = field(default_factory=dict)
     """Of each trainer, by their numbers."""
+    restored: bool | None = None
+    """What `restore` answered, if that began this attempt."""
 
 
 class Server:
@@ -75,8 +77,11 @@ class Server:
                 self._served = self._empty(wanted)
             served = self._served
             self._agree(served, wanted, owners, server)
-            if origin.attempt not in (0, served.engine.attempt):
-                raise self._other_attempt(served, origin)
+            if served.bucket_map is not None and served.bucket_map.version > owners.version:
+                raise ConfigError(
+                    f"hello: the bucket map is of version {owners.version}; the server's is newer: "
+                    f"{served.bucket_map.version}"
+                )
             served.bucket_map, served.number = owners, server
         return {
             "attempt": served.engine.attempt,
@@ -154,33 +159,33 @@ class Server:
             part = Path(folder) / part_name(served.number, served.bucket_map.num_servers)
             return store.save(part) if since is None else store.save_changes(part, since=since)
 
+    def verify(self, origin: Origin, folders: list[list[str]]) -> None:
+        """See ServerCalls."""
+        with self._working(origin) as served:
+            served.tables.verify(dict(zip(served.tables, folders, strict=False)))
+
     def restore(self, origin: Origin, folders: list[list[str]]) -> bool:
-        """See ServerCalls. All files are verified first; then the old rows go, before the new ones come."""
+        """See ServerCalls. The old rows go before the new ones come: memory may not hold both."""
         with self._changed:
             served = self._ready()
-            self._require(served, origin)
+            if origin.attempt == served.engine.attempt and served.restored is not None:
+                return served.restored  # it came again
+            if origin.attempt <= served.engine.attempt:
+                raise self._other_attempt(served, origin)
             self._wait_for_calls()
             names = list(served.tables)
             if len(folders) not in (0, len(names)):
                 raise InputError(f"restore: folders of {len(folders)} tables; wanted of {len(names)}, or none")
             chains = dict(zip(names, folders, strict=False))
-            if chains:
-                served.tables.verify(chains)
-            job, owners, number = served.job, served.bucket_map, served.number
-            assert owners is not None
-            self._served = None
-            del served  # and with it the rows
-            if self._shared is not None:
-                os.unlink(self._shared)
-            made = self._empty(job)
-            made.bucket_map, made.number = owners, number
+            made = self._anew(served)
             made.engine.begin_attempt(origin.attempt)
-            may_follow = True
+            made.restored = True
             if chains:
-                owned = [np.array(table) == number for table in owners.owners]
-                may_follow = made.tables.restore(chains, owned)
+                assert made.bucket_map is not None
+                owned = [np.array(table) == made.number for table in made.bucket_map.owners]
+                made.restored = made.tables.restore(chains, owned)
             self._served = made
-            return may_follow
+            return made.restored
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
         """See ServerCalls."""
@@ -205,6 +210,18 @@ class Server:
             job.tables, seed=job.seed, num_threads=self._num_threads, simd=self._simd, shared=self._shared
         )
         return _Served(job, Tables.in_engine(places), places[0].engine)
+
+    def _anew(self, old: _Served) -> _Served:
+        """The same with empty tables; until it is there, there are none."""
+        job, owners, number = old.job, old.bucket_map, old.number
+        self._served = None
+        old.tickets.clear()
+        del old.tables, old.engine  # and with them the rows
+        if self._shared is not None:
+            os.unlink(self._shared)
+        made = self._empty(job)
+        made.bucket_map, made.number = owners, number
+        return made
 
     def _name(self, served: _Served, table: int) -> str:
         return list(served.tables)[check_integer("a call", "table", table, 0, len(served.tables) - 1, InputError)]

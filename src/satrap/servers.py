@@ -28,6 +28,7 @@ class Servers:
         attempt: int | None = None,
         keys: Keys | None = None,
         deadline: float = 60.0,
+        retry_seconds: float = 2.0,
     ) -> None:
         """Greets them all; raises if one is of another job.
 
@@ -35,6 +36,7 @@ class Servers:
         keys: the client's, of `satrap keys`; without them servers are on this machine.
         attempt: of the run, if somebody else began it. None: this process is alone, and begins the next.
         deadline: seconds after which a call that got no answer is an error.
+        retry_seconds: after which it is sent again.
         """
         if isinstance(addresses, str) or not addresses:
             raise ConfigError(f"addresses is {addresses!r}; wanted a list of at least one 'tcp://host:port'")
@@ -42,7 +44,8 @@ class Servers:
         self.skipped = [0] * len(job.tables)
         """Of each table: gradients of this process that were not finite and were left out."""
         self.bucket_map = BucketMap.even([table.resolved_num_buckets for table in job.tables], len(addresses))
-        self._clients = [Client(ServerCalls, each, keys=keys, deadline=deadline) for each in addresses]
+        how: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
+        self._clients = [Client(ServerCalls, each, **how) for each in addresses]
         self.attempt = 0 if attempt is None else attempt
         try:
             self._begin(alone=attempt is None)
@@ -100,4 +103,4 @@ class Servers:
             client.close()
 
     def _greet(self, server: int) -> dict[str, Any]:
-        return self._clients[server].call.hello(self.origin(0), self.job.to_dict(), self.bucket_map.to_dict(), server)
+        return self._clients[server].call.hello(Origin(), self.job.to_dict(), self.bucket_map.to_dict(), server)

@@ -95,7 +95,9 @@ class Client(Generic[P]):
             raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
         method, number = self._methods[name]
         origin, frames = method.encode_arguments(arguments, named)
-        seconds = self._deadline if deadline is None else _check_seconds("deadline", deadline)
+        seconds = self._deadline
+        if deadline is not None and deadline is not seconds:
+            seconds = _check_seconds("deadline", deadline)
         now = time.monotonic()
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now)
         connection = self._connection(min(seconds, _CONNECT_SECONDS))

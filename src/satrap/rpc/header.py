@@ -17,7 +17,7 @@ All numbers are little-endian and unsigned. (client, call) names a call wherever
 """
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 
 from satrap.checks import check_integer
@@ -41,6 +41,9 @@ class Kind(IntEnum):
     BUSY = 4
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
     """Who calls, and for what: a first parameter of this type travels in the header. Each field is a uint32."""
@@ -55,14 +58,16 @@ class Origin:
     """Of the map that says which server owns which bucket."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_integer("Origin", each.name, getattr(self, each.name), 0, 0xFFFFFFFF, InputError)
+        for name in ("attempt", "trainer", "step", "map_version"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= 0xFFFFFFFF:  # in the path of every call
+                object.__setattr__(self, name, check_integer("Origin", name, value, 0, 0xFFFFFFFF, InputError))
 
 
 NO_ORIGIN = Origin()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Header:
     """See the file's docstring."""
 
@@ -106,7 +111,7 @@ class Header:
             raise RpcError(f"a header begins with {magic!r}; wanted {_MAGIC!r}: the peer is not Satrap")
         if version != _VERSION:
             raise RpcError(f"a header of version {version}; wanted {_VERSION}: run one release of Satrap everywhere")
-        if not Kind.REQUEST <= kind <= Kind.BUSY:
+        if kind not in _KINDS:
             raise RpcError(f"a header of kind {kind}; wanted one of {', '.join(f'{k} ({k.name})' for k in Kind)}")
         if zero:
             raise RpcError(f"a header whose reserved bytes are {zero:#010x}; wanted zeros")
@@ -114,14 +119,16 @@ class Header:
             raise RpcError("a request that nobody waits for: 0 ms are left")
         method, client, call, body_bytes = numbers
         return cls(
-            kind=Kind(kind),
+            kind=_KINDS[kind],
             method=method,
             client=client,
             call=call,
             num_frames=num_frames,
             body_bytes=body_bytes,
             deadline_ms=deadline_ms,
-            origin=Origin(attempt=attempt, trainer=trainer, step=step, map_version=map_version),
+            origin=Origin(attempt=attempt, trainer=trainer, step=step, map_version=map_version)
+            if attempt or trainer or step or map_version
+            else NO_ORIGIN,
         )
 
     def check_frames(self, sizes: list[int]) -> None:

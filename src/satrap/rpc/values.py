@@ -4,9 +4,10 @@ A value is a 1-D array (`NDArray[np.uint64]`, any bool, integer or float type), 
 (of 64 bits), float (finite), str, list, dict with str keys, and unions of them; `object` is any of these. An array may
 be None where its annotation says so.
 
-A list of values becomes one JSON frame, then the bytes of each array, in order and little-endian. The JSON frame is a
-list with one item for every value: the value itself, or of an array its number of elements. Nothing else is ever
-decoded, no pickle in particular. Arrays are not copied on either side, and decoded ones are read-only.
+A list of values becomes one JSON frame, then the bytes of each array, in order and little-endian, as all machines are
+that Satrap runs on. The JSON frame is a list with one item for every value: the value itself, or of an array its number
+of elements. Nothing else is ever decoded, no pickle in particular. Arrays are not copied on either side, and decoded
+ones are read-only.
 """
 
 import json
@@ -153,8 +154,8 @@ def encode(
             raise error(f"{name(i)} is {found}; wanted {kind} in one dimension")
         else:
             plain.append(value.size)
-            frames.append(_bytes_of(np.ascontiguousarray(value, kind.dtype.newbyteorder("<"))))
-    frames[0] = memoryview(json.dumps(plain, allow_nan=False, separators=(",", ":")).encode())
+            frames.append(np.ascontiguousarray(value).view(np.uint8).data)
+    frames[0] = memoryview(_ENCODER.encode(plain).encode())
     if len(frames[0]) > MAX_JSON_BYTES:
         raise error(f"values other than arrays take {len(frames[0])} bytes; at most {MAX_JSON_BYTES}: send arrays")
     return frames
@@ -182,17 +183,14 @@ def decode(wanted: Sequence[ValueType], frames: Sequence[Buffer], name: Callable
     return values
 
 
-def _bytes_of(array: NDArray[Any]) -> memoryview:
-    return array.view(np.uint8).data
-
-
 def _as_array(kind: ArrayType, frame: Buffer, size: object, name: str) -> NDArray[Any]:
     if not _is_int(size) or size * kind.dtype.itemsize != len(frame):  # type: ignore[operator]
         raise RpcError(f"{name} has a frame of {len(frame)} bytes for {describe(size)} elements; wanted {kind}")
-    array = np.frombuffer(frame, kind.dtype.newbyteorder("<"))
+    array = np.frombuffer(frame, kind.dtype)
     if kind.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
         raise RpcError(f"{name} has bytes that are neither 0 nor 1; wanted {kind}")
-    array = np.require(array, kind.dtype, ("A",))  # small frames lie anywhere in the receiver's buffer
+    if not array.flags.aligned:  # small frames lie anywhere in the receiver's buffer
+        array = array.copy()
     array.flags.writeable = False
     return array
 
@@ -201,13 +199,17 @@ def _parse(frame: Buffer) -> Any:
     if len(frame) > MAX_JSON_BYTES:
         raise RpcError(f"a JSON frame of {len(frame)} bytes; wanted at most {MAX_JSON_BYTES}")
     try:
-        return json.loads(bytes(frame), parse_constant=_refuse_constant)
+        return _DECODER.decode(str(frame, "utf-8"))
     except (ValueError, RecursionError) as error:
         raise RpcError(f"a frame that should be JSON is not: {type(error).__name__}: {error}") from None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"it holds {name}")
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _fits(kind: PlainType, value: object) -> bool:

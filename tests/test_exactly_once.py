@@ -1,0 +1,96 @@
+"""Networks that lose, double and delay messages, and servers that are killed: every update is applied exactly once.
+
+The oracle is a worker with its own rows that is given the same batches: bit for bit the same rows in the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bag_oracle import draw_bags
+from cluster import Killable, batch, both_step, contents, features, one_table, remote, serving
+from rpc_parts import FrameProxy
+from satrap.calls import ServerCalls
+from satrap.local import LocalWorker
+from satrap.rpc import Service
+from satrap.server import Server
+
+
+@pytest.mark.parametrize(
+    ("drop", "repeat", "hold"), [(0.2, 0.0, 0.0), (0.0, 0.5, 0.5), (0.15, 0.2, 0.2)], ids=["lossy", "doubling", "bad"]
+)
+def test_a_network_that_misbehaves(
+    seed: int, rng: np.random.Generator, drop: float, repeat: float, hold: float
+) -> None:
+    local = LocalWorker(features(), num_threads=1)
+    with ExitStack() as stack:
+        services = stack.enter_context(serving(2))
+        proxies = [stack.enter_context(FrameProxy(each.address, seed, drop, repeat, hold)) for each in services]
+        addresses = [each.address for each in proxies]
+        worker = stack.enter_context(remote(features(), addresses, retry_seconds=0.03))
+        for step in range(1, 31):
+            both_step([local, worker], rng, [draw_bags(rng, local.features, 12) for _ in range(1 + step % 2)], step)
+        assert contents(worker) == contents(local)
+        repeated = 0
+        for table in worker.tables.values():
+            table.check()
+            repeated += table.stats()["repeated"]
+        assert repeated > 0, "no update came twice, so nothing was tested"
+
+
+def test_a_server_that_is_started_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Between lookup and update, on the same rows: its tickets are gone, its rows are not."""
+    local = LocalWorker(one_table(), num_threads=1)
+    service = Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0")
+    try:
+        with remote(one_table(), [service.address]) as worker:
+            looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
+            service.close()
+            del service
+            service = Service(Server(shared=tmp_path / "rows"), ServerCalls, worker.servers.addresses[0])
+            for each, one in zip((local, worker), looked, strict=True):
+                each.update([one.ticket] if one.ticket else [], [np.ones((30, 2), np.float32)], step=1)
+            assert contents(worker) == contents(local)
+    finally:
+        service.close()
+
+
+def test_killed_at_random_moments_no_update_is_lost_or_doubled(tmp_path: Path, rng: np.random.Generator) -> None:
+    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    files = [shm / f"satrap-{tmp_path.name}-{n}-{np.random.SeedSequence().entropy}" for n in range(2)]
+    killable = [Killable(file) for file in files]
+    done = threading.Event()
+
+    def kill() -> None:
+        draw = np.random.default_rng(1)
+        for _ in range(6):
+            if done.wait(draw.uniform(0.0, 0.2)):
+                return
+            victim = killable[int(draw.integers(2))]
+            victim.kill()
+            victim.restart()
+
+    local = LocalWorker(features(), num_threads=1)
+    killer = threading.Thread(target=kill)
+    try:
+        with remote(features(), [each.address for each in killable]) as worker:
+            killer.start()
+            step = 0
+            while killer.is_alive() or step < 30:
+                step += 1
+                both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
+            assert contents(worker) == contents(local)
+            for table in worker.tables.values():
+                table.check()
+    finally:
+        done.set()
+        killer.join()
+        for each in killable:
+            each.end()
+        for file in files:
+            file.unlink()

@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 
+#include "bindings_wire.hpp"
 #include "checksum.hpp"
 #include "named_config.hpp"
 
@@ -69,11 +70,16 @@ std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& o
     return engine.prepare(id_data, at);
 }
 
+std::uint32_t checked_trainer(std::uint32_t trainer) {
+    if (trainer >= kMostTrainers)
+        refuse("trainer=" + std::to_string(trainer) + ", wanted at most " + std::to_string(kMostTrainers - 1));
+    return trainer;
+}
+
 void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint64_t step,
             const std::vector<double>& lrs, const std::optional<std::uint32_t>& trainer) {
     require_step("step", step);
-    if (trainer && *trainer >= kMostTrainers)
-        refuse("trainer=" + std::to_string(*trainer) + ", wanted at most " + std::to_string(kMostTrainers - 1));
+    if (trainer) checked_trainer(*trainer);
     require_size("lrs", lrs.size(), engine.num_tables());
     for (std::size_t t = 0; t < lrs.size(); ++t) require_lr(engine, t, lrs[t]);
     if (!ticket.used.load() && engine.owns(ticket) && ticket.bags == nullptr)
@@ -310,6 +316,20 @@ void bind_ticket(nb::module_& m) {
         .def_prop_ro("used", [](const Ticket& t) { return t.used.load(); });
 }
 
+void bind_steps(nb::class_<Engine>& engine) {
+    engine.def("next_step", &Engine::next_step)
+        .def_prop_ro("latest_step", &Engine::latest_step)
+        .def_prop_ro("attempt", &Engine::attempt, "Of the processes that may call; 0 before the first.")
+        .def(
+            "finished", [](Engine& e, std::uint32_t r, std::uint32_t s) { return e.finished(checked_trainer(r), s); },
+            "trainer"_a, "step"_a, "Whether finish() was called for this trainer and step, in this attempt.")
+        .def(
+            "finish", [](Engine& e, std::uint32_t r, std::uint32_t s) { e.finish(checked_trainer(r), s); }, "trainer"_a,
+            "step"_a, "Notes that every bucket has applied this update, for as long as the rows live.")
+        .def("begin_attempt", &Engine::begin_attempt, "attempt"_a,
+             "No update of any trainer counts as applied any more. None may run.");
+}
+
 void bind_engine(nb::module_& m) {
     nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its one-table face.");
     engine
@@ -325,11 +345,6 @@ void bind_engine(nb::module_& m) {
             "path"_a)
         .def("set_complete", &Engine::set_complete, "complete"_a,
              "False: an attach of the shared-memory file is refused until it is True again.")
-        .def("next_step", &Engine::next_step)
-        .def_prop_ro("latest_step", &Engine::latest_step)
-        .def_prop_ro("attempt", &Engine::attempt, "Of the processes that may call; 0 before the first.")
-        .def("begin_attempt", &Engine::begin_attempt, "attempt"_a,
-             "No update of any trainer counts as applied any more. None may run.")
         .def_prop_ro("simd", &Engine::simd)
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def("empty", &empty_floats, "rows"_a, "dim"_a,
@@ -364,7 +379,9 @@ void bind_engine(nb::module_& m) {
                 table.check();
             },
             "table"_a);
+    bind_steps(engine);
     bind_saving(engine);
+    bind_coding(engine);
     bind_bags(m, engine);
 }
 
@@ -426,4 +443,5 @@ NB_MODULE(_core, m) {
     bind_split(m);
     bind_samples(m);
     bind_dots(m);
+    bind_wire(m);
 }

@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bindings_bags.hpp"
+#include "bindings_wire.hpp"
 
 namespace {
 
@@ -154,9 +155,9 @@ void bind_split(nb::module_& m) {
         .def_ro("same_ids", &Sums::same_ids, "Whether ids and servers are those of the one ticket's lookup.")
         .def_ro("skipped", &Sums::skipped, "Of each table: ids in bags whose gradients were left out, not finite.");
     bind_shares(sums_class);
-    nb::class_<Split>(m, "Split",
-                      "Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.")
-        .def(nb::new_(&make_split), "tables"_a, "features"_a, "num_threads"_a, "simd"_a = "auto")
+    nb::class_<Split> split(m, "Split",
+                            "Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.");
+    split.def(nb::new_(&make_split), "tables"_a, "features"_a, "num_threads"_a, "simd"_a = "auto")
         .def_prop_ro("num_threads", &Split::num_threads)
         .def_prop_ro("simd", &Split::simd)
         .def_prop_ro(
@@ -178,4 +179,5 @@ void bind_split(nb::module_& m) {
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a,
              "What Engine.update_bags would apply to each id.")
         .def("drop", &Split::drop, "ticket"_a, "Gives up a ticket that will not be updated.");
+    bind_coding(split);
 }

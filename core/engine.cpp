@@ -8,7 +8,7 @@ namespace satrap {
 
 Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
     : identity_(next_identity()), kernels_(&kernels_named(options.simd)), arena_(std::move(arena)),
-      crew_(options.num_threads) {
+      crew_(options.num_threads), wire_(dims_of(configs), *kernels_, crew_.pool()) {
     map_.first.push_back(0);
     for (TableConfig& config : configs) {
         map_.first.push_back(map_.first.back() + config.num_buckets);

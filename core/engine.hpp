@@ -18,6 +18,7 @@
 #include "home.hpp"
 #include "shared_arena.hpp"
 #include "table.hpp"
+#include "wire.hpp"
 
 namespace satrap {
 
@@ -64,6 +65,7 @@ class Engine {
         home_.require_here();
         return blocks_;
     }
+    const Wire& wire() const { return wire_; }
     const char* simd() const { return kernels_->name; }
     unsigned num_threads() const { return crew_.num_threads(); }
     std::uint32_t latest_step() {
@@ -103,6 +105,15 @@ class Engine {
         return arena_->attempt().load();
     }
     void begin_attempt(std::uint32_t attempt);
+    // Whether an update of this trainer and step was applied whole, as whoever applied it has said.
+    bool finished(std::uint32_t trainer, std::uint32_t step) {
+        home_.require_here();
+        return windows_.finished(trainer, step);
+    }
+    void finish(std::uint32_t trainer, std::uint32_t step) {
+        home_.require_here();
+        windows_.finish(trainer, step);
+    }
     std::uint32_t begin_version(std::size_t t);
     void set_complete(bool complete) {
         home_.require_here();
@@ -149,6 +160,7 @@ class Engine {
     Recycler<UndoSlot> undo_;
     Windows windows_;
     BucketCrew crew_;
+    Wire wire_;
 };
 
 } // namespace satrap

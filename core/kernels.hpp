@@ -110,6 +110,9 @@ struct DotShape {
     std::size_t scratch_floats() const { return std::size_t{rows()} * (2 * width() + rows()) + pairs() + 16; }
 };
 
+// Of a row as it crosses a network. The least leaves subnormal floats as they are; the most is that of 2^127.
+constexpr std::int32_t kLeastWireExponent = -126, kMostWireExponent = 113;
+
 struct Kernels {
     const char* name;
     // to[e][0 .. dim-1] = values of rows[local[e]], for e < count
@@ -133,6 +136,10 @@ struct Kernels {
     // gradients of the vectors, given those of the pairs
     void (*dots_back)(const DotShape& shape, const float* const* vectors, const float* pairs, float* const* gradients,
                       float* scratch);
+    // `count` rows side by side to exponents and halves, and back; see wire.hpp
+    void (*to_wire)(const float* rows, std::size_t count, std::uint32_t dim, std::int8_t* exponents, std::byte* halves);
+    void (*from_wire)(const std::int8_t* exponents, const std::byte* halves, std::size_t count, std::uint32_t dim,
+                      float* rows);
 };
 
 const Kernels& portable_kernels();

@@ -54,12 +54,30 @@ struct Sixteen {
 };
 constexpr std::uint32_t kBlock = 4;
 
+// wire_half of eight elements at a time; returns how many are done.
+inline std::uint32_t halve_blocks(const float* row, std::uint32_t dim, float scale, float most, std::byte* halves) {
+    const __m256 sign = _mm256_set1_ps(-0.0f), by = _mm256_set1_ps(scale), limit = _mm256_set1_ps(most);
+    const __m256 infinity = _mm256_set1_ps(__builtin_inff());
+    std::uint32_t i = 0;
+    for (; i + 8 <= dim; i += 8) {
+        const __m256 value = _mm256_loadu_ps(row + i), given = _mm256_andnot_ps(sign, value);
+        const __m256 finite = _mm256_min_ps(_mm256_mul_ps(given, by), limit);
+        const __m256 scaled = _mm256_blendv_ps(given, finite, _mm256_cmp_ps(given, infinity, _CMP_LT_OQ));
+        const __m256 whole = _mm256_or_ps(scaled, _mm256_and_ps(value, sign));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(halves + std::size_t{2} * i),
+                         _mm256_cvtps_ph(whole, _MM_FROUND_TO_NEAREST_INT));
+    }
+    return i;
+}
+
 #include "kernels_body.hpp"
 #include "kernels_dots.hpp"
+#include "kernels_wire.hpp"
 } // namespace
 
 const Kernels& avx2_kernels() {
-    static constexpr Kernels kernels{"avx2", gather, sum, pool, step, largest, initialise, dots, dots_back};
+    static constexpr Kernels kernels{"avx2",     gather, sum,       pool,    step,     largest,
+                                     initialise, dots,   dots_back, to_wire, from_wire};
     return kernels;
 }
 

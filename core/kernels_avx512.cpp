@@ -48,12 +48,31 @@ struct Sixteen {
 };
 constexpr std::uint32_t kBlock = 8;
 
+// wire_half of sixteen elements at a time; returns how many are done.
+inline std::uint32_t halve_blocks(const float* row, std::uint32_t dim, float scale, float most, std::byte* halves) {
+    const __m512 by = _mm512_set1_ps(scale), limit = _mm512_set1_ps(most);
+    const __m512 infinity = _mm512_set1_ps(__builtin_inff());
+    std::uint32_t i = 0;
+    for (; i + 16 <= dim; i += 16) {
+        const __m512 value = _mm512_loadu_ps(row + i), sign = _mm512_and_ps(value, _mm512_set1_ps(-0.0f));
+        const __m512 given = _mm512_xor_ps(value, sign);
+        const __mmask16 finite = _mm512_cmp_ps_mask(given, infinity, _CMP_LT_OQ);
+        const __m512 scaled = _mm512_mask_mul_ps(given, finite, given, by);
+        const __m512 whole = _mm512_or_ps(_mm512_mask_min_ps(scaled, finite, scaled, limit), sign);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves + std::size_t{2} * i),
+                            _mm512_maskz_cvtps_ph(0xffff, whole, _MM_FROUND_TO_NEAREST_INT));
+    }
+    return i;
+}
+
 #include "kernels_body.hpp"
 #include "kernels_dots.hpp"
+#include "kernels_wire.hpp"
 } // namespace
 
 const Kernels& avx512_kernels() {
-    static constexpr Kernels kernels{"avx512", gather, sum, pool, step, largest, initialise, dots, dots_back};
+    static constexpr Kernels kernels{"avx512",   gather, sum,       pool,    step,     largest,
+                                     initialise, dots,   dots_back, to_wire, from_wire};
     return kernels;
 }
 

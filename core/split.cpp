@@ -8,14 +8,14 @@ namespace satrap {
 
 Split::Split(std::vector<SplitTable> tables, std::vector<BagFeature> features, unsigned num_threads,
              const std::string& simd)
-    : identity_(next_identity()), kernels_(&kernels_named(simd)),
-      bags_(std::make_shared<Bags>(std::move(features), tables.size(), identity_)), crew_(num_threads) {
+    : identity_(next_identity()), kernels_(&kernels_named(simd)), dims_(dims_of(tables)),
+      bags_(std::make_shared<Bags>(std::move(features), tables.size(), identity_)), crew_(num_threads),
+      wire_(dims_, *kernels_, crew_.pool()) {
     map_.first.push_back(0);
     own_summations_.reserve(tables.size()); // they are pointed at
     for (SplitTable& table : tables) {
         map_.first.push_back(map_.first.back() + table.num_buckets);
         map_.bits.push_back(static_cast<std::uint8_t>(std::countr_zero(table.num_buckets)));
-        dims_.push_back(table.dim);
         own_summations_.emplace_back(std::move(table.name), table.dim, table.on_nonfinite, *kernels_);
         summations_.push_back(&own_summations_.back());
     }

@@ -17,6 +17,7 @@
 #include "bag_source.hpp"
 #include "bucket_crew.hpp"
 #include "shares.hpp"
+#include "wire.hpp"
 
 namespace satrap {
 
@@ -51,6 +52,7 @@ class Split {
 
     const Bags& bags() const { return *bags_; }
     const BucketMap& map() const { return map_; }
+    const Wire& wire() const { return wire_; }
     const char* simd() const { return kernels_->name; }
     unsigned num_threads() const { return crew_.num_threads(); }
     bool owns(const SplitTicket& ticket) const { return ticket.ticket.maker == identity_; }
@@ -88,6 +90,7 @@ class Split {
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
     BucketCrew crew_;
+    Wire wire_;
 };
 
 } // namespace satrap

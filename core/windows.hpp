@@ -1,11 +1,12 @@
 // Which updates each bucket has applied, so that one that is sent twice is applied once: of every trainer the newest
 // step, and a bit for each of the 32 steps up to it. They live in the arena beside the rows, a chunk per trainer, so
-// they survive the process where rows do.
+// they survive the process where rows do. One window more, the last, is of whole updates: every bucket has applied
+// them.
 //
 // Invariant: bit i of a window is step newest - i; newest 0 is an empty window, and bits 0 then. A window is one word
 // and is written at once: killed at any moment, it says the old or the new.
-// Lock: a window belongs to its bucket's lock, the list of trainers to one in here. Windows stay put until the arena
-// dies.
+// Lock: a window belongs to its bucket's lock; the list of trainers, and the last windows, to one in here. Windows stay
+// put until the arena dies.
 #pragma once
 
 #include <algorithm>
@@ -57,10 +58,10 @@ class Windows {
     // buckets: of all tables.
     void init(Arena& arena, std::uint32_t buckets) {
         arena_ = &arena;
-        size_ = buckets;
+        size_ = std::size_t{buckets} + 1;
     }
 
-    // The trainer's windows, one for each bucket; made when it is new. Throws if there is no memory.
+    // The trainer's windows, one for each bucket, then the last; made when it is new. Throws if there is no memory.
     Window* of(std::uint32_t trainer) {
         std::lock_guard lock(mutex_);
         if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
@@ -78,6 +79,17 @@ class Windows {
         if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
         if (of_trainer_[trainer] != nullptr) throw InvariantError("two chunks of windows of one trainer");
         of_trainer_[trainer] = reinterpret_cast<Window*>(memory);
+    }
+
+    bool finished(std::uint32_t trainer, std::uint32_t step) {
+        Window* windows = of(trainer);
+        std::lock_guard lock(mutex_);
+        return windows[size_ - 1].applied(step);
+    }
+    void finish(std::uint32_t trainer, std::uint32_t step) {
+        Window* windows = of(trainer);
+        std::lock_guard lock(mutex_);
+        if (!windows[size_ - 1].forgot(step)) windows[size_ - 1].mark(step);
     }
 
     // A new attempt: no update of it has been applied. No update may run.

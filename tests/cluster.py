@@ -139,3 +139,34 @@ class Killable:
         self._process.communicate(timeout=DEADLINE_SECONDS)
         self._timer.cancel()
         self._timer.join()
+
+
+@contextmanager
+def killed_at_random(tmp_path: Path, num_kills: int) -> Iterator[tuple[list[Killable], threading.Event]]:
+    """Two servers, killed and started again at random moments, and what is set when that is over."""
+    shm = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
+    files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(2)]
+    killable = [Killable(file) for file in files]
+    stop, over = threading.Event(), threading.Event()
+
+    def kill() -> None:
+        draw = np.random.default_rng()
+        for _ in range(num_kills):
+            if stop.wait(draw.uniform(0.0, 0.2)):
+                break
+            victim = killable[int(draw.integers(2))]
+            victim.kill()
+            victim.restart()
+        over.set()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield killable, over
+    finally:
+        stop.set()
+        killer.join()
+        for each in killable:
+            each.end()
+        for file in files:
+            file.unlink()

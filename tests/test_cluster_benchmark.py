@@ -28,9 +28,10 @@ def told(rpc: float, raw: float, noisy: bool = False) -> dict[str, Any]:
 
 def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
     every = cases.full_cases()
-    assert [case.name for case in every] == ["echo/20Mx16/2t", "echo/20Mx64/2t"]
+    names = [f"{kind}/20Mx{dim}/2t" for kind in ("echo", "rows", "train", "bytes") for dim in (16, 64)]
+    assert [case.name for case in every] == names
     assert all(case.kind in kinds.KINDS and case.targets for case in every)
-    assert {case.dim for case in cases.quick_cases()} == {16, 64}
+    assert {case.kind for case in cases.quick_cases()} == kinds.KINDS.keys()
 
 
 def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:

@@ -5,7 +5,6 @@ The oracle is a worker with its own rows that is given the same batches: bit for
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from bag_oracle import draw_bags
-from cluster import Killable, batch, both_step, contents, features, one_table, remote, serving
+from cluster import batch, both_step, contents, features, killed_at_random, one_table, remote, serving
 from rpc_parts import FrameProxy
 from satrap.calls import ServerCalls
 from satrap.local import LocalWorker
@@ -61,36 +60,15 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path, rng: np.random.G
 
 
 def test_killed_at_random_moments_no_update_is_lost_or_doubled(tmp_path: Path, rng: np.random.Generator) -> None:
-    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
-    files = [shm / f"satrap-{tmp_path.name}-{n}-{np.random.SeedSequence().entropy}" for n in range(2)]
-    killable = [Killable(file) for file in files]
-    done = threading.Event()
-
-    def kill() -> None:
-        draw = np.random.default_rng(1)
-        for _ in range(6):
-            if done.wait(draw.uniform(0.0, 0.2)):
-                return
-            victim = killable[int(draw.integers(2))]
-            victim.kill()
-            victim.restart()
-
     local = LocalWorker(features(), num_threads=1)
-    killer = threading.Thread(target=kill)
-    try:
-        with remote(features(), [each.address for each in killable]) as worker:
-            killer.start()
-            step = 0
-            while killer.is_alive() or step < 30:
-                step += 1
-                both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
-            assert contents(worker) == contents(local)
-            for table in worker.tables.values():
-                table.check()
-    finally:
-        done.set()
-        killer.join()
-        for each in killable:
-            each.end()
-        for file in files:
-            file.unlink()
+    with (
+        killed_at_random(tmp_path, 6) as (servers, over),
+        remote(features(), [each.address for each in servers]) as worker,
+    ):
+        step = 0
+        while not over.is_set() or step < 30:
+            step += 1
+            both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
+        assert contents(worker) == contents(local)
+        for table in worker.tables.values():
+            table.check()

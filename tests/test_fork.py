@@ -114,6 +114,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     empty, words, values = np.zeros(0, np.float32), np.ones(len(IDS), np.uint32), np.zeros_like(GRADIENTS)
     ticket = engine.prepare(IDS, offsets)
     flags = np.zeros(len(IDS), np.bool_)
+    message = np.asarray(engine.encode_rows(offsets, floats))
     bags = _core.Bags(engine, [("a", 0, "sum", False, 0)])
     block = np.zeros(GRADIENTS.size, np.float32)
     of_bags = engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, [])
@@ -122,12 +123,16 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
         "latest_step": lambda: engine.latest_step,
         "attempt": lambda: engine.attempt,
         "begin_attempt": lambda: engine.begin_attempt(1),
+        "finished": lambda: engine.finished(0, 1),
+        "finish": lambda: engine.finish(0, 1),
         "empty": lambda: engine.empty(3, 4),
         "lookup": lambda: engine.lookup(IDS, offsets, 1, 1, True, floats, False),
         "prepare": lambda: engine.prepare(IDS, offsets),
         "update": lambda: engine.update(ticket, floats, 1, [1.0]),
         "drop": lambda: engine.drop(ticket),
         "read": lambda: engine.read(0, IDS, floats, empty, flags),
+        "encode_rows": lambda: engine.encode_rows(offsets, floats),
+        "decode_rows": lambda: engine.decode_rows(offsets, message),
         "lr": lambda: engine.lr(0),
         "set_lr": lambda: engine.set_lr(0, 2.0),
         "state_dim": lambda: engine.state_dim(0),

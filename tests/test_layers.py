@@ -79,10 +79,12 @@ LAYERS = [
     "bucketmap",
     "job",
     "calls",
+    "meeting",
     "server",
     "servers",
     "remote_tables",
     "remote",
+    "trainers",
     "batch",
     "stream",
     "optimizer",
@@ -101,6 +103,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     "torch": {
         *(
             "threads",
+            "trainers",
             "batch",
             "stream",
             "optimizer",

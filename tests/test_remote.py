@@ -196,16 +196,16 @@ def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
             ids, cuts, ones = np.arange(20, dtype=np.uint64), np.array([0, 20]), np.ones(40, np.float32)
             client.call.lookup(at[0], ids, cuts, 3, True, 7)
             if with_ticket:
-                client.call.update(at[0], 7, ids[:0], cuts[:0], ones, [0.1])
+                client.call.update(at[0], 7, ids[:0], cuts[:0], ones, [0.1], 0)
                 with pytest.raises(TicketError, match="trainer 0 has no ticket 7 here: send the ids"):
-                    client.call.update(at[0], 7, ids[:0], cuts[:0], ones, [0.1])
+                    client.call.update(at[0], 7, ids[:0], cuts[:0], ones, [0.1], 0)
             else:
-                client.call.update(at[0], 0, ids, cuts, ones, [0.1])
+                client.call.update(at[0], 0, ids, cuts, ones, [0.1], 0)
             once = client.call.read(at[0], 0, ids)[0].tobytes()
-            client.call.update(at[0], 0, ids, cuts, ones, [0.1])
+            client.call.update(at[0], 0, ids, cuts, ones, [0.1], 0)
             assert client.call.read(at[0], 0, ids)[0].tobytes() == once
             assert client.call.stats(at[0])[0]["repeated"] == 20
-            client.call.update(at[1], 0, ids, cuts, ones, [0.1])
+            client.call.update(at[1], 0, ids, cuts, ones, [0.1], 0)
             assert client.call.read(at[0], 0, ids)[0].tobytes() != once, "another trainer's step 3 is another one"
         servers.close()
 
@@ -221,10 +221,10 @@ def test_a_call_that_is_none_is_refused() -> None:
         for cuts in ([0, 3], [0, 5], [1, 4], [0], [0, 2, 4], [4, 0]):
             with pytest.raises(Exception, match="4 ids come with"):
                 client.call.lookup(at, ids, np.array(cuts), 1, True, 0)
-        with pytest.raises(Exception, match="gradients holds 3 elements, wanted 8"):
-            client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1])
+        with pytest.raises(Exception, match="3 gradients of 4 ids; wanted their rows"):
+            client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1], 0)
         with pytest.raises(Exception, match="lrs holds 2 elements, wanted 1"):
-            client.call.update(at, 0, ids, np.array([0, 4]), np.ones(8, np.float32), [0.1, 0.1])
+            client.call.update(at, 0, ids, np.array([0, 4]), np.ones(8, np.float32), [0.1, 0.1], 0)
         with pytest.raises(Exception, match="table is 1; wanted an integer from 0 to 0"):
             client.call.read(at, 1, ids)
         assert client.call.stats(at)[0]["updated"] == 0

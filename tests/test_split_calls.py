@@ -290,12 +290,15 @@ def test_every_call_is_refused_in_a_fork() -> None:
     split, home = make_split(FEATURES, num_threads=2), os.getpid()
     ticket = split.lookup(**GOOD)
     held: list[Any] = [split.lookup(**GOOD), split.empty(2000, 400)]
+    no_rows = np.zeros(3, np.int64)
     calls: dict[str, Callable[[], object]] = {
         "empty": lambda: split.empty(1, 1),
         "lookup": lambda: split.lookup(**GOOD),
         "fill": lambda: split.fill(ticket, rows_for(ticket), *floats_for()),
         "sums": lambda: split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE),
         "drop": lambda: split.drop(ticket),
+        "encode_rows": lambda: split.encode_rows(no_rows, np.zeros(0, np.float32)),
+        "decode_rows": lambda: split.decode_rows(no_rows, np.zeros(0, np.uint8)),
     }
     of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made"}
     assert {name for name in dir(split) if not name.startswith("_")} - of_no_rows == set(calls)

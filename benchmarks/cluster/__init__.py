@@ -8,4 +8,8 @@ A worker is the client, and starts one server process for each contender. Conten
 what the machine does meanwhile happens to all of them, and a ratio is taken inside a round. `echo` sends the unique ids
 of a batch and gets as many bytes as their float32 rows have; nothing is looked up, so only the way there and back is
 timed. Its bytes are those of ids and rows alone, both directions together.
+
+`rows.py`, `train.py` and `wire.py` (the kind `bytes`) look rows up (`tables.py`) on the command `satrap server`
+(`command.py`); `proxy.py` counts bytes. `paddle.py` is their peer, which `rounds.py` runs after the worker in every
+round: Paddle's parameter server, a server and a trainer (`paddle_role.py`) in an environment of their own.
 """

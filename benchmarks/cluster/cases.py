@@ -3,8 +3,11 @@
 A case's name says all of it: kind/rows x dim/threads of the server. The kinds:
 
     echo    ids there and rows back through satrap.rpc, against a loop over plain TCP sockets
+    rows    lookup and update on one server, against the same on rows in the worker and Paddle's parameter server
+    train   whole steps of the light DLRM over one server, against Paddle's parameter server
+    bytes   what a lookup and an update put on the wire, against a row and a gradient for every id of a batch
 
-Everywhere: batches of 26 features x 4096 ids, drawn by Zipf(1.05), each id sent once.
+Everywhere: batches of 26 features x 4096 ids, drawn by Zipf(1.05).
 """
 
 from dataclasses import dataclass
@@ -21,6 +24,9 @@ class ClusterCase:
     rows: int = 20 * MILLION
     num_threads: int = 2
     """Of the server, that run methods."""
+    num_warmup: int = 5
+    """Steps before those timed, and those timed, unless the command line says otherwise."""
+    num_steps: int = 40
     targets: tuple[Target, ...] = ()
 
     @property
@@ -37,9 +43,23 @@ class ClusterCase:
 def full_cases() -> list[ClusterCase]:
     """Every case that the project's targets speak of."""
     ratio = Target(figure="ratio", at_least=0.7)
-    return [ClusterCase(kind="echo", dim=dim, targets=(ratio,)) for dim in DIMS]
+    rows = (Target(figure="ratio_local", at_least=0.55), Target(figure="ratio_paddle", at_least=7.12))
+    train = tuple(Target(figure=figure, at_least=3.0) for figure in ("ratio", "ratio_stale"))
+    share = (Target(figure="share", at_most=0.55), Target(figure="share_float16", at_most=0.30))
+    return [
+        *(ClusterCase(kind="echo", dim=dim, num_warmup=50, num_steps=400, targets=(ratio,)) for dim in DIMS),
+        *(ClusterCase(kind="rows", dim=dim, num_steps=200, targets=rows) for dim in DIMS),
+        *(ClusterCase(kind="train", dim=dim, targets=train) for dim in DIMS),
+        *(ClusterCase(kind="bytes", dim=dim, num_warmup=1, num_steps=10, targets=share) for dim in DIMS),
+    ]
 
 
 def quick_cases() -> list[ClusterCase]:
     """The same, small, to see in seconds that all of it runs."""
-    return [ClusterCase(kind="echo", dim=dim, rows=26_000) for dim in DIMS]
+    return [
+        *(ClusterCase(kind="echo", dim=dim, rows=26_000, num_warmup=5, num_steps=20) for dim in DIMS),
+        *(
+            ClusterCase(kind=kind, dim=16, rows=26_000, num_warmup=1, num_steps=4)
+            for kind in ("rows", "train", "bytes")
+        ),
+    ]

@@ -1,10 +1,10 @@
-"""Which file measures which kind of case: a `measure` for the worker and a `make_record` for the driver."""
+"""Which file measures which kind of case: a `measure` for the worker and a `make_record` for the driver; and its peers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cluster import echo
+from benchmarks.cluster import echo, rows, train, wire
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.runs import Results
 
@@ -16,6 +16,13 @@ class Kind:
     measure: Callable[[Mapping[str, Any]], dict[str, Any]]
     """One round, in a worker; {"streams": {label: {...}}, ...}."""
     make_record: Callable[[ClusterCase, Results], dict[str, Any]]
+    peers: tuple[str, ...] = ()
+    """Measured after the worker in every round, by the file of that name in an environment of its own."""
 
 
-KINDS = {"echo": Kind(measure=echo.measure, make_record=echo.make_record)}
+KINDS = {
+    "echo": Kind(measure=echo.measure, make_record=echo.make_record),
+    "rows": Kind(measure=rows.measure, make_record=rows.make_record, peers=("paddle",)),
+    "train": Kind(measure=train.measure, make_record=train.make_record, peers=("paddle",)),
+    "bytes": Kind(measure=wire.measure, make_record=wire.make_record),
+}

@@ -1,31 +1,61 @@
-"""Running the rounds of a case: one worker process for each, one after another."""
+"""Running the rounds of a case: in each a worker process and then its peers, one after another."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.machine import ROOT
-from benchmarks.runs import TIMEOUT_SECONDS, Results, say
+from benchmarks.runs import TIMEOUT_SECONDS, Results, RunFailed, say
 
 
-def run_rounds(case: ClusterCase, num_rounds: int, num_warmup: int, num_steps: int) -> tuple[Results, list[str]]:
-    """The rounds of the worker, if one succeeded, and a line for every one that failed."""
-    results: Results = {"worker": []}
+def run_rounds(
+    case: ClusterCase, num_rounds: int, *, batches: Path, pythons: Mapping[str, Path]
+) -> tuple[Results, list[str]]:
+    """The rounds of the worker, if one succeeded, and of every peer of which one did; a line for each that failed.
+
+    batches: a folder for those that several processes get. pythons: of the peers that take part, their interpreters.
+    """
+    commands = {"worker": [sys.executable, "-m", "benchmarks.cluster.worker"]}
+    commands |= {peer: [str(python), "-m", f"benchmarks.cluster.{peer}"] for peer, python in pythons.items()}
+    results: Results = {label: [] for label in commands}
     failures: list[str] = []
     for number in range(num_rounds):
-        say(f"{case.name}: round {number + 1} of {num_rounds}")
-        job = asdict(case) | {"num_warmup": num_warmup, "num_steps": num_steps, "part": number}
-        command = [sys.executable, "-m", "benchmarks.cluster.worker", json.dumps(job)]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-            result = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
-            told = f"exit status {done.returncode}: {' | '.join(done.stderr.strip().splitlines()[-3:])}"
-        except subprocess.TimeoutExpired:
-            result, told = None, f"still running after {TIMEOUT_SECONDS} s"
-        results["worker"].append(result)
-        if result is None:
-            failures.append(f"{case.name}: round {number + 1} failed: {told}")
-            say(failures[-1])
-    return (results if any(results["worker"]) else {}), failures
+        job = asdict(case) | {"part": number, "batches": str(batches)}
+        for label, command in commands.items():
+            say(f"{case.name}: round {number + 1} of {num_rounds}, {label}")
+            try:
+                results[label].append(run([*command, json.dumps(job)]))
+            except RunFailed as failure:
+                results[label].append(None)
+                failures.append(f"{case.name}: {label} failed in round {number + 1}: {failure}")
+                say(failures[-1])
+    done = {label: rounds for label, rounds in results.items() if any(rounds)}
+    return (done if "worker" in done else {}), failures
+
+
+def run(command: Sequence[str]) -> dict[str, Any]:
+    """What a process says in its last line. Whatever becomes of it, the processes that it started end with it."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"still running after {TIMEOUT_SECONDS} s") from None
+    finally:
+        with suppress(ProcessLookupError):  # nobody is left, as it should be
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.communicate()
+    if process.returncode != 0:
+        raise RunFailed(f"exit status {process.returncode}: {' | '.join(stderr.strip().splitlines()[-3:])}")
+    result: dict[str, Any] = json.loads(stdout.strip().splitlines()[-1])
+    return result

@@ -35,7 +35,7 @@ void agrees_with_a_set(Random& random) {
 void every_trainer_has_its_own(Random&) {
     AnonymousArena arena(1);
     Windows windows;
-    windows.init(arena, 4);
+    windows.init(arena, 3);
     Window* first = windows.of(5);
     for (int b = 0; b <= 3; ++b) CHECK_EQ(first[b].newest(), 0);
     first[3].mark(7);
@@ -43,7 +43,11 @@ void every_trainer_has_its_own(Random&) {
     CHECK(windows.of(5) == first);
     CHECK(first[3].applied(7));
     CHECK(!windows.of(6)[3].applied(7));
+    CHECK(windows.finished(5, 7) && !windows.finished(5, 8) && !windows.finished(6, 7));
+    windows.finish(6, 8);
+    CHECK(windows.finished(6, 8));
     windows.clear();
+    CHECK(!windows.finished(6, 8));
     CHECK(!first[3].applied(7));
     CHECK_EQ(first[3].newest(), 0);
 }
@@ -51,7 +55,7 @@ void every_trainer_has_its_own(Random&) {
 void chunks_come_back(Random&) {
     AnonymousArena arena(1);
     Windows windows;
-    windows.init(arena, 3);
+    windows.init(arena, 2);
     std::vector<Window> memory(3);
     auto* bytes = reinterpret_cast<std::byte*>(memory.data());
     memory[1].mark(9);

@@ -245,18 +245,6 @@ class Engine:
         False: an attach of the shared-memory file is refused until it is True again.
         """
 
-    def next_step(self) -> int: ...
-
-    @property
-    def latest_step(self) -> int: ...
-
-    @property
-    def attempt(self) -> int:
-        """Of the processes that may call; 0 before the first."""
-
-    def begin_attempt(self, attempt: int) -> None:
-        """No update of any trainer counts as applied any more. None may run."""
-
     @property
     def simd(self) -> str: ...
 
@@ -293,6 +281,28 @@ class Engine:
 
     def check(self, table: int) -> None: ...
 
+    def next_step(self) -> int: ...
+
+    @property
+    def latest_step(self) -> int: ...
+
+    @property
+    def attempt(self) -> int:
+        """Of the processes that may call; 0 before the first."""
+
+    def finished(self, trainer: int, step: int) -> bool:
+        """
+        Whether finish() was called for this trainer and step, in this attempt.
+        """
+
+    def finish(self, trainer: int, step: int) -> None:
+        """
+        Notes that every bucket has applied this update, for as long as the rows live.
+        """
+
+    def begin_attempt(self, attempt: int) -> None:
+        """No update of any trainer counts as applied any more. None may run."""
+
     def version(self, table: int) -> int: ...
 
     def begin_version(self, table: int) -> int: ...
@@ -314,6 +324,14 @@ class Engine:
     def expire_before(self, table: int) -> int: ...
 
     def restore(self, table: int, version: int, latest_step: int, expire_before: int, lr: float) -> None: ...
+
+    def encode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C')]:
+        """
+        Rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.
+        """
+
+    def decode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
+        """What encode_rows was given, rounded as its message is."""
 
     def lookup_bags(self, bags: Bags, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, step: int, oldest_open: int, train: bool, block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> Ticket: ...
 
@@ -436,6 +454,14 @@ class Split:
 
     def drop(self, ticket: SplitTicket) -> None:
         """Gives up a ticket that will not be updated."""
+
+    def encode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C')]:
+        """
+        Rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.
+        """
+
+    def decode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
+        """What encode_rows was given, rounded as its message is."""
 
 class Samples:
     """Decoded samples of one block of a source."""
@@ -610,3 +636,6 @@ class Dots:
         """
         Fills of_first and of_block with the gradients of first and block, given that of out.
         """
+
+def decode_rows(num_rows: int, dim: int, message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
+    """As Engine.decode_rows, of rows of one table."""

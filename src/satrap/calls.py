@@ -3,6 +3,7 @@
 `satrap.server.Server` does them; `satrap.rpc` carries them. Each may come twice, because an answer may be lost, and
 then changes nothing the second time. An `Origin` says of which attempt, trainer, step and bucket map a call is; ids
 come table by table, `offsets` says where each table's begin, and rows and gradients lie likewise, side by side.
+A caller whose wire is "float16" has them as one array of bytes instead, in the form of core/wire.hpp.
 """
 
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ Ids = NDArray[np.uint64]
 Offsets = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
+Coded = NDArray[np.uint8]
+WIRES = ("float32", "float16")
 
 
 class ServerCalls(Protocol):
@@ -32,14 +35,37 @@ class ServerCalls(Protocol):
         """Begins the origin's attempt: calls of older ones are refused from now on, and no update of it was applied."""
         ...
 
-    def lookup(self, origin: Origin, ids: Ids, offsets: Offsets, oldest_open: int, train: bool, ticket: int) -> Floats:
-        """The rows. ticket: a number of the trainer's own that the update will name; 0: none."""
+    def lookup(
+        self,
+        origin: Origin,
+        ids: Ids,
+        offsets: Offsets,
+        oldest_open: int,
+        train: bool,
+        ticket: int,
+        wire: str = "float32",
+    ) -> tuple[Floats | None, Coded | None]:
+        """The rows, in the form that `wire` names. ticket: a number of the trainer's own that the update will name; 0:
+        none."""
         ...
 
     def update(
-        self, origin: Origin, ticket: int, ids: Ids, offsets: Offsets, gradients: Floats, lrs: list[float]
+        self,
+        origin: Origin,
+        ticket: int,
+        ids: Ids,
+        offsets: Offsets,
+        gradients: Floats | None,
+        lrs: list[float],
+        together: int,
+        coded: Coded | None = None,
     ) -> None:
-        """Steps the rows, once for each origin. ticket: that of a lookup, then there are no ids; or 0."""
+        """Steps the rows, once for each origin. ticket: that of a lookup, then there are no ids; or 0.
+
+        coded: the gradients, of a caller whose wire is "float16".
+        together: how many trainers' updates make one step; 0: this one alone does. The first ones are answered when the
+        last one came and all are applied as one, an id's gradients summed in the order of the trainers.
+        """
         ...
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:

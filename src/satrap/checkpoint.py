@@ -3,7 +3,7 @@
     run/
       000004-step-3000/           one checkpoint; the number counts up, the highest is the newest
         tables/<n>/               a snapshot of each table (docs/format.md), full or changes
-        state.safetensors         dense parameters, optimizer, further objects, random state
+        state.safetensors         dense parameters, optimizer, further objects, random state of each trainer
         checkpoint.json           what it is, written last; names its parent if the tables are changes
 
 A checkpoint is a cut between two steps. 1. The stream is paused: updates handed over are applied, no lookup runs.
@@ -16,9 +16,10 @@ copied, checkpoint.json last; it counts only once that is there.
 """
 
 import copy
+import json
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ import torch
 from satrap.checks import kind_of
 from satrap.embeddings import Embeddings
 from satrap.errors import CheckpointError, SatrapError
+from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
 from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
-from satrap.statefile import differences, load_state, save_state
+from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
 
 _STATE = "state.safetensors"
 
@@ -76,33 +78,56 @@ class Checkpoint:
         self._source: Mapping[str, Any] | None = None
 
     def save(self, *, every_steps: int | None = None) -> bool:
-        """Writes a checkpoint; returns whether it did. every_steps: only if the step is a multiple, once."""
-        step = self._embeddings.step
+        """Writes a checkpoint; returns whether it did. every_steps: only if the step is a multiple, once.
+
+        Several trainers all call it, at the same step; the first one writes.
+        """
+        step, trainers = self._embeddings.step, self._embeddings.trainers
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             return False
-        with self._embeddings.paused(), self._home.new(step) as folder:
+        with self._embeddings.paused():
+            position = self._embeddings.position_of(self._data)
+            told = json.dumps(None if position is None else position.to_dict()).encode()
+            positions = [json.loads(each) for each in trainers.gather(told)]  # so all of them are paused
+            randoms = trainers.gather(state_bytes(_random_state()))
+            self._in_turn(lambda: self._write(step, positions, randoms))
+        self._saved_step = step
+        return True
+
+    def _write(self, step: int, positions: list[Any], randoms: list[bytes]) -> None:
+        with self._home.new(step) as folder:
             self._home.require_mine(None if self._last is None else self._last[0])
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             if parent is not None and not self._home.has(parent[0]):  # somebody removed it
                 parent = None
             versions = self._save_tables(folder, parent)
-            save_state(folder / _STATE, self._state())
+            save_state(folder / _STATE, self._state([state_of(each) for each in randoms]))
             put_on_disk(folder / _STATE)
             entry = Entry(
                 folder=folder,
                 step=step,
                 parent=None if parent is None else parent[0],
-                position=self._embeddings.position_of(self._data),
+                positions=tuple(None if each is None else Position.from_dict(each) for each in positions),
                 source=self._signature(),
                 tables=tuple(self._embeddings.tables),
                 state_crc32c=checksum((folder / _STATE).read_bytes()),
             )
             entry.write()
             name = self._home.publish(folder)
-        self._last, self._saved_step = (name, versions), step
+        self._last = name, versions
         self._since_full = 1 if parent is None else self._since_full + 1
         self._home.forget_beyond(self._keep)
-        return True
+
+    def _in_turn(self, work: Callable[[], None]) -> None:
+        """The first trainer does it while the others wait; they raise as well if it fails."""
+        trainers, error = self._embeddings.trainers, None
+        if trainers.rank == 0:
+            try:
+                work()
+            except BaseException as caught:
+                error = caught
+        if not trainers.from_first(int(error is None)):
+            raise error or CheckpointError("the first trainer could not do it; its own error says why")
 
     def resume(self) -> bool:
         """Brings everything to the newest checkpoint; False if there is none yet.
@@ -110,33 +135,51 @@ class Checkpoint:
         A checkpoint that is torn, or of another model, other tables, another seed or a source read in another order, is
         refused with what differs, and everything is as it was.
         """
+        trainers = self._embeddings.trainers
         with self._home.newest() as chain:
-            if not chain:
+            if not trainers.all(bool(chain)):
                 return False
-            newest = chain[-1]
-            state = self._read_state(newest)
-            names = list(self._embeddings.tables)
-            if sorted(newest.tables) != sorted(names):
-                raise CheckpointError(
-                    f"{newest.folder} has tables {sorted(newest.tables)}; this job has {sorted(names)}"
-                )
-            self._require_same_source(newest)
-            folders = {name: [e.folder / "tables" / str(e.tables.index(name)) for e in chain] for name in names}
+            newest, error = chain[-1], None
+            try:
+                state = self._fitting(newest)
+            except SatrapError as caught:
+                error = caught
+            same = len(set(trainers.gather(newest.folder.name.encode()))) == 1
+            if not trainers.all(error is None) or not same:
+                raise error or CheckpointError("another trainer cannot resume here; its own error says why")
             with self._restored(newest.folder, state):
-                changes_may_follow = self._embeddings.tables.restore(folders)
-            self._embeddings.resume_at(newest.step, self._data, newest.position)
-            versions = {name: self._embeddings.tables[name].version for name in names}
-            self._last = (newest.folder.name, versions)
-            self._since_full = len(chain) if changes_may_follow else self._full_every
+                self._in_turn(lambda: self._restore_tables(chain))
+            self._embeddings.join_attempt()
+            self._embeddings.resume_at(newest.step, self._data, newest.positions[trainers.rank])
             self._saved_step = newest.step
         return True
+
+    def _fitting(self, entry: Entry) -> Any:
+        """Its state, if it is one of this job."""
+        state, names = self._read_state(entry), list(self._embeddings.tables)
+        if sorted(entry.tables) != sorted(names):
+            raise CheckpointError(f"{entry.folder} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
+        if len(entry.positions) != self._embeddings.trainers.world:
+            raise CheckpointError(
+                f"{entry.folder} is of {len(entry.positions)} trainers and here are {self._embeddings.trainers.world}: "
+                "start as many, because each goes on in its own share of the data"
+            )
+        self._require_same_source(entry)
+        return state
+
+    def _restore_tables(self, chain: list[Entry]) -> None:
+        newest, tables = chain[-1], self._embeddings.tables
+        folders = {name: [e.folder / "tables" / str(e.tables.index(name)) for e in chain] for name in tables}
+        changes_may_follow = tables.restore(folders)
+        self._last = newest.folder.name, {name: tables[name].version for name in tables}
+        self._since_full = len(chain) if changes_may_follow else self._full_every
 
     @contextmanager
     def _restored(self, folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
         """Every object and the random state as in the checkpoint; as before if one, or what is done inside, fails."""
-        before = copy.deepcopy(self._state())
+        before = copy.deepcopy(self._state([_random_state()]))
         try:
-            _set_random_state(state["random"])
+            _set_random_state(state["random"][self._embeddings.trainers.rank])
             for name, each in self._objects.items():
                 try:
                     each.load_state_dict(state["objects"][name])
@@ -146,7 +189,7 @@ class Checkpoint:
         except BaseException:
             for name, each in self._objects.items():
                 each.load_state_dict(before["objects"][name])
-            _set_random_state(before["random"])
+            _set_random_state(before["random"][0])
             raise
 
     def _signature(self) -> Mapping[str, Any] | None:
@@ -158,7 +201,7 @@ class Checkpoint:
     def _require_same_source(self, entry: Entry) -> None:
         """A position means something only where the blocks come in the same order."""
         here = self._signature()
-        if entry.position is None or entry.source is None or here is None:
+        if not any(entry.positions) or entry.source is None or here is None:
             return
         lines = [
             f"{name} is {entry.source.get(name)!r} in the checkpoint and {here.get(name)!r} here"
@@ -186,9 +229,9 @@ class Checkpoint:
             versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
         return versions
 
-    def _state(self) -> dict[str, Any]:
-        objects = {name: each.state_dict() for name, each in self._objects.items()}
-        return {"objects": objects, "random": _random_state()}
+    def _state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
+        """randoms: each trainer's."""
+        return {"objects": {name: each.state_dict() for name, each in self._objects.items()}, "random": randoms}
 
     def _read_state(self, entry: Entry) -> Any:
         path = entry.folder / _STATE

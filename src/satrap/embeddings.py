@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from satrap.stream import Lookup, Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
+from satrap.trainers import Trainers
 
 if TYPE_CHECKING:
     from satrap.remote import RemoteWorker
     from satrap.remote_tables import RemoteTables
+    from satrap.servers import Servers
 
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
 
@@ -51,6 +53,7 @@ class Embeddings(torch.nn.Module):
         shared: str | PathLike[str] | None = None,
         servers: Sequence[str] | None = None,
         keys: str | PathLike[str] | None = None,
+        wire: Literal["float32", "float16"] = "float32",
     ) -> None:
         """features: by the name of their column; a bare table stands for one id per sample.
 
@@ -61,6 +64,8 @@ class Embeddings(torch.nn.Module):
         shared: a new file in shared memory for the rows, which then outlive the process.
         servers: the rows lie there and not here: "tcp://host:port" of each `satrap server`, always in this order.
         keys: the file client.key of `satrap keys`; without it the servers are on this machine.
+        wire: how rows and gradients cross to the servers and back. "float32": as they are, bit for bit. "float16": in
+            half the bytes, each rounded by at most 2^-11 of the largest magnitude of its row; nothing overflows.
         """
         super().__init__()
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
@@ -68,17 +73,27 @@ class Embeddings(torch.nn.Module):
         self.features = Features(features)
         self.staleness = staleness
         self.deterministic = deterministic
+        self.trainers = Trainers()
+        if deterministic and staleness > 0 and self.trainers.world > 1:
+            raise ConfigError(f"deterministic=True with staleness {staleness} is for one trainer; here are several")
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         self.worker: LocalWorker | RemoteWorker
         if servers is None:
-            if keys is not None:
-                raise ConfigError("there are keys and no servers: leave the keys out, or name the servers")
+            if keys is not None or wire != "float32":
+                given = f"wire={wire!r}" if keys is None else "keys"
+                raise ConfigError(f"there are {given} and no servers: leave the keys out, or name the servers")
+            if self.trainers.world > 1:
+                raise ConfigError(
+                    f"there are {self.trainers.world} trainers under torch.distributed and no servers, so each would "
+                    "train tables of its own: name the servers that hold them"
+                )
             self.worker = LocalWorker(self.features, seed=seed, num_threads=num_threads, shared=shared)
         else:
             if shared is not None:
                 raise ConfigError("shared is a file for rows here, and servers hold them: give it to `satrap server`")
-            self.worker = _remote_worker(self.features, servers, keys, staleness, seed, num_threads)
+            job = Job(tables=self.features.tables, seed=seed)
+            self.worker = _remote_worker(self.features, job, servers, keys, self.trainers, staleness, wire, num_threads)
         self._step = 0
         self._past = Counters()  # of the training streams that ended
         self._followed: dict[int, _Followed] = {}  # by identity: lists are sources, too
@@ -133,12 +148,15 @@ class Embeddings(torch.nn.Module):
         """The batches of a source, looked up, as tensors on the device.
 
         data: a source, or any iterable of what `satrap.Iterable` takes without being told of columns: `Inputs`, or
-            (dense, KeyedJaggedTensor, label).
+            (dense, KeyedJaggedTensor, label). Several trainers each train on their share of its samples, and end
+            together: a batch that one has more than another is dropped and counted.
         accumulate: how many batches make one optimizer step.
         overlap: table work beside the dense network; None: if there is a device, or staleness and a spare core.
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
+        if self.training:
+            self.join_attempt()
         self._require_same_rows()
         place = torch.device("cpu" if device is None else device)
         if overlap is None:
@@ -156,7 +174,9 @@ class Embeddings(torch.nn.Module):
         position = None
         if (followed := self._followed.get(id(data))) is not None and followed.resume:
             position, followed.resume = followed.position, False
-        inputs = self._batches(data, position)
+        several = self.trainers.world > 1
+        share = {"rank": self.trainers.rank, "world": self.trainers.world} if several else {}
+        inputs = self._batches(data, position, **share)
         gate = Gate(self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step)
         self._training_data = data
         self._training = Stream(
@@ -168,6 +188,7 @@ class Embeddings(torch.nn.Module):
             overlap=overlap,
             on_hold=self._optimizer.hold,
             position=position,
+            all_have=self.trainers.all if several else None,
         )
         return self._training
 
@@ -188,20 +209,25 @@ class Embeddings(torch.nn.Module):
             )
         self._loaded = None
 
+    def join_attempt(self) -> None:
+        """All trainers go on in the attempt that the first one has begun at the servers. All of them call it."""
+        if not isinstance(self.worker, LocalWorker):
+            servers = self.worker.servers
+            servers.attempt = self.trainers.from_first(servers.attempt)
+            servers.latest_step = self.trainers.from_first(servers.latest_step)
+
     def _require_own_rows(self) -> None:
         """Servers outlive the processes that train on them."""
-        if isinstance(self.worker, LocalWorker):
-            return
-        latest = self.worker.servers.latest_step
+        latest = 0 if isinstance(self.worker, LocalWorker) else self.worker.servers.latest_step
         if latest > self.step:
             raise StreamError(
                 f"the servers hold rows of an earlier run, of up to step {latest}, and this one is at step "
                 f"{self.step}: resume its checkpoint, or remove them with embeddings.tables.clear()"
             )
 
-    def _batches(self, data: Any, position: Position | None) -> Iterator[Inputs]:
+    def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
         source = data if hasattr(data, "batches") else Items(data)
-        found: Iterator[Inputs] = source.batches(self.features, position=position)
+        found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
         return found
 
     def _leave_stream(self) -> None:
@@ -223,6 +249,7 @@ class Embeddings(torch.nn.Module):
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """For the optimizer: sends the gradients that wait to the tables."""
+        scale /= self.trainers.world  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
         if not taken and not self.training:
             raise StreamError(
@@ -262,20 +289,49 @@ class Embeddings(torch.nn.Module):
 
 def _remote_worker(
     features: Features,
+    job: Job,
     addresses: Sequence[str],
     keys: str | PathLike[str] | None,
+    trainers: Trainers,
     staleness: int,
-    seed: int,
+    wire: str,
     num_threads: int | None,
 ) -> "RemoteWorker":
     from satrap.remote import MOST_STALENESS, RemoteWorker
-    from satrap.rpc.keys import Keys
-    from satrap.servers import Servers
 
     if staleness > MOST_STALENESS:
         raise ConfigError(f"staleness is {staleness}; wanted at most {MOST_STALENESS} with servers")
-    servers = Servers(Job(tables=features.tables, seed=seed), addresses, keys=None if keys is None else Keys.read(keys))
+    servers = _greet(job, addresses, keys, trainers, together=staleness == 0, wire=wire)
     return RemoteWorker(features, servers, num_threads=num_threads)
+
+
+def _greet(
+    job: Job,
+    addresses: Sequence[str],
+    keys: str | PathLike[str] | None,
+    trainers: Trainers,
+    *,
+    together: bool,
+    wire: str,
+) -> "Servers":
+    """The servers, in the attempt that the first trainer begins."""
+    from satrap.rpc.keys import Keys
+    from satrap.servers import Servers
+
+    num_together = trainers.world if together and trainers.world > 1 else 0
+    how: dict[str, Any] = {"trainer": trainers.rank, "together": num_together, "wire": wire}
+    found = None
+    try:
+        how["keys"] = None if keys is None else Keys.read(keys)
+        if trainers.rank == 0:
+            found = Servers(job, addresses, **how)
+    finally:
+        attempt = trainers.from_first(0 if found is None else found.attempt)
+    if found is None:
+        if attempt == 0:
+            raise StreamError("the first trainer did not reach the servers; its own error says why")
+        found = Servers(job, addresses, attempt=attempt, **how)
+    return found
 
 
 @dataclass(slots=True)

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from satrap.errors import ConfigError
 from satrap.features import Features
+from satrap.trainers import Trainers
 
 
 class Trained(Protocol):
     """What the optimizer knows of `Embeddings`."""
 
     features: Features
+    trainers: Trainers
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Sends the gradients that wait to the tables."""
@@ -81,7 +83,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found: Tensor | None = getattr(self, "found_inf", None)
-        if found is not None and found.item() != 0:
+        if found is not None and not self._embeddings.trainers.all(found.item() == 0):  # else dense halves would part
             self._embeddings.drop_reached("overflow")
             return loss
         scale: Tensor | None = getattr(self, "grad_scale", None)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
+from satrap.calls import Coded
 from satrap.engine import thread_count
 from satrap.errors import ConfigError, TicketError
 from satrap.features import Features
@@ -38,6 +39,7 @@ class RemoteTicket:
     split: _core.SplitTicket
     number: int
     """What the servers know it by."""
+    step: int
 
     @property
     def used(self) -> bool:
@@ -58,6 +60,7 @@ class RemoteRows:
         self.num_threads = thread_count(num_threads)
         self._split = _core.Split(tables, named_features(features), self.num_threads, simd)
         self._servers = servers
+        self._owed: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
         owners = [owner for table in servers.bucket_map.owners for owner in table]
         self._owners = np.array(owners, np.uint32)
         self._numbers = itertools.count(1)
@@ -91,19 +94,20 @@ class RemoteRows:
         sequences: list[Floats],
     ) -> RemoteTicket | None:
         """See Rows."""
+        self._settle_owed()
         split = self._split.lookup(values, offsets, weights, batch_size, self._owners, len(self._servers))
         at = self._reach(step) if train else 0
         number = next(self._numbers) if train else 0
         asked = {
-            server: (split.ids(server), split.offsets(server), oldest_open or at, train, number)
+            server: (split.ids(server), split.offsets(server), oldest_open or at, train, number, self._servers.wire)
             for server in range(len(self._servers))
             if split.num_floats(server)
         }
         found = self._servers.each("lookup", self._servers.origin(at), asked)
-        rows = [found.get(server, _NO_FLOATS) for server in range(len(self._servers))]
+        rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(self._servers))]
         self._split.fill(split, rows, block, sequences)
         if train:
-            return RemoteTicket(split, number)
+            return RemoteTicket(split, number, at)
         self._split.drop(split)
         return None
 
@@ -130,10 +134,15 @@ class RemoteRows:
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
             ids, cuts = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
-            return number, ids, cuts, sums.gradients(server), rates
+            gradients, coded = self._gradients(sums, server)
+            return number, ids, cuts, gradients, rates, self._servers.together, coded
 
         number = tickets[0].number if sums.same_ids else 0
-        asked = {server: arguments(server, number) for server in range(len(self._servers)) if len(sums.ids(server))}
+        asked = {
+            server: arguments(server, number if len(sums.ids(server)) else 0)
+            for server in range(len(self._servers))
+            if len(sums.ids(server)) or self._servers.together
+        }
         found = self._servers.each("update", origin, asked)
         lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
         self._servers.each("update", origin, {server: arguments(server, 0) for server in lost})
@@ -141,9 +150,33 @@ class RemoteRows:
             self._forget(tickets)
 
     def drop(self, ticket: RemoteTicket) -> None:
-        """See Rows."""
+        """See Rows. The other trainers of its step hear of it before the next lookup, which is late enough: a stream
+        that ends here must not wait for them."""
         self._split.drop(ticket.split)
         self._forget([ticket])
+        if self._servers.together:
+            with self._lock:
+                self._owed.append(ticket.step)
+
+    def _settle_owed(self) -> None:
+        with self._lock:
+            owed, self._owed = self._owed, []
+        cuts = np.zeros(len(self._servers.job.tables) + 1, np.int64)
+        nothing = (0, _NO_IDS, cuts, _NO_FLOATS, self._servers.lrs, self._servers.together)
+        for step in owed:
+            self._servers.each("update", self._servers.origin(step), dict.fromkeys(range(len(self._servers)), nothing))
+
+    def _rows(self, split: _core.SplitTicket, server: int, rows: Floats | None, coded: Coded | None) -> Floats:
+        """What a server answered; one that has none of the ids was not asked."""
+        if coded is not None:
+            return np.asarray(self._split.decode_rows(split.offsets(server), coded))
+        return _NO_FLOATS if rows is None else rows
+
+    def _gradients(self, sums: _core.Sums, server: int) -> tuple[Floats | None, Coded | None]:
+        """In the one form or the other."""
+        if self._servers.wire == "float32":
+            return sums.gradients(server), None
+        return None, np.asarray(self._split.encode_rows(sums.offsets(server), sums.gradients(server)))
 
     def _forget(self, tickets: Sequence[RemoteTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]

@@ -47,7 +47,8 @@ class RemoteTable:
         return Rows(values, state, present.reshape(-1))
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
-        """As `Store.lookup` without training, which is the `RemoteWorker`'s."""
+        """As `Store.lookup` without training, which is the `RemoteWorker`'s. Rounded as the servers' wire is; `read`
+        never is."""
         if train is not False:
             raise InputError(f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream")
         num_tables = len(self._servers.job.tables)
@@ -55,13 +56,22 @@ class RemoteTable:
         def arguments(part: NDArray[np.uint64]) -> tuple[Any, ...]:
             offsets = np.zeros(num_tables + 1, np.int64)
             offsets[self._number + 1 :] = len(part)
-            return part, offsets, 0, False, 0
+            return part, offsets, 0, False, 0, self._servers.wire
 
-        rows: NDArray[np.float32] = self._asked("lookup", ids, arguments)[0]
+        rows: NDArray[np.float32] = self._asked("lookup", ids, arguments, self._rows)[0]
         return rows.reshape(-1, self.table.dim)
 
+    def _rows(self, num_rows: int, answer: tuple[Any, Any]) -> tuple[Any, ...]:
+        """What a lookup answered, as floats."""
+        rows, coded = answer
+        return (rows if coded is None else np.asarray(_core.decode_rows(num_rows, self.table.dim, coded)),)
+
     def _asked(
-        self, method: str, ids: ArrayLike, arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]]
+        self,
+        method: str,
+        ids: ArrayLike,
+        arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]],
+        read: Callable[[int, Any], tuple[Any, ...]] = lambda num_ids, answer: answer,
     ) -> list[NDArray[Any]]:
         """What the ids' owners answer: of each array a line for each id, in the order of the ids."""
         wanted = arrays.as_ids(f"table {self.table.name!r}", ids)
@@ -71,7 +81,7 @@ class RemoteTable:
         parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(self._servers))))
         asked = {server: arguments(part) for server, part in enumerate(parts)}
         found = self._servers.each(method, self._servers.origin(0), asked)
-        answers = [found[server] if isinstance(found[server], tuple) else (found[server],) for server in asked]
+        answers = [read(len(part), found[server]) for server, part in enumerate(parts)]
         lines = []
         for of_servers in zip(*answers, strict=True):
             flat = np.concatenate(of_servers)

@@ -23,7 +23,7 @@ from satrap._core import crc32c
 from satrap.errors import CheckpointError
 from satrap.inputs import Position
 
-MANIFEST, _FORMAT, _FORMAT_VERSION = "checkpoint.json", "satrap-checkpoint", 1
+MANIFEST, _FORMAT, _FORMAT_VERSION = "checkpoint.json", "satrap-checkpoint", 2
 _NAME = re.compile(r"\d{6,}-step-\d+")  # whatever is called otherwise is not ours
 _HIDDEN = re.compile(r"\.[0-9a-f]{8}\.\d{6,}-step-\d+")
 
@@ -35,9 +35,10 @@ class Entry:
     folder: Path
     step: int
     parent: str | None
-    position: Position | None
+    positions: tuple[Position | None, ...]
+    """Of each trainer's source, in the order of their ranks."""
     source: Mapping[str, Any] | None
-    """The signature of the source that the position is of."""
+    """The signature of the source that the positions are of."""
     tables: tuple[str, ...]
     state_crc32c: int
 
@@ -57,12 +58,11 @@ class Entry:
                 raise CheckpointError(
                     f"{path} is damaged: its checksum does not match; remove {folder} to use an older"
                 )
-            position = content["position"]
             return cls(
                 folder=folder,
                 step=content["step"],
                 parent=content["parent"],
-                position=None if position is None else Position.from_dict(position),
+                positions=tuple(None if at is None else Position.from_dict(at) for at in content["positions"]),
                 source=content["source"],
                 tables=tuple(content["tables"]),
                 state_crc32c=content["state_crc32c"],
@@ -79,7 +79,7 @@ class Entry:
             "format_version": _FORMAT_VERSION,
             "step": self.step,
             "parent": self.parent,
-            "position": None if self.position is None else self.position.to_dict(),
+            "positions": [None if at is None else at.to_dict() for at in self.positions],
             "source": self.source,
             "tables": list(self.tables),
             "state_crc32c": self.state_crc32c,

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +21,27 @@ import numpy as np
 
 from satrap._core import Engine, Ticket
 from satrap.bucketmap import BucketMap
-from satrap.calls import Flags, Floats, Ids, Offsets
-from satrap.checks import check_integer
+from satrap.calls import WIRES, Coded, Flags, Floats, Ids, Offsets
+from satrap.checks import check_choice, check_integer
 from satrap.engine import attach_engine, open_engine
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError, TicketError
 from satrap.folder import part_name
 from satrap.job import Job
+from satrap.meeting import Meeting, Part, joined
 from satrap.rpc import Origin
 from satrap.tables import Tables
 
 MOST_TICKETS = 1024
 """Of a trainer. One that looks up more without updating gets its oldest refused, and sends ids instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A lookup that waits for its update."""
+
+    ticket: Ticket
+    ids: Ids
+    offsets: Offsets
 
 
 @dataclass(slots=True)
@@ -42,8 +53,11 @@ class _Served:
     engine: Engine
     bucket_map: BucketMap | None = None
     number: int = 0
-    tickets: dict[int, OrderedDict[int, Ticket]] = field(default_factory=dict)
+    tickets: dict[int, OrderedDict[int, _Kept]] = field(default_factory=dict)
     """Of each trainer, by their numbers."""
+    oldest_open: dict[int, int] = field(default_factory=dict)
+    """Of each trainer, as its last lookup said: what any of them has open stays."""
+    meeting: Meeting = field(default_factory=Meeting)
     restored: bool | None = None
     """What `restore` answered, if that began this attempt."""
 
@@ -98,33 +112,82 @@ class Server:
             if origin.attempt < served.engine.attempt:
                 raise self._other_attempt(served, origin)
             self._wait_for_calls()
-            served.tickets.clear()
+            self._let_go(served, origin)
             served.engine.begin_attempt(origin.attempt)
 
-    def lookup(self, origin: Origin, ids: Ids, offsets: Offsets, oldest_open: int, train: bool, ticket: int) -> Floats:
+    def lookup(
+        self,
+        origin: Origin,
+        ids: Ids,
+        offsets: Offsets,
+        oldest_open: int,
+        train: bool,
+        ticket: int,
+        wire: str = "float32",
+    ) -> tuple[Floats | None, Coded | None]:
         """See ServerCalls."""
+        check_choice("lookup", "wire", wire, WIRES)
         with self._working(origin) as served:
             engine = served.engine
             rows = engine.empty(1, _num_floats(served.job, ids, offsets))
-            given = (origin.step, oldest_open) if train else (0, 0)
+            given = (origin.step, self._oldest_open(served, origin, oldest_open)) if train else (0, 0)
             made = engine.lookup(ids, offsets, *given, train, rows, train and ticket != 0)
             if made is not None:
-                self._keep(served, origin.trainer, ticket, made)
-            return np.asarray(rows).reshape(-1)
+                self._keep(served, origin.trainer, ticket, _Kept(made, ids, offsets))
+            if wire == "float16":
+                return None, np.asarray(engine.encode_rows(offsets, rows))
+            return np.asarray(rows).reshape(-1), None
 
     def update(
-        self, origin: Origin, ticket: int, ids: Ids, offsets: Offsets, gradients: Floats, lrs: list[float]
-    ) -> None:
+        self,
+        origin: Origin,
+        ticket: int,
+        ids: Ids,
+        offsets: Offsets,
+        gradients: Floats | None,
+        lrs: list[float],
+        together: int,
+        coded: Coded | None = None,
+    ) -> "Future[None] | None":
         """See ServerCalls."""
         with self._working(origin) as served:
-            if ticket == 0:
-                _num_floats(served.job, ids, offsets)
-                used = served.engine.prepare(ids, offsets)
-            elif len(ids) == 0:
-                used = self._take(served, origin.trainer, ticket)
-            else:
+            if ticket != 0 and len(ids):
                 raise InputError(f"update: ticket {ticket} and {len(ids)} ids; wanted one of the two")
-            served.engine.update(used, gradients, origin.step, lrs, origin.trainer)
+            kept = None if ticket == 0 else self._take(served, origin.trainer, ticket)
+            gradients = _plain(served.engine, offsets if kept is None else kept.offsets, gradients, coded)
+            if kept is None and len(gradients) != _num_floats(served.job, ids, offsets):
+                raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; wanted their rows' floats")
+            if together == 0:
+                used = served.engine.prepare(ids, offsets) if kept is None else kept.ticket
+                served.engine.update(used, gradients, origin.step, lrs, origin.trainer)
+                return None
+            if kept is not None:
+                served.engine.drop(kept.ticket)
+                ids, offsets = kept.ids, kept.offsets
+            return self._meet(served, origin, Part(ids, offsets, gradients), lrs, together)
+
+    def _meet(
+        self, served: _Served, origin: Origin, part: Part, lrs: list[float], together: int
+    ) -> "Future[None] | None":
+        """Notes a trainer's part of a step; whoever brings the last one applies all, as trainer 0's."""
+        with self._changed:
+            if served.engine.finished(0, origin.step):
+                return None  # its answer was lost
+            own, parts, waiting = served.meeting.arrive(origin.step, origin.trainer, part, together)
+        if parts is None:
+            return own
+        try:
+            whole = joined(parts, [table.dim for table in served.job.tables])
+            ticket = served.engine.prepare(whole.ids, whole.offsets)
+            served.engine.update(ticket, whole.gradients, origin.step, lrs, 0)
+            served.engine.finish(0, origin.step)
+        except Exception as error:
+            for each in waiting:
+                each.set_exception(error)
+        else:
+            for each in waiting:
+                each.set_result(None)
+        return own
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:
         """See ServerCalls."""
@@ -133,7 +196,7 @@ class Server:
                 with self._changed:
                     found = served.tickets.get(origin.trainer, OrderedDict()).pop(ticket, None)
                 if found is not None:
-                    served.engine.drop(found)
+                    served.engine.drop(found.ticket)
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
         """See ServerCalls."""
@@ -177,7 +240,7 @@ class Server:
             if len(folders) not in (0, len(names)):
                 raise InputError(f"restore: folders of {len(folders)} tables; wanted of {len(names)}, or none")
             chains = dict(zip(names, folders, strict=False))
-            made = self._anew(served)
+            made = self._anew(served, origin)
             made.engine.begin_attempt(origin.attempt)
             made.restored = True
             if chains:
@@ -211,11 +274,11 @@ class Server:
         )
         return _Served(job, Tables.in_engine(places), places[0].engine)
 
-    def _anew(self, old: _Served) -> _Served:
+    def _anew(self, old: _Served, origin: Origin) -> _Served:
         """The same with empty tables; until it is there, there are none."""
         job, owners, number = old.job, old.bucket_map, old.number
         self._served = None
-        old.tickets.clear()
+        self._let_go(old, origin)
         del old.tables, old.engine  # and with them the rows
         if self._shared is not None:
             os.unlink(self._shared)
@@ -225,6 +288,17 @@ class Server:
 
     def _name(self, served: _Served, table: int) -> str:
         return list(served.tables)[check_integer("a call", "table", table, 0, len(served.tables) - 1, InputError)]
+
+    def _let_go(self, served: _Served, origin: Origin) -> None:
+        """Of what the attempt before left open."""
+        served.tickets.clear()
+        served.oldest_open.clear()
+        served.meeting.refuse(lambda: AttemptError(f"attempt {origin.attempt} has begun: this process was replaced"))
+
+    def _oldest_open(self, served: _Served, origin: Origin, given: int) -> int:
+        with self._changed:
+            served.oldest_open[origin.trainer] = given
+            return min(origin.step, *served.oldest_open.values())
 
     def _wait_for_calls(self) -> None:
         """Until none works on rows; the lock is held, so none begins."""
@@ -269,22 +343,31 @@ class Server:
             + ("this process was replaced" if origin.attempt < served.engine.attempt else "that one has not begun here")
         )
 
-    def _keep(self, served: _Served, trainer: int, number: int, ticket: Ticket) -> None:
+    def _keep(self, served: _Served, trainer: int, number: int, kept: _Kept) -> None:
         with self._changed:
             tickets = served.tickets.setdefault(trainer, OrderedDict())
             left = [tickets.pop(number)] if number in tickets else []
-            tickets[number] = ticket
+            tickets[number] = kept
             if len(tickets) > MOST_TICKETS:
                 left.append(tickets.popitem(last=False)[1])
         for each in left:
-            served.engine.drop(each)
+            served.engine.drop(each.ticket)
 
-    def _take(self, served: _Served, trainer: int, number: int) -> Ticket:
+    def _take(self, served: _Served, trainer: int, number: int) -> _Kept:
         with self._changed:
-            ticket = served.tickets.get(trainer, OrderedDict()).pop(number, None)
-        if ticket is None:
+            kept = served.tickets.get(trainer, OrderedDict()).pop(number, None)
+        if kept is None:
             raise TicketError(f"trainer {trainer} has no ticket {number} here: send the ids")
-        return ticket
+        return kept
+
+
+def _plain(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
+    """The gradients, in whichever form they came."""
+    if coded is not None and gradients is None:
+        return np.asarray(engine.decode_rows(offsets, coded))
+    if coded is not None or gradients is None:
+        raise InputError("update: gradients came in both forms or in none; wanted one of the two")
+    return gradients
 
 
 def _num_floats(job: Job, ids: Ids, offsets: Offsets) -> int:

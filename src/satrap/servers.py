@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from satrap.bucketmap import BucketMap
-from satrap.calls import ServerCalls
+from satrap.calls import WIRES, ServerCalls
+from satrap.checks import check_choice
 from satrap.errors import ConfigError, NotReadyError, TicketError
 from satrap.job import Job
 from satrap.rpc import Origin
@@ -25,8 +26,10 @@ class Servers:
         addresses: Sequence[str],
         *,
         trainer: int = 0,
+        together: int = 0,
         attempt: int | None = None,
         keys: Keys | None = None,
+        wire: str = "float32",
         deadline: float = 60.0,
         retry_seconds: float = 2.0,
     ) -> None:
@@ -34,13 +37,19 @@ class Servers:
 
         addresses: of server 0, 1, ...: "tcp://host:port".
         keys: the client's, of `satrap keys`; without them servers are on this machine.
+        trainer: which of them this process is.
+        together: how many trainers' updates make one step; 0: each is a step of its own.
+        wire: how rows and gradients cross the network. "float32": as they are. "float16": scaled by row and rounded, in
+            half the bytes; each by at most 2^-11 of the largest magnitude of its row (core/wire.hpp).
         attempt: of the run, if somebody else began it. None: this process is alone, and begins the next.
         deadline: seconds after which a call that got no answer is an error.
         retry_seconds: after which it is sent again.
         """
         if isinstance(addresses, str) or not addresses:
             raise ConfigError(f"addresses is {addresses!r}; wanted a list of at least one 'tcp://host:port'")
-        self.job, self.trainer, self.addresses = job, trainer, tuple(addresses)
+        self.job, self.trainer, self.together, self.addresses = job, trainer, together, tuple(addresses)
+        check_choice("Servers", "wire", wire, WIRES)
+        self.wire = wire
         self.skipped = [0] * len(job.tables)
         """Of each table: gradients of this process that were not finite and were left out."""
         self.bucket_map = BucketMap.even([table.resolved_num_buckets for table in job.tables], len(addresses))

@@ -5,6 +5,7 @@ No pickle: reading a file runs no code. What can be neither tensor nor JSON is r
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,22 @@ def load_state(path: Path) -> Any:
             return _build(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def state_bytes(state: Any) -> bytes:
+    """The file that `save_state` would write."""
+    with tempfile.TemporaryDirectory(prefix="satrap-state-") as folder:
+        path = Path(folder) / "state"
+        save_state(path, state)
+        return path.read_bytes()
+
+
+def state_of(data: bytes) -> Any:
+    """The state in such bytes."""
+    with tempfile.TemporaryDirectory(prefix="satrap-state-") as folder:
+        path = Path(folder) / "state"
+        path.write_bytes(data)
+        return load_state(path)
 
 
 def _flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

@@ -129,8 +129,12 @@ class Stream(Iterator[Batch]):
         overlap: bool,
         on_hold: Callable[[list[Tensor]], None],
         position: Position | None = None,
+        all_have: Callable[[bool], bool] | None = None,
     ) -> None:
-        """on_hold is told the leaves of the held batches whenever they change."""
+        """on_hold is told the leaves of the held batches whenever they change.
+
+        all_have: of several trainers, whether each has another batch; told whether this one has.
+        """
         self.dropped: Counter[str] = Counter()
         """Batches looked up and never updated, by cause."""
         self.position = position
@@ -138,7 +142,7 @@ class Stream(Iterator[Batch]):
         self.last_step = gate.next_step - 1
         """The last step that was updated or dropped."""
         self._inputs, self._train, self._worker = inputs, train, worker
-        self._gate, self._on_hold = gate, on_hold
+        self._gate, self._on_hold, self._all_have = gate, on_hold, all_have
         self._held: list[Batch] = []
         self._newest: Batch | None = None  # what the user may be at
         self._handed: Counter[int] = Counter()  # batches handed over, by step
@@ -177,6 +181,10 @@ class Stream(Iterator[Batch]):
         while self._train and self._pipeline.needs_user():
             self._make_room()
         batch = self._pipeline.next()
+        if self._all_have is not None and not self._all_have(batch is not None) and batch is not None:
+            self._hold([*self._held, batch])
+            self._drop([batch], "uneven")  # another trainer is at its end, and a step takes all of them
+            batch = None
         if batch is None:
             self._ended = True
             self._pipeline.drain()

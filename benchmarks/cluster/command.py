@@ -1,0 +1,28 @@
+"""The server of the kinds that look rows up: the command `satrap server`, in a process of its own as for its users."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def satrap_server(num_threads: int) -> Iterator[tuple[str, int]]:
+    """Where an empty server listens, on a free port, and its process id; it is gone afterwards, and its rows."""
+    command = [str(Path(sys.executable).with_name("satrap")), "server", "--listen", "tcp://127.0.0.1:0"]
+    process = subprocess.Popen([*command, "--threads", str(num_threads)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline().split()
+        if not said:
+            raise RuntimeError(f"satrap server ended before it listened, with exit status {process.wait()}")
+        yield said[-1], process.pid
+    finally:
+        process.terminate()
+        process.stdout.close()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,215 @@
+"""The server or the trainer of Paddle's parameter-server mode; the environment says which, as its fleet wants it.
+
+Asynchronous mode, one sparse table with row-wise Adagrad (SparseAdaGradSGDRule) on the server. The trainer's program is
+an embedding of [ids, 1] row numbers and, for the kind `rows`, a loss whose gradient is the same for every number; for
+`train` the DLRM that Paddle has in benchmarks.train. `Executor.run` never fetches the dense parameters, which the
+server steps, so the trainer fetches them before every step. Pushes that wait are flushed before the clock is stopped.
+
+Pushes that wait are merged, and at dim 64 a merged one is larger than the 64 MiB that a message of its RPC may have.
+The server refuses it, the trainer tries thrice more and drops it: unnoticed but for a line on stderr, the rows stay as
+they were. No option of Paddle was found that reaches this limit, so it is raised in the library's memory.
+"""
+
+import ctypes
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.clock import noise_between
+from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
+from benchmarks.cluster.rows import GRADIENT
+from benchmarks.cluster.train import TOP, batches_of, first_and_last
+from benchmarks.train.cases import DENSE_LR
+from benchmarks.train.contenders import RANGE
+from benchmarks.train.paddle import PaddleTrain, PaddleTrainer
+from benchmarks.train.workload import NUM_DENSE
+from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES, RowNumbers, batch_file, total_rows
+
+LR = 0.05
+TABLE = "rows"
+MESSAGE_LIMIT = "_ZN4brpc5fLU6419FLAGS_max_body_sizeE"
+MESSAGE_BYTES = 1 << 30
+Feed = dict[str, Any]
+
+
+class Rows(PaddleTrain):
+    """The embedding, with its rows on the server."""
+
+    def embedding(self, ids: Any) -> Any:
+        """See PaddleTrain; ids are [any, 1], the only shape that this mode takes."""
+        attribute = self.paddle.ParamAttr(name=TABLE, initializer=self.paddle.nn.initializer.Uniform(-RANGE, RANGE))
+        return self.paddle.static.nn.sparse_embedding(ids, size=[self.count, self.dim], param_attr=attribute)
+
+
+class Model(PaddleTrainer):
+    """The layers alone; whoever calls gives the program."""
+
+    def __init__(self, contender: PaddleTrain, top: str) -> None:
+        # Not the parent's, which builds and starts programs of one process.
+        self.contender, self.top = contender, top
+
+    def loss(self, block: Any) -> Any:
+        """block: [any, 26, dim]."""
+        paddle = self.contender.paddle
+        dense = paddle.static.data("dense", [None, NUM_DENSE], "float32")
+        labels = paddle.static.data("labels", [None, 1], "float32")
+        return paddle.nn.functional.binary_cross_entropy_with_logits(self._model(dense, block), labels)
+
+
+def sparse_table(dim: int) -> dict[str, Any]:
+    """The server's table, in the words of `DistributedStrategy.sparse_table_configs`."""
+    prefix = f"table_parameters.{TABLE}."
+    accessor = f"{prefix}accessor."
+    config: dict[str, Any] = {
+        f"{prefix}table_class": "MemorySparseTable",
+        f"{accessor}accessor_class": "SparseAccessor",
+        f"{accessor}fea_dim": dim + 2,
+        f"{accessor}embedx_dim": dim - 1,
+        f"{accessor}embedx_threshold": 0,
+    }
+    for part in ("embed", "embedx"):  # a row's first number, and the others
+        rule = f"{accessor}{part}_sgd_param."
+        config |= {
+            f"{rule}name": "SparseAdaGradSGDRule",
+            f"{rule}adagrad.learning_rate": LR,
+            f"{rule}adagrad.initial_range": RANGE,
+            f"{rule}adagrad.initial_g2sum": 3.0,  # its default
+        }
+    return {TABLE: config}
+
+
+def raise_message_limit() -> None:
+    """See the file's docstring; before anything is sent."""
+    from paddle.base import libpaddle
+
+    ctypes.c_uint64.in_dll(ctypes.CDLL(libpaddle.__file__), MESSAGE_LIMIT).value = MESSAGE_BYTES
+
+
+def build(paddle: Any, fleet: Any, job: Mapping[str, Any]) -> Any:
+    """The loss, in the default program, with its optimizer."""
+    dim = int(job["dim"])
+    rows = Rows(rows=int(job["rows"]), dim=dim, optimizer="adagrad", num_threads=int(job["num_threads"]))
+    found = rows.embedding(paddle.static.data("ids", [None, 1], "int64"))
+    if job["kind"] == "train":
+        loss = Model(rows, TOP).loss(paddle.reshape(found, [-1, NUM_FEATURES, dim]))
+    else:
+        loss = paddle.sum(found) * GRADIENT
+    strategy = fleet.DistributedStrategy()
+    strategy.a_sync = True
+    strategy.sparse_table_configs = sparse_table(dim)
+    # Of the dense parameters; the table has its own.
+    fleet.distributed_optimizer(paddle.optimizer.SGD(DENSE_LR), strategy).minimize(loss)
+    return loss
+
+
+def by_sample(rows: RowNumbers) -> RowNumbers:
+    """[ids, 1], sample after sample, of ids feature after feature."""
+    return np.ascontiguousarray(rows.reshape(NUM_FEATURES, -1).T).reshape(-1, 1)
+
+
+def feeds(job: Mapping[str, Any]) -> list[Feed]:
+    """The batches of the round."""
+    if job["kind"] == "train":
+        drawn = batches_of(job, 0)
+        return [
+            {"ids": by_sample(rows), "dense": dense, "labels": labels[:, None]}
+            for rows, dense, labels in zip(drawn.rows, drawn.dense, drawn.labels, strict=True)
+        ]
+    count = int(job["num_warmup"]) + int(job["num_steps"])
+    path = batch_file(Path(job["batches"]), int(job["rows"]), "zipf", count, int(job["part"]))
+    return [{"ids": rows.reshape(-1, 1)} for rows in np.load(path)]
+
+
+def filling(job: Mapping[str, Any], like: Feed) -> Iterator[Feed]:
+    """Batches with every row once. The dense numbers are 0, so only biases learn from them."""
+    count = total_rows(int(job["rows"]))
+    for begin in range(0, count, BATCH_IDS):
+        rows = np.arange(begin, min(begin + BATCH_IDS, count)).reshape(-1, 1)
+        samples = len(rows) // NUM_FEATURES
+        yield {"ids": rows} | {name: np.zeros_like(like[name][:samples]) for name in like if name != "ids"}
+
+
+class Steps:
+    """Training steps in the worker of a fleet."""
+
+    def __init__(self, paddle: Any, fleet: Any, loss: Any, *, has_dense: bool) -> None:
+        from paddle.distributed.ps.utils.public import get_the_one_recv_context
+
+        self._executor = paddle.static.Executor(paddle.CPUPlace())
+        self._executor.run(paddle.static.default_startup_program())
+        fleet.init_worker()
+        self._program, self._loss = paddle.static.default_main_program(), loss
+        self._scope = paddle.static.global_scope()
+        self._runtime = fleet.fleet._runtime_handle
+        self._places = get_the_one_recv_context(self._runtime.context, split_dense_table=False) if has_dense else None
+        self.flush: Callable[[], Any] = self._runtime._worker.client_flush
+
+    def run(self, batches: Sequence[Feed] | Iterator[Feed]) -> tuple[list[float], list[float]]:
+        """Seconds and loss of each."""
+        seconds, losses = [], []
+        for feed in batches:
+            start = time.perf_counter()
+            if self._places is not None:
+                self._runtime._pull_all_dense([self._scope], self._runtime._send_ctx, self._places)
+            found = self._executor.run(self._program, feed=feed, fetch_list=[self._loss])[0]
+            losses.append(float(np.asarray(found).ravel()[0]))
+            seconds.append(time.perf_counter() - start)
+        return seconds, losses
+
+
+def measure(job: Mapping[str, Any], steps: Steps, version: str) -> dict[str, Any]:
+    """Every row is made, then the warm-up, then the steps with the flush of what they pushed."""
+    batches, num_warmup, num_steps = feeds(job), int(job["num_warmup"]), int(job["num_steps"])
+    server = int(job["server"])
+    steps.run(filling(job, batches[0]))
+    steps.flush()
+    _, losses = steps.run(batches[:num_warmup])
+    steps.flush()
+    before = read_cpu_of([server])
+    start = time.perf_counter()
+    seconds, more = steps.run(batches[num_warmup:])
+    steps.flush()
+    total = time.perf_counter() - start
+    figures = {
+        "step_ms": round(1e3 * statistics.median(seconds), 3),
+        "flush_ms": round(1e3 * (total - sum(seconds)), 3),
+        **first_and_last([*losses, *more]),
+        **noise_between(before, read_cpu_of([server])),
+    }
+    if job["kind"] == "train":
+        figures["samples_per_s"] = round(SAMPLES * num_steps / total)
+    else:
+        figures["rows_per_s"] = round(BATCH_IDS * num_steps / total)
+    return {
+        "streams": {f"{job['kind']}:paddle": figures},
+        "peak_resident_bytes": peak_resident_with([server]),
+        "versions": {"paddlepaddle": version},
+    }
+
+
+def main() -> None:
+    import paddle
+    from paddle.distributed import fleet
+
+    job = json.loads(sys.argv[1])
+    raise_message_limit()
+    paddle.enable_static()
+    fleet.init(fleet.PaddleCloudRoleMaker(is_collective=False), is_collective=False)
+    loss = build(paddle, fleet, job)
+    if fleet.is_server():
+        fleet.init_server()
+        fleet.run_server()
+        return
+    steps = Steps(paddle, fleet, loss, has_dense=job["kind"] == "train")
+    print(json.dumps(measure(job, steps, str(paddle.__version__))), flush=True)
+    fleet.stop_worker()
+
+
+if __name__ == "__main__":
+    main()

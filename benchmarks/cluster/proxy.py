@@ -1,0 +1,81 @@
+"""A TCP proxy that counts: what a client sends and what it is answered, as payload of the sockets.
+
+Counted before it is passed on: whoever has got an answer finds all of it counted. TCP's and IP's own headers are not.
+"""
+
+import socket
+import threading
+from contextlib import suppress
+from typing import Self
+
+
+class CountingProxy:
+    """Listens on a free port of this machine and passes every connection on to one address."""
+
+    def __init__(self, address: str) -> None:
+        """address: "tcp://host:port"."""
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._counts = {"there": 0, "back": 0}
+        self._sockets: list[socket.socket] = []
+        self._pumps: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept)
+        self._acceptor.start()
+
+    def counts(self) -> dict[str, int]:
+        """Bytes so far: there (to the address) and back."""
+        with self._lock:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        """Ends every connection and the threads."""
+        _shut(self._listener)
+        self._acceptor.join()
+        for each in self._sockets:
+            _shut(each)
+        for pump in self._pumps:
+            pump.join()
+        for each in [self._listener, *self._sockets]:
+            each.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # shut
+                return
+            self._sockets.append(client)
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # nobody is there; the client will notice
+                _shut(client)
+                continue
+            self._sockets.append(server)
+            for source, target, direction in ((client, server, "there"), (server, client, "back")):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._pumps.append(threading.Thread(target=self._pump, args=(source, target, direction)))
+                self._pumps[-1].start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
+        memory = memoryview(bytearray(1 << 20))
+        with suppress(OSError):  # one of the two is gone
+            while got := source.recv_into(memory):
+                with self._lock:
+                    self._counts[direction] += got
+                target.sendall(memory[:got])
+        _shut(source)
+        _shut(target)
+
+
+def _shut(each: socket.socket) -> None:
+    with suppress(OSError):  # it was, or nobody is connected
+        each.shutdown(socket.SHUT_RDWR)

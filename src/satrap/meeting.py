@@ -1,0 +1,75 @@
+"""The updates of several trainers that make one step: each waits here until the last one came, then all are one.
+
+Pure: parts in, the whole out. The order of the trainers' ranks, not that of arrival, is the order that the gradients of
+an id are summed in, so a step's bits do not depend on who was late. A part that comes again takes the place of the
+first; everybody who waits is told.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one trainer gives to a step."""
+
+    ids: NDArray[np.uint64]
+    offsets: NDArray[np.int64]
+    gradients: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class _Step:
+    together: int
+    parts: dict[int, Part] = field(default_factory=dict)
+    waiting: list["Future[None]"] = field(default_factory=list)
+
+
+class Meeting:
+    """The steps that are not whole yet."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+
+    def arrive(
+        self, step: int, trainer: int, part: Part, together: int
+    ) -> tuple["Future[None]", list[Part] | None, list["Future[None]"]]:
+        """What the trainer waits for; and once all are there, their parts by rank, with all who wait."""
+        known = self._steps.setdefault(step, _Step(together))
+        if known.together != together or not 0 <= trainer < together:
+            raise InputError(
+                f"step {step}: trainer {trainer} of {together}; wanted one of {known.together}: start them alike"
+            )
+        own: Future[None] = Future()
+        known.parts[trainer] = part
+        known.waiting.append(own)
+        if len(known.parts) < together:
+            return own, None, []
+        del self._steps[step]
+        return own, [known.parts[rank] for rank in range(together)], known.waiting
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """Nobody waits any more: each is told why."""
+        steps, self._steps = self._steps, {}
+        for step in steps.values():
+            for waiting in step.waiting:
+                waiting.set_exception(error())
+
+
+def joined(parts: list[Part], dims: list[int]) -> Part:
+    """The parts as one: of each table the ids of one part after the other."""
+    num_tables = len(dims)
+    ids, gradients, counts = [], [], [0]
+    starts = [np.concatenate([[0], np.cumsum(np.diff(part.offsets) * dims)]) for part in parts]
+    for t in range(num_tables):
+        for part, at in zip(parts, starts, strict=True):
+            ids.append(part.ids[part.offsets[t] : part.offsets[t + 1]])
+            gradients.append(part.gradients[at[t] : at[t + 1]])
+        counts.append(sum(map(len, ids)))
+    return Part(np.concatenate(ids), np.array(counts, np.int64), np.concatenate(gradients))

@@ -1,0 +1,48 @@
+"""Who trains: this process alone, or several under torch.distributed, which the user's script has set up (torchrun).
+
+What the trainers must agree on beside the dense gradients, which are DDP's: the attempt that the first of them begins
+at the servers, whether each has another batch, whether one met an overflow. It goes through a gloo group of its own, so
+it never meets the user's collectives.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+class Trainers:
+    """This process among the trainers of its job."""
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.world = dist.get_world_size() if together else 1
+        self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+
+    def from_first(self, value: int) -> int:
+        """What the first of them was given."""
+        if self._group is not None:
+            told = torch.tensor([value], dtype=torch.int64)
+            dist.broadcast(told, 0, group=self._group)
+            value = int(told.item())
+        return value
+
+    def all(self, flag: bool) -> bool:
+        """Whether it is so at each of them."""
+        if self._group is not None:
+            told = torch.tensor([int(flag)])
+            dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
+            flag = bool(told.item())
+        return flag
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each of them gave, in the order of their ranks."""
+        if self._group is None:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        most = int(max(size.item() for size in sizes))
+        own = torch.zeros(most, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(found, own, group=self._group)
+        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]

@@ -1,0 +1,233 @@
+"""The kinds of the cluster benchmark that look rows up: their records, the counting proxy, Paddle's part as far as it
+needs no Paddle, and each of them run small."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks.cases import select_cases
+from benchmarks.cluster import cases, paddle, paddle_role, rounds, rows, tables, train, wire
+from benchmarks.cluster.__main__ import find_pythons, main, paced, parse_options
+from benchmarks.cluster.proxy import CountingProxy
+from benchmarks.records import complaints
+from benchmarks.runs import Results, RunFailed
+from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES
+
+from satrap.features import Features
+from satrap.local import LocalWorker
+
+DEADLINE_SECONDS = 60.0
+QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
+
+
+def case_named(pattern: str) -> cases.ClusterCase:
+    (found,) = select_cases(cases.full_cases(), [pattern], [2])
+    return found
+
+
+def told(kind: str, streams: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """What a process says of one round."""
+    named = {f"{kind}:{label}": {**each, **QUIET} for label, each in streams.items()}
+    return {"streams": named, "peak_resident_bytes": 1, "versions": {}, **more}
+
+
+def rows_results() -> Results:
+    times = {"step_ms": 3.0, "lookup_ms": 1.0, "update_ms": 2.0}
+    ours = {"local": {"rows_per_s": 10e6, **times}, "remote": {"rows_per_s": 6e6, **times}}
+    theirs = {"paddle": {"rows_per_s": 1e6, "step_ms": 100.0, "flush_ms": 100.0}}
+    return {"worker": [told("rows", ours, unique_share=0.5)], "paddle": [told("rows", theirs)]}
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_remote_worker_is_compared_with_rows_here_and_with_paddle() -> None:
+    record = rows.make_record(case_named("rows/20Mx16"), rows_results())
+    assert {name: figure["median"] for name, figure in record["figures"].items()} == {
+        "ratio_local": 0.6,
+        "ratio_paddle": 6.0,
+    }
+    assert [target["met"] for target in record["targets"]] == [True, False]
+    (complaint,) = complaints(record)
+    assert "ratio_paddle is 6, wanted at least 7.12" in complaint
+
+
+def test_without_paddle_its_ratio_is_none_and_the_record_says_so() -> None:
+    ours = {"worker": rows_results()["worker"]}
+    record = rows.make_record(case_named("rows/20Mx16"), ours)
+    assert record["figures"]["ratio_paddle"]["median"] is None
+    assert record["figures"]["ratio_paddle"]["all_peers_present"] is False
+    assert [target["met"] for target in record["targets"]] == [True, None]
+    (complaint,) = complaints(record)
+    assert "ratio_paddle was not measured" in complaint
+
+
+def test_each_staleness_has_a_ratio() -> None:
+    stage = {"step_ms": 1.0, "lookup_ms": 1.0, "update_ms": 1.0, "loss_first": 0.7, "loss_last": 0.6}
+    ours = {"satrap": {"samples_per_s": 40, **stage}, "satrap_stale": {"samples_per_s": 20, **stage}}
+    theirs = {"paddle": {"samples_per_s": 10, **stage}}
+    theirs["paddle"]["flush_ms"] = 100.0
+    results: Results = {"worker": [told("train", ours)], "paddle": [told("train", theirs)]}
+    record = train.make_record(case_named("train/20Mx64"), results)
+    assert record["figures"]["ratio"]["median"] == 4.0
+    assert record["figures"]["ratio_stale"]["median"] == 2.0
+    assert record["loss"]["paddle"] == [[0.7, 0.6]]
+    assert [target["met"] for target in record["targets"]] == [True, False]
+
+
+def test_a_wire_that_servers_do_not_have_is_not_measured() -> None:
+    counted = {"there": 900.0, "back": 900.0, "share": 0.5, "trainer": 3328.0}
+    case = case_named("bytes/20Mx16")
+    record = wire.make_record(case, {"worker": [told("bytes", {"float32": counted})]})
+    assert [target["met"] for target in record["targets"]] == [True, None]
+    half = told("bytes", {"float32": counted, "float16": {**counted, "share": 0.28}})
+    record = wire.make_record(case, {"worker": [half]})
+    assert [target["met"] for target in record["targets"]] == [True, True]
+    assert record["naive_bytes_per_sample"] == 26 * (8 + 2 * 64)
+
+
+# -- the command line and the processes -------------------------------------------------------------------------------
+
+
+def test_a_case_has_steps_of_its_own_unless_the_command_line_asks_for_others() -> None:
+    case = case_named("rows/20Mx16")
+    assert paced(case, parse_options([])) == case
+    assert paced(case, parse_options(["--steps", "7", "--warmup", "0"])).num_steps == 7
+    with pytest.raises(SystemExit):
+        parse_options(["--steps", "0"])
+
+
+def test_a_peer_that_is_not_installed_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_pythons([case_named("rows/20Mx16")], parse_options(["--peers-home", str(tmp_path)])) == {}
+    assert "paddle left out: it is not installed" in capsys.readouterr().err
+    assert find_pythons([case_named("echo/20Mx16")], parse_options(["--peers-home", str(tmp_path)])) == {}
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_process_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        child = f"import socket, time; s = socket.create_connection(('127.0.0.1', {port})); time.sleep(600)"
+        left = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+        monkeypatch.setattr(rounds, "TIMEOUT_SECONDS", 5)
+        with pytest.raises(RunFailed, match="still running after 5 s"):
+            rounds.run([sys.executable, "-c", left])
+        listener.settimeout(DEADLINE_SECONDS)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(DEADLINE_SECONDS)
+            assert connection.recv(1) == b""
+
+
+def test_a_failed_process_is_named_with_the_end_of_what_it_said() -> None:
+    with pytest.raises(RunFailed, match=r"exit status 3: three"):
+        rounds.run([sys.executable, "-c", "import sys; print('three', file=sys.stderr); sys.exit(3)"])
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_proxy_counts_both_directions() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(DEADLINE_SECONDS)
+                received = 0
+                while received < 100_000:
+                    received += len(connection.recv(1 << 16))
+                connection.sendall(b"x" * 300_000)
+
+        server = threading.Thread(target=answer)
+        server.start()
+        with CountingProxy(f"tcp://127.0.0.1:{listener.getsockname()[1]}") as proxy:
+            port = int(proxy.address.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS) as client:
+                client.sendall(b"y" * 100_000)
+                received = 0
+                while part := client.recv(1 << 16):
+                    received += len(part)
+            assert received == 300_000
+            assert proxy.counts() == {"there": 100_000, "back": 300_000}
+        server.join()
+
+
+def test_a_proxy_to_nobody_ends_the_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = listener.getsockname()[1]
+    with CountingProxy(f"tcp://127.0.0.1:{nobody}") as proxy:
+        port = int(proxy.address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS) as client:
+            assert client.recv(1) == b""
+        assert proxy.counts() == {"there": 0, "back": 0}
+
+
+def test_filling_makes_every_row() -> None:
+    worker = LocalWorker(Features(tables.one_table(BATCH_IDS + 1000, 4)), num_threads=1)
+    tables.fill(worker, worker.tables, BATCH_IDS + 1000)
+    assert len(worker.tables["ids"]) == (BATCH_IDS + 1000) // NUM_FEATURES * NUM_FEATURES
+    with pytest.raises(RuntimeError, match=r"needs .* GiB of memory"):
+        tables.require_memory(10**12, 64, num_tables=2)
+
+
+def test_paddle_is_filled_with_the_same_rows_and_gets_ids_sample_by_sample() -> None:
+    like = {"ids": np.zeros((4, 1)), "dense": np.ones((SAMPLES, 13), np.float32)}
+    parts = list(paddle_role.filling({"rows": BATCH_IDS + 1000}, like))
+    assert np.array_equal(np.concatenate([part["ids"] for part in parts]).ravel(), np.arange(BATCH_IDS + 988))
+    assert [len(part["dense"]) * NUM_FEATURES for part in parts] == [len(part["ids"]) for part in parts]
+    numbers = np.arange(NUM_FEATURES * 3)
+    assert paddle_role.by_sample(numbers)[:NUM_FEATURES, 0].tolist() == list(range(0, NUM_FEATURES * 3, 3))
+
+
+def test_paddles_two_processes_know_each_other() -> None:
+    ports = paddle.free_ports(2)
+    first, second = ports
+    server, trainer = (paddle.environment(role, (first, second), 2) for role in ("PSERVER", "TRAINER"))
+    assert first != second
+    assert (server["PADDLE_PORT"], trainer["PADDLE_PORT"]) == (str(first), str(second))
+    assert server["PADDLE_PSERVERS_IP_PORT_LIST"] == trainer["PADDLE_PSERVERS_IP_PORT_LIST"] == f"127.0.0.1:{first}"
+    (table,) = paddle_role.sparse_table(16).values()
+    assert table["table_parameters.rows.accessor.embedx_dim"] == 15
+    assert paddle.result_of('noise\n{"streams": {}}\nmore noise\n') == {"streams": {}}
+    assert paddle.result_of("noise\n") is None
+
+
+# -- each of them, small ----------------------------------------------------------------------------------------------
+
+
+def test_the_kinds_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--quick", "--case", "rows", "train", "bytes", "--contenders", "satrap", "--check"]
+    assert main(arguments) == 0
+    records = {record["kind"]: record for record in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert list(records) == ["rows", "train", "bytes"]
+    found = records["rows"]
+    assert found["figures"]["ratio_paddle"]["median"] is None and found["num_steps"] == 4
+    (local,), (remote,) = (found["rows_per_s"][name]["rounds"] for name in ("local", "remote"))
+    assert found["figures"]["ratio_local"]["median"] == pytest.approx(remote / local, abs=0.001)
+    for label in ("satrap", "satrap_stale"):
+        assert records["train"]["samples_per_s"][label]["median"] > 0
+        assert records["train"]["lookup_ms"][label]["median"] > 0
+    counted = records["bytes"]
+    back = counted["back_bytes_per_sample"]["float32"]["median"]
+    unique = found["unique_share"][0]
+    # Rows of 16 floats come back, each once, and little else.
+    assert back == pytest.approx(NUM_FEATURES * unique * 64, rel=0.02)
+    assert counted["figures"]["share"]["median"] == pytest.approx(unique, rel=0.03)
+    assert counted["trainer_bytes_per_sample"] == 2 * NUM_FEATURES * 64
+
+
+def test_a_peer_that_fails_leaves_its_ratio_unmeasured(tmp_path: Path) -> None:
+    case = paced(select_cases(cases.quick_cases(), ["rows"], [2])[0], parse_options(["--steps", "1"]))
+    results, failures = rounds.run_rounds(case, 1, batches=tmp_path, pythons={"paddle": Path(sys.executable)})
+    assert list(results) == ["worker"]
+    (failure,) = failures
+    assert "paddle failed in round 1" in failure and "Paddle's server ended with exit status 1" in failure

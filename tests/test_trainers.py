@@ -1,0 +1,213 @@
+"""Several trainers under DDP over the same servers: synchronous, they are one trainer on the joined batch; stale, each
+update is applied once; and whatever one of them has more or less than another, none waits for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster import DEADLINE_SECONDS, batch, killed_at_random, one_table, remote, serving
+from loop import batches, job, loss_of, rows
+from satrap import Inputs
+from satrap.errors import AttemptError
+from satrap.meeting import Meeting, Part, joined
+
+CHILD = Path(__file__).with_name("trainer_child.py")
+
+
+def run(services: Sequence[Any], world: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """What each trainer printed."""
+    given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
+    given |= {"checkpoint": None, "until": None} | options
+    meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
+    trainers = [
+        subprocess.Popen(
+            [sys.executable, str(CHILD), str(rank), str(world), str(meeting), json.dumps(given)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        told = [each.communicate(timeout=2 * DEADLINE_SECONDS)[0] for each in trainers]
+    finally:
+        for each in trainers:
+            each.kill()
+            each.wait()
+    assert [each.returncode for each in trainers] == [0] * world
+    return [json.loads(each) for each in told]
+
+
+def join(parts: list[Inputs]) -> Inputs:
+    """One batch of the samples of several."""
+    num_features = len(parts[0].names)
+    values, lengths = [], []
+    for f in range(num_features):
+        for part in parts:
+            assert part.offsets is not None
+            begin, end = (part.offsets[i * part.batch_size] for i in (f, f + 1))
+            values.append(part.values[begin:end])
+            lengths.append(np.diff(part.offsets[f * part.batch_size : (f + 1) * part.batch_size + 1]))
+    return Inputs(
+        names=parts[0].names,
+        values=np.concatenate(values),
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64),
+        batch_size=sum(part.batch_size for part in parts),
+        dense=np.concatenate([part.dense for part in parts if part.dense is not None]),
+        label=np.concatenate([part.label for part in parts if part.label is not None]),
+    )
+
+
+def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    """One trainer with rows of its own, on what the others saw at each step together."""
+    known = {json.dumps(each.values.tolist()): each for each in batches(num)}
+    seen = zip(*(each["seen"] for each in found), strict=True)
+    embeddings, model, optimizer = job()
+    for step, each in enumerate(seen, 1):
+        whole = join([known[json.dumps(values)] for values in each])
+        with embeddings.stream([whole]) as stream:
+            for one in stream:
+                optimizer.zero_grad()
+                loss_of(model, one).backward()
+                if step in without:
+                    optimizer.zero_grad()
+                else:
+                    optimizer.step()
+    return embeddings, model
+
+
+@pytest.mark.parametrize(("world", "overlap"), [(2, False), (3, True)])
+def test_synchronous_trainers_are_one_on_the_joined_batch(world: int, overlap: bool, tmp_path: Path) -> None:
+    with serving(2) as services:
+        found = run(services, world, tmp_path, batches=6 * world, overlap=overlap)
+    assert all(len(each["seen"]) == 6 for each in found)
+    assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world, "each batch is one's"
+    assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
+    embeddings, model = alone(found, 6 * world)
+    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
+        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
+
+
+def test_a_step_that_all_drop_and_data_that_ends_unevenly(tmp_path: Path) -> None:
+    with serving(2) as services:
+        found = run(services, 2, tmp_path, batches=9, dropped=[2])
+    assert [len(each["seen"]) for each in found] == [4, 4], "nine batches are four for each, and one that one has more"
+    assert [each["lost"] for each in found] == [{"batches/zero_grad": 1, "batches/uneven": 1}, {"batches/zero_grad": 1}]
+    embeddings, _ = alone(found, 9, without=(2,))
+    for name, values in rows(embeddings).items():
+        known = values.any(axis=1)  # the uneven batch was looked up, so its ids have rows
+        np.testing.assert_allclose(np.array(found[0]["rows"][name])[known], values[known], rtol=1e-4, atol=1e-6)
+
+
+def test_stale_trainers_apply_each_update_once(tmp_path: Path) -> None:
+    with serving(2) as services:
+        found = run(services, 2, tmp_path, batches=20, staleness=3, overlap=True)
+    known = {json.dumps(each.values.tolist()): each for each in batches(20)}
+    updated = dict.fromkeys(found[0]["updated"], 0)
+    for each in found:
+        for values in each["seen"]:
+            inputs = known[json.dumps(values)]
+            assert inputs.offsets is not None
+            user, others = np.split(inputs.values, [inputs.batch_size])
+            updated["user"] += len(np.unique(user))
+            updated["item"] += len(np.unique(others))
+    assert found[0]["updated"] == updated
+    assert all(each["dense"] == found[0]["dense"] for each in found)
+
+
+def test_trainers_resume_together_on_other_servers(tmp_path: Path) -> None:
+    """Bit for bit: each goes on at its own position, all at the same step."""
+    folder = tmp_path / "run"
+    with serving(2) as services:
+        whole = run(services, 2, tmp_path, batches=16)
+    with serving(2) as services:
+        first = run(services, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
+    with serving(3) as services:
+        rest = run(services, 2, tmp_path, batches=16, checkpoint=str(folder))
+    assert not any(each["resumed"] for each in first) and all(each["resumed"] for each in rest)
+    for before, after, once in zip(first, rest, whole, strict=True):
+        assert before["seen"][:4] + after["seen"] == once["seen"]
+        assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
+
+
+def test_servers_that_are_killed_under_synchronous_trainers(tmp_path: Path) -> None:
+    """Half of a step may wait there, and half of it be applied."""
+    with killed_at_random(tmp_path, 8) as (servers, _):
+        found = run(servers, 2, tmp_path, batches=120)
+    embeddings, model = alone(found, 120)
+    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
+        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-3, atol=1e-5)
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
+
+
+# -- the meeting -------------------------------------------------------------------------------------------------------
+
+
+def part(ids: list[list[int]]) -> Part:
+    """Of two tables of dims 1 and 2; an id's gradient is the id."""
+    flat = [id_ for table in ids for id_ in table]
+    gradients = [float(id_) for t, table in enumerate(ids) for id_ in table for _ in range(t + 1)]
+    counts = np.cumsum([0, *map(len, ids)]).astype(np.int64)
+    return Part(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
+
+
+def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
+    meeting = Meeting()
+    parts = {1: part([[5], [6, 7]]), 0: part([[1, 2], []]), 2: part([[], [8]])}
+    waiting = []
+    for rank, each in parts.items():
+        own, whole, everybody = meeting.arrive(4, rank, each, 3)
+        waiting.append(own)
+    assert whole is not None and everybody == waiting and not own.done()
+    one = joined(whole, [1, 2])
+    assert one.ids.tolist() == [1, 2, 5, 6, 7, 8] and one.offsets.tolist() == [0, 3, 6]
+    assert one.gradients.tolist() == [1, 2, 5, 6, 6, 7, 7, 8, 8]
+
+
+def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
+    meeting = Meeting()
+    first = meeting.arrive(1, 0, part([[1], []]), 2)[0]
+    again = meeting.arrive(1, 0, part([[3], []]), 2)[0]
+    last, whole, everybody = meeting.arrive(1, 1, part([[2], []]), 2)
+    assert whole is not None and [each.ids.tolist() for each in whole] == [[3], [2]]
+    assert everybody == [first, again, last]
+
+
+def test_trainers_of_another_number_and_attempts_that_end() -> None:
+    meeting = Meeting()
+    waiting = meeting.arrive(1, 0, part([[1], []]), 2)[0]
+    for trainer, together in ((1, 3), (2, 2)):
+        with pytest.raises(ValueError, match=f"trainer {trainer} of {together}; wanted one of 2"):
+            meeting.arrive(1, trainer, part([[1], []]), together)
+    meeting.refuse(lambda: AttemptError("attempt 2 has begun"))
+    assert isinstance(waiting.exception(), AttemptError)
+    assert meeting.arrive(1, 0, part([[1], []]), 2)[1] is None
+
+
+def test_rows_that_another_trainer_has_open_are_not_evicted() -> None:
+    """The first trainer is at step 1 still, the second at step 5: the oldest of both counts."""
+    full = one_table(capacity=8, num_buckets=1)
+    with serving(1) as services:
+        addresses = [services[0].address]
+        with remote(full, addresses) as first, remote(full, addresses, trainer=1, attempt=1) as second:
+            mine = first.lookup(batch(range(4)), step=1)
+            theirs = second.lookup(batch(range(4, 8)), step=5)
+            with pytest.raises(Exception, match="all of them are in use by open steps"):
+                second.lookup(batch([9]), step=6)
+            first.update([mine.ticket] if mine.ticket else [], [mine.block], step=1)
+            second.update([theirs.ticket] if theirs.ticket else [], [theirs.block], step=5)
+            assert first.tables["t"].stats()["not_applied_absent"] == 0
+            assert first.tables["t"].stats()["updated"] == 8

@@ -1,0 +1,60 @@
+"""One of several trainers, as torchrun starts it: trains a job under DDP with its rows on servers, and prints what came
+of it as one line of JSON. Arguments: rank, world, rendezvous file, and the job as JSON.
+"""
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from loop import NUM_IDS, Net, batches, loss_of, tables
+from satrap import Checkpoint, Embeddings
+
+
+def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], servers=job["servers"])
+    model = DistributedDataParallel(Net())
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    seen = []
+    data = batches(job["batches"])
+    run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
+    began = run is not None and run.resume()
+    with embeddings.stream(data, overlap=job["overlap"]) as stream:
+        for batch in stream:
+            if batch.step == job["until"]:
+                break
+            seen.append(batch.inputs.values.tolist())
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            if batch.step in job["dropped"]:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            if run is not None:
+                run.save(every_steps=2)
+    embeddings.drain()
+    dist.barrier()
+    ids = np.arange(NUM_IDS, dtype=np.uint64)
+    found = {
+        "seen": seen,
+        "resumed": began,
+        "lost": embeddings.counters().lost,
+        "dense": [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()],
+        "rows": {name: table.read(ids).values.tolist() for name, table in embeddings.tables.items()},
+        "updated": {name: table.stats()["updated"] for name, table in embeddings.tables.items()},
+    }
+    dist.barrier()
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

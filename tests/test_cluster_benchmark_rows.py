@@ -82,14 +82,15 @@ def test_each_staleness_has_a_ratio() -> None:
     assert [target["met"] for target in record["targets"]] == [True, False]
 
 
-def test_a_wire_that_servers_do_not_have_is_not_measured() -> None:
+def test_both_kinds_of_wire_have_a_share() -> None:
     counted = {"there": 900.0, "back": 900.0, "share": 0.5, "trainer": 3328.0}
-    case = case_named("bytes/20Mx16")
-    record = wire.make_record(case, {"worker": [told("bytes", {"float32": counted})]})
-    assert [target["met"] for target in record["targets"]] == [True, None]
-    half = told("bytes", {"float32": counted, "float16": {**counted, "share": 0.28}})
-    record = wire.make_record(case, {"worker": [half]})
-    assert [target["met"] for target in record["targets"]] == [True, True]
+    both = told("bytes", {"float32": counted, "float16": {**counted, "share": 0.31}})
+    record = wire.make_record(case_named("bytes/20Mx16"), {"worker": [both]})
+    assert {name: figure["median"] for name, figure in record["figures"].items()} == {
+        "share": 0.5,
+        "share_float16": 0.31,
+    }
+    assert [target["met"] for target in record["targets"]] == [True, False]
     assert record["naive_bytes_per_sample"] == 26 * (8 + 2 * 64)
 
 
@@ -222,7 +223,8 @@ def test_the_kinds_run(capsys: pytest.CaptureFixture[str]) -> None:
     # Rows of 16 floats come back, each once, and little else.
     assert back == pytest.approx(NUM_FEATURES * unique * 64, rel=0.02)
     assert counted["figures"]["share"]["median"] == pytest.approx(unique, rel=0.03)
-    assert counted["trainer_bytes_per_sample"] == 2 * NUM_FEATURES * 64
+    assert 0.5 < counted["figures"]["share_float16"]["median"] / counted["figures"]["share"]["median"] < 0.6
+    assert counted["trainer_bytes_per_sample"] == [2 * NUM_FEATURES * 64]
 
 
 def test_a_peer_that_fails_leaves_its_ratio_unmeasured(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ training over such a wire stays close to training over one that rounds nothing.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 import satrap.server
 from bag_oracle import draw_bags
-from cluster import IDS, batch, both_step, contents, features, one_table, remote, serving
+from cluster import DEADLINE_SECONDS, IDS, batch, both_step, contents, features, one_table, remote, serving
 from loop import DIM, Net, batches, job, rows, train
 from satrap import Embeddings, _core
 from satrap.calls import ServerCalls
@@ -217,14 +218,15 @@ def test_what_fp16_holds_is_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_number_of_servers_changes_no_bit(rng: np.random.Generator) -> None:
     """Rows know nothing of each other."""
-    with serving(1) as one, serving(3) as three:
-        with (
-            remote(features(), [each.address for each in one], wire="float16") as first,
-            remote(features(), [each.address for each in three], wire="float16") as second,
-        ):
-            for step in range(1, 5):
-                both_step([first, second], rng, [draw_bags(rng, first.features, 30) for _ in range(1 + step % 2)], step)
-            assert contents(first) == contents(second)
+    with (
+        serving(1) as one,
+        serving(3) as three,
+        remote(features(), [each.address for each in one], wire="float16") as first,
+        remote(features(), [each.address for each in three], wire="float16") as second,
+    ):
+        for step in range(1, 5):
+            both_step([first, second], rng, [draw_bags(rng, first.features, 30) for _ in range(1 + step % 2)], step)
+        assert contents(first) == contents(second)
 
 
 def test_each_trainer_has_the_wire_that_it_chose() -> None:
@@ -241,6 +243,30 @@ def test_each_trainer_has_the_wire_that_it_chose() -> None:
             each.update([one.ticket] if one.ticket else [], [np.ones((20, 2), np.float32)], step=1)
         assert plain.tables["t"].stats()["updated"] == 40
         halves.close()
+
+
+def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
+    """Their parts are decoded before they are summed: with gradients of few bits, what one worker here makes of both."""
+    local = LocalWorker(one_table(), num_threads=1)
+    inputs = [batch(range(k, k + 20)) for k in (0, 10)]
+    gradients = [(np.arange(40, dtype=np.float32) - k).reshape(20, 2) * np.float32(0.125) for k in (20, 3)]
+    looked = [local.lookup(each, step=1) for each in inputs]
+    local.update([each.ticket for each in looked if each.ticket], gradients, step=1)
+    with serving(2) as services:
+        addresses = [each.address for each in services]
+        with (
+            remote(one_table(), addresses, together=2) as plain,
+            remote(
+                one_table(), addresses, together=2, trainer=1, attempt=plain.servers.attempt, wire="float16"
+            ) as coded,
+        ):
+            looked = [each.lookup(one, step=1) for each, one in zip((plain, coded), inputs, strict=True)]
+            tickets = [[each.ticket] if each.ticket else [] for each in looked]
+            with ThreadPoolExecutor(1) as other:  # the first is answered when the second came
+                waits = other.submit(coded.update, tickets[1], gradients[1:], step=1)
+                plain.update(tickets[0], gradients[:1], step=1)
+                waits.result(DEADLINE_SECONDS)
+            assert contents(plain) == contents(local)
 
 
 def test_calls_that_are_none_are_refused() -> None:

@@ -6,7 +6,6 @@ worker and trainer there are the block and its gradient, whose size is known; he
 """
 
 import importlib.metadata
-import inspect
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from benchmarks.clock import peak_resident_bytes
 from benchmarks.cluster.cases import ClusterCase
-from benchmarks.cluster.rows import GRADIENT, unmeasured
+from benchmarks.cluster.rows import GRADIENT
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of
 from benchmarks.runs import Results
 from benchmarks.workload import NUM_FEATURES, SAMPLES, batch_file
@@ -29,26 +28,16 @@ def naive_bytes(dim: int) -> int:
     return NUM_FEATURES * (8 + 4 * dim + 4 * dim)
 
 
-def options_of(wire: str) -> dict[str, Any] | None:
-    """The option of `Servers` for numbers of this kind on the wire; None if it has none."""
-    from satrap.servers import Servers
-
-    if "wire" in inspect.signature(Servers).parameters:
-        return {"wire": wire}
-    return {} if wire == "float32" else None
-
-
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round: every kind of wire with the same batches, each on a new server, where rows are made on first touch."""
-    found = {wire: options for wire in WIRES if (options := options_of(wire)) is not None}
     return {
-        "streams": {f"bytes:{wire}": count(job, options) for wire, options in found.items()},
+        "streams": {f"bytes:{wire}": count(job, wire) for wire in WIRES},
         "peak_resident_bytes": peak_resident_bytes(),
         "versions": {name: importlib.metadata.version(name) for name in ("satrap", "numpy", "pyzmq")},
     }
 
 
-def count(job: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def count(job: Mapping[str, Any], wire: str) -> dict[str, Any]:
     """Bytes of a sample: the mean over some steps."""
     from benchmarks.cluster import tables
     from benchmarks.cluster.command import satrap_server
@@ -65,7 +54,7 @@ def count(job: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     with (
         satrap_server(num_threads) as (address, _),
         CountingProxy(address) as proxy,
-        tables.reached(features, proxy.address, num_threads, **options) as worker,
+        tables.reached(features, proxy.address, num_threads, wire=wire) as worker,
     ):
         for step, batch in enumerate(batches, start=1):
             before = proxy.counts()
@@ -84,18 +73,15 @@ def count(job: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
-    """The record of one case; `share` is float32's."""
+    """The record of one case."""
     timed = streams_of("bytes:", results)
     clean = clean_rounds(timed)
     record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
     record |= {"num_threads": case.num_threads, "naive_bytes_per_sample": naive_bytes(case.dim)}
     for name in ("there", "back"):
         record[f"{name}_bytes_per_sample"] = {wire: spread(each(rounds, name), clean) for wire, rounds in timed.items()}
-    record["trainer_bytes_per_sample"] = each(results["worker"], "streams")[0]["bytes:float32"]["trainer"]
-    names = dict(zip(("share", "share_float16"), WIRES, strict=True))
-    record["figures"] = {
-        name: spread(each(timed[wire], "share"), clean) if wire in timed else unmeasured(clean)
-        for name, wire in names.items()
-    }
+    record["trainer_bytes_per_sample"] = each(timed["float32"], "trainer")
+    names = {"share": "float32", "share_float16": "float16"}
+    record["figures"] = {name: spread(each(timed[wire], "share"), clean) for name, wire in names.items()}
     record |= {"targets": judge(case, record), "clean_rounds": clean}
     return record | processes(results)

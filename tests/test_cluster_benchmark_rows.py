@@ -112,19 +112,27 @@ def test_a_peer_that_is_not_installed_is_left_out(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
-def test_what_a_process_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_started_ends_with_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        child = f"import socket, time; s = socket.create_connection(('127.0.0.1', {port})); time.sleep(600)"
-        left = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
-        monkeypatch.setattr(rounds, "TIMEOUT_SECONDS", 5)
-        with pytest.raises(RunFailed, match="still running after 5 s"):
-            rounds.run([sys.executable, "-c", left])
         listener.settimeout(DEADLINE_SECONDS)
+        address = listener.getsockname()
+        child = f"import socket, time; s = socket.create_connection({address!r}); print(flush=True); time.sleep(600)"
+        leaves = (
+            "import subprocess, sys; "
+            f"left = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, stderr=-3); "
+            "left.stdout.readline(); print('{}')"
+        )
+        assert rounds.run([sys.executable, "-c", leaves]) == {}
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(DEADLINE_SECONDS)
             assert connection.recv(1) == b""
+
+
+def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(RunFailed, match=r"still running after 0\.1 s"):
+        rounds.run([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
 def test_a_failed_process_is_named_with_the_end_of_what_it_said() -> None:

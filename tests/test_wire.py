@@ -246,7 +246,7 @@ def test_each_trainer_has_the_wire_that_it_chose() -> None:
 
 
 def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
-    """Their parts are decoded before they are summed: with gradients of few bits, what one worker here makes of both."""
+    """Parts are decoded before they are summed: with gradients of few bits, what one worker here makes of both."""
     local = LocalWorker(one_table(), num_threads=1)
     inputs = [batch(range(k, k + 20)) for k in (0, 10)]
     gradients = [(np.arange(40, dtype=np.float32) - k).reshape(20, 2) * np.float32(0.125) for k in (20, 3)]

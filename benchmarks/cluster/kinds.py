@@ -1,4 +1,4 @@
-"""Which file measures which kind of case: a `measure` for the worker and a `make_record` for the driver; and its peers."""
+"""Which file measures which kind of case: a `measure` for the worker, a `make_record` for the driver; and its peers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -43,18 +43,15 @@ def run_rounds(
 
 def run(command: Sequence[str]) -> dict[str, Any]:
     """What a process says in its last line. Whatever becomes of it, the processes that it started end with it."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise RunFailed(f"still running after {TIMEOUT_SECONDS} s") from None
-    finally:
-        with suppress(ProcessLookupError):  # nobody is left, as it should be
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.communicate()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"still running after {TIMEOUT_SECONDS} s") from None
+        finally:
+            with suppress(ProcessLookupError):  # nobody is left, as it should be
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
         raise RunFailed(f"exit status {process.returncode}: {' | '.join(stderr.strip().splitlines()[-3:])}")
     result: dict[str, Any] = json.loads(stdout.strip().splitlines()[-1])

@@ -398,6 +398,7 @@ NB_MODULE(_core, m) {
             return names;
         },
         "The SIMD paths of this machine, best first.");
+    m.attr("WINDOW_STEPS") = Window::kSteps; // how many steps of a trainer may be in flight
     m.def(
         "borrow_threads",
         [](const std::optional<std::string>& path) {
@@ -443,5 +444,4 @@ NB_MODULE(_core, m) {
     bind_split(m);
     bind_samples(m);
     bind_dots(m);
-    bind_wire(m);
 }

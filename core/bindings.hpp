@@ -21,7 +21,6 @@ void bind_dots(nb::module_& m);                             // bindings_dots.cpp
 void bind_hash(nb::module_& m);                             // bindings_hash.cpp
 void bind_samples(nb::module_& m);                          // bindings_samples.cpp
 void bind_split(nb::module_& m);                            // bindings_split.cpp
-void bind_wire(nb::module_& m);                             // bindings_wire.cpp
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine); // bindings_bags.cpp
 
 using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

@@ -138,8 +138,6 @@ template <typename Class> void bind_shares(nb::class_<Class>& bound) {
 void bind_split(nb::module_& m) {
     nb::class_<SplitTicket> ticket(m, "SplitTicket", "A batch whose unique ids are laid out for the servers.");
     ticket.def_prop_ro("batch_size", [](const SplitTicket& t) { return t.ticket.batch_size; })
-        .def_prop_ro("n", [](const SplitTicket& t) { return t.ticket.size; })
-        .def_prop_ro("num_unique", [](const SplitTicket& t) { return t.ticket.num_unique; })
         .def_prop_ro("used", [](const SplitTicket& t) { return t.ticket.used.load(); });
     bind_shares(ticket);
     nb::class_<Sums> sums_class(m, "Sums", "What an update sends to each server: one gradient for each id.");
@@ -162,7 +160,6 @@ void bind_split(nb::module_& m) {
         .def_prop_ro("simd", &Split::simd)
         .def_prop_ro(
             "num_buckets", [](const Split& s) { return s.map().total(); }, "Of all tables, one after the other.")
-        .def_prop_ro("total_dim", [](const Split& s) { return s.bags().total_dim; })
         .def_prop_ro(
             "truncated", [](const Split& s) { return truncated(s.bags()); },
             "Of each sequence: ids beyond its max_length, which were not looked up.")

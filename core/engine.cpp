@@ -254,6 +254,11 @@ void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step,
     if (const std::size_t bytes = undo_bytes(tickets); bytes != 0) undo.fill(crew_.num_threads(), bytes);
     for (unsigned thread = 0; thread < shift.size(); ++thread) shift[thread].undo = undo.slot(thread);
     Window* windows = trainer == kNoTrainer ? nullptr : windows_.of(trainer);
+    for (std::uint32_t b = 0; windows != nullptr && b < map_.total(); ++b)
+        if (occupied(tickets, b) && windows[b].forgot(step))
+            throw InputError("step " + std::to_string(step) + " of trainer " + std::to_string(trainer) +
+                             " is too far behind its step " + std::to_string(windows[b].newest()) + ": at most " +
+                             std::to_string(Window::kSteps) + " may be in flight; nothing was applied");
     claim.keep(); // from here on something may be applied
     bool hinted = true;
     for (std::size_t t = 0; t < tables_.size(); ++t) scalars[t] = tables_[t]->step_scalars(step, lrs[t]);

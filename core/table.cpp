@@ -192,10 +192,6 @@ void Table::update(const Visit& visit, const Gradients& gradients, const StepSca
     const Summation::Entries entries = summation_.begin(visit, gradients, filter, scratch);
 
     std::lock_guard lock(bucket.mutex);
-    if (mark.window != nullptr && mark.window->forgot(scalars.step))
-        throw InputError("step " + std::to_string(scalars.step) + " of trainer " + std::to_string(mark.trainer) +
-                         " is too far behind its step " + std::to_string(mark.window->newest()) + ": at most " +
-                         std::to_string(Window::kSteps) + " may be in flight");
     if (mark.window != nullptr && mark.window->applied(scalars.step)) {
         bucket.counters.repeated += n;
         return;

@@ -22,14 +22,14 @@ class Window {
   public:
     static constexpr std::uint32_t kSteps = 32;
 
-    std::uint32_t newest() const { return static_cast<std::uint32_t>(word_); }
+    std::uint32_t newest() const { return static_cast<std::uint32_t>(word()); }
     // Too long ago to know; whoever sends it has broken the bound on steps in flight.
     bool forgot(std::uint32_t step) const { return newest() >= kSteps && step <= newest() - kSteps; }
     bool applied(std::uint32_t step) const {
         return step <= newest() && newest() - step < kSteps && (bits() >> (newest() - step) & 1) != 0;
     }
-    // The step must not be forgotten.
     void mark(std::uint32_t step) {
+        if (forgot(step)) return;
         const std::uint32_t by = step > newest() ? step - newest() : 0;
         const std::uint32_t now = by == 0 ? bits() | 1U << (newest() - step) : (by < kSteps ? bits() << by : 0) | 1;
         put(std::uint64_t{now} << 32 | std::max(step, newest()));
@@ -37,7 +37,11 @@ class Window {
     void clear() { put(0); }
 
   private:
-    std::uint32_t bits() const { return static_cast<std::uint32_t>(word_ >> 32); }
+    // May be read without the bucket's lock.
+    std::uint64_t word() const {
+        return std::atomic_ref(const_cast<std::uint64_t&>(word_)).load(std::memory_order_relaxed);
+    }
+    std::uint32_t bits() const { return static_cast<std::uint32_t>(word() >> 32); }
     void put(std::uint64_t word) { std::atomic_ref(word_).store(word, std::memory_order_relaxed); }
 
     alignas(8) std::uint64_t word_ = 0;
@@ -89,7 +93,7 @@ class Windows {
     void finish(std::uint32_t trainer, std::uint32_t step) {
         Window* windows = of(trainer);
         std::lock_guard lock(mutex_);
-        if (!windows[size_ - 1].forgot(step)) windows[size_ - 1].mark(step);
+        windows[size_ - 1].mark(step);
     }
 
     // A new attempt: no update of it has been applied. No update may run.

@@ -142,7 +142,7 @@ class Killable:
 
 
 @contextmanager
-def killed_at_random(tmp_path: Path, num_kills: int) -> Iterator[tuple[list[Killable], threading.Event]]:
+def killed_at_random(tmp_path: Path, seed: int, num_kills: int) -> Iterator[tuple[list[Killable], threading.Event]]:
     """Two servers, killed and started again at random moments, and what is set when that is over."""
     shm = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
     files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(2)]
@@ -150,7 +150,7 @@ def killed_at_random(tmp_path: Path, num_kills: int) -> Iterator[tuple[list[Kill
     stop, over = threading.Event(), threading.Event()
 
     def kill() -> None:
-        draw = np.random.default_rng()
+        draw = np.random.default_rng(seed)
         for _ in range(num_kills):
             if stop.wait(draw.uniform(0.0, 0.2)):
                 break

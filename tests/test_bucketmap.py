@@ -22,15 +22,12 @@ def test_an_even_map_gives_each_bucket_one_owner_and_each_server_its_share(bucke
     for owners in bucket_map.owners:
         counts = [owners.count(server) for server in range(servers)]
         assert max(counts) - min(counts) <= 1
-    of_servers = [bucket_map.of_server(server) for server in range(servers)]
-    for t, n in enumerate(buckets):
-        assert sorted(b for owned in of_servers for b in owned[t]) == list(range(n))
     assert BucketMap.from_dict(json.loads(json.dumps(bucket_map.to_dict()))) == bucket_map
 
 
 def test_small_tables_are_spread_over_the_servers() -> None:
     bucket_map = BucketMap.even([1] * 26, 4)
-    loads = [sum(map(len, bucket_map.of_server(server))) for server in range(4)]
+    loads = [sum(owners.count(server) for owners in bucket_map.owners) for server in range(4)]
     assert max(loads) - min(loads) <= 1
 
 

@@ -59,10 +59,12 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path, rng: np.random.G
         service.close()
 
 
-def test_killed_at_random_moments_no_update_is_lost_or_doubled(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_killed_at_random_moments_no_update_is_lost_or_doubled(
+    tmp_path: Path, seed: int, rng: np.random.Generator
+) -> None:
     local = LocalWorker(features(), num_threads=1)
     with (
-        killed_at_random(tmp_path, 6) as (servers, over),
+        killed_at_random(tmp_path, seed, 6) as (servers, over),
         remote(features(), [each.address for each in servers]) as worker,
     ):
         step = 0

@@ -5,6 +5,7 @@ what goes wrong between them is told, or mended, and never applied twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,20 @@ import satrap.server
 from bag_oracle import draw_bags, follow
 from cluster import IDS, batch, both_step, contents, features, one_table, remote, serving
 from satrap.calls import ServerCalls
-from satrap.errors import AttemptError, CapacityError, ConfigError, NonFiniteError, TicketError
+from satrap.errors import (
+    AttemptError,
+    CapacityError,
+    ConfigError,
+    InputError,
+    NonFiniteError,
+    SnapshotError,
+    TicketError,
+)
 from satrap.job import Job
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
-from satrap.rpc import Client, Origin
+from satrap.rpc import Client, Origin, Service
+from satrap.server import Server
 from satrap.servers import Servers
 
 
@@ -204,10 +214,69 @@ def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
             once = client.call.read(at[0], 0, ids)[0].tobytes()
             client.call.update(at[0], 0, ids, cuts, ones, [0.1], 0)
             assert client.call.read(at[0], 0, ids)[0].tobytes() == once
-            assert client.call.stats(at[0])[0]["repeated"] == 20
+            assert client.call.stats(at[0], 0)["repeated"] == 20
             client.call.update(at[1], 0, ids, cuts, ones, [0.1], 0)
             assert client.call.read(at[0], 0, ids)[0].tobytes() != once, "another trainer's step 3 is another one"
         servers.close()
+
+
+def test_a_step_too_far_behind_is_refused_whole() -> None:
+    with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
+        looked = {step: worker.lookup(batch(range(64)), step=step) for step in (1, 2, 40)}
+        for step in (40, 2):
+            before = contents(worker)
+            ticket = looked[step].ticket
+            assert ticket
+            if step == 40:
+                worker.update([ticket], [looked[step].block], step=step)
+                continue
+            with pytest.raises(InputError, match="step 2 of trainer 0 is too far behind its step 40: at most 32"):
+                worker.update([ticket], [looked[step].block], step=step)
+            assert contents(worker) == before
+
+
+def test_an_attempt_that_was_restored_is_not_the_next_one(tmp_path: Path) -> None:
+    """A restore that comes again is done once; after another attempt began, it is a new one."""
+    ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 4])
+    with (
+        serving(1) as services,
+        remote(one_table(), [services[0].address]) as worker,
+        Client(ServerCalls, services[0].address) as client,
+    ):
+        at = [Origin(attempt=attempt, step=1, map_version=1) for attempt in range(5)]
+        client.call.restore(at[2], [])
+        client.call.lookup(at[2], ids, offsets, 1, True, 0)
+        assert client.call.restore(at[2], []) is True
+        assert client.call.stats(at[2], 0)["rows"] == 4, "it came again"
+        client.call.begin(at[3])
+        with pytest.raises(AttemptError):
+            client.call.restore(at[3], [])
+        assert client.call.restore(at[4], []) is True
+        assert client.call.stats(at[4], 0)["rows"] == 0
+        with pytest.raises(AttemptError, match="this process was replaced"):
+            worker.tables["t"].stats()
+
+
+def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Path) -> None:
+    with (
+        Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0") as service,
+        remote(one_table(), [service.address]) as worker,
+    ):
+        worker.servers.attempt += 1
+        with pytest.raises(SnapshotError, match="nowhere"):
+            worker.servers.all("restore", [[str(tmp_path / "nowhere")]])
+        worker.tables.clear()
+        worker.lookup(batch(range(4)), step=1)
+        assert len(worker.tables["t"]) == 4
+
+
+def test_a_server_without_its_rows_is_told_from_one_with_them() -> None:
+    with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
+        worker.lookup(batch(range(4)), step=1)
+        services[0].close()
+        told = "of attempt 1 and the server at 0: that one has not begun here"
+        with Service(Server(), ServerCalls, services[0].address), pytest.raises(AttemptError, match=told):
+            worker.lookup(batch(range(4)), step=2)
 
 
 def test_a_call_that_is_none_is_refused() -> None:
@@ -219,15 +288,15 @@ def test_a_call_that_is_none_is_refused() -> None:
         at = Origin(attempt=1, step=1, map_version=1)
         ids = np.arange(4, dtype=np.uint64)
         for cuts in ([0, 3], [0, 5], [1, 4], [0], [0, 2, 4], [4, 0]):
-            with pytest.raises(Exception, match="4 ids come with"):
+            with pytest.raises(InputError, match="4 ids come with"):
                 client.call.lookup(at, ids, np.array(cuts), 1, True, 0)
-        with pytest.raises(Exception, match="3 gradients of 4 ids; wanted their rows"):
+        with pytest.raises(InputError, match="3 gradients of 4 ids; wanted their rows"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1], 0)
-        with pytest.raises(Exception, match="lrs holds 2 elements, wanted 1"):
+        with pytest.raises(InputError, match="lrs holds 2 elements, wanted 1"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(8, np.float32), [0.1, 0.1], 0)
-        with pytest.raises(Exception, match="table is 1; wanted an integer from 0 to 0"):
+        with pytest.raises(InputError, match="table is 1; wanted an integer from 0 to 0"):
             client.call.read(at, 1, ids)
-        assert client.call.stats(at)[0]["updated"] == 0
+        assert client.call.stats(at, 0)["updated"] == 0
 
 
 def test_a_server_runs_without_torch() -> None:

@@ -18,7 +18,7 @@ import torch
 from cluster import DEADLINE_SECONDS, batch, killed_at_random, one_table, remote, serving
 from loop import batches, job, loss_of, rows
 from satrap import Inputs
-from satrap.errors import AttemptError
+from satrap.errors import AttemptError, CapacityError
 from satrap.meeting import Meeting, Part, joined
 
 CHILD = Path(__file__).with_name("trainer_child.py")
@@ -142,9 +142,9 @@ def test_trainers_resume_together_on_other_servers(tmp_path: Path) -> None:
         assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
 
 
-def test_servers_that_are_killed_under_synchronous_trainers(tmp_path: Path) -> None:
+def test_servers_that_are_killed_under_synchronous_trainers(tmp_path: Path, seed: int) -> None:
     """Half of a step may wait there, and half of it be applied."""
-    with killed_at_random(tmp_path, 8) as (servers, _):
+    with killed_at_random(tmp_path, seed, 8) as (servers, _):
         found = run(servers, 2, tmp_path, batches=120)
     embeddings, model = alone(found, 120)
     for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
@@ -205,7 +205,7 @@ def test_rows_that_another_trainer_has_open_are_not_evicted() -> None:
         with remote(full, addresses) as first, remote(full, addresses, trainer=1, attempt=1) as second:
             mine = first.lookup(batch(range(4)), step=1)
             theirs = second.lookup(batch(range(4, 8)), step=5)
-            with pytest.raises(Exception, match="all of them are in use by open steps"):
+            with pytest.raises(CapacityError, match="all of them are in use by open steps"):
                 second.lookup(batch([9]), step=6)
             first.update([mine.ticket] if mine.ticket else [], [mine.block], step=1)
             second.update([theirs.ticket] if theirs.ticket else [], [theirs.block], step=5)

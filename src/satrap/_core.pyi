@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 def simd_paths() -> list[str]:
     """The SIMD paths of this machine, best first."""
 
+WINDOW_STEPS: int = 32
+
 def borrow_threads(openmp: str | None) -> None:
     """
     Calls of this thread run on the threads of the OpenMP library at this path, which is loaded already; None: on threads of their own again.
@@ -362,12 +364,6 @@ class SplitTicket:
     def batch_size(self) -> int: ...
 
     @property
-    def n(self) -> int: ...
-
-    @property
-    def num_unique(self) -> int: ...
-
-    @property
     def used(self) -> bool: ...
 
     def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
@@ -428,9 +424,6 @@ class Split:
     @property
     def num_buckets(self) -> int:
         """Of all tables, one after the other."""
-
-    @property
-    def total_dim(self) -> int: ...
 
     @property
     def truncated(self) -> list[int]:
@@ -636,6 +629,3 @@ class Dots:
         """
         Fills of_first and of_block with the gradients of first and block, given that of out.
         """
-
-def decode_rows(num_rows: int, dim: int, message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
-    """As Engine.decode_rows, of rows of one table."""

@@ -45,10 +45,6 @@ class BucketMap:
             first += len(set(each))
         return cls(version=1, num_servers=num_servers, owners=tuple(owners))
 
-    def of_server(self, server: int) -> list[list[int]]:
-        """Of each table: the buckets that the server owns."""
-        return [[b for b, owner in enumerate(table) if owner == server] for table in self.owners]
-
     def to_dict(self) -> dict[str, Any]:
         """This map as plain JSON types."""
         return {"version": self.version, "num_servers": self.num_servers, "owners": [list(t) for t in self.owners]}

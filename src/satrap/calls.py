@@ -76,12 +76,12 @@ class ServerCalls(Protocol):
         """Values, state and presence of rows, as they are."""
         ...
 
-    def stats(self, origin: Origin) -> list[dict[str, int]]:
-        """Of each table, as `Store.stats`."""
+    def stats(self, origin: Origin, table: int) -> dict[str, int]:
+        """As `Store.stats`."""
         ...
 
-    def versions(self, origin: Origin) -> list[int]:
-        """Of each table, as `Store.version`."""
+    def version(self, origin: Origin, table: int) -> int:
+        """As `Store.version`."""
         ...
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None) -> int:
@@ -103,6 +103,6 @@ class ServerCalls(Protocol):
         """The learning rate that a table is saved with."""
         ...
 
-    def check(self, origin: Origin) -> None:
-        """Walks all tables; AssertionError if an invariant is broken."""
+    def check(self, origin: Origin, table: int) -> None:
+        """Walks the table; AssertionError if an invariant is broken."""
         ...

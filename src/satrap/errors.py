@@ -17,7 +17,7 @@ native core throws the same classes. `assert` is kept for our own mistakes and n
         ├── StreamError                   also a RuntimeError: a stream is used in a way that cannot go on
         ├── NotReadyError                 also a RuntimeError: a server has no job yet, or was restarted
         ├── AttemptError                  also a RuntimeError: a process of an older attempt calls a server
-        ├── TicketError                   also a RuntimeError: a ticket was used before, or is not of this store
+        ├── TicketError                   also a RuntimeError: a ticket was used before, or is unknown here
         └── RpcError                      also a RuntimeError: a call of another process failed there, or on the way
             └── DeadlineError             no answer came within the call's deadline
 """

@@ -28,8 +28,8 @@ from satrap.worker import Floats, Worker, named_features
 _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
 _NO_FLOATS = np.zeros(0, np.float32)
-MOST_STALENESS = 31
-"""A server remembers the last 32 steps of each trainer: core/windows.hpp."""
+MOST_STALENESS = _core.WINDOW_STEPS - 1
+"""A server remembers as many steps of each trainer: core/windows.hpp."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,12 +130,14 @@ class RemoteRows:
             for table, count in enumerate(sums.skipped):
                 self._servers.skipped[table] += count
         origin = self._servers.origin(self._reach(step))
-        rates = [dict(lrs).get(table, lr) for table, lr in enumerate(self._servers.lrs)]
+        rates = list(self._servers.lrs)
+        for table, lr in lrs:
+            rates[table] = lr
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
-            ids, cuts = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
+            ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
             gradients, coded = self._gradients(sums, server)
-            return number, ids, cuts, gradients, rates, self._servers.together, coded
+            return number, ids, offsets, gradients, rates, self._servers.together, coded
 
         number = tickets[0].number if sums.same_ids else 0
         asked = {
@@ -159,12 +161,13 @@ class RemoteRows:
                 self._owed.append(ticket.step)
 
     def _settle_owed(self) -> None:
-        with self._lock:
-            owed, self._owed = self._owed, []
-        cuts = np.zeros(len(self._servers.job.tables) + 1, np.int64)
-        nothing = (0, _NO_IDS, cuts, _NO_FLOATS, self._servers.lrs, self._servers.together)
-        for step in owed:
+        while self._owed:
+            step = self._owed[0]
+            offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
+            nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
             self._servers.each("update", self._servers.origin(step), dict.fromkeys(range(len(self._servers)), nothing))
+            with self._lock:
+                self._owed.remove(step)
 
     def _rows(self, split: _core.SplitTicket, server: int, rows: Floats | None, coded: Coded | None) -> Floats:
         """What a server answered; one that has none of the ids was not asked."""

@@ -37,8 +37,8 @@ class RemoteTable:
     def stats(self) -> dict[str, int]:
         """As `Store.stats`, of all servers together; skipped are those of this process, which alone knows of them."""
         total: Counter[str] = Counter(skipped=self._servers.skipped[self._number])
-        for stats in self._servers.all("stats"):
-            total.update(stats[self._number])
+        for stats in self._servers.all("stats", self._number):
+            total.update(stats)
         return dict(total)
 
     def read(self, ids: ArrayLike) -> Rows:
@@ -47,8 +47,7 @@ class RemoteTable:
         return Rows(values, state, present.reshape(-1))
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
-        """As `Store.lookup` without training, which is the `RemoteWorker`'s. Rounded as the servers' wire is; `read`
-        never is."""
+        """As `Store.lookup` without training, which is the `RemoteWorker`'s. Like `read` never rounded."""
         if train is not False:
             raise InputError(f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream")
         num_tables = len(self._servers.job.tables)
@@ -56,22 +55,13 @@ class RemoteTable:
         def arguments(part: NDArray[np.uint64]) -> tuple[Any, ...]:
             offsets = np.zeros(num_tables + 1, np.int64)
             offsets[self._number + 1 :] = len(part)
-            return part, offsets, 0, False, 0, self._servers.wire
+            return part, offsets, 0, False, 0
 
-        rows: NDArray[np.float32] = self._asked("lookup", ids, arguments, self._rows)[0]
+        rows: NDArray[np.float32] = self._asked("lookup", ids, arguments)[0]
         return rows.reshape(-1, self.table.dim)
 
-    def _rows(self, num_rows: int, answer: tuple[Any, Any]) -> tuple[Any, ...]:
-        """What a lookup answered, as floats."""
-        rows, coded = answer
-        return (rows if coded is None else np.asarray(_core.decode_rows(num_rows, self.table.dim, coded)),)
-
     def _asked(
-        self,
-        method: str,
-        ids: ArrayLike,
-        arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]],
-        read: Callable[[int, Any], tuple[Any, ...]] = lambda num_ids, answer: answer,
+        self, method: str, ids: ArrayLike, arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]]
     ) -> list[NDArray[Any]]:
         """What the ids' owners answer: of each array a line for each id, in the order of the ids."""
         wanted = arrays.as_ids(f"table {self.table.name!r}", ids)
@@ -81,9 +71,10 @@ class RemoteTable:
         parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(self._servers))))
         asked = {server: arguments(part) for server, part in enumerate(parts)}
         found = self._servers.each(method, self._servers.origin(0), asked)
-        answers = [read(len(part), found[server]) for server, part in enumerate(parts)]
         lines = []
-        for of_servers in zip(*answers, strict=True):
+        for of_servers in zip(*(found[server] for server in asked), strict=True):
+            if of_servers[0] is None:  # of a lookup: rows in the form that was not asked for
+                continue
             flat = np.concatenate(of_servers)
             of_servers_in_turn = flat.reshape(len(wanted), len(flat) // max(1, len(wanted)))
             lines.append(np.empty_like(of_servers_in_turn))
@@ -103,13 +94,12 @@ class RemoteTable:
 
     def check(self) -> None:
         """As `Store.check`."""
-        self._servers.all("check")
+        self._servers.all("check", self._number)
 
     @property
     def version(self) -> int:
         """As `Store.version`: the servers save together."""
-        found: int = max(versions[self._number] for versions in self._servers.all("versions"))
-        return found
+        return int(max(self._servers.all("version", self._number)))
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """As `Store.save`: each server writes its part into the folder, which all machines must share."""

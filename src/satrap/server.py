@@ -29,10 +29,11 @@ from satrap.folder import part_name
 from satrap.job import Job
 from satrap.meeting import Meeting, Part, joined
 from satrap.rpc import Origin
+from satrap.store import Store
 from satrap.tables import Tables
 
 MOST_TICKETS = 1024
-"""Of a trainer. One that looks up more without updating gets its oldest refused, and sends ids instead."""
+"""Of a trainer. One that looks up more without updating has its oldest forgotten; its worker sends the ids then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class _Served:
     meeting: Meeting = field(default_factory=Meeting)
     restored: bool | None = None
     """What `restore` answered, if that began this attempt."""
+
+    def store(self, table: int) -> Store:
+        """The table of that number."""
+        names = list(self.tables)
+        return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
 
 class Server:
@@ -113,6 +119,7 @@ class Server:
                 raise self._other_attempt(served, origin)
             self._wait_for_calls()
             self._let_go(served, origin)
+            served.restored = None
             served.engine.begin_attempt(origin.attempt)
 
     def lookup(
@@ -201,23 +208,23 @@ class Server:
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
         """See ServerCalls."""
         with self._working(origin) as served:
-            found = served.tables[self._name(served, table)].read(ids)
+            found = served.store(table).read(ids)
             return found.values.reshape(-1), found.state.reshape(-1), found.present
 
-    def stats(self, origin: Origin) -> list[dict[str, int]]:
+    def stats(self, origin: Origin, table: int) -> dict[str, int]:
         """See ServerCalls."""
         with self._working(origin) as served:
-            return [table.stats() for table in served.tables.values()]
+            return served.store(table).stats()
 
-    def versions(self, origin: Origin) -> list[int]:
+    def version(self, origin: Origin, table: int) -> int:
         """See ServerCalls."""
         with self._working(origin) as served:
-            return [table.version for table in served.tables.values()]
+            return served.store(table).version
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None) -> int:
         """See ServerCalls."""
         with self._working(origin) as served:
-            store = served.tables[self._name(served, table)]
+            store = served.store(table)
             assert served.bucket_map is not None
             part = Path(folder) / part_name(served.number, served.bucket_map.num_servers)
             return store.save(part) if since is None else store.save_changes(part, since=since)
@@ -244,22 +251,30 @@ class Server:
             made.engine.begin_attempt(origin.attempt)
             made.restored = True
             if chains:
-                assert made.bucket_map is not None
-                owned = [np.array(table) == made.number for table in made.bucket_map.owners]
-                made.restored = made.tables.restore(chains, owned)
+                made.restored = self._fill(made, chains)
             self._served = made
             return made.restored
+
+    def _fill(self, made: _Served, chains: dict[str, list[str]]) -> bool:
+        """What this server owns of them. If that fails, nothing is left of it: the next hello makes a new one."""
+        assert made.bucket_map is not None
+        owned = [np.array(table) == made.number for table in made.bucket_map.owners]
+        try:
+            return made.tables.restore(chains, owned)
+        except BaseException:
+            if self._shared is not None:
+                os.unlink(self._shared)
+            raise
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
         """See ServerCalls."""
         with self._working(origin) as served:
-            served.tables[self._name(served, table)].set_lr(lr)
+            served.store(table).set_lr(lr)
 
-    def check(self, origin: Origin) -> None:
+    def check(self, origin: Origin, table: int) -> None:
         """See ServerCalls."""
         with self._working(origin) as served:
-            for table in served.tables.values():
-                table.check()
+            served.store(table).check()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -285,9 +300,6 @@ class Server:
         made = self._empty(job)
         made.bucket_map, made.number = owners, number
         return made
-
-    def _name(self, served: _Served, table: int) -> str:
-        return list(served.tables)[check_integer("a call", "table", table, 0, len(served.tables) - 1, InputError)]
 
     def _let_go(self, served: _Served, origin: Origin) -> None:
         """Of what the attempt before left open."""
@@ -333,9 +345,11 @@ class Server:
         """Raises unless the call is of this attempt and bucket map."""
         if origin.attempt != served.engine.attempt:
             raise self._other_attempt(served, origin)
-        if served.bucket_map is None or origin.map_version != served.bucket_map.version:
-            here = None if served.bucket_map is None else served.bucket_map.version
-            raise NotReadyError(f"the call is of bucket map {origin.map_version} and the server at {here}")
+        assert served.bucket_map is not None
+        if origin.map_version != served.bucket_map.version:
+            raise NotReadyError(
+                f"the call is of bucket map {origin.map_version} and the server at {served.bucket_map.version}"
+            )
 
     def _other_attempt(self, served: _Served, origin: Origin) -> AttemptError:
         return AttemptError(

@@ -47,7 +47,7 @@ def features() -> Features:
 
 
 def one_table(**options: Any) -> Features:
-    return Features({"id": Table("t", dim=2, optimizer=Adagrad(lr=0.1), **{"num_buckets": 8, **options})})
+    return Features({"id": Table("t", optimizer=Adagrad(lr=0.1), **{"dim": 2, "num_buckets": 8, **options})})
 
 
 def batch(ids: Any) -> Inputs:
@@ -100,7 +100,7 @@ class Killable:
     """A server process whose rows lie in shared memory; started again at the same port."""
 
     def __init__(self, shared: Path) -> None:
-        self._shared, self._process = shared, self._start("tcp://127.0.0.1:0", shared)
+        self.shared, self._process = shared, self._start("tcp://127.0.0.1:0", shared)
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
 
@@ -125,7 +125,7 @@ class Killable:
 
     def restart(self) -> None:
         """Returns when it listens."""
-        self._process = self._start(self.address, self._shared)
+        self._process = self._start(self.address, self.shared)
         assert self._process.stdout is not None
         assert self._process.stdout.readline().split()[-1] == self.address
 

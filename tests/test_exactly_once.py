@@ -15,6 +15,7 @@ from bag_oracle import draw_bags
 from cluster import batch, both_step, contents, features, killed_at_random, one_table, remote, serving
 from rpc_parts import FrameProxy
 from satrap.calls import ServerCalls
+from satrap.errors import ConfigError
 from satrap.local import LocalWorker
 from satrap.rpc import Service
 from satrap.server import Server
@@ -74,3 +75,19 @@ def test_killed_at_random_moments_no_update_is_lost_or_doubled(
         assert contents(worker) == contents(local)
         for table in worker.tables.values():
             table.check()
+
+
+def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path) -> None:
+    """Real processes: a file is locked while its server lives."""
+    with (
+        killed_at_random(tmp_path, 0, 0) as (servers, _),
+        remote(one_table(), [each.address for each in servers]) as worker,
+    ):
+        worker.lookup(batch(range(20)), step=1)
+        for each in servers:
+            each.kill()
+        servers[0].shared, servers[1].shared = servers[1].shared, servers[0].shared
+        for each in servers:
+            each.restart()
+        with pytest.raises(ConfigError, match="server: number 0 of 2 here, 1 of 2 there"):
+            worker.lookup(batch(range(20)), step=2)

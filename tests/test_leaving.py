@@ -92,6 +92,18 @@ def test_an_error_is_raised_once_without_with(overlap: bool) -> None:
     assert embeddings.counters().lost["batches/failed"] == 1
 
 
+def test_a_step_that_is_stepped_twice_is_refused() -> None:
+    """With its first batch, and then with its second: servers could not tell that from an update that came again."""
+    embeddings, model, optimizer = job()
+    with embeddings.stream(batches(4), accumulate=2) as stream:
+        first, second = next(stream), next(stream)
+        loss_of(model, first).backward()
+        optimizer.step()
+        loss_of(model, second).backward()
+        with pytest.raises(StreamError, match="step 1 was stepped already, with some of its batches"):
+            optimizer.step()
+
+
 @each_way
 def test_one_training_stream_at_a_time(overlap: bool) -> None:
     embeddings, model, optimizer = job(1)

@@ -26,7 +26,7 @@ from satrap.errors import (
 from satrap.job import Job
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
-from satrap.rpc import Client, Origin, Service
+from satrap.rpc import Client, Origin, Pending, Service
 from satrap.server import Server
 from satrap.servers import Servers
 
@@ -172,10 +172,55 @@ def test_a_server_of_another_job_is_refused_field_by_field() -> None:
             pass
         with pytest.raises(ConfigError, match=r"table 't', num_buckets: 16 here, 8 there.*seed|seed.*num_buckets: 16"):
             Servers(Job(tables=one_table(num_buckets=16).tables, seed=1), addresses)
-        with pytest.raises(ConfigError, match="server: number 0 here, 1 there"):
+        with pytest.raises(ConfigError, match="server: number 0 of 2 here, 1 of 2 there"):
             Servers(Job(tables=one_table().tables), addresses[::-1])
-        with pytest.raises(ConfigError, match="other owners"):
+        with pytest.raises(ConfigError, match="server: number 0 of 1 here, 0 of 2 there"):
             Servers(Job(tables=one_table().tables), addresses[:1])
+
+
+def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
+    with serving(2) as services:
+        other, mine = (each.address for each in services)
+        with remote(one_table(dim=3), [other]):
+            pass
+        with pytest.raises(ConfigError, match="table 't', dim: 2 here, 3 there"):
+            Servers(Job(tables=one_table().tables), [mine, other])
+        with pytest.raises(ConfigError, match="wanted each server once"):
+            Servers(Job(tables=one_table().tables), [mine, mine])
+        with remote(one_table(), [mine]) as worker:
+            assert len(worker.tables["t"]) == 0
+
+
+def test_an_interrupted_update_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = LocalWorker(one_table(), num_threads=1)
+    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+        looked = [each.lookup(batch(range(20)), step=1) for each in (local, worker)]
+        waited = Pending.result
+
+        def interrupted(self: Pending) -> None:
+            waited(self)
+            monkeypatch.setattr(Pending, "result", waited)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Pending, "result", interrupted)
+        ticket = looked[1].ticket
+        assert ticket
+        with pytest.raises(KeyboardInterrupt):
+            worker.update([ticket], [looked[1].block], step=1)
+        assert not ticket.used
+        for each, one in zip((local, worker), looked, strict=True):
+            each.update([one.ticket] if one.ticket else [], [one.block], step=1)
+        assert ticket.used and contents(worker) == contents(local)
+
+
+def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
+    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+        worker.lookup(batch(range(20)), step=1)
+        table = worker.tables["t"]
+        first = table.save(tmp_path / "a")
+        again = worker.servers.each("save", worker.servers.origin(0), {1: (0, str(tmp_path / "a"), None)})
+        assert again == {1: first}
+        assert table.save_changes(tmp_path / "b", since=first) == first + 1
 
 
 def test_a_process_that_was_replaced_cannot_write(rng: np.random.Generator) -> None:

@@ -27,7 +27,7 @@ CHILD = Path(__file__).with_name("trainer_child.py")
 def run(services: Sequence[Any], world: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """What each trainer printed."""
     given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
-    given |= {"checkpoint": None, "until": None} | options
+    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1} | options
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
     trainers = [
         subprocess.Popen(
@@ -102,13 +102,45 @@ def test_synchronous_trainers_are_one_on_the_joined_batch(world: int, overlap: b
 
 def test_a_step_that_all_drop_and_data_that_ends_unevenly(tmp_path: Path) -> None:
     with serving(2) as services:
-        found = run(services, 2, tmp_path, batches=9, dropped=[2])
+        found = run(services, 2, tmp_path, batches=9, dropped=[[None, 2]])
     assert [len(each["seen"]) for each in found] == [4, 4], "nine batches are four for each, and one that one has more"
     assert [each["lost"] for each in found] == [{"batches/zero_grad": 1, "batches/uneven": 1}, {"batches/zero_grad": 1}]
     embeddings, _ = alone(found, 9, without=(2,))
     for name, values in rows(embeddings).items():
         known = values.any(axis=1)  # the uneven batch was looked up, so its ids have rows
         np.testing.assert_allclose(np.array(found[0]["rows"][name])[known], values[known], rtol=1e-4, atol=1e-6)
+
+
+def test_epochs_that_end_unevenly_and_a_save_between(tmp_path: Path) -> None:
+    """A batch that one has more takes no step: both are at the same one in the second epoch, and at the save."""
+    with serving(2) as services:
+        found = run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
+    assert [len(each["seen"]) for each in found] == [4, 4]
+    assert [each["lost"] for each in found] == [{"batches/uneven": 2}, {}]
+    _, model = alone(found, 5)
+    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
+        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
+def test_drops_of_some(tmp_path: Path, dropped: list[Any]) -> None:
+    with serving(2) as services:
+        found = run(services, 2, tmp_path, batches=6, dropped=dropped)
+    assert all(len(each["seen"]) == 3 for each in found)
+    assert all(each["rows"] == found[0]["rows"] for each in found)
+
+
+def test_a_micro_batch_that_is_dropped_leaves_the_others_of_its_step(tmp_path: Path) -> None:
+    with serving(2) as services:
+        found = run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
+    known = {json.dumps(each.values.tolist()): each for each in batches(8)}
+    kept = [[known[json.dumps(each["seen"][k])] for each in found] for k in (1, 2, 3)]
+    updated = dict.fromkeys(found[0]["updated"], 0)
+    for step in ([kept[0]], kept[1:]):
+        ids = [np.split(one.values, [one.batch_size]) for pair in step for one in pair]
+        updated["user"] += len(np.unique(np.concatenate([user for user, _ in ids])))
+        updated["item"] += len(np.unique(np.concatenate([others for _, others in ids])))
+    assert found[0]["updated"] == updated
 
 
 def test_stale_trainers_apply_each_update_once(tmp_path: Path) -> None:

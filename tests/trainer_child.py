@@ -26,20 +26,23 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     data = batches(job["batches"])
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     began = run is not None and run.resume()
-    with embeddings.stream(data, overlap=job["overlap"]) as stream:
-        for batch in stream:
-            if batch.step == job["until"]:
-                break
-            seen.append(batch.inputs.values.tolist())
-            loss = loss_of(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            if batch.step in job["dropped"]:
-                optimizer.zero_grad()
-                continue
-            optimizer.step()
-            if run is not None:
-                run.save(every_steps=2)
+    for _ in range(job["epochs"]):
+        with embeddings.stream(data, overlap=job["overlap"], accumulate=job["accumulate"]) as stream:
+            for number, batch in enumerate(stream, 1):
+                if batch.step == job["until"]:
+                    break
+                seen.append(batch.inputs.values.tolist())
+                loss_of(model, batch).backward()
+                if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
+                    optimizer.zero_grad()
+                    continue
+                if number % job["accumulate"] == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if run is not None:
+                    run.save(every_steps=2)
+        if run is not None and job["until"] is None:
+            run.save()
     embeddings.drain()
     dist.barrier()
     ids = np.arange(NUM_IDS, dtype=np.uint64)

@@ -24,10 +24,13 @@ WIRES = ("float32", "float16")
 class ServerCalls(Protocol):
     """See the file's docstring. Tables are numbered as in the job."""
 
-    def hello(self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int) -> dict[str, Any]:
+    def hello(
+        self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int, commit: bool
+    ) -> dict[str, Any]:
         """Makes a new server this job's, or raises if one that is so already differs in a field.
 
-        server: which of the map's this one is. Returns `attempt`, `latest_step` and `lrs`. The origin says nothing.
+        server: which of the map's this one is. commit: False only asks, and changes nothing. Returns `attempt`,
+            `latest_step` and `lrs`. The origin says nothing.
         """
         ...
 

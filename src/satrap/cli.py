@@ -18,7 +18,7 @@ import numpy as np
 
 from satrap import _core
 from satrap.config import Table
-from satrap.errors import SatrapError
+from satrap.errors import ConfigError, SatrapError
 from satrap.inputs import Inputs
 
 _PACKAGES = ("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq")
@@ -90,6 +90,8 @@ def _doctor(dim: int, *, run: bool) -> Iterator[str]:
 
 
 def _keys(folder: str) -> Iterator[str]:
+    if not folder:
+        raise ConfigError("the folder is ''; wanted the name of one for the two key files")
     from satrap.rpc.keys import make_keys
 
     for path in make_keys(folder):
@@ -98,6 +100,7 @@ def _keys(folder: str) -> Iterator[str]:
 
 def _server(listen: str, keys: str | None, shared: str | None, threads: int | None) -> Iterator[str]:
     from satrap.calls import ServerCalls
+    from satrap.rpc import Limits
     from satrap.rpc.keys import Keys
     from satrap.rpc.service import Service
     from satrap.server import Server
@@ -106,7 +109,8 @@ def _server(listen: str, keys: str | None, shared: str | None, threads: int | No
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     server = Server(shared=shared, num_threads=threads)
-    with Service(server, ServerCalls, listen, None if keys is None else Keys.read(keys)) as service:
+    limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait for the last one
+    with Service(server, ServerCalls, listen, None if keys is None else Keys.read(keys), limits=limits) as service:
         yield f"satrap server: listening at {service.address}"
         ended.wait()
 

@@ -9,7 +9,7 @@ one table and many make alike; the ids, offsets and gradients that they take wer
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,9 +68,11 @@ def open_engine(
     simd: str,
     shared: str | os.PathLike[str] | None,
     complete: bool = True,
+    note: Mapping[str, int] | None = None,
 ) -> list[Place]:
     """A new engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless it is
-    complete, the file is not attached before `set_complete(True)`: whoever makes it has more to put into it."""
+    complete, the file is not attached before `set_complete(True)`: whoever makes it has more to put into it. The file
+    keeps the note: see `shared_note`."""
     for table in tables:
         if not isinstance(table, Table):
             raise ConfigError(f"table is {table!r} ({type(table).__name__}); wanted a satrap.Table")
@@ -80,7 +82,7 @@ def open_engine(
     path, blob = "", b""
     if shared is not None:
         path = _shared_path("shared", shared)
-        blob = _shared_blob(tables, seed)
+        blob = _shared_blob(tables, seed, {} if note is None else note)
     engine = _core.Engine(configs, seed, threads, _simd(simd), path, blob, complete)
     return _places(engine, tables, seed)
 
@@ -89,9 +91,15 @@ def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd
     """The engine whose rows lie in the shared-memory file at `path`, made by an earlier process."""
     path = _shared_path("path", path)
     threads, simd = thread_count(num_threads), _simd(simd)
-    tables, seed = _read_shared_blob(path, _core.Engine.shared_config(path))
+    tables, seed, _ = _read_shared_blob(path, _core.Engine.shared_config(path))
     engine = _core.Engine.attach(path, [native_config(table) for table in tables], seed, threads, simd)
     return _places(engine, tables, seed)
+
+
+def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
+    """What the maker of the shared-memory file at `path` noted in it."""
+    path = _shared_path("path", path)
+    return _read_shared_blob(path, _core.Engine.shared_config(path))[2]
 
 
 def lookup_step(
@@ -271,18 +279,18 @@ def _shared_path(name: str, path: object) -> str:
     return text
 
 
-def _shared_blob(tables: Sequence[Table], seed: int) -> bytes:
-    content = {"format": _SHARED_FORMAT, "format_version": _SHARED_FORMAT_VERSION, "seed": seed}
+def _shared_blob(tables: Sequence[Table], seed: int, note: Mapping[str, int]) -> bytes:
+    content = {"format": _SHARED_FORMAT, "format_version": _SHARED_FORMAT_VERSION, "seed": seed, "note": dict(note)}
     return json.dumps(content | {"tables": [table.to_dict() for table in tables]}).encode()
 
 
-def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int]:
+def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[str, int]]:
     """What `_shared_blob` wrote. The core has checked that the file is ours: this only meets other versions of us."""
     try:
         content: Any = json.loads(blob)
         if (content["format"], content["format_version"]) == (_SHARED_FORMAT, _SHARED_FORMAT_VERSION):
             tables = [Table.from_dict(table) for table in content["tables"]]
-            return tables, check_integer("store", "seed", content["seed"], 0, 2**64 - 1)
+            return tables, check_integer("store", "seed", content["seed"], 0, 2**64 - 1), content.get("note", {})
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise SharedMemoryError(
             f"shared-memory file {path!r}: its configuration cannot be read ({error}): "

@@ -73,6 +73,12 @@ class LocalRows:
         """See Rows."""
         self._engine.drop(ticket)
 
+    def skip(self, step: int) -> None:
+        """See Rows. Nobody waits for it."""
+
+    def settle(self) -> None:
+        """See Rows."""
+
 
 class LocalWorker(Worker):
     """The features of a model over the tables that it owns."""

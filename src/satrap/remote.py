@@ -32,19 +32,21 @@ MOST_STALENESS = _core.WINDOW_STEPS - 1
 """A server remembers as many steps of each trainer: core/windows.hpp."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RemoteTicket:
     """Satisfies `satrap.worker.Ticket`."""
 
     split: _core.SplitTicket
     number: int
     """What the servers know it by."""
-    step: int
+    sums: _core.Sums | None = None
+    """Of an update that was begun: if it was interrupted, it goes on with these."""
+    done: bool = False
 
     @property
     def used(self) -> bool:
         """See Ticket."""
-        return self.split.used
+        return self.done
 
     @property
     def batch_size(self) -> int:
@@ -60,7 +62,7 @@ class RemoteRows:
         self.num_threads = thread_count(num_threads)
         self._split = _core.Split(tables, named_features(features), self.num_threads, simd)
         self._servers = servers
-        self._owed: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
+        self._skipped: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
         owners = [owner for table in servers.bucket_map.owners for owner in table]
         self._owners = np.array(owners, np.uint32)
         self._numbers = itertools.count(1)
@@ -94,7 +96,7 @@ class RemoteRows:
         sequences: list[Floats],
     ) -> RemoteTicket | None:
         """See Rows."""
-        self._settle_owed()
+        self.settle()
         split = self._split.lookup(values, offsets, weights, batch_size, self._owners, len(self._servers))
         at = self._reach(step) if train else 0
         number = next(self._numbers) if train else 0
@@ -107,7 +109,7 @@ class RemoteRows:
         rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(self._servers))]
         self._split.fill(split, rows, block, sequences)
         if train:
-            return RemoteTicket(split, number, at)
+            return RemoteTicket(split, number)
         self._split.drop(split)
         return None
 
@@ -124,11 +126,15 @@ class RemoteRows:
         scale: float,
     ) -> None:
         """See Rows. What one server cannot be told is an error; the others may have applied it then."""
-        given = [ticket.split for ticket in tickets]
-        sums = self._split.sums(given, gradients, scale, self._owners, len(self._servers))
-        with self._lock:
-            for table, count in enumerate(sums.skipped):
-                self._servers.skipped[table] += count
+        sums = tickets[0].sums
+        if sums is None:
+            given = [ticket.split for ticket in tickets]
+            sums = self._split.sums(given, gradients, scale, self._owners, len(self._servers))
+            with self._lock:
+                for table, count in enumerate(sums.skipped):
+                    self._servers.skipped[table] += count
+        for ticket in tickets:
+            ticket.sums = sums
         origin = self._servers.origin(self._reach(step))
         rates = list(self._servers.lrs)
         for table, lr in lrs:
@@ -148,26 +154,36 @@ class RemoteRows:
         found = self._servers.each("update", origin, asked)
         lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
         self._servers.each("update", origin, {server: arguments(server, 0) for server in lost})
+        for ticket in tickets:
+            ticket.sums, ticket.done = None, True
         if not sums.same_ids:
             self._forget(tickets)
 
     def drop(self, ticket: RemoteTicket) -> None:
-        """See Rows. The other trainers of its step hear of it before the next lookup, which is late enough: a stream
-        that ends here must not wait for them."""
-        self._split.drop(ticket.split)
+        """See Rows."""
+        if ticket.done:
+            raise TicketError("drop of a batch: this ticket was used already")
+        if not ticket.split.used:
+            self._split.drop(ticket.split)
+        ticket.sums, ticket.done = None, True
         self._forget([ticket])
+
+    def skip(self, step: int) -> None:
+        """See Rows. Sent with the next lookup at the latest, not now: a stream that ends must not wait for others."""
         if self._servers.together:
             with self._lock:
-                self._owed.append(ticket.step)
+                self._skipped.append(step)
 
-    def _settle_owed(self) -> None:
-        while self._owed:
-            step = self._owed[0]
+    def settle(self) -> None:
+        """See Rows."""
+        while self._skipped:
+            step = self._skipped[0]
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
             nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
             self._servers.each("update", self._servers.origin(step), dict.fromkeys(range(len(self._servers)), nothing))
             with self._lock:
-                self._owed.remove(step)
+                if step in self._skipped:
+                    self._skipped.remove(step)
 
     def _rows(self, split: _core.SplitTicket, server: int, rows: Floats | None, coded: Coded | None) -> Floats:
         """What a server answered; one that has none of the ids was not asked."""

@@ -111,6 +111,7 @@ class RemoteTable:
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
+        self._servers.reach()  # saving may take long, and who saves waits
         versions = self._servers.all("save", self._number, folder, since, deadline=_SAVE_SECONDS)
         if len(set(versions)) > 1:
             raise SnapshotError(f"table {self.table.name!r}: the servers are at versions {versions}: save it whole")
@@ -143,11 +144,13 @@ class RemoteTables(Mapping[str, RemoteTable]):
         if folders.keys() != self._tables.keys():
             raise InputError(f"folders are of {sorted(folders)}; wanted one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
+        self._servers.reach()
         self._servers.all("verify", chains, deadline=_SAVE_SECONDS)  # all of them, before one is changed
         return self._begin_anew(chains)
 
     def clear(self) -> None:
         """Makes all tables new: what they held goes."""
+        self._servers.reach()
         self._begin_anew([])
 
     def _begin_anew(self, chains: list[list[str]]) -> bool:

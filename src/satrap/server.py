@@ -23,7 +23,7 @@ from satrap._core import Engine, Ticket
 from satrap.bucketmap import BucketMap
 from satrap.calls import WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.checks import check_choice, check_integer
-from satrap.engine import attach_engine, open_engine
+from satrap.engine import attach_engine, open_engine, shared_note, thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError, TicketError
 from satrap.folder import part_name
 from satrap.job import Job
@@ -52,13 +52,17 @@ class _Served:
     job: Job
     tables: Tables
     engine: Engine
+    number: int
+    """Which of the bucket map's servers this is."""
+    num_servers: int
     bucket_map: BucketMap | None = None
-    number: int = 0
     tickets: dict[int, OrderedDict[int, _Kept]] = field(default_factory=dict)
     """Of each trainer, by their numbers."""
     oldest_open: dict[int, int] = field(default_factory=dict)
     """Of each trainer, as its last lookup said: what any of them has open stays."""
     meeting: Meeting = field(default_factory=Meeting)
+    saved: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
+    """Of each table the last save: where, since when, and the version it made."""
     restored: bool | None = None
     """What `restore` answered, if that began this attempt."""
 
@@ -76,16 +80,26 @@ class Server:
     ) -> None:
         """shared: the shared-memory file of the rows. One that is there is attached, rows and job; else it is made when
         the job is known."""
+        thread_count(num_threads)
         self._shared, self._num_threads, self._simd = shared, num_threads, simd
         self._changed = threading.Condition()
         self._running = 0  # calls that work on rows
         self._served: _Served | None = None
         if shared is not None and Path(shared).exists():
+            note = shared_note(shared)
+            if note.keys() != {"server", "num_servers"}:
+                raise ConfigError(
+                    f"shared-memory file {os.fspath(shared)!r} is no server's; wanted one that `satrap server` made"
+                )
             places = attach_engine(shared, num_threads=num_threads, simd=simd)
             job = Job(tables=tuple(place.table for place in places), seed=places[0].seed)
-            self._served = _Served(job, Tables.in_engine(places), places[0].engine)
+            self._served = _Served(job, Tables.in_engine(places), places[0].engine, note["server"], note["num_servers"])
+        elif shared is not None and not os.access(Path(shared).absolute().parent, os.W_OK):
+            raise ConfigError(f"shared is {os.fspath(shared)!r}; wanted a file in a folder that can be written to")
 
-    def hello(self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int) -> dict[str, Any]:
+    def hello(
+        self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int, commit: bool
+    ) -> dict[str, Any]:
         """See ServerCalls."""
         wanted, owners = Job.from_dict(job), BucketMap.from_dict(bucket_map)
         server = check_integer("hello", "server", server, 0, owners.num_servers - 1)
@@ -94,7 +108,9 @@ class Server:
             raise ConfigError(f"hello: the bucket map is of {found} buckets, and the tables have {needed}")
         with self._changed:
             if self._served is None:
-                self._served = self._empty(wanted)
+                if not commit:
+                    return {"attempt": 0, "latest_step": 0, "lrs": [table.optimizer.lr for table in wanted.tables]}
+                self._served = self._empty(wanted, server, owners.num_servers)
             served = self._served
             self._agree(served, wanted, owners, server)
             if served.bucket_map is not None and served.bucket_map.version > owners.version:
@@ -102,7 +118,8 @@ class Server:
                     f"hello: the bucket map is of version {owners.version}; the server's is newer: "
                     f"{served.bucket_map.version}"
                 )
-            served.bucket_map, served.number = owners, server
+            if commit:
+                served.bucket_map = owners
         return {
             "attempt": served.engine.attempt,
             "latest_step": served.engine.latest_step,
@@ -227,7 +244,12 @@ class Server:
             store = served.store(table)
             assert served.bucket_map is not None
             part = Path(folder) / part_name(served.number, served.bucket_map.num_servers)
-            return store.save(part) if since is None else store.save_changes(part, since=since)
+            last = served.saved.get(table)
+            if last is not None and last[:2] == (folder, since):
+                return last[2]  # it came again
+            version = store.save(part) if since is None else store.save_changes(part, since=since)
+            served.saved[table] = folder, since, version
+            return version
 
     def verify(self, origin: Origin, folders: list[list[str]]) -> None:
         """See ServerCalls."""
@@ -263,7 +285,7 @@ class Server:
             return made.tables.restore(chains, owned)
         except BaseException:
             if self._shared is not None:
-                os.unlink(self._shared)
+                Path(self._shared).unlink(missing_ok=True)
             raise
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
@@ -283,22 +305,27 @@ class Server:
             raise NotReadyError("this server has no job yet, or was restarted: say hello to it first")
         return self._served
 
-    def _empty(self, job: Job) -> _Served:
+    def _empty(self, job: Job, number: int, num_servers: int) -> _Served:
         places = open_engine(
-            job.tables, seed=job.seed, num_threads=self._num_threads, simd=self._simd, shared=self._shared
+            job.tables,
+            seed=job.seed,
+            num_threads=self._num_threads,
+            simd=self._simd,
+            shared=self._shared,
+            note={"server": number, "num_servers": num_servers},
         )
-        return _Served(job, Tables.in_engine(places), places[0].engine)
+        return _Served(job, Tables.in_engine(places), places[0].engine, number, num_servers)
 
     def _anew(self, old: _Served, origin: Origin) -> _Served:
         """The same with empty tables; until it is there, there are none."""
-        job, owners, number = old.job, old.bucket_map, old.number
+        job, owners, number, num_servers = old.job, old.bucket_map, old.number, old.num_servers
         self._served = None
         self._let_go(old, origin)
         del old.tables, old.engine  # and with them the rows
         if self._shared is not None:
-            os.unlink(self._shared)
-        made = self._empty(job)
-        made.bucket_map, made.number = owners, number
+            Path(self._shared).unlink(missing_ok=True)
+        made = self._empty(job, number, num_servers)
+        made.bucket_map = owners
         return made
 
     def _let_go(self, served: _Served, origin: Origin) -> None:
@@ -319,11 +346,11 @@ class Server:
 
     def _agree(self, served: _Served, job: Job, owners: BucketMap, server: int) -> None:
         differences = job.differences(served.job)
-        if served.bucket_map is not None and served.bucket_map.version == owners.version:
-            if served.number != server:
-                differences.append(f"server: number {server} here, {served.number} there")
-            if served.bucket_map != owners:
-                differences.append(f"bucket map of version {owners.version}: other owners")
+        here, there = (server, owners.num_servers), (served.number, served.num_servers)
+        if here != there:
+            differences.append(f"server: number {here[0]} of {here[1]} here, {there[0]} of {there[1]} there")
+        elif served.bucket_map is not None and served.bucket_map.version == owners.version:
+            differences += [] if served.bucket_map == owners else [f"bucket map {owners.version}: other owners"]
         if differences:
             raise ConfigError(f"the server belongs to another job: {'; '.join(differences)}")
 

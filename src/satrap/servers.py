@@ -45,8 +45,10 @@ class Servers:
         deadline: seconds after which a call that got no answer is an error.
         retry_seconds: after which it is sent again.
         """
-        if isinstance(addresses, str) or not addresses:
+        if not isinstance(addresses, list | tuple) or not addresses or not all(isinstance(a, str) for a in addresses):
             raise ConfigError(f"addresses is {addresses!r}; wanted a list of at least one 'tcp://host:port'")
+        if len(set(addresses)) < len(addresses):
+            raise ConfigError(f"addresses is {list(addresses)}; wanted each server once")
         self.job, self.trainer, self.together, self.addresses = job, trainer, together, tuple(addresses)
         check_choice("Servers", "wire", wire, WIRES)
         self.wire = wire
@@ -63,6 +65,7 @@ class Servers:
             raise
 
     def _begin(self, *, alone: bool) -> None:
+        self.reach()  # all of them, before one is this job's
         found = [self._greet(server) for server in range(len(self))]
         self.latest_step: int = max(each["latest_step"] for each in found)
         """Of an earlier run, whose rows are still there."""
@@ -71,6 +74,11 @@ class Servers:
             self.attempt = 1 + max(each["attempt"] for each in found)
             for client in self._clients:
                 client.call.begin(self.origin(0))
+
+    def reach(self) -> None:
+        """Raises unless every server answers within a call's deadline, and is this job's."""
+        for server in range(len(self)):
+            self._greet(server, commit=False)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -111,5 +119,6 @@ class Servers:
         for client in self._clients:
             client.close()
 
-    def _greet(self, server: int) -> dict[str, Any]:
-        return self._clients[server].call.hello(Origin(), self.job.to_dict(), self.bucket_map.to_dict(), server)
+    def _greet(self, server: int, *, commit: bool = True) -> dict[str, Any]:
+        job, bucket_map = self.job.to_dict(), self.bucket_map.to_dict()
+        return self._clients[server].call.hello(Origin(), job, bucket_map, server, commit)

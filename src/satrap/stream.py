@@ -146,6 +146,7 @@ class Stream(Iterator[Batch]):
         self._held: list[Batch] = []
         self._newest: Batch | None = None  # what the user may be at
         self._handed: Counter[int] = Counter()  # batches handed over, by step
+        self._stepped: set[int] = set()  # steps of which an update was handed on
         self._ended = False
         self._left: str | None = None  # why there will be no other batch
         self._look_up = Lookup(worker, device, train=train, overlap=overlap)
@@ -181,10 +182,11 @@ class Stream(Iterator[Batch]):
         while self._train and self._pipeline.needs_user():
             self._make_room()
         batch = self._pipeline.next()
-        if self._all_have is not None and not self._all_have(batch is not None) and batch is not None:
-            self._hold([*self._held, batch])
-            self._drop([batch], "uneven")  # another trainer is at its end, and a step takes all of them
-            batch = None
+        if self._all_have is not None:
+            self._worker.settle()  # before anybody may wait here for us
+            if not self._all_have(batch is not None) and batch is not None:
+                self._give_back(batch)
+                batch = None
         if batch is None:
             self._ended = True
             self._pipeline.drain()
@@ -205,6 +207,12 @@ class Stream(Iterator[Batch]):
         taken = [batch for batch in self._held if batch.has_gradient]
         if not taken:
             return False
+        twice = self._stepped.intersection(batch.step for batch in taken)
+        if twice:
+            raise StreamError(
+                f"step {min(twice)} was stepped already, with some of its batches; step once for all of them, after "
+                "the backward pass of each"
+            )
         if self._newest in taken:
             self._newest = None
         for step in {batch.step for batch in taken}:
@@ -214,6 +222,7 @@ class Stream(Iterator[Batch]):
                     f"step after every {self._gate.accumulate}th, or say how many with stream(accumulate=...)"
                 )
         apply = self._look_up.update_with(taken, lrs, scale)
+        self._stepped.update(batch.step for batch in taken)
         self._pipeline.submit(Update(steps=[batch.step for batch in taken], apply=apply))
         self._forget(taken)
         for batch in taken:
@@ -278,10 +287,23 @@ class Stream(Iterator[Batch]):
 
     def _drop(self, batches: list[Batch], cause: str) -> None:
         for batch in batches:
-            self.dropped[cause] += 1
-            self._worker.drop(batch.ticket)
+            if batch.ticket.used:  # an interrupt came right after its update
+                self._stepped.add(batch.step)
+            else:
+                self.dropped[cause] += 1
+                self._worker.drop(batch.ticket)
             self._pipeline.drop(batch.step)
         self._forget(batches)
+        for step in {batch.step for batch in batches} - self._stepped:
+            whole = self._ended or self._handed[step] == self._gate.accumulate
+            if whole and not any(batch.step == step for batch in self._held):
+                self._worker.skip(step)
+
+    def _give_back(self, batch: Batch) -> None:
+        """Another trainer is at its end, and a step takes all of them: this batch was never handed over."""
+        self.dropped["uneven"] += 1
+        self._worker.drop(batch.ticket)
+        self._pipeline.drop(batch.step)
 
     def _forget(self, batches: list[Batch]) -> None:
         """These are updated or dropped."""

@@ -99,6 +99,14 @@ class Rows(Protocol):
         """Gives a ticket up."""
         ...
 
+    def skip(self, step: int) -> None:
+        """There is no update of this step: whoever waits for it is to hear so, at the next `settle` or lookup."""
+        ...
+
+    def settle(self) -> None:
+        """Returns once they have heard."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LookedUp:
@@ -216,6 +224,14 @@ class Worker:
     def drop(self, ticket: Ticket) -> None:
         """Gives up a looked-up batch that will not be updated. Its rows stay as the lookup left them."""
         self._rows.drop(self._own("drop of a batch", ticket))
+
+    def skip(self, step: int) -> None:
+        """There will be no update of this step; `settle` tells those who wait for it."""
+        self._rows.skip(step)
+
+    def settle(self) -> None:
+        """Returns once everybody knows of the steps that were skipped."""
+        self._rows.settle()
 
     def _own(self, where: str, ticket: Any) -> Ticket:
         if not hasattr(ticket, "used"):

@@ -33,6 +33,7 @@ from satrap.rpc.address import join_address, require_loopback, resolve_host, spl
 from satrap.rpc.faults import decode_error
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
 from satrap.rpc.keys import Keys
+from satrap.rpc.ledger import Limits
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.schedule import Schedule
 
@@ -95,6 +96,12 @@ class Client(Generic[P]):
             raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
         method, number = self._methods[name]
         origin, frames = method.encode_arguments(arguments, named)
+        most = max((frame.nbytes for frame in frames), default=0)
+        if most > Limits().max_frame_bytes:
+            raise InputError(
+                f"{method.name}: an array of {most} bytes; a server takes at most {Limits().max_frame_bytes} in one: "
+                "smaller batches, or more servers"
+            )
         seconds = self._deadline
         if deadline is not None and deadline is not seconds:
             seconds = _check_seconds("deadline", deadline)

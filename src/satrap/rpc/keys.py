@@ -36,6 +36,8 @@ class Keys:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Keys":
         """The keys in a file that `satrap keys` wrote, or ConfigError."""
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"keys is {path!r}; wanted the path of a key file")
         try:
             with open(path, "rb") as file:
                 mode = os.fstat(file.fileno()).st_mode & 0o777

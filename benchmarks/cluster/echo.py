@@ -5,15 +5,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import CpuCounters, noise_between, peak_resident_bytes, read_cpu
+from benchmarks.clock import noise_between, peak_resident_bytes
 from benchmarks.cluster import servers
 from benchmarks.cluster.cases import ClusterCase
+from benchmarks.cluster.processes import read_cpu_of
 from benchmarks.cluster.raw import RawClient
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results
@@ -42,13 +41,13 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         contenders = {"rpc": client.call.lookup, "raw": plain.lookup}
         for lookup in contenders.values():
             run(lookup, (batches * num_warmup)[:num_warmup], dim)
-        before = _read_all_cpu((raw, rpc))
+        before = read_cpu_of((raw, rpc))
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for begin in range(0, num_steps, TURN):
             turn = batches[: num_steps - begin]
             for name in sorted(contenders, reverse=begin // TURN % 2 == 0):
                 seconds[name] += run(contenders[name], turn, dim)
-        noise = noise_between(before, _read_all_cpu((raw, rpc)))
+        noise = noise_between(before, read_cpu_of((raw, rpc)))
     sizes = [len(ids) * (8 + 4 * dim) for ids in batches]
     num_bytes = sum(sizes[i % len(sizes)] for i in range(num_steps))
     return {
@@ -92,12 +91,3 @@ def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
     record["figures"] = {"ratio": spread(ratios, clean)}
     record |= {"targets": judge(case, record), "clean_rounds": clean, "noise": worst_noise(timed)}
     return record | processes(results)
-
-
-def _read_all_cpu(others: Sequence[int]) -> CpuCounters | None:
-    """The counters now, the servers' own time counted as ours."""
-    now = read_cpu()
-    if now is None:
-        return None
-    fields = [Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split() for other in others]
-    return replace(now, own=now.own + sum(int(times[11]) + int(times[12]) for times in fields))

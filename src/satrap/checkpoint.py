@@ -19,7 +19,7 @@ import copy
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Checkpoint:
             told = json.dumps(None if position is None else position.to_dict()).encode()
             positions = [json.loads(each) for each in trainers.gather(told)]  # so all of them are paused
             randoms = trainers.gather(state_bytes(_random_state()))
-            self._in_turn(lambda: self._write(step, positions, randoms))
+            trainers.first_does(lambda: self._write(step, positions, randoms), CheckpointError)
         self._saved_step = step
         return True
 
@@ -118,17 +118,6 @@ class Checkpoint:
         self._since_full = 1 if parent is None else self._since_full + 1
         self._home.forget_beyond(self._keep)
 
-    def _in_turn(self, work: Callable[[], None]) -> None:
-        """The first trainer does it while the others wait; they raise as well if it fails."""
-        trainers, error = self._embeddings.trainers, None
-        if trainers.rank == 0:
-            try:
-                work()
-            except BaseException as caught:
-                error = caught
-        if not trainers.from_first(int(error is None)):
-            raise error or CheckpointError("the first trainer could not do it; its own error says why")
-
     def resume(self) -> bool:
         """Brings everything to the newest checkpoint; False if there is none yet.
 
@@ -148,7 +137,7 @@ class Checkpoint:
             if not trainers.all(error is None) or not same:
                 raise error or CheckpointError("another trainer cannot resume here; its own error says why")
             with self._restored(newest.folder, state):
-                self._in_turn(lambda: self._restore_tables(chain))
+                trainers.first_does(lambda: self._restore_tables(chain), CheckpointError)
             self._embeddings.join_attempt()
             self._embeddings.resume_at(newest.step, self._data, newest.positions[trainers.rank])
             self._saved_step = newest.step

@@ -20,9 +20,9 @@ from satrap.config import Table
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Feature, Features
 from satrap.inputs import Inputs, Position
-from satrap.job import Job
 from satrap.local import LocalWorker
 from satrap.optimizer import HybridOptimizer
+from satrap.place import here
 from satrap.report import Counters
 from satrap.sources.iterable import Iterable as Items
 from satrap.stream import Lookup, Stream
@@ -30,11 +30,10 @@ from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
 from satrap.trainers import Trainers
+from satrap.workers import RowsAt, open_worker
 
 if TYPE_CHECKING:
-    from satrap.remote import RemoteWorker
     from satrap.remote_tables import RemoteTables
-    from satrap.servers import Servers
 
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
 
@@ -63,6 +62,7 @@ class Embeddings(torch.nn.Module):
         num_threads: of table work; None: the cores that torch leaves free where the two overlap, else all.
         shared: a new file in shared memory for the rows, which then outlive the process.
         servers: the rows lie there and not here: "tcp://host:port" of each `satrap server`, always in this order.
+            Under `satrap run` they are the run's, unless they are named.
         keys: the file client.key of `satrap keys`; without it the servers are on this machine.
         wire: how rows and gradients cross to the servers and back. "float32": as they are, bit for bit. "float16": in
             half the bytes, each rounded by at most 2^-11 of the largest magnitude of its row; nothing overflows.
@@ -78,22 +78,8 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"deterministic=True with staleness {staleness} is for one trainer; here are several")
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
-        self.worker: LocalWorker | RemoteWorker
-        if servers is None:
-            if keys is not None or wire != "float32":
-                given = f"wire={wire!r}" if keys is None else "keys"
-                raise ConfigError(f"there are {given} and no servers: leave the keys out, or name the servers")
-            if self.trainers.world > 1:
-                raise ConfigError(
-                    f"there are {self.trainers.world} trainers under torch.distributed and no servers, so each would "
-                    "train tables of its own: name the servers that hold them"
-                )
-            self.worker = LocalWorker(self.features, seed=seed, num_threads=num_threads, shared=shared)
-        else:
-            if shared is not None:
-                raise ConfigError("shared is a file for rows here, and servers hold them: give it to `satrap server`")
-            job = Job(tables=self.features.tables, seed=seed)
-            self.worker = _remote_worker(self.features, job, servers, keys, self.trainers, staleness, wire, num_threads)
+        rows = RowsAt(shared, servers, keys, wire)
+        self.worker = open_worker(self.features, rows, self.trainers, seed, staleness, num_threads)
         self._step = 0
         self._past = Counters()  # of the training streams that ended
         self._followed: dict[int, _Followed] = {}  # by identity: lists are sources, too
@@ -218,8 +204,14 @@ class Embeddings(torch.nn.Module):
 
     def _require_own_rows(self) -> None:
         """Servers outlive the processes that train on them."""
-        latest = 0 if isinstance(self.worker, LocalWorker) else self.worker.servers.latest_step
-        if latest > self.step:
+        if isinstance(self.worker, LocalWorker):
+            return
+        latest = self.worker.servers.latest_step
+        if latest > self.step == 0 and here() is not None:
+            # Of a launch before this one that ended without a checkpoint: the run begins again.
+            self.trainers.first_does(self.worker.tables.clear, StreamError)
+            self.join_attempt()
+        elif latest > self.step:
             raise StreamError(
                 f"the servers hold rows of an earlier run, of up to step {latest}, and this one is at step "
                 f"{self.step}: resume its checkpoint, or remove them with embeddings.tables.clear()"
@@ -285,53 +277,6 @@ class Embeddings(torch.nn.Module):
     def extra_repr(self) -> str:
         """What print(model) shows."""
         return f"{', '.join(self.features.names)}; staleness={self.staleness}"
-
-
-def _remote_worker(
-    features: Features,
-    job: Job,
-    addresses: Sequence[str],
-    keys: str | PathLike[str] | None,
-    trainers: Trainers,
-    staleness: int,
-    wire: str,
-    num_threads: int | None,
-) -> "RemoteWorker":
-    from satrap.remote import MOST_STALENESS, RemoteWorker
-
-    if staleness > MOST_STALENESS:
-        raise ConfigError(f"staleness is {staleness}; wanted at most {MOST_STALENESS} with servers")
-    servers = _greet(job, addresses, keys, trainers, together=staleness == 0, wire=wire)
-    return RemoteWorker(features, servers, num_threads=num_threads)
-
-
-def _greet(
-    job: Job,
-    addresses: Sequence[str],
-    keys: str | PathLike[str] | None,
-    trainers: Trainers,
-    *,
-    together: bool,
-    wire: str,
-) -> "Servers":
-    """The servers, in the attempt that the first trainer begins."""
-    from satrap.rpc.keys import Keys
-    from satrap.servers import Servers
-
-    num_together = trainers.world if together and trainers.world > 1 else 0
-    how: dict[str, Any] = {"trainer": trainers.rank, "together": num_together, "wire": wire}
-    found = None
-    try:
-        how["keys"] = None if keys is None else Keys.read(keys)
-        if trainers.rank == 0:
-            found = Servers(job, addresses, **how)
-    finally:
-        attempt = trainers.from_first(0 if found is None else found.attempt)
-    if found is None:
-        if attempt == 0:
-            raise StreamError("the first trainer did not reach the servers; its own error says why")
-        found = Servers(job, addresses, attempt=attempt, **how)
-    return found
 
 
 @dataclass(slots=True)

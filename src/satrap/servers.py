@@ -10,11 +10,14 @@ from typing import Any
 from satrap.bucketmap import BucketMap
 from satrap.calls import WIRES, ServerCalls
 from satrap.checks import check_choice
-from satrap.errors import ConfigError, NotReadyError, TicketError
+from satrap.errors import AttemptError, ConfigError, NotReadyError, TicketError
 from satrap.job import Job
 from satrap.rpc import Origin
 from satrap.rpc.client import Client, Pending
 from satrap.rpc.keys import Keys
+
+LAUNCH_ATTEMPTS = 1 << 16
+"""Each launch of the trainers has as many attempts of its own: a restore begins one."""
 
 
 class Servers:
@@ -28,6 +31,7 @@ class Servers:
         trainer: int = 0,
         together: int = 0,
         attempt: int | None = None,
+        launch: int = 0,
         keys: Keys | None = None,
         wire: str = "float32",
         deadline: float = 60.0,
@@ -41,7 +45,9 @@ class Servers:
         together: how many trainers' updates make one step; 0: each is a step of its own.
         wire: how rows and gradients cross the network. "float32": as they are. "float16": scaled by row and rounded, in
             half the bytes; each by at most 2^-11 of the largest magnitude of its row (core/wire.hpp).
-        attempt: of the run, if somebody else began it. None: this process is alone, and begins the next.
+        attempt: of the run, if somebody else began it. None: this process begins the next.
+        launch: how often a supervisor has started the trainers. Its attempts lie above those of all launches before;
+            0: there is no supervisor.
         deadline: seconds after which a call that got no answer is an error.
         retry_seconds: after which it is sent again.
         """
@@ -59,19 +65,22 @@ class Servers:
         self._clients = [Client(ServerCalls, each, **how) for each in addresses]
         self.attempt = 0 if attempt is None else attempt
         try:
-            self._begin(alone=attempt is None)
+            self._begin(first=attempt is None, launch=launch)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, *, alone: bool) -> None:
+    def _begin(self, *, first: bool, launch: int) -> None:
         self.reach()  # all of them, before one is this job's
         found = [self._greet(server) for server in range(len(self))]
         self.latest_step: int = max(each["latest_step"] for each in found)
         """Of an earlier run, whose rows are still there."""
         self.lrs: list[float] = list(found[0]["lrs"])
-        if alone:
-            self.attempt = 1 + max(each["attempt"] for each in found)
+        if first:
+            newest = max(each["attempt"] for each in found)
+            if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
+                raise AttemptError(f"launch {newest // LAUNCH_ATTEMPTS} has begun: this process is of launch {launch}")
+            self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
             for client in self._clients:
                 client.call.begin(self.origin(0))
 

@@ -5,6 +5,8 @@ at the servers, whether each has another batch, whether one met an overflow. It 
 it never meets the user's collectives.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -25,6 +27,17 @@ class Trainers:
             dist.broadcast(told, 0, group=self._group)
             value = int(told.item())
         return value
+
+    def first_does(self, work: Callable[[], None], error: type[Exception]) -> None:
+        """The first of them does it while the others wait. If it fails, it raises there, and `error` at the others."""
+        caught: BaseException | None = None
+        if self.rank == 0:
+            try:
+                work()
+            except BaseException as each:
+                caught = each
+        if not self.from_first(int(caught is None)):
+            raise caught or error("the first trainer could not do it; its own error says why")
 
     def all(self, flag: bool) -> bool:
         """Whether it is so at each of them."""

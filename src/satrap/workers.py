@@ -1,0 +1,78 @@
+"""Which worker a trainer has: one with rows in this process, or one whose rows are on servers.
+
+What a script leaves out, the run that started it has told (`satrap.place`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from satrap.errors import ConfigError, StreamError
+from satrap.features import Features
+from satrap.job import Job
+from satrap.local import LocalWorker
+from satrap.place import here
+from satrap.trainers import Trainers
+
+if TYPE_CHECKING:
+    from satrap.remote import RemoteWorker
+    from satrap.servers import Servers
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAt:
+    """Where the rows are, and how they cross to there: options of `Embeddings`."""
+
+    shared: str | PathLike[str] | None = None
+    servers: Sequence[str] | None = None
+    keys: str | PathLike[str] | None = None
+    wire: str = "float32"
+
+
+def open_worker(
+    features: Features, rows: RowsAt, trainers: Trainers, seed: int, staleness: int, num_threads: int | None
+) -> "LocalWorker | RemoteWorker":
+    """The worker of a trainer. All trainers call it: the first one begins an attempt at the servers."""
+    place = here()
+    if rows.servers is None and place is not None:
+        rows = RowsAt(rows.shared, place.servers, place.keys if rows.keys is None else rows.keys, rows.wire)
+    if rows.servers is None:
+        if rows.keys is not None or rows.wire != "float32":
+            given = f"wire={rows.wire!r}" if rows.keys is None else "keys"
+            raise ConfigError(f"there are {given} and no servers: leave the keys out, or name the servers")
+        if trainers.world > 1:
+            raise ConfigError(
+                f"there are {trainers.world} trainers under torch.distributed and no servers, so each would "
+                "train tables of its own: name the servers that hold them"
+            )
+        return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
+    if rows.shared is not None:
+        raise ConfigError("shared is a file for rows here, and servers hold them: give it to `satrap server`")
+    from satrap.remote import MOST_STALENESS, RemoteWorker
+
+    if staleness > MOST_STALENESS:
+        raise ConfigError(f"staleness is {staleness}; wanted at most {MOST_STALENESS} with servers")
+    servers = _greeted(Job(tables=features.tables, seed=seed), rows, trainers, synchronous=staleness == 0)
+    return RemoteWorker(features, servers, num_threads=num_threads)
+
+
+def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -> "Servers":
+    """The servers, in the attempt that the first trainer begins."""
+    from satrap.rpc.keys import Keys
+    from satrap.servers import Servers
+
+    assert rows.servers is not None
+    addresses, keys, place = rows.servers, rows.keys, here()
+    together = trainers.world if synchronous and trainers.world > 1 else 0
+    launch = 0 if place is None else place.launch
+
+    def greet(attempt: int | None) -> Servers:
+        how: dict[str, Any] = {"trainer": trainers.rank, "together": together, "wire": rows.wire}
+        how["keys"] = None if keys is None else Keys.read(keys)
+        return Servers(job, addresses, attempt=attempt, launch=launch, **how)
+
+    found: list[Servers] = []
+    trainers.first_does(lambda: found.append(greet(None)), StreamError)
+    attempt = trainers.from_first(found[0].attempt if found else 0)
+    return found[0] if found else greet(attempt)

@@ -95,7 +95,15 @@ LAYERS = [
     "runfolder",
     "checkpoint",
     "evaluation",
+    "cluster.membership",
+    "cluster.supervisor",
+    "cluster.output",
+    "cluster.processes",
+    "cluster.run",
+    "cluster.trainer",
+    "cluster",
     "cli",
+    "__main__",
     "__init__",
 ]
 # Which files may import a package from outside the standard library; None: all may.
@@ -113,6 +121,7 @@ OUTSIDE: dict[str, set[str] | None] = {
             "statefile",
             "checkpoint",
             "evaluation",
+            "cluster.trainer",
             "cli",
             "sinks",
         ),

@@ -4,6 +4,7 @@ servers into any other, or none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import serving
-from loop import batches, job, rows, train
+from cluster import Killable, serving
+from loop import batches, job, loss_of, rows, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.remote import RemoteWorker
@@ -91,6 +92,35 @@ def _train_and_save(embeddings: Any, model: Any, optimizer: Any, run: Checkpoint
         loss.backward()
         optimizer.step()
         run.save(every_steps=2)
+
+
+def test_changes_after_a_server_was_killed_are_saved_whole(tmp_path: Path) -> None:
+    """It has its rows, and no longer the ids of those that went. The servers' versions differ from then on."""
+    servers = [Killable(tmp_path / f"rows-{number}") for number in range(2)]
+    data, folder, saved = batches(20), tmp_path / "run", []
+    try:
+        embeddings, model, optimizer = job(servers=[each.address for each in servers])
+        run = Checkpoint(folder, model, optimizer, embeddings, data, full_every=4, keep=9)
+        for batch in embeddings.stream(data):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if batch.step == 5:
+                servers[1].kill()
+                servers[1].restart()
+            if run.save(every_steps=2):
+                parent = json.loads(next(folder.glob(f"*-step-{batch.step}/checkpoint.json")).read_text())["parent"]
+                saved.append(parent is None)
+        wanted = bits(embeddings, model)
+        assert isinstance(embeddings.worker, RemoteWorker)
+        embeddings.worker.servers.close()
+    finally:
+        for each in servers:
+            each.end()
+    assert saved == [True, False, True, False, False, False, True, False, False, False]
+    with running(3) as (embeddings, model, optimizer):
+        assert Checkpoint(folder, model, optimizer, embeddings, data).resume()
+        assert bits(embeddings, model) == wanted
 
 
 def test_a_part_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path) -> None:

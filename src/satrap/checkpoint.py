@@ -19,6 +19,7 @@ import copy
 import json
 import os
 import random
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +30,12 @@ import torch
 
 from satrap.checks import kind_of
 from satrap.embeddings import Embeddings
-from satrap.errors import CheckpointError, SatrapError
+from satrap.errors import CheckpointError, SatrapError, SnapshotError
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
 from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
 from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
+from satrap.trainers import plain
 
 _STATE = "state.safetensors"
 
@@ -68,7 +70,7 @@ class Checkpoint:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name} is {value!r}; wanted an integer, 1 or more")
         self._home = RunFolder(os.fspath(path))
-        self._objects = {"model": model, "optimizer": optimizer, **(further or {})}
+        self._objects = {"model": plain(model), "optimizer": optimizer, **(further or {})}
         self._embeddings, self._data = embeddings, data
         self._keep, self._full_every = keep, full_every
         embeddings.follow(data)
@@ -100,7 +102,14 @@ class Checkpoint:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             if parent is not None and not self._home.has(parent[0]):  # somebody removed it
                 parent = None
-            versions = self._save_tables(folder, parent)
+            try:
+                versions = self._save_tables(folder, parent)
+            except SnapshotError:
+                if parent is None:
+                    raise
+                parent = None  # a server that was started again does not know all changes
+                shutil.rmtree(folder / "tables")
+                versions = self._save_tables(folder, None)
             save_state(folder / _STATE, self._state([state_of(each) for each in randoms]))
             put_on_disk(folder / _STATE)
             entry = Entry(

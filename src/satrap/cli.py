@@ -1,11 +1,12 @@
 """The command `satrap`. `satrap doctor` says what is installed, what the core runs on, what bounds a short run here;
-`satrap keys` makes the keys of a cluster, `satrap server` runs one of its servers.
+`satrap run` runs a script on a cluster; `satrap keys` makes the keys of one, `satrap server` runs one of its servers.
 
 The only file that reads the command line. Prints plain lines; a number that was not measured here is not printed.
 """
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -20,14 +22,17 @@ from satrap import _core
 from satrap.config import Table
 from satrap.errors import ConfigError, SatrapError
 from satrap.inputs import Inputs
+from satrap.place import Place
 
 _PACKAGES = ("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq")
+_RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="satrap", description="Train recommender models whose embeddings are large.")
+    parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="what is installed, and what bounds a short run")
     doctor.add_argument("--dim", type=int, default=16, help="of the run's embeddings (default 16)")
@@ -39,17 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     server.add_argument("--keys", metavar="FILE", help="server.key; without it only this machine may call")
     server.add_argument("--shared", metavar="FILE", help="keep the rows in this shared-memory file, or find them there")
     server.add_argument("--threads", type=int, help="of a call (default: the cores)")
-    given = parser.parse_args(arguments)
+    _add_run(commands)
+    own, script_arguments = _split(sys.argv[1:] if arguments is None else arguments)
+    given = parser.parse_args(own)
     try:
-        match given.command:
-            case "doctor":
-                lines = _doctor(given.dim, run=not given.no_run)
-            case "keys":
-                lines = _keys(given.folder)
-            case _:
-                lines = _server(given.listen, given.keys, given.shared, given.threads)
-        for line in lines:
-            print(line, flush=True)
+        if given.die_with is not None:
+            from satrap.cluster.processes import die_with
+
+            die_with(given.die_with)
+        if given.command == "run":
+            return _run(given, script_arguments)
+        if given.command != "trainer":  # whose script's errors are its own to show
+            for line in _lines(given):
+                print(line, flush=True)
+            return 0
     except OSError as error:  # `satrap doctor | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
@@ -58,7 +66,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SatrapError as error:
         print(f"satrap: {error}", file=sys.stderr)
         return 1
+    from satrap.cluster.trainer import train
+
+    train(Place.from_dict(json.loads(given.place)), given.script, script_arguments)
     return 0
+
+
+def _lines(given: argparse.Namespace) -> Iterator[str]:
+    """What a command that prints lines has to say."""
+    match given.command:
+        case "doctor":
+            return _doctor(given.dim, run=not given.no_run)
+        case "keys":
+            return _keys(given.folder)
+        case _:
+            return _server(given.listen, given.keys, given.shared, given.threads)
+
+
+def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    run = commands.add_parser("run", help="run a script with servers and trainers", usage=_RUN_USAGE)
+    run.add_argument("script", help="as one would run it with Python; what follows -- are its arguments")
+    run.add_argument("--servers", type=int, default=1, metavar="N", help="that hold the rows (default 1)")
+    run.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="that read and look up (default: the trainers)"
+    )
+    run.add_argument("--trainers", type=int, default=1, metavar="N", help="that run the script (default 1)")
+    run.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of its logs (default satrap-run)")
+    run.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for the rows (default /dev/shm)")
+    run.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row, soon after a start (default 3)")
+    trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
+    trainer.add_argument("--place", required=True)
+    trainer.add_argument("script")
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Before and after the first "--"."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:at]), list(arguments[at + 1 :])
+
+
+def _run(given: argparse.Namespace, arguments: list[str]) -> int:
+    from satrap.cluster.output import Output
+    from satrap.cluster.processes import LocalLauncher
+    from satrap.cluster.run import Script, folder_of_one_run, run
+    from satrap.cluster.supervisor import Plan
+
+    cores = len(os.sched_getaffinity(0))
+    plan = Plan(servers=given.servers, workers=given.workers, trainers=given.trainers, restarts=given.restarts)
+    script = Script(
+        path=Path(given.script),
+        arguments=tuple(arguments),
+        trainer_threads=max(1, cores // plan.trainers),
+        server_threads=max(1, cores // plan.servers),
+    )
+    with folder_of_one_run(given.folder):
+        output = Output(given.folder / "logs")
+        return run(script, plan, given.folder, LocalLauncher(given.folder, output, given.memory), output)
 
 
 def _doctor(dim: int, *, run: bool) -> Iterator[str]:

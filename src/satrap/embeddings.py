@@ -29,7 +29,7 @@ from satrap.stream import Lookup, Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
-from satrap.trainers import Trainers
+from satrap.trainers import Compress, Trainers
 from satrap.workers import RowsAt, open_worker
 
 if TYPE_CHECKING:
@@ -122,6 +122,14 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"dense is a {type(dense).__name__}; wanted a torch.optim.Optimizer")
         self._optimizer = HybridOptimizer(dense, self)
         return self._optimizer
+
+    def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
+        """The model for as many trainers as there are: of several the dense gradients are averaged, by torch's
+        DistributedDataParallel; of one it is the model itself. Call it before the optimizer is made.
+
+        compress: the type that the gradients cross the network in, by DDP's own hook; None: as they are.
+        """
+        return self.trainers.parallel(model, compress)
 
     def stream(
         self,

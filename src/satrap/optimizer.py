@@ -52,6 +52,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.dense = dense
         self.state = dense.state
         self._embeddings = embeddings
+        self._known_same = False
         cycled = {name: dense.defaults[name] for name in ("betas", "momentum") if name in dense.defaults}
         self._tables: list[dict[str, Any]] = [
             {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled
@@ -88,6 +89,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             return loss
         scale: Tensor | None = getattr(self, "grad_scale", None)
         inverse = 1.0 if scale is None else 1.0 / float(scale.item())
+        if not self._known_same:
+            self._embeddings.trainers.require_same(p for group in self.dense.param_groups for p in group["params"])
+            self._known_same = True
         # First, so that a gradient refused here and now leaves the dense half as it was; threads refuse it later.
         self._embeddings.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
         if inverse != 1.0:

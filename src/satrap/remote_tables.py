@@ -30,6 +30,7 @@ class RemoteTable:
         self.table: Table = servers.job.tables[number]
         """Its configuration."""
         self._servers, self._number = servers, number
+        self._versions: dict[int, Sequence[int | None]] = {}  # of a version of the table those of the servers
 
     def __len__(self) -> int:
         return self.stats()["rows"]
@@ -98,8 +99,10 @@ class RemoteTable:
 
     @property
     def version(self) -> int:
-        """As `Store.version`: the servers save together."""
-        return int(max(self._servers.all("version", self._number)))
+        """As `Store.version`: the highest of the servers'. They save together, but count their failures apart."""
+        versions = self._servers.all("version", self._number)
+        self._versions.setdefault(max(versions), versions)
+        return int(max(versions))
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """As `Store.save`: each server writes its part into the folder, which all machines must share."""
@@ -112,15 +115,23 @@ class RemoteTable:
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
         self._servers.reach()  # saving may take long, and who saves waits
-        versions = self._servers.all("save", self._number, folder, since, deadline=_SAVE_SECONDS)
-        if len(set(versions)) > 1:
-            raise SnapshotError(f"table {self.table.name!r}: the servers are at versions {versions}: save it whole")
+        known = [None] * len(self._servers) if since is None else self._versions.get(since)
+        if known is None:
+            raise SnapshotError(f"table {self.table.name!r}: version {since} is not known here: save the whole table")
+        asked = {server: (self._number, folder, each) for server, each in enumerate(known)}
+        found = self._servers.each("save", self._servers.origin(0), asked, _SAVE_SECONDS)
+        versions = [int(found[server]) for server in asked]
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
                 "them: give a folder that all machines share"
             )
-        return int(versions[0])
+        self._versions[max(versions)] = versions
+        return max(versions)
+
+    def forget_versions(self) -> None:
+        """The rows are others now."""
+        self._versions.clear()
 
 
 class RemoteTables(Mapping[str, RemoteTable]):
@@ -157,4 +168,6 @@ class RemoteTables(Mapping[str, RemoteTable]):
         self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
         may_follow = all(self._servers.all("restore", chains, deadline=_SAVE_SECONDS))
         self._servers.latest_step = 0
+        for table in self._tables.values():
+            table.forget_versions()
         return may_follow

@@ -10,7 +10,7 @@ from typing import Any
 from satrap.bucketmap import BucketMap
 from satrap.calls import WIRES, ServerCalls
 from satrap.checks import check_choice
-from satrap.errors import AttemptError, ConfigError, NotReadyError, TicketError
+from satrap.errors import AttemptError, ConfigError, NotReadyError, SatrapError, TicketError
 from satrap.job import Job
 from satrap.rpc import Origin
 from satrap.rpc.client import Client, Pending
@@ -100,13 +100,15 @@ class Servers:
         self, method: str, origin: Origin, arguments: Mapping[int, tuple[Any, ...]], deadline: float | None = None
     ) -> dict[int, Any]:
         """Calls the servers named, all at once, and returns what each answered. One that was restarted meanwhile is
-        greeted and called again; a ticket that it does not know any more comes back as the TicketError."""
+        greeted and called again; a ticket that it does not know any more comes back as the TicketError. Any other error
+        is raised once all have answered, so that none works on."""
 
         def begin(server: int) -> Pending:
             return self._clients[server].begin(method, origin, *arguments[server], deadline=deadline)
 
         pending = {server: begin(server) for server in arguments}
         found: dict[int, Any] = {}
+        errors: list[SatrapError] = []
         for server, waiting in pending.items():
             try:
                 try:
@@ -116,6 +118,10 @@ class Servers:
                     found[server] = begin(server).result()
             except TicketError as error:
                 found[server] = error
+            except SatrapError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return found
 
     def all(self, method: str, *arguments: Any, deadline: float | None = None) -> list[Any]:

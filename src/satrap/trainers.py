@@ -5,10 +5,19 @@ at the servers, whether each has another batch, whether one met an overflow. It 
 it never meets the user's collectives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from satrap.errors import ConfigError, StreamError
+
+Compress = Literal["float16", "bfloat16"]
+_HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
 
 
 class Trainers:
@@ -59,3 +68,33 @@ class Trainers:
         found = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(found, own, group=self._group)
         return [each[: int(size.item())].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+
+    def parallel(self, model: nn.Module, compress: Compress | None) -> nn.Module:
+        """The model, of which several trainers average the gradients; compress: as what these cross the network."""
+        if compress is not None and compress not in _HOOKS:
+            raise ConfigError(f"compress is {compress!r}; wanted one of {', '.join(map(repr, _HOOKS))}, or None")
+        if self.world == 1:
+            return model
+        parallel = DistributedDataParallel(model)
+        if compress is not None:
+            parallel.register_comm_hook(None, _HOOKS[compress])
+        return parallel
+
+    def require_same(self, parameters: Iterable[Tensor]) -> None:
+        """Raises unless the parameters have the same gradients at all of them, as they must before each steps alone."""
+        if self._group is None:
+            return
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norms = torch.stack(
+            [grad.double().norm().cpu() for grad in gradients] or [torch.zeros((), dtype=torch.float64)]
+        )
+        if len(set(self.gather(norms.numpy().tobytes()))) > 1:
+            raise StreamError(
+                "the trainers have different gradients for the dense parameters, so their models would part: wrap the "
+                "model before the optimizer is made: model = embeddings.parallel(model)"
+            )
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model itself, if it is wrapped for several trainers."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

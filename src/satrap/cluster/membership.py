@@ -1,0 +1,76 @@
+"""Who belongs to a run, and which launch of its trainers this is: a value, and the file that it is kept in.
+
+The file is on disk before anything is done that it says, so that a supervisor that was killed is followed by one that
+begins a later launch, and that knows which rows in shared memory are left over.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from satrap.checks import check_integer, known_keys, require_mapping, set_field
+from satrap.errors import ConfigError
+from satrap.place import MOST_LAUNCHES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """See the file's docstring."""
+
+    name: str
+    """Of the run: what its files in shared memory are called."""
+    launch: int = 0
+    """How often trainers were started."""
+    servers: tuple[str, ...] = ()
+    """Their addresses; empty: not known yet."""
+    workers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_integer("Membership", "launch", self.launch, 0, MOST_LAUNCHES)
+        set_field(self, "servers", tuple(self.servers))
+        set_field(self, "workers", tuple(self.workers))
+        if not (isinstance(self.name, str) and self.name.isalnum()):
+            raise ConfigError(f"Membership: name is {self.name!r}; wanted letters and digits")
+
+    def at(self, role: str, number: int, address: str) -> Self:
+        """With the address of a server or worker."""
+        known = list(self.servers if role == "server" else self.workers)
+        known += [""] * (number + 1 - len(known))
+        known[number] = address
+        return replace(self, servers=tuple(known)) if role == "server" else replace(self, workers=tuple(known))
+
+    def address(self, role: str, number: int) -> str | None:
+        """Of a server or worker; None if it never was ready."""
+        known = self.servers if role == "server" else self.workers
+        return known[number] or None if number < len(known) else None
+
+    def next_launch(self) -> Self:
+        """With the trainers started once more."""
+        return replace(self, launch=self.launch + 1)
+
+    def write(self, path: Path) -> None:
+        """Into the file, whole or not at all, on disk when this returns."""
+        new = path.with_name(f".{path.name}.new")
+        with open(new, "w") as file:
+            json.dump(asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """What the file says; None if there is none."""
+        try:
+            data: Any = json.loads(path.read_bytes())
+            return cls(**known_keys(cls, "Membership", require_mapping("Membership", data)))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, ConfigError) as error:
+            raise ConfigError(f"{path} is no run's ({error}); name another folder, or remove it") from error

@@ -1,0 +1,171 @@
+"""A run: one loop that hears what happened to its processes, asks the supervisor, and does what it says.
+
+launcher.events ──> Supervisor.handle ──> membership on disk ──> launcher.start, launcher.end
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from satrap.cluster.membership import Membership
+from satrap.cluster.output import Output
+from satrap.cluster.supervisor import End, Event, Finish, Order, Plan, Process, Role, Say, Start, Stop, Supervisor
+from satrap.errors import ConfigError
+from satrap.place import Place
+
+_EVENT_SECONDS = 0.5  # how late a Ctrl-C may be heard
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run, somewhere."""
+
+    def listen_address(self) -> str:
+        """Where a server or worker may listen that has no address yet."""
+
+    def meeting(self, name: str, launch: int) -> str:
+        """Where the trainers of a launch of the run of that name find each other."""
+
+    def rows(self, name: str, server: int) -> str:
+        """The shared-memory file of a server of the run of that name."""
+
+    def forget(self, name: str) -> None:
+        """Removes the files of the run of that name."""
+
+    def start(self, process: Process, arguments: Sequence[str]) -> None:
+        """Starts `satrap ARGUMENTS...`."""
+
+    def end(self, process: Process, how: Literal["interrupt", "terminate", "kill"]) -> None:
+        """Tells a process to end; kills it if it does not within some seconds."""
+
+    def events(self, timeout: float) -> list[Event]:
+        """What happened; waits that long for it."""
+
+    def close(self) -> None:
+        """Kills what is left, and waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What the trainers run."""
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+    trainer_threads: int | None = None
+    """Of torch, of each trainer."""
+    server_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; wanted the path of a Python file")
+
+
+@contextmanager
+def folder_of_one_run(folder: Path) -> Iterator[None]:
+    """The folder is made, and this process's alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"folder {os.fspath(folder)!r} cannot be used: {error.strerror}; name another") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another run is in folder {os.fspath(folder)!r}: end it, or name another with --folder"
+            ) from error
+        yield
+    finally:
+        os.close(lock)
+
+
+def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Output) -> int:
+    """Runs the script to its end; returns the exit status. The folder is this run's: see `folder_of_one_run`."""
+    file = folder / "run.json"
+    before = Membership.read(file)
+    membership = Membership(name=secrets.token_hex(4), launch=0 if before is None else before.launch)
+    membership.write(file)
+    if before is not None:
+        launcher.forget(before.name)
+    supervisor = Supervisor(plan, membership)
+    try:
+        with _stops() as stops:
+            orders = supervisor.begin(time.monotonic())
+            while True:
+                if supervisor.membership != membership:
+                    membership = supervisor.membership
+                    membership.write(file)
+                for order in orders:
+                    if isinstance(order, Finish):
+                        return order.status
+                    _carry_out(order, script, plan, membership, launcher, output)
+                events = [*launcher.events(_EVENT_SECONDS), *_taken(stops)]
+                orders = [order for event in events for order in supervisor.handle(event, time.monotonic())]
+    finally:
+        launcher.close()
+        launcher.forget(membership.name)
+
+
+def _carry_out(
+    order: Order, script: Script, plan: Plan, membership: Membership, launcher: Launcher, output: Output
+) -> None:
+    match order:
+        case Say(text):
+            output.say(text)
+        case End(process, how):
+            launcher.end(process, how)
+        case Start(process, address):
+            launcher.start(process, _arguments(process, address, script, plan, membership, launcher))
+
+
+def _arguments(
+    process: Process, address: str | None, script: Script, plan: Plan, membership: Membership, launcher: Launcher
+) -> list[str]:
+    """What a process is: a command of `satrap`."""
+    threads = [] if script.server_threads is None else ["--threads", str(script.server_threads)]
+    listen = ["--listen", launcher.listen_address() if address is None else address]
+    if process.role is Role.SERVER:
+        return ["server", *listen, "--shared", launcher.rows(membership.name, process.number), *threads]
+    if process.role is Role.WORKER:
+        return ["worker", *listen, *threads]
+    place = Place(
+        rank=process.number,
+        world=plan.trainers,
+        launch=process.start,
+        servers=membership.servers,
+        workers=membership.workers,
+        meeting=launcher.meeting(membership.name, process.start) if plan.trainers > 1 else None,
+        num_threads=script.trainer_threads,
+    )
+    return ["trainer", "--place", json.dumps(place.to_dict()), str(script.path), "--", *script.arguments]
+
+
+@contextmanager
+def _stops() -> Iterator[list[Stop]]:
+    """What signals ask for, while inside."""
+    found: list[Stop] = []
+
+    def note(number: int, _: object) -> None:
+        found.append(Stop(signal.Signals(number).name))
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, note) for number in numbers]
+    try:
+        yield found
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _taken(stops: list[Stop]) -> list[Stop]:
+    taken = stops[:]
+    del stops[: len(taken)]
+    return taken

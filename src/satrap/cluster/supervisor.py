@@ -1,0 +1,294 @@
+"""What to start, end, and start again. Pure: events and the time in, orders out; `run` carries them out.
+
+    servers ──all ready──> workers ──all ready──> a launch of the trainers ──all ended well──> ending ──> Finish
+                                                    │            ▲
+                                            one fails: the others are ended; once all are gone, the next launch
+
+A server or worker that ends is started again at its address: a server finds its rows in shared memory, trainers wait
+for it. A trainer that ends badly takes its launch with it, because the trainers' dense halves must stay alike: the next
+launch resumes the last checkpoint. Launches are counted, on disk before they begin; the servers refuse an older one's
+calls, so a process that was paused, or cut off, cannot write any more.
+"""
+
+import signal
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Literal
+
+from satrap.checks import check_integer
+from satrap.cluster.membership import Membership
+
+MOST_PROCESSES = 65535
+
+
+class Role(StrEnum):
+    """What a process is there for."""
+
+    SERVER = "server"
+    WORKER = "worker"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One start of one process. A second start of the same is another Process."""
+
+    role: Role
+    number: int
+    start: int
+    """Counts the starts of this role and number, from 1; of a trainer it is the launch."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An event: a server or worker listens."""
+
+    process: Process
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An event: a process is gone."""
+
+    process: Process
+    status: int
+    """As subprocess has it: below 0 the signal that ended it. One that did not end when it was told to, and was killed
+    then, counts as ended by SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An event: somebody wants the run to end. The second time processes are killed."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An order: start this process."""
+
+    process: Process
+    address: str | None = None
+    """Where it must listen; None: where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """An order: end this process; one that does not within its time is killed."""
+
+    process: Process
+    how: Literal["interrupt", "terminate", "kill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """An order: tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """An order, the last one: nothing runs any more."""
+
+    status: int
+
+
+Event = Ready | Ended | Stop
+Order = Start | End | Say | Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the user asked for."""
+
+    servers: int
+    workers: int
+    trainers: int
+    restarts: int = 3
+    """How often in a row a process is started again that lived for less than `settled_seconds`."""
+    settled_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("servers", 1), ("workers", 0), ("trainers", 1), ("restarts", 0)):
+            check_integer("run", name, getattr(self, name), low, MOST_PROCESSES)
+
+
+class _Phase(Enum):
+    SERVERS = "the servers are starting"
+    WORKERS = "the workers are starting"
+    TRAINING = "the trainers run"
+    REGROUPING = "a trainer failed; its launch is being ended"
+    ENDING = "the run is ending"
+
+
+@dataclass(slots=True)
+class _Alive:
+    process: Process
+    since: float
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """How a launch failed."""
+
+    lines: list[str] = field(default_factory=list)
+    status: int = 1
+    own: bool = True
+    """Each that failed ended by itself: no signal, no machine."""
+
+
+class Supervisor:
+    """See the file's docstring."""
+
+    def __init__(self, plan: Plan, membership: Membership) -> None:
+        """membership: of the run before this one in the same folder, or a new one."""
+        self.membership = membership
+        """What is decided, to be on disk before the orders that came with it are carried out."""
+        self._plan = plan
+        self._phase = _Phase.SERVERS
+        self._alive: dict[tuple[Role, int], _Alive] = {}
+        self._starts: Counter[tuple[Role, int]] = Counter()
+        self._short: Counter[tuple[Role, int]] = Counter()  # short lives in a row
+        self._trouble = _Trouble()
+        self._status = 0
+        self._stopped = False
+
+    def begin(self, now: float) -> list[Order]:
+        """The first orders."""
+        return [self._start(Role.SERVER, number, now) for number in range(self._plan.servers)]
+
+    def handle(self, event: Event, now: float) -> list[Order]:
+        """What an event makes necessary."""
+        if isinstance(event, Stop):
+            return self._stop(event.why)
+        alive = self._alive.get((event.process.role, event.process.number))
+        if alive is None or alive.process != event.process:
+            return []  # of an earlier start
+        if isinstance(event, Ready):
+            return self._ready(alive, event.address, now)
+        del self._alive[event.process.role, event.process.number]
+        if self._phase is _Phase.ENDING:
+            return self._wind_down()
+        if event.process.role is Role.TRAINER:
+            return self._trainer_ended(alive, event.status, now)
+        return self._restart(alive, event.status, now)
+
+    # -- servers and workers ------------------------------------------------------------------------------------------
+
+    def _ready(self, alive: _Alive, address: str, now: float) -> list[Order]:
+        alive.ready = True
+        role, number = alive.process.role, alive.process.number
+        self.membership = self.membership.at(role.value, number, address)
+        said: list[Order] = [Say(f"{alive.process} listens at {address}")]
+        if self._phase is _Phase.SERVERS and self._all_ready(Role.SERVER, self._plan.servers):
+            self._phase = _Phase.WORKERS
+            said += [self._start(Role.WORKER, each, now) for each in range(self._plan.workers)]
+        if self._phase is _Phase.WORKERS and self._all_ready(Role.WORKER, self._plan.workers):
+            said += self._launch(now)
+        return said
+
+    def _all_ready(self, role: Role, wanted: int) -> bool:
+        return sum(alive.ready for (each, _), alive in self._alive.items() if each is role) == wanted
+
+    def _restart(self, alive: _Alive, status: int, now: float) -> list[Order]:
+        role, number = alive.process.role, alive.process.number
+        told = f"{alive.process} {_ending(status)}"
+        if self._gave_up(role, number, alive.since, now):
+            return self._fail(f"{told}, {self._short[role, number]} times soon after it began: giving up", 1)
+        address = self.membership.address(role.value, number)
+        return [Say(f"{told}: it is started again"), self._start(role, number, now, address)]
+
+    def _gave_up(self, role: Role, number: int, since: float, now: float) -> bool:
+        """Counts a life that ended."""
+        key = role, number
+        self._short[key] = self._short[key] + 1 if now - since < self._plan.settled_seconds else 0
+        return self._short[key] > self._plan.restarts
+
+    def _start(self, role: Role, number: int, now: float, address: str | None = None) -> Start:
+        self._starts[role, number] += 1
+        process = Process(role, number, self._starts[role, number])
+        self._alive[role, number] = _Alive(process, now)
+        return Start(process, address)
+
+    # -- trainers -----------------------------------------------------------------------------------------------------
+
+    def _launch(self, now: float) -> list[Order]:
+        self._phase, self._trouble = _Phase.TRAINING, _Trouble()
+        self.membership = self.membership.next_launch()
+        launch, orders = self.membership.launch, list[Order]()
+        for number in range(self._plan.trainers):
+            process = Process(Role.TRAINER, number, launch)
+            self._alive[Role.TRAINER, number] = _Alive(process, now)
+            orders.append(Start(process))
+        return [Say(f"launch {launch}: {_count(self._plan.trainers, 'trainer')}"), *orders]
+
+    def _trainer_ended(self, alive: _Alive, status: int, now: float) -> list[Order]:
+        left = [each.process for each in self._of(Role.TRAINER)]
+        orders: list[Order] = []
+        if self._phase is _Phase.TRAINING:
+            if status == 0:
+                return [] if left else self._end(0)
+            self._phase = _Phase.REGROUPING
+            orders = [End(process, "terminate") for process in left]
+            self._note(alive, status)
+        elif status not in (0, -signal.SIGTERM):
+            self._note(alive, status)  # by itself, just before it was told to
+        return orders if left else [*orders, *self._relaunch(alive.since, now)]
+
+    def _note(self, alive: _Alive, status: int) -> None:
+        if not self._trouble.lines or status < 0:
+            self._trouble.status = status if status > 0 else 128 - status
+        self._trouble.own &= status > 0
+        self._trouble.lines.append(f"{alive.process} {_ending(status)}")
+
+    def _relaunch(self, since: float, now: float) -> list[Order]:
+        told, early = ", ".join(self._trouble.lines), now - since < self._plan.settled_seconds
+        if self._trouble.own and early:  # would most likely do so again
+            return self._fail(f"{told}, soon after it began: see above; the run ends", self._trouble.status)
+        if self._gave_up(Role.TRAINER, 0, since, now):
+            times = self._short[Role.TRAINER, 0]
+            return self._fail(f"{told}, {times} times soon after it began: giving up", self._trouble.status)
+        return [Say(f"{told}: the trainers start again from the last checkpoint"), *self._launch(now)]
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _stop(self, why: str) -> list[Order]:
+        if self._stopped:
+            return [End(alive.process, "kill") for alive in self._alive.values()]
+        self._stopped = True
+        return self._fail(f"{why}: the run ends", 130)
+
+    def _fail(self, why: str, status: int) -> list[Order]:
+        return [Say(why), *self._end(status)]
+
+    def _end(self, status: int) -> list[Order]:
+        self._phase, self._status = _Phase.ENDING, status
+        trainers = [End(alive.process, "interrupt") for alive in self._of(Role.TRAINER)]
+        return list(trainers) or self._wind_down()
+
+    def _wind_down(self) -> list[Order]:
+        """Those that are called by others end after them."""
+        if not self._alive:
+            return [Finish(self._status)]
+        if any(self._of(Role.TRAINER)):
+            return []
+        return [End(alive.process, "terminate") for alive in self._alive.values()]
+
+    def _of(self, role: Role) -> Iterable[_Alive]:
+        return [alive for (each, _), alive in self._alive.items() if each is role]
+
+
+def _ending(status: int) -> str:
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

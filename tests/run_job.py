@@ -1,0 +1,42 @@
+"""A user's training script, which knows nothing of servers: `run_job.py FOLDER NUM_BATCHES [STALENESS]`.
+
+At the end the first trainer writes what came of it to FOLDER/end.npz. At staleness 0 that must be the same bits however
+often it was interrupted.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from loop import NUM_IDS, Net, batches, loss_of, tables
+from satrap import Checkpoint, Embeddings
+
+
+def main(folder: Path, num_batches: int, staleness: int) -> None:
+    torch.manual_seed(0)
+    embeddings = Embeddings(tables(), staleness=staleness)
+    model = embeddings.parallel(Net())
+    optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    data = batches(num_batches)
+    run = Checkpoint(folder / "checkpoints", model, optimizer, embeddings, data, full_every=2)
+    print("resumed" if run.resume() else "began", flush=True)
+    for batch in embeddings.stream(data):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        run.save(every_steps=5)
+    embeddings.drain()
+    every = np.arange(NUM_IDS, dtype=np.uint64)
+    found: dict[str, Any] = {
+        name: np.concatenate(table.read(every)[:2], axis=1) for name, table in embeddings.tables.items()
+    }
+    found |= {f"dense{i}": each.detach().numpy() for i, each in enumerate(model.parameters())}
+    if embeddings.trainers.rank == 0:
+        np.savez(folder / "end.npz", **found | {"step": embeddings.step})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)

@@ -1,0 +1,246 @@
+"""`satrap run`: a script that knows nothing of servers runs on them, with several trainers; whoever is killed, it ends
+in the same bits; and when it is over, nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+DEADLINE_SECONDS = 120.0
+JOB = Path(__file__).with_name("run_job.py")
+SATRAP = Path(sys.executable).with_name("satrap")
+
+
+@contextmanager
+def started(
+    folder: Path, script: Path, *options: str, arguments: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A run in the folder, its rows in the folder, too. Killed if the test leaves it."""
+    (folder / "memory").mkdir(exist_ok=True)
+    command = [str(SATRAP), "run", str(script), "--folder", str(folder / "run"), "--memory", str(folder / "memory")]
+    process = subprocess.Popen(
+        [*command, *options, "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    return process.returncode, out, err
+
+
+def until(what: Callable[[], object], of: subprocess.Popen[str] | None = None) -> None:
+    """Returns once it is so."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not what():
+        assert time.monotonic() < deadline, "it took too long"
+        assert of is None or of.poll() is None, finished(of)
+        time.sleep(0.01)
+
+
+def children(run: subprocess.Popen[str]) -> dict[str, int]:
+    """Its processes by name: server 0, trainer 1."""
+    found = {}
+    for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "trainer" in words:
+            found[f"trainer {json.loads(words[words.index('--place') + 1])['rank']}"] = int(pid)
+        elif "server" in words:
+            found[f"server {words[words.index('--shared') + 1][-1]}"] = int(pid)
+    return found
+
+
+def is_left(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def nothing_is_left(folder: Path, pids: list[int]) -> None:
+    until(lambda: not any(map(is_left, pids)))
+    assert not list((folder / "memory").iterdir()), "rows in shared memory"
+    assert not list((folder / "run").glob("meeting*"))
+
+
+def num_checkpoints(folder: Path) -> int:
+    """How many were ever saved."""
+    names = sorted(each.name for each in (folder / "checkpoints").glob("[0-9]*-step-*"))
+    return int(names[-1].partition("-")[0]) if names else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with started(folder, JOB, "--servers", "2", "--trainers", "2", arguments=(str(folder), "160")) as run:
+        status, out, err = finished(run)
+    assert (status, out) == (0, "began\n"), err
+    assert "launch 1: 2 trainers" in err
+    nothing_is_left(folder, [])
+    with np.load(folder / "end.npz") as found:
+        return dict(found)
+
+
+def same(folder: Path, wanted: dict[str, np.ndarray]) -> None:
+    with np.load(folder / "end.npz") as found:
+        assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_whoever_is_killed_it_ends_in_the_same_bits(
+    tmp_path: Path, seed: int, undisturbed: dict[str, np.ndarray]
+) -> None:
+    draw = np.random.default_rng(seed)
+    options = ("--servers", "2", "--trainers", "2", "--restarts", "100")
+    with started(tmp_path, JOB, *options, arguments=(str(tmp_path), "160")) as run:
+        for victims in (["server 0", "server 1"], ["trainer 0", "trainer 1"], ["server 0", "trainer 1"]):
+            seen = num_checkpoints(tmp_path)
+            until(lambda seen=seen: num_checkpoints(tmp_path) > seen + int(draw.integers(3)), run)  # type: ignore[misc]
+            os.kill(children(run)[str(draw.choice(victims))], signal.SIGKILL)
+        status, _, err = finished(run)
+    assert status == 0, err
+    assert "was ended by signal 9" in err
+    same(tmp_path, undisturbed)
+    nothing_is_left(tmp_path, [])
+
+
+def test_a_supervisor_that_is_killed_takes_all_with_it_and_the_next_one_goes_on(
+    tmp_path: Path, undisturbed: dict[str, np.ndarray]
+) -> None:
+    with started(tmp_path, JOB, "--servers", "2", "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 2, run)
+        pids = list(children(run).values())
+        assert len(pids) == 4
+        run.kill()
+        run.wait()
+    until(lambda: not any(map(is_left, pids)))
+    assert list((tmp_path / "memory").iterdir()), "the rows, which the next one removes"
+    with started(tmp_path, JOB, "--servers", "3", "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
+        status, out, err = finished(run)
+    assert (status, out) == (0, "resumed\n"), err
+    assert "launch 2: 2 trainers" in err
+    same(tmp_path, undisturbed)
+    nothing_is_left(tmp_path, [])
+
+
+def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    text = JOB.read_text().replace("every_steps=5", "every_steps=10**6")
+    script.write_text(
+        text.replace("optimizer.step()\n", "optimizer.step()\n        print(embeddings.step, flush=True)\n")
+    )
+    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    with started(tmp_path, script, arguments=(str(tmp_path), "40")) as run:
+        assert run.stdout is not None
+        assert [run.stdout.readline() for _ in range(4)] == ["began\n", "1\n", "2\n", "3\n"]
+        os.kill(children(run)["trainer 0"], signal.SIGKILL)
+        status, out, err = finished(run)
+    assert status == 0, err
+    again = out[out.index("began") :].split()
+    assert again == ["began", *map(str, range(1, 41))], "the tables were emptied, too, or the rows would be refused"
+    nothing_is_left(tmp_path, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> None:
+    with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "100000", "4")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        pids = list(children(run).values())
+        run.send_signal(number)
+        status, _, err = finished(run)
+    assert status == 130
+    assert f"{signal.Signals(number).name}: the run ends" in err
+    nothing_is_left(tmp_path, pids)
+
+
+def test_ended_twice_a_trainer_that_hangs_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import signal, time\nsignal.signal(2, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(999)\n"
+    )
+    with started(tmp_path, script) as run:
+        assert run.stdout is not None and run.stdout.readline() == "deaf\n"
+        pids = list(children(run).values())
+        run.send_signal(signal.SIGINT)
+        assert run.stderr is not None
+        while "the run ends" not in run.stderr.readline():
+            assert run.poll() is None
+        run.send_signal(signal.SIGINT)
+        status, _, _ = finished(run)
+    assert status == 130
+    nothing_is_left(tmp_path, pids)
+
+
+def test_a_script_that_fails_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import sys\nprint(sys.argv[1:], __name__, flush=True)\nraise ValueError('a bug')\n")
+    with started(tmp_path, script, arguments=("--servers", "x")) as run:
+        status, out, err = finished(run)
+    assert (status, out) == (1, "['--servers', 'x'] __main__\n")
+    assert "ValueError: a bug" in err and "trainer 0 ended with status 1, soon after it began" in err
+    script.write_text("raise SystemExit(7)\n")
+    with started(tmp_path, script) as run:
+        assert finished(run)[0] == 7
+    nothing_is_left(tmp_path, [])
+
+
+def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.read_text().replace("embeddings.parallel(Net())", "Net()"))
+    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
+        status, _, err = finished(run)
+    assert status == 1
+    assert "so their models would part: wrap the model before the optimizer is made" in err
+
+
+def test_compressed_gradients(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.read_text().replace("parallel(Net())", 'parallel(Net(), compress="float16")'))
+    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
+        status, _, err = finished(run)
+    assert status == 0, err
+    with np.load(tmp_path / "end.npz") as found:
+        assert int(found["step"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+        ([str(JOB), "--servers", "0"], "run: servers is 0; wanted"),
+        ([str(JOB), "--memory", "nowhere"], "memory is 'nowhere'; wanted a folder"),
+        ([str(JOB), "--folder", str(JOB)], "cannot be used: "),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
+    done = subprocess.run([str(SATRAP), "run", *options], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    with started(tmp_path, JOB, arguments=(str(tmp_path), "100000", "4")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        with started(tmp_path, JOB) as other:
+            status, _, err = finished(other)
+        assert status == 1 and "another run is in folder" in err
+        run.send_signal(signal.SIGINT)
+        assert finished(run)[0] == 130

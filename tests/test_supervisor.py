@@ -1,0 +1,243 @@
+"""What the supervisor decides: against a model of a machine on which anything may end at any moment, and rule by rule.
+
+No process, no clock.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from satrap.cluster.membership import Membership
+from satrap.cluster.supervisor import (
+    End,
+    Ended,
+    Event,
+    Finish,
+    Order,
+    Plan,
+    Process,
+    Ready,
+    Role,
+    Say,
+    Start,
+    Stop,
+    Supervisor,
+)
+from satrap.errors import ConfigError
+
+MEMBERSHIP = Membership(name="test")
+
+
+class Machine:
+    """Obeys orders, checks that each may be given, and lets things happen."""
+
+    def __init__(self, plan: Plan, membership: Membership = MEMBERSHIP) -> None:
+        self.plan, self.supervisor = plan, Supervisor(plan, membership)
+        self.now, self.alive, self.ready = 0.0, set[Process](), set[Process]()
+        self.told, self.said, self.started = set[Process](), list[str](), list[Process]()
+        self.finished: int | None = None
+        self.launches: dict[int, int] = {}
+        self.obey(self.supervisor.begin(self.now))
+
+    def obey(self, orders: list[Order]) -> None:
+        for order in orders:
+            assert self.finished is None, "nothing after the last order"
+            match order:
+                case Start(process, address):
+                    self._start(process, address)
+                case End(process, _):
+                    self.told.add(process)
+                case Say(text):
+                    self.said.append(text)
+                case Finish(status):
+                    assert not self.alive, "nothing is left behind"
+                    self.finished = status
+
+    def _start(self, process: Process, address: str | None) -> None:
+        assert not any((each.role, each.number) == (process.role, process.number) for each in self.alive)
+        assert process not in self.started, "each start is another process"
+        self.started.append(process)
+        if process.role is Role.TRAINER:
+            assert sum(each.role is not Role.TRAINER for each in self.ready | self.alive) == (
+                self.plan.servers + self.plan.workers
+            )
+            assert process.start == self.supervisor.membership.launch, "a launch is known before it begins"
+            assert process.start == max(self.launches, default=process.start - 1) + (process.start not in self.launches)
+            assert all(each.start == process.start for each in self.alive if each.role is Role.TRAINER)
+            self.launches[process.start] = self.launches.get(process.start, 0) + 1
+        elif process.start > 1 and address is not None:
+            assert address == self.address(process), "where its callers know it"
+        self.alive.add(process)
+
+    @staticmethod
+    def address(process: Process) -> str:
+        return f"tcp://127.0.0.1:{1000 * (process.role is Role.WORKER) + process.number + 1}"
+
+    def happen(self, event: Event) -> None:
+        if isinstance(event, Ready):
+            self.ready.add(event.process)
+        elif isinstance(event, Ended):
+            self.alive.discard(event.process)
+            self.ready.discard(event.process)
+        self.obey(self.supervisor.handle(event, self.now))
+
+    def all_ready(self) -> None:
+        """Servers and workers, until the trainers run."""
+        while waiting := sorted(
+            (each for each in self.alive - self.ready if each.role is not Role.TRAINER), key=lambda each: each.role
+        ):
+            self.happen(Ready(waiting[0], self.address(waiting[0])))
+
+    def end(self, role: Role, number: int, status: int, after: float = 100.0) -> None:
+        self.now += after
+        found = next(each for each in self.alive if (each.role, each.number) == (role, number))
+        self.happen(Ended(found, status))
+
+    def obeyed(self) -> None:
+        """Those that were told to end do."""
+        while due := sorted(self.told & self.alive, key=str):
+            self.happen(Ended(due[0], -signal.SIGTERM))
+
+    def trainers(self) -> list[Process]:
+        return sorted((each for each in self.alive if each.role is Role.TRAINER), key=lambda each: each.number)
+
+
+def training(servers: int = 2, workers: int = 1, trainers: int = 2, restarts: int = 3) -> Machine:
+    machine = Machine(Plan(servers=servers, workers=workers, trainers=trainers, restarts=restarts))
+    machine.all_ready()
+    assert len(machine.trainers()) == trainers
+    return machine
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3))
+def test_whatever_happens_the_run_goes_on_or_ends(
+    draw: random.Random, servers: int, workers: int, trainers: int
+) -> None:
+    machine = Machine(Plan(servers=servers, workers=workers, trainers=trainers, restarts=draw.randrange(4)))
+    for _ in range(draw.randrange(60)):
+        machine.now += draw.choice([0.0, 1.0, 100.0])
+        chance = draw.random()
+        waiting = [each for each in machine.alive - machine.ready if each.role is not Role.TRAINER]
+        if machine.finished is not None:
+            break
+        if waiting and chance < 0.5:
+            one = draw.choice(sorted(waiting, key=str))
+            machine.happen(Ready(one, machine.address(one)))
+        elif chance < 0.95:
+            one = draw.choice(sorted(machine.alive, key=str))
+            machine.happen(Ended(one, draw.choice([0, 1, -9, -15])))
+        else:
+            machine.happen(Stop("SIGINT"))
+    if machine.finished is None:
+        machine.happen(Stop("SIGINT"))
+        machine.obeyed()
+    assert machine.finished is not None
+    done = machine.launches.get(max(machine.launches, default=0), 0)
+    assert machine.finished != 0 or done == trainers, "well only if a whole launch began"
+
+
+def test_a_run_that_goes_well() -> None:
+    machine = training()
+    assert machine.supervisor.membership == Membership(
+        name="test",
+        launch=1,
+        servers=("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
+        workers=("tcp://127.0.0.1:1001",),
+    )
+    machine.end(Role.TRAINER, 1, 0)
+    assert not machine.told, "the others have time"
+    machine.end(Role.TRAINER, 0, 0)
+    machine.obeyed()
+    assert machine.finished == 0
+
+
+@pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
+def test_a_server_or_worker_is_started_again_where_it_was(role: Role) -> None:
+    machine = training()
+    trainers = machine.trainers()
+    for start in (2, 3, 4, 5, 6):
+        machine.end(role, 0, -9)
+        assert machine.started[-1] == Process(role, 0, start)
+        machine.all_ready()
+    assert machine.trainers() == trainers, "trainers go on"
+    for _ in range(4):
+        machine.end(role, 0, 1, after=1.0)
+    machine.obeyed()
+    assert machine.finished == 1
+    assert machine.said[-1] == f"{role} 0 ended with status 1, 4 times soon after it began: giving up"
+
+
+def test_trainers_start_again_together_once_all_are_gone() -> None:
+    machine = training(trainers=3)
+    machine.end(Role.TRAINER, 0, 0)
+    machine.end(Role.TRAINER, 1, -9)
+    assert {each.number for each in machine.told} == {2} and max(machine.launches) == 1
+    machine.happen(Ended(Process(Role.TRAINER, 2, 1), 1))  # it missed the other first
+    assert [each.start for each in machine.trainers()] == [2, 2, 2]
+    assert "trainer 1 was ended by signal 9, trainer 2 ended with status 1" in machine.said[-2]
+    machine.happen(Ended(Process(Role.TRAINER, 1, 1), 0))  # of the launch before
+    assert len(machine.trainers()) == 3
+
+
+def test_a_script_that_fails_by_itself_soon_is_not_tried_again() -> None:
+    machine = training()
+    machine.end(Role.TRAINER, 0, 3, after=5.0)
+    machine.obeyed()
+    assert machine.finished == 3 and max(machine.launches) == 1
+
+
+def test_a_launch_that_is_killed_soon_again_and_again_ends_the_run() -> None:
+    machine = training(restarts=2)
+    for _ in range(3):
+        machine.end(Role.TRAINER, 0, -9, after=5.0)
+        machine.obeyed()
+    assert machine.finished == 137 and max(machine.launches) == 3
+    assert machine.said[-1] == "trainer 0 was ended by signal 9, 3 times soon after it began: giving up"
+
+
+def test_a_long_launch_clears_the_count() -> None:
+    machine = training(restarts=1)
+    for launch in range(1, 6):
+        machine.end(Role.TRAINER, 0, -9, after=5.0 if launch % 2 else 100.0)
+        machine.happen(Ended(Process(Role.TRAINER, 1, launch), -signal.SIGTERM))
+    assert machine.finished is None and max(machine.launches) == 6
+
+
+def test_stopping_twice_kills() -> None:
+    machine = training()
+    machine.happen(Stop("SIGINT"))
+    assert machine.told == set(machine.trainers()), "servers serve while the scripts end"
+    machine.happen(Stop("SIGINT"))
+    assert machine.told == machine.alive
+    machine.obeyed()
+    assert machine.finished == 130
+
+
+def test_a_run_goes_on_from_the_launches_before_it() -> None:
+    machine = Machine(Plan(servers=1, workers=0, trainers=1), Membership(name="test", launch=7))
+    machine.all_ready()
+    assert [each.start for each in machine.trainers()] == [8]
+
+
+@pytest.mark.parametrize(("option", "value"), [("servers", 0), ("trainers", 0), ("workers", -1), ("restarts", 1.5)])
+def test_impossible_plans_are_refused(option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"run: {option} is {value}"):
+        Plan(**({"servers": 1, "workers": 0, "trainers": 1} | {option: value}))
+
+
+def test_the_file_is_whole_or_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert Membership.read(file) is None
+    known = MEMBERSHIP.at("server", 1, "tcp://127.0.0.1:2").next_launch()
+    known.write(file)
+    assert Membership.read(file) == known and known.address("server", 0) is None
+    for text in ("{", "[]", '{"name": "../x"}', '{"name": "a", "launch": -1}', '{"name": "a", "color": 1}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"run\.json is no run's"):
+            Membership.read(file)

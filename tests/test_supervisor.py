@@ -94,7 +94,7 @@ class Machine:
         ):
             self.happen(Ready(waiting[0], self.address(waiting[0])))
 
-    def end(self, role: Role, number: int, status: int, after: float = 100.0) -> None:
+    def end(self, role: Role, number: int, status: int, after: float = 1000.0) -> None:
         self.now += after
         found = next(each for each in self.alive if (each.role, each.number) == (role, number))
         self.happen(Ended(found, status))
@@ -121,7 +121,7 @@ def test_whatever_happens_the_run_goes_on_or_ends(
 ) -> None:
     machine = Machine(Plan(servers=servers, workers=workers, trainers=trainers, restarts=draw.randrange(4)))
     for _ in range(draw.randrange(60)):
-        machine.now += draw.choice([0.0, 1.0, 100.0])
+        machine.now += draw.choice([0.0, 1.0, 100.0, 1000.0])
         chance = draw.random()
         waiting = [each for each in machine.alive - machine.ready if each.role is not Role.TRAINER]
         if machine.finished is not None:
@@ -192,6 +192,15 @@ def test_a_script_that_fails_by_itself_soon_is_not_tried_again() -> None:
     assert machine.finished == 3 and max(machine.launches) == 1
 
 
+def test_servers_that_hang_end_the_run_at_last() -> None:
+    """Trainers wait a minute for them, so a launch is not early, and not settled."""
+    machine = training(restarts=2)
+    for _ in range(3):
+        machine.end(Role.TRAINER, 0, 1, after=65.0)
+        machine.obeyed()
+    assert machine.finished == 1 and max(machine.launches) == 3
+
+
 def test_a_launch_that_is_killed_soon_again_and_again_ends_the_run() -> None:
     machine = training(restarts=2)
     for _ in range(3):
@@ -204,7 +213,7 @@ def test_a_launch_that_is_killed_soon_again_and_again_ends_the_run() -> None:
 def test_a_long_launch_clears_the_count() -> None:
     machine = training(restarts=1)
     for launch in range(1, 6):
-        machine.end(Role.TRAINER, 0, -9, after=5.0 if launch % 2 else 100.0)
+        machine.end(Role.TRAINER, 0, -9, after=5.0 if launch % 2 else 1000.0)
         machine.happen(Ended(Process(Role.TRAINER, 1, launch), -signal.SIGTERM))
     assert machine.finished is None and max(machine.launches) == 6
 

@@ -113,7 +113,9 @@ class Plan:
     trainers: int
     restarts: int = 3
     """How often in a row a process is started again that lived for less than `settled_seconds`."""
-    settled_seconds: float = 60.0
+    settled_seconds: float = 300.0
+    early_seconds: float = 60.0
+    """A launch that ends by itself within them is not tried again: it is the script, most likely."""
 
     def __post_init__(self) -> None:
         for name, low in (("servers", 1), ("workers", 0), ("trainers", 1), ("restarts", 0)):
@@ -250,8 +252,8 @@ class Supervisor:
         self._trouble.lines.append(f"{alive.process} {_ending(status)}")
 
     def _relaunch(self, since: float, now: float) -> list[Order]:
-        told, early = ", ".join(self._trouble.lines), now - since < self._plan.settled_seconds
-        if self._trouble.own and early:  # would most likely do so again
+        told = ", ".join(self._trouble.lines)
+        if self._trouble.own and now - since < self._plan.early_seconds:
             return self._fail(f"{told}, soon after it began: see above; the run ends", self._trouble.status)
         if self._gave_up(Role.TRAINER, 0, since, now):
             times = self._short[Role.TRAINER, 0]

@@ -17,7 +17,7 @@ from loop import Net, batches, loss_of, tables
 from satrap import Checkpoint, CheckpointError, Embeddings, Inputs
 from satrap.remote import RemoteWorker
 
-NUM_WHOLE = 1000
+NUM_WHOLE = 5000
 
 
 class Whole(torch.nn.Module):

@@ -138,7 +138,7 @@ def test_groups_have_tables_of_their_own() -> None:
 
 
 def test_stale_steps_are_all_applied_and_the_bound_holds() -> None:
-    with served(staleness=3) as (embeddings, model, optimizer):
+    with served(staleness=3, wire="float16") as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(30), overlap=True)
         stats = embeddings.tables["dense.0"].stats()
         assert (stats["updated"], stats["repeated"]) == (30 * len(embeddings.tables["dense.0"]), 0)

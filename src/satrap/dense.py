@@ -17,7 +17,7 @@ updates alone. They cross as float32, whatever the wire is. Around one step, in 
 
 import gc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from satrap.twin import twin
 if TYPE_CHECKING:
     from satrap.servers import Servers
 
-DIM = 256
+DIM = 1024
 """Numbers of a row: measured, docs/design/003-cluster.md."""
 _PREFIX = "dense."
 
@@ -95,9 +95,15 @@ class DenseParameters:
     # -- beginning ---------------------------------------------------------------------------------------------------
 
     @property
-    def begun(self) -> bool:
-        """Whether all trainers have the start."""
-        return self._start is not None
+    def start(self) -> Tensor | None:
+        """Where the parameters began, the same for all trainers; None before the first training stream."""
+        return self._start
+
+    def start_at(self, start: Tensor | None) -> None:
+        """That of a checkpoint, whose tables have the rows. The parameters follow at the next lookup."""
+        if start is not None and start.shape != (self._first[-1], DIM):
+            raise ConfigError(f"the start of the dense parameters is {tuple(start.shape)}; wanted as many rows as here")
+        self._start, self._versions = start, None
 
     def begin(self) -> None:
         """Before a training stream. All trainers call it for the first one: they take what the first of them has."""
@@ -114,17 +120,6 @@ class DenseParameters:
         torch._foreach_copy_(self._views(flat), [each.detach() for each in self._parameters])
         self._trainers.take_first(flat)
         self._start = flat
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """The start; the rows are in a checkpoint's tables."""
-        return {"values": self._start}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave. The parameters follow at the next lookup."""
-        start = state["values"]
-        if start is not None and start.shape != (self._first[-1], DIM):
-            raise ConfigError(f"the start of the dense parameters is {tuple(start.shape)}; wanted as many rows as here")
-        self._start, self._versions = start, None
 
     # -- the road of a step ------------------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ class Embeddings(torch.nn.Module):
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
-        if self.training and (self._dense is None or not self._dense.begun):
+        if self.training and (self._dense is None or self._dense.start is None):
             self.join_attempt()
         self._require_same_rows()
         place = torch.device("cpu" if device is None else device)

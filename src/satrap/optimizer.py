@@ -119,7 +119,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The dense optimizer's state and the tables' learning rates; the tables' own state is in a checkpoint."""
         lrs = {group["table"]: group["lr"] for group in self._tables}
-        own = {} if self._at_servers is None else {"start": self._at_servers.state_dict()}
+        own = {} if self._at_servers is None else {"start": self._at_servers.start}
         return {"type": type(self.dense).__name__, "dense": self.dense.state_dict(), "lr": lrs} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 "was, or name another folder"
             )
         if self._at_servers is not None:
-            self._at_servers.load_state_dict(state_dict["start"])
+            self._at_servers.start_at(state_dict["start"])
         self.dense.load_state_dict(state_dict["dense"])
         self.param_groups[:] = [*self.dense.param_groups, *self._tables]
         self.state = self.dense.state

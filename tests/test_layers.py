@@ -87,6 +87,8 @@ LAYERS = [
     "remote",
     "trainers",
     "workers",
+    "twin",
+    "dense",
     "batch",
     "stream",
     "optimizer",
@@ -114,6 +116,8 @@ OUTSIDE: dict[str, set[str] | None] = {
         *(
             "threads",
             "trainers",
+            "twin",
+            "dense",
             "batch",
             "stream",
             "optimizer",

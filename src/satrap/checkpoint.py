@@ -20,7 +20,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,21 +82,27 @@ class Checkpoint:
     def save(self, *, every_steps: int | None = None) -> bool:
         """Writes a checkpoint; returns whether it did. every_steps: only if the step is a multiple, once.
 
-        Several trainers all call it, at the same step; the first one writes.
+        Several trainers all call it, at the same step; the first one writes. Those with dense="async" may end at steps
+        of their own, and call it then without every_steps.
         """
         step, trainers = self._embeddings.step, self._embeddings.trainers
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             return False
         with self._embeddings.paused():
             position = self._embeddings.position_of(self._data)
-            told = json.dumps(None if position is None else position.to_dict()).encode()
-            positions = [json.loads(each) for each in trainers.gather(told)]  # so all of them are paused
+            told = json.dumps([step, every_steps, None if position is None else position.to_dict()]).encode()
+            steps, every, positions = zip(*map(json.loads, trainers.gather(told)), strict=True)  # so all are paused
+            if len(set(every)) > 1 or (every_steps is not None and len(set(steps)) > 1):
+                raise CheckpointError(
+                    f"the trainers save at steps {list(steps)} with every_steps {list(every)}: save at the same ones"
+                )
+            self._embeddings.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
-            trainers.first_does(lambda: self._write(step, positions, randoms), CheckpointError)
+            trainers.first_does(lambda: self._write(max(steps), positions, randoms), CheckpointError)
         self._saved_step = step
         return True
 
-    def _write(self, step: int, positions: list[Any], randoms: list[bytes]) -> None:
+    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
         with self._home.new(step) as folder:
             self._home.require_mine(None if self._last is None else self._last[0])
             parent = self._last if self._last is not None and self._since_full < self._full_every else None

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from satrap.batch import Batch
+from satrap.checks import check_choice
 from satrap.config import Table
+from satrap.dense import DenseParameters, require_free_names
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Feature, Features
 from satrap.inputs import Inputs, Position
@@ -33,6 +36,7 @@ from satrap.trainers import Compress, Trainers
 from satrap.workers import RowsAt, open_worker
 
 if TYPE_CHECKING:
+    from satrap.remote import RemoteWorker
     from satrap.remote_tables import RemoteTables
 
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
@@ -53,6 +57,7 @@ class Embeddings(torch.nn.Module):
         servers: Sequence[str] | None = None,
         keys: str | PathLike[str] | None = None,
         wire: Literal["float32", "float16"] = "float32",
+        dense: Literal["sync", "async"] = "sync",
     ) -> None:
         """features: by the name of their column; a bare table stands for one id per sample.
 
@@ -66,6 +71,8 @@ class Embeddings(torch.nn.Module):
         keys: the file client.key of `satrap keys`; without it the servers are on this machine.
         wire: how rows and gradients cross to the servers and back. "float32": as they are, bit for bit. "float16": in
             half the bytes, each rounded by at most 2^-11 of the largest magnitude of its row; nothing overflows.
+        dense: "sync": each trainer has the dense parameters, and DDP keeps them alike. "async": the servers have them,
+            in tables of their own, and no trainer waits for another; the worker is opened by `optimizer`.
         """
         super().__init__()
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
@@ -74,12 +81,21 @@ class Embeddings(torch.nn.Module):
         self.staleness = staleness
         self.deterministic = deterministic
         self.trainers = Trainers()
-        if deterministic and staleness > 0 and self.trainers.world > 1:
-            raise ConfigError(f"deterministic=True with staleness {staleness} is for one trainer; here are several")
+        check_choice("Embeddings", "dense", dense, ("sync", "async"))
+        self._apart = dense == "async"
+        if deterministic and (staleness > 0 or self._apart) and self.trainers.world > 1:
+            how = "dense='async'" if self._apart else f"staleness {staleness}"
+            raise ConfigError(f"deterministic=True with {how} is for one trainer; here are several")
+        if self._apart:
+            require_free_names(self.features.tables)
+            if servers is None and here() is None:
+                raise ConfigError("dense='async' and no servers: name those that are to hold the dense parameters")
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         rows = RowsAt(shared, servers, keys, wire)
-        self.worker = open_worker(self.features, rows, self.trainers, seed, staleness, num_threads)
+        self._open = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
+        self._worker = None if self._apart else self._open()
+        self._dense: DenseParameters | None = None
         self._step = 0
         self._past = Counters()  # of the training streams that ended
         self._followed: dict[int, _Followed] = {}  # by identity: lists are sources, too
@@ -87,6 +103,15 @@ class Embeddings(torch.nn.Module):
         self._optimizer: HybridOptimizer | None = None
         self._training: Stream | None = None
         self._training_data: Any = None
+
+    @property
+    def worker(self) -> "LocalWorker | RemoteWorker":
+        """What looks ids up and updates their rows."""
+        if self._worker is None:
+            raise StreamError(
+                "dense='async': the dense parameters' tables are not known yet: call optimizer(...) first"
+            )
+        return self._worker
 
     @property
     def step(self) -> int:
@@ -117,19 +142,31 @@ class Embeddings(torch.nn.Module):
         return self.worker.tables
 
     def optimizer(self, dense: torch.optim.Optimizer) -> HybridOptimizer:
-        """An optimizer that steps the dense parameters and these tables together."""
+        """An optimizer that steps the dense parameters and these tables together. With dense="async" all trainers call
+        it, once."""
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; wanted a torch.optim.Optimizer")
-        self._optimizer = HybridOptimizer(dense, self)
+        self._optimizer = HybridOptimizer(dense, self, self._open_with(dense) if self._apart else None)
         return self._optimizer
 
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
         """The model for as many trainers as there are: of several the dense gradients are averaged, by torch's
-        DistributedDataParallel; of one it is the model itself. Call it before the optimizer is made.
+        DistributedDataParallel; of one, or with dense="async", it is the model itself. Call it before the optimizer is
+        made.
 
         compress: the type that the gradients cross the network in, by DDP's own hook; None: as they are.
         """
-        return self.trainers.parallel(model, compress)
+        return model if self._apart else self.trainers.parallel(model, compress)
+
+    def _open_with(self, dense: torch.optim.Optimizer) -> DenseParameters:
+        if self._dense is not None:
+            raise ConfigError("dense='async': the servers have an optimizer's parameters already, and keep to those")
+        found = DenseParameters(dense)
+        worker = self._open(dense=found.tables)
+        assert not isinstance(worker, LocalWorker)
+        found.connect(worker.servers, self.trainers)
+        self._worker, self._dense = worker, found
+        return found
 
     def stream(
         self,
@@ -143,28 +180,27 @@ class Embeddings(torch.nn.Module):
 
         data: a source, or any iterable of what `satrap.Iterable` takes without being told of columns: `Inputs`, or
             (dense, KeyedJaggedTensor, label). Several trainers each train on their share of its samples, and end
-            together: a batch that one has more than another is dropped and counted.
+            together: a batch that one has more than another is dropped and counted. With dense="async" each trains to
+            its own end.
         accumulate: how many batches make one optimizer step.
         overlap: table work beside the dense network; None: if there is a device, or staleness and a spare core.
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
-        if self.training:
+        if self.training and (self._dense is None or self._dense.start is None):
             self.join_attempt()
         self._require_same_rows()
         place = torch.device("cpu" if device is None else device)
         if overlap is None:
             overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0)
         if not self.training:
-            inputs = self._batches(data, None)
-            if not any(len(store) for store in self.tables.values()):
-                warnings.warn("the embeddings are evaluated and no table has a row yet", stacklevel=2)
-            gate = Gate(_EVALUATION_AHEAD if overlap else 0)
-            return Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+            return self._evaluation(data, place, overlap)
         if self._optimizer is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
         self._leave_stream()
         self._require_own_rows()
+        if self._dense is not None:
+            self._dense.begin()
         position = None
         if (followed := self._followed.get(id(data))) is not None and followed.resume:
             position, followed.resume = followed.position, False
@@ -182,9 +218,19 @@ class Embeddings(torch.nn.Module):
             overlap=overlap,
             on_hold=self._optimizer.hold,
             position=position,
-            all_have=self.trainers.all if several else None,
+            all_have=self.trainers.all if several and self._dense is None else None,
+            dense=self._dense,
         )
         return self._training
+
+    def _evaluation(self, data: Any, place: torch.device, overlap: bool) -> Stream:
+        inputs = self._batches(data, None)
+        if self._dense is not None:
+            self.drain()
+        if not any(len(store) for store in self.tables.values()):
+            warnings.warn("the embeddings are evaluated and no table has a row yet", stacklevel=3)
+        gate = Gate(_EVALUATION_AHEAD if overlap else 0)
+        return Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
 
     def get_extra_state(self) -> dict[str, Any]:
         """For state_dict: which rows these are."""
@@ -251,6 +297,11 @@ class Embeddings(torch.nn.Module):
         """For the optimizer: sends the gradients that wait to the tables."""
         scale /= self.trainers.world  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
+        if not taken and self._dense is not None and self._dense.has_gradients():
+            raise StreamError(
+                "dense='async': optimizer.step() found gradients of dense parameters and no batch that a loss has "
+                "reached: the servers know a step by its batch"
+            )
         if not taken and not self.training:
             raise StreamError(
                 "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
@@ -263,9 +314,16 @@ class Embeddings(torch.nn.Module):
             self._training.drop(cause)
 
     def drain(self) -> None:
-        """Returns once every update handed to the tables is applied."""
+        """Returns once every update handed to the tables is applied. With dense="async" the dense parameters are the
+        servers' latest then."""
         if self._training is not None:
             self._training.drain()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """With dense="async": the dense parameters are the servers' latest now."""
+        if self._dense is not None:
+            self._dense.refresh()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

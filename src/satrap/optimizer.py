@@ -10,6 +10,9 @@ It is a `torch.optim.Optimizer`, so schedulers, GradScaler, clipping and logging
 - `step()` takes every waiting batch that a backward pass has reached: several make one update, summed per id.
 - `zero_grad()` without a step drops those batches: counted, nothing applied.
 
+Dense parameters that are on the servers (`satrap.dense`) are stepped there: their gradients go with the embeddings',
+and the dense optimizer only says how. No trainer asks another then, not even whether it overflowed.
+
 GradScaler asks for `_step_supports_amp_scaling` and then calls step() always, with the scale and what it found: an
 overflowed step touches neither half, and its batches are dropped and counted.
 """
@@ -20,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from satrap.dense import DenseParameters
 from satrap.errors import ConfigError
 from satrap.features import Features
 from satrap.trainers import Trainers
@@ -43,7 +47,10 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, dense: torch.optim.Optimizer, embeddings: Trained) -> None:
+    def __init__(
+        self, dense: torch.optim.Optimizer, embeddings: Trained, at_servers: DenseParameters | None = None
+    ) -> None:
+        """at_servers: the dense parameters, if they are stepped there."""
         if isinstance(dense, HybridOptimizer | torch.optim.LBFGS):
             raise ConfigError(
                 f"the dense optimizer is {type(dense).__name__}; wanted a torch optimizer that steps once per call"
@@ -51,8 +58,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__init__(dense.param_groups, dense.defaults)  # the same dicts: a scheduler's lr reaches both
         self.dense = dense
         self.state = dense.state
-        self._embeddings = embeddings
-        self._known_same = False
+        self._embeddings, self._at_servers = embeddings, at_servers
+        self._known_same = at_servers is not None
         cycled = {name: dense.defaults[name] for name in ("betas", "momentum") if name in dense.defaults}
         self._tables: list[dict[str, Any]] = [
             {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled
@@ -69,6 +76,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "dense"):  # called by the base class, for the dense optimizer's groups
             super().add_param_group(param_group)
             return
+        if self._at_servers is not None:
+            raise ConfigError("dense='async': the servers have a table for each param group there was; add them before")
         self.dense.add_param_group(param_group)
         self.param_groups.insert(len(self.param_groups) - len(self._tables), self.dense.param_groups[-1])
 
@@ -84,9 +93,13 @@ class HybridOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found: Tensor | None = getattr(self, "found_inf", None)
-        if found is not None and not self._embeddings.trainers.all(found.item() == 0):  # else dense halves would part
-            self._embeddings.drop_reached("overflow")
-            return loss
+        if found is not None:
+            fine = found.item() == 0
+            if self._at_servers is None:
+                fine = self._embeddings.trainers.all(fine)  # else dense halves would part
+            if not fine:
+                self._embeddings.drop_reached("overflow")
+                return loss
         scale: Tensor | None = getattr(self, "grad_scale", None)
         inverse = 1.0 if scale is None else 1.0 / float(scale.item())
         if not self._known_same:
@@ -94,6 +107,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._known_same = True
         # First, so that a gradient refused here and now leaves the dense half as it was; threads refuse it later.
         self._embeddings.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
+        if self._at_servers is not None:
+            return loss
         if inverse != 1.0:
             grads = [p.grad for group in self.dense.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(grads, inverse)
@@ -108,21 +123,25 @@ class HybridOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The dense optimizer's state and the tables' learning rates; the tables' own state is in a checkpoint."""
         lrs = {group["table"]: group["lr"] for group in self._tables}
-        return {"type": type(self.dense).__name__, "dense": self.dense.state_dict(), "lr": lrs}
+        own = {} if self._at_servers is None else {"start": self._at_servers.start}
+        return {"type": type(self.dense).__name__, "dense": self.dense.state_dict(), "lr": lrs} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; refused if it is of other tables."""
         names = [group["table"] for group in self._tables]
-        if set(state_dict) != {"type", "dense", "lr"} or set(state_dict["lr"]) != set(names):
+        wanted = {"type", "dense", "lr"} if self._at_servers is None else {"type", "dense", "lr", "start"}
+        if set(state_dict) != wanted or set(state_dict["lr"]) != set(names):
             raise ConfigError(
                 f"the optimizer's state has {sorted(state_dict)} and is of tables {sorted(state_dict.get('lr', ()))}; "
-                f"wanted 'type', 'dense' and 'lr' of tables {sorted(names)}"
+                f"wanted {sorted(wanted)} of tables {sorted(names)}"
             )
         if state_dict["type"] != type(self.dense).__name__:
             raise ConfigError(
                 f"the dense optimizer was {state_dict['type']} and is {type(self.dense).__name__} here: make it as it "
                 "was, or name another folder"
             )
+        if self._at_servers is not None:
+            self._at_servers.start_at(state_dict["start"])
         self.dense.load_state_dict(state_dict["dense"])
         self.param_groups[:] = [*self.dense.param_groups, *self._tables]
         self.state = self.dense.state

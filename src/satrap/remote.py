@@ -58,7 +58,7 @@ class RemoteRows:
     """Satisfies `satrap.worker.Rows`."""
 
     def __init__(self, features: Features, servers: Servers, *, num_threads: int | None, simd: str) -> None:
-        tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in features.tables]
+        tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)
         self._split = _core.Split(tables, named_features(features), self.num_threads, simd)
         self._servers = servers
@@ -217,8 +217,8 @@ class RemoteWorker(Worker):
     def __init__(
         self, features: Features, servers: Servers, *, num_threads: int | None = None, simd: str = "auto"
     ) -> None:
-        """servers: of a job with these features' tables."""
-        if tuple(features.tables) != servers.job.tables:
+        """servers: of a job that begins with these features' tables."""
+        if tuple(features.tables) != servers.job.tables[: len(features.tables)]:
             raise ConfigError("the servers' job has other tables than the features: make it of features.tables")
         self.servers = servers
         self.tables = RemoteTables(servers)

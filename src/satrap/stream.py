@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.batch import Batch, Sequence, gradient_array
+from satrap.dense import DenseParameters
 from satrap.errors import StreamError
 from satrap.inputs import Inputs, Position
 from satrap.pipeline import Pipeline, Seconds, Update
@@ -39,8 +40,17 @@ class Lookup:
     Copies go through pinned memory on a stream of their own: neither the dense network nor the tables wait for them.
     """
 
-    def __init__(self, worker: Worker, device: torch.device, *, train: bool, overlap: bool) -> None:
-        self._worker, self._device, self._train = worker, device, train
+    def __init__(
+        self,
+        worker: Worker,
+        device: torch.device,
+        *,
+        train: bool,
+        overlap: bool,
+        dense: DenseParameters | None = None,
+    ) -> None:
+        """dense: of a training stream whose dense parameters are on the servers."""
+        self._worker, self._device, self._train, self._dense = worker, device, train, dense
         same = not overlap and worker.num_threads == torch.get_num_threads()
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same else nullcontext
         on_gpu = device.type == "cuda"
@@ -50,6 +60,8 @@ class Lookup:
     def __call__(self, inputs: Inputs, step: int, oldest_open: int) -> Batch:
         with self._threads():
             if self._train:
+                if self._dense is not None:
+                    self._dense.look_up(step, oldest_open, self._place)
                 found = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
             else:
                 found = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
@@ -83,15 +95,28 @@ class Lookup:
         if self._train:
             for leaf in batch.leaves:
                 leaf.requires_grad_()
+        if self._dense is not None:
+            self._dense.hand_over(batch.step)
+
+    def finish(self) -> None:
+        """Every update is applied and no lookup will follow: the dense parameters are the latest."""
+        if self._dense is not None:
+            self._dense.refresh()
+            self._dense.rest()
 
     def update_with(self, batches: list[Batch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
         """What applies the batches' gradients, in whatever thread."""
+        dense = None if self._dense is None else self._dense.gradients(scale)  # now: the next backward pass is near
         ready = torch.cuda.current_stream(self._device).record_event() if self._home is not None else None
 
         def apply() -> None:
             if batches[0].ticket.used:  # an interrupt came right after it
                 return
             blocks, sequences = self._bring_home(batches, ready)
+            if self._dense is not None and dense is not None:
+                with self._on_home():
+                    values = dense.values.cpu().numpy()
+                self._dense.update(dense, values, batches[-1].step)
             with self._threads():
                 self._worker.update(
                     [batch.ticket for batch in batches],
@@ -110,9 +135,12 @@ class Lookup:
         """The gradients in CPU memory; from a device on a stream of their own, which waits for `ready` alone."""
         if ready is not None:
             ready.synchronize()
-        with nullcontext() if self._home is None else torch.cuda.stream(self._home):
+        with self._on_home():
             blocks = [gradient_array(batch.embeddings) for batch in batches]
             return blocks, [{name: gradient_array(s.values) for name, s in b.sequences.items()} for b in batches]
+
+    def _on_home(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._home is None else torch.cuda.stream(self._home)
 
 
 class Stream(Iterator[Batch]):
@@ -130,10 +158,12 @@ class Stream(Iterator[Batch]):
         on_hold: Callable[[list[Tensor]], None],
         position: Position | None = None,
         all_have: Callable[[bool], bool] | None = None,
+        dense: DenseParameters | None = None,
     ) -> None:
         """on_hold is told the leaves of the held batches whenever they change.
 
         all_have: of several trainers, whether each has another batch; told whether this one has.
+        dense: the dense parameters, if they are on the servers.
         """
         self.dropped: Counter[str] = Counter()
         """Batches looked up and never updated, by cause."""
@@ -149,7 +179,7 @@ class Stream(Iterator[Batch]):
         self._stepped: set[int] = set()  # steps of which an update was handed on
         self._ended = False
         self._left: str | None = None  # why there will be no other batch
-        self._look_up = Lookup(worker, device, train=train, overlap=overlap)
+        self._look_up = Lookup(worker, device, train=train, overlap=overlap, dense=dense)
         self._pipeline: Pipeline[Batch] = Pipeline(inputs, gate, self._look_up, overlap=overlap)
 
     @property
@@ -227,6 +257,9 @@ class Stream(Iterator[Batch]):
         self._forget(taken)
         for batch in taken:
             batch.forbid_gradients()
+        if self._ended:
+            self._pipeline.drain()
+            self._look_up.finish()
         return True
 
     def drop(self, cause: str) -> None:
@@ -256,11 +289,14 @@ class Stream(Iterator[Batch]):
 
         why: what its next batch is refused with.
         """
-        if self._left is None:
+        first = self._left is None
+        if first:
             self._left = why
             self._drop(self._held, "closed")
         try:
             self._pipeline.finish()
+            if first:
+                self._look_up.finish()
         finally:
             self._pipeline.close()
 

@@ -37,6 +37,11 @@ class Trainers:
             value = int(told.item())
         return value
 
+    def take_first(self, values: torch.Tensor) -> None:
+        """Fills it with what the first of them has in it."""
+        if self._group is not None:
+            dist.broadcast(values, 0, group=self._group)
+
     def first_does(self, work: Callable[[], None], error: type[Exception]) -> None:
         """The first of them does it while the others wait. If it fails, it raises there, and `error` at the others."""
         caught: BaseException | None = None

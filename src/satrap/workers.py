@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from satrap.config import Table
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Features
 from satrap.job import Job
@@ -31,9 +32,18 @@ class RowsAt:
 
 
 def open_worker(
-    features: Features, rows: RowsAt, trainers: Trainers, seed: int, staleness: int, num_threads: int | None
+    features: Features,
+    rows: RowsAt,
+    trainers: Trainers,
+    seed: int,
+    staleness: int,
+    num_threads: int | None,
+    dense: tuple[Table, ...] | None = None,
 ) -> "LocalWorker | RemoteWorker":
-    """The worker of a trainer. All trainers call it: the first one begins an attempt at the servers."""
+    """The worker of a trainer. All trainers call it: the first one begins an attempt at the servers.
+
+    dense: the tables of dense parameters, of trainers that do not wait for each other; None: they do.
+    """
     place = here()
     if rows.servers is None and place is not None:
         rows = RowsAt(rows.shared, place.servers, place.keys if rows.keys is None else rows.keys, rows.wire)
@@ -53,7 +63,8 @@ def open_worker(
 
     if staleness > MOST_STALENESS:
         raise ConfigError(f"staleness is {staleness}; wanted at most {MOST_STALENESS} with servers")
-    servers = _greeted(Job(tables=features.tables, seed=seed), rows, trainers, synchronous=staleness == 0)
+    job = Job(tables=(*features.tables, *(dense or ())), seed=seed)
+    servers = _greeted(job, rows, trainers, synchronous=staleness == 0 and dense is None)
     return RemoteWorker(features, servers, num_threads=num_threads)
 
 

@@ -1,0 +1,98 @@
+"""One of several trainers that do not wait for each other, as torchrun starts it: prints a line of JSON when it begins
+a batch that it was told to wait at (it goes on with the next line of its input), one at the end of its data, and one
+when all are at theirs. Arguments: rank, world, rendezvous file, and the job as JSON.
+
+With "whole" the model is one parameter whose gradients are whole numbers, so that their sum is exact.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loop import Net, batches, loss_of, tables
+from satrap import Checkpoint, CheckpointError, Embeddings, Inputs
+from satrap.remote import RemoteWorker
+
+NUM_WHOLE = 5000
+
+
+class Whole(torch.nn.Module):
+    """A parameter that is given gradients of its trainer's and step's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(NUM_WHOLE))
+
+    def loss(self, rank: int, batch: Any) -> Tensor:
+        total: Tensor = (self.weight * gradient(rank, batch.step)).sum() + batch.embeddings.sum()
+        return total
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    """Even, so that half of it is whole, too."""
+    return 2.0 * ((torch.arange(NUM_WHOLE) * (3 + rank) + 5 * step) % 11)
+
+
+def data_of(job: dict[str, Any]) -> list[Inputs]:
+    """Labels that the dense numbers tell."""
+    made = batches(job["batches"])
+    for each in made:
+        assert each.dense is not None and each.label is not None
+        each.label[:] = each.dense[:, 0] > 0
+    return made
+
+
+def say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    torch.manual_seed(rank)  # so that the starts differ, and the first one's counts
+    embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], servers=job["servers"], dense="async")
+    model: Any = Whole() if job["whole"] else Net()
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=1.0 if job["whole"] else 0.2))
+    data = data_of(job)
+    run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data) if job["checkpoint"] else None
+    resumed = run is not None and run.resume()
+    found: dict[str, Any] = {"resumed": resumed, "began": dense(model), "losses": [], "refused": None}
+    for _ in range(job["epochs"]):
+        for batch in embeddings.stream(data, overlap=job["overlap"]):
+            if [rank, batch.step] == job["wait_at"]:
+                say({"at": batch.step})
+                sys.stdin.readline()
+            loss = model.loss(rank, batch) if job["whole"] else loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found["losses"].append(loss.item())
+            try:
+                if run is not None and job["every"]:
+                    run.save(every_steps=job["every"][rank])
+            except CheckpointError as error:
+                found["refused"] = str(error)
+    say({"steps": embeddings.step})
+    if run is not None and not job["every"]:
+        run.save()
+    dist.barrier()
+    embeddings.drain()
+    found |= {"dense": dense(model), "lost": embeddings.counters().lost}
+    found["stats"] = embeddings.tables["dense.0"].stats()
+    dist.barrier()
+    say(found)
+    assert isinstance(embeddings.worker, RemoteWorker)
+    embeddings.worker.servers.close()
+    dist.destroy_process_group()
+
+
+def dense(model: torch.nn.Module) -> list[list[float]]:
+    return [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

@@ -1,0 +1,128 @@
+"""Several trainers with dense="async": every update is applied once, none waits for another, together they learn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_child import NUM_WHOLE, gradient
+from cluster import DEADLINE_SECONDS, serving
+
+CHILD = Path(__file__).with_name("async_child.py")
+
+
+@contextmanager
+def started(services: Sequence[Any], folder: Path, **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two trainers. Who hangs is killed at the deadline, and ends without having said what is waited for."""
+    given: dict[str, Any] = {"servers": [each.address for each in services], "staleness": 0, "overlap": False}
+    given |= {"whole": False, "epochs": 1, "wait_at": None, "checkpoint": None, "every": None} | options
+    meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
+    trainers = [
+        subprocess.Popen(
+            [sys.executable, str(CHILD), str(rank), "2", str(meeting), json.dumps(given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    timers = [threading.Timer(DEADLINE_SECONDS, each.kill) for each in trainers]
+    for timer in timers:
+        timer.start()
+    try:
+        yield trainers
+    finally:
+        for timer in timers:
+            timer.cancel()
+            timer.join()
+        for each in trainers:
+            each.kill()
+            each.communicate()
+
+
+def said(trainer: subprocess.Popen[str]) -> dict[str, Any]:
+    """Its next line."""
+    assert trainer.stdout is not None
+    line = trainer.stdout.readline()
+    assert line, "it ended, or was killed at the deadline"
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def run(services: Sequence[Any], folder: Path, **options: Any) -> tuple[list[int], list[dict[str, Any]]]:
+    """The steps of each trainer, and what it found."""
+    with started(services, folder, **options) as trainers:
+        steps = [said(each)["steps"] for each in trainers]
+        return steps, [said(each) for each in trainers]
+
+
+def summed(steps: Sequence[int]) -> list[float]:
+    """What whole gradients make of a parameter that began at 0."""
+    total = np.zeros(NUM_WHOLE, np.float32)
+    for rank, last in enumerate(steps):
+        for step in range(1, last + 1):
+            total -= gradient(rank, step).numpy() / 2
+    return [float(each) for each in total]
+
+
+@pytest.mark.parametrize(("staleness", "overlap"), [(0, False), (3, True)])
+def test_every_update_is_applied_once(staleness: int, overlap: bool, tmp_path: Path) -> None:
+    with serving(2) as services:
+        steps, found = run(services, tmp_path, whole=True, batches=41, staleness=staleness, overlap=overlap)
+    assert steps == [21, 20], "each trains to its own end"
+    for each in found:
+        assert each["dense"] == [summed(steps)] and each["lost"] == {}
+        assert (each["stats"]["updated"], each["stats"]["repeated"]) == (41 * each["stats"]["rows"], 0)
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_none_waits_for_one_that_is_slow(waiting: int, tmp_path: Path) -> None:
+    """It stands at its first batch until the other one's two epochs are over."""
+    with (
+        serving(2) as services,
+        started(services, tmp_path, whole=True, batches=12, epochs=2, wait_at=[waiting, 1]) as trainers,
+    ):
+        slow, other = trainers[waiting], trainers[1 - waiting]
+        assert said(slow) == {"at": 1}
+        assert said(other) == {"steps": 12}
+        assert slow.stdin is not None
+        slow.stdin.write("\n")
+        slow.stdin.flush()
+        assert said(slow) == {"steps": 12}
+        assert said(slow)["dense"] == said(other)["dense"] == [summed([12, 12])]
+
+
+def test_together_they_learn_from_the_first_ones_start(tmp_path: Path) -> None:
+    with serving(2) as services:
+        _, found = run(services, tmp_path, batches=60, epochs=4, staleness=2, overlap=True)
+    assert found[0]["began"] != found[1]["began"] and found[0]["dense"] == found[1]["dense"]
+    for each in found:
+        assert np.mean(each["losses"][-20:]) < 0.75 * np.mean(each["losses"][:20])
+
+
+def test_a_checkpoint_of_both(tmp_path: Path) -> None:
+    """They save at ends of their own, and both go on from there, on other servers."""
+    folder = tmp_path / "run"
+    with serving(2) as services:
+        steps, first = run(services, tmp_path, batches=9, checkpoint=str(folder))
+    with serving(3) as services:
+        again, rest = run(services, tmp_path, batches=9, checkpoint=str(folder))
+    assert steps == [5, 4] and not any(each["resumed"] for each in first)
+    assert again == [5, 5] and all(each["resumed"] and not each["losses"] for each in rest)
+    assert all(each["began"] == each["dense"] == first[0]["dense"] for each in rest)
+
+
+def test_saves_at_other_steps_are_refused(tmp_path: Path) -> None:
+    with serving(1) as services:
+        _, found = run(services, tmp_path, batches=6, checkpoint=str(tmp_path / "run"), every=[2, 3])
+    for each in found:
+        assert each["refused"] == "the trainers save at steps [2, 3] with every_steps [2, 3]: save at the same ones"

@@ -1,0 +1,397 @@
+"""Dense parameters as tables on the servers, one trainer: torch's own steps, by torch's own rules, through checkpoints
+and killed servers; and what is refused. Several trainers: tests/test_async_trainers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster import IDS, batch, killed_at_random, serving
+from loop import Net, batches, loss_of, rows, tables, train
+from one_row import ulp
+from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
+from satrap.config import Zeros
+from satrap.errors import CheckpointError, NonFiniteError
+from satrap.features import Features
+from satrap.remote import RemoteWorker
+from satrap.servers import Servers
+
+Kind = Callable[[Any], torch.optim.Optimizer]
+KINDS: dict[str, Kind] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1, eps=1e-6),
+    "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), betas=(0.8, 0.99), eps=1e-6),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.0),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@contextmanager
+def job(
+    addresses: list[str], kind: Kind = KINDS["SGD"], model: Any = None, **options: Any
+) -> Iterator[tuple[Embeddings, Any, Any]]:
+    torch.manual_seed(0)
+    embeddings = Embeddings(tables(), **{"num_threads": 1, "servers": addresses, "dense": "async", **options})
+    model = Net() if model is None else model
+    optimizer = embeddings.optimizer(kind(model.parameters()))
+    try:
+        yield embeddings, model, optimizer
+    finally:
+        assert isinstance(embeddings.worker, RemoteWorker)
+        embeddings.worker.servers.close()
+
+
+@contextmanager
+def served(num_servers: int = 2, **options: Any) -> Iterator[tuple[Embeddings, Any, Any]]:
+    """A job on new servers."""
+    with serving(num_servers) as services, job([each.address for each in services], **options) as made:
+        yield made
+
+
+def here(kind: Kind, num: int, **options: Any) -> tuple[list[float], torch.nn.Module, Embeddings]:
+    """The same with everything in this process."""
+    torch.manual_seed(0)
+    embeddings = Embeddings(tables(), num_threads=1)
+    model = Net()
+    return (
+        train(embeddings, model, embeddings.optimizer(kind(model.parameters())), batches(num), **options),
+        model,
+        embeddings,
+    )
+
+
+def values_of(model: torch.nn.Module) -> list[np.ndarray]:
+    return [parameter.detach().numpy().copy() for parameter in model.parameters()]
+
+
+# -- torch's steps -----------------------------------------------------------------------------------------------------
+
+
+@each_kind
+def test_each_step_is_torchs_own(kind: Kind) -> None:
+    """Within 2 ulp, a parameter that is left out of every third step and a schedule included."""
+    with served(kind=kind) as (embeddings, model, optimizer):
+        shadows = [torch.nn.Parameter(each.detach().clone()) for each in model.parameters()]
+        plain = kind(shadows)
+        start = values_of(model)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, plain)]
+        for one in embeddings.stream(batches(12)):
+            before = values_of(model)
+            loss = loss_of(model, one)
+            optimizer.zero_grad()
+            loss.backward()
+            if one.step % 3 == 0:
+                next(model.parameters()).grad = None
+            for shadow, was, parameter in zip(shadows, before, model.parameters(), strict=True):
+                shadow.data.copy_(torch.from_numpy(was))
+                shadow.grad = None if parameter.grad is None else parameter.grad.clone()
+            optimizer.step()
+            plain.step()
+            for each in schedules:
+                each.step()
+            embeddings.drain()
+            for first, was, now, shadow in zip(start, before, values_of(model), shadows, strict=True):
+                wanted = shadow.detach().numpy()
+                assert (np.abs(now - wanted) <= 2 * ulp(first, was, now, wanted)).all()
+                assert np.array_equal(now, was) == (shadow.grad is None)
+        embeddings.tables["dense.0"].check()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+@pytest.mark.parametrize("kind", [KINDS["SGD"], KINDS["Adam"]], ids=["SGD", "Adam"])
+def test_a_loop_is_the_synchronous_one(kind: Kind, overlap: bool) -> None:
+    losses, there, local = here(kind, 40)
+    with served(kind=kind) as (embeddings, model, optimizer):
+        assert train(embeddings, model, optimizer, batches(40), overlap=overlap) == pytest.approx(losses, rel=1e-5)
+        for parameter, wanted in zip(model.parameters(), there.parameters(), strict=True):
+            torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+        for name, values in rows(local).items():
+            np.testing.assert_allclose(rows_of(embeddings, name), values, rtol=1e-5, atol=1e-6)
+        assert embeddings.counters().staleness == {0: 40}
+
+
+def rows_of(embeddings: Embeddings, name: str) -> np.ndarray:
+    return embeddings.tables[name].read(IDS[: len(IDS) // 2]).values
+
+
+def test_groups_have_tables_of_their_own() -> None:
+    def kind(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.Adam([{"params": [first], "lr": 0.1, "betas": (0.5, 0.9)}, {"params": others}], lr=0.01)
+
+    losses, there, _ = here(kind, 15)
+    with served(kind=kind) as (embeddings, model, optimizer):
+        assert train(embeddings, model, optimizer, batches(15)) == pytest.approx(losses, rel=1e-4)
+        assert list(embeddings.tables) == ["user", "item", "dense.0", "dense.1"]
+        assert [group.get("table") for group in optimizer.param_groups] == [None, None, "user", "item"]
+        for parameter, wanted in zip(model.parameters(), there.parameters(), strict=True):
+            torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_stale_steps_are_all_applied_and_the_bound_holds() -> None:
+    with served(staleness=3, wire="float16") as (embeddings, model, optimizer):
+        train(embeddings, model, optimizer, batches(30), overlap=True)
+        stats = embeddings.tables["dense.0"].stats()
+        assert (stats["updated"], stats["repeated"]) == (30 * len(embeddings.tables["dense.0"]), 0)
+        assert max(embeddings.counters().staleness) <= 3
+
+
+# -- torch's rules -----------------------------------------------------------------------------------------------------
+
+
+def test_accumulation_is_one_step() -> None:
+    with served() as (embeddings, model, optimizer):
+        for number, one in enumerate(embeddings.stream(batches(6), accumulate=2), 1):
+            if number % 2 == 1:
+                optimizer.zero_grad()
+                before, total = values_of(model), [np.zeros_like(each) for each in values_of(model)]
+            else:
+                assert all(map(np.array_equal, before, values_of(model))), "they stay within a step"
+            loss_of(model, one).backward()
+            if number % 2 == 0:
+                total = [each.grad.numpy().copy() for each in model.parameters()]
+                optimizer.step()
+                embeddings.drain()
+                for was, gradient, now in zip(before, total, values_of(model), strict=True):
+                    np.testing.assert_allclose(now, was - 0.05 * gradient, rtol=1e-5, atol=1e-7)
+        stats = embeddings.tables["dense.0"].stats()
+        assert stats["lookups"] == stats["updated"] == 3 * stats["rows"], "once a step"
+
+
+def test_a_batch_that_is_dropped_changes_nothing() -> None:
+    with served() as (embeddings, model, optimizer):
+        before = values_of(model)
+        for one in embeddings.stream(batches(3)):
+            loss_of(model, one).backward()
+            optimizer.zero_grad()
+        assert all(map(np.array_equal, before, values_of(model)))
+        assert embeddings.tables["dense.0"].stats()["updated"] == 0
+        assert embeddings.counters().lost == {"batches/zero_grad": 3}
+
+
+def test_an_overflow_changes_nothing_and_scaled_steps_are_unscaled() -> None:
+    losses, _, _ = here(KINDS["SGD"], 4)
+    with served() as (embeddings, model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        found = []
+        for one in embeddings.stream([*batches(4), *batches(1)]):
+            loss = loss_of(model, one)
+            optimizer.zero_grad()
+            scaler.scale(loss * (np.inf if one.step == 5 else 1.0)).backward()
+            before = values_of(model)
+            scaler.step(optimizer)
+            scaler.update()
+            embeddings.drain()
+            found.append(loss.item())
+            assert all(map(np.array_equal, before, values_of(model))) == (one.step == 5)
+        assert found[:4] == pytest.approx(losses, rel=1e-5)
+        assert embeddings.counters().lost == {"batches/overflow": 1}
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_anything_is_sent() -> None:
+    with served() as (embeddings, model, optimizer):
+        for one in embeddings.stream(batches(1)):
+            loss_of(model, one).backward()
+            list(model.parameters())[2].grad[0, 3] = np.nan
+            with pytest.raises(NonFiniteError, match="step 1: the gradient of dense parameter 2 holds NaN"):
+                optimizer.step()
+            break
+        assert [each.stats()["updated"] for each in embeddings.tables.values()] == [0, 0, 0]
+
+
+def test_evaluation_sees_the_latest() -> None:
+    """Parameters of a stream are those of the step's lookup; those of an evaluation inside it are of after the step."""
+    with served(staleness=2) as (embeddings, model, optimizer):
+        for one in embeddings.stream(batches(4), overlap=False):
+            before = values_of(model)
+            optimizer.zero_grad()
+            loss_of(model, one).backward()
+            optimizer.step()
+            assert all(map(np.array_equal, before, values_of(model)))
+            embeddings.eval()
+            with embeddings.stream(batches(1)):
+                assert not any(map(np.array_equal, before, values_of(model)))
+            embeddings.train()
+
+
+# -- checkpoints, and servers that die ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [KINDS["SGD"], KINDS["Adam"]], ids=["SGD", "Adam"])
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(kind: Kind, tmp_path: Path) -> None:
+    data = batches(12)
+    with served(2, kind=kind) as (embeddings, model, optimizer):
+        train(embeddings, model, optimizer, data)
+        wanted = values_of(model)
+    with served(2, kind=kind) as (embeddings, model, optimizer):
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
+        assert not run.resume()
+        for one in embeddings.stream(data):
+            if one.step == 8:
+                break
+            optimizer.zero_grad()
+            loss_of(model, one).backward()
+            optimizer.step()
+            if run.save(every_steps=3):
+                saved = values_of(model)
+    with served(3, kind=kind) as (embeddings, model, optimizer):
+        with torch.no_grad():
+            next(model.parameters()).fill_(1.0)
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
+        assert run.resume() and embeddings.step == 6
+        assert all(map(np.array_equal, saved, values_of(model)))
+        embeddings.refresh()
+        assert all(map(np.array_equal, saved, values_of(model))), "start and rows are those of the checkpoint"
+        train(embeddings, model, optimizer, data)
+        assert all(map(np.array_equal, wanted, values_of(model)))
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+    with served(1) as (embeddings, model, optimizer):
+        train(embeddings, model, optimizer, batches(2))
+        Checkpoint(tmp_path, model, optimizer, embeddings).save()
+    embeddings = Embeddings(tables(), num_threads=1)
+    model = Net()
+    optimizer = embeddings.optimizer(KINDS["SGD"](model.parameters()))
+    with pytest.raises(CheckpointError, match=r"has tables \['dense.0', 'item', 'user'\]; this job has"):
+        Checkpoint(tmp_path, model, optimizer, embeddings).resume()
+
+
+def test_servers_that_are_killed_lose_nothing(tmp_path: Path, seed: int) -> None:
+    with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+        train(embeddings, model, optimizer, batches(80))
+        wanted = values_of(model)
+    with (
+        killed_at_random(tmp_path, seed, 6) as (servers, over),
+        job([each.address for each in servers], KINDS["Adam"]) as (embeddings, model, optimizer),
+    ):
+        for number, one in enumerate(embeddings.stream(batches(80)), 1):
+            optimizer.zero_grad()
+            loss_of(model, one).backward()
+            optimizer.step()
+            if number == 70:
+                over.wait()
+        assert all(map(np.array_equal, wanted, values_of(model)))
+        for table in embeddings.tables.values():
+            table.check()
+
+
+def test_a_trainer_that_is_done_keeps_no_row_from_eviction() -> None:
+    """Another one that is at a later step may need the room."""
+    table = Table("t", dim=2, capacity=8, num_buckets=1, initial=Zeros())
+    features = Features({"id": table})
+    with serving(1) as services:
+        embeddings = Embeddings(features, num_threads=1, servers=[services[0].address], dense="async")
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = embeddings.optimizer(torch.optim.SGD([weight], lr=0.1))
+        for one in embeddings.stream([batch(range(8))]):
+            (one.embeddings.sum() * weight.sum()).backward()
+            optimizer.step()
+        assert isinstance(embeddings.worker, RemoteWorker)
+        own = embeddings.worker.servers
+        other = Servers(own.job, own.addresses, trainer=1, attempt=own.attempt)
+        RemoteWorker(features, other, num_threads=1).lookup(batch(range(20, 28)), step=5)
+        assert embeddings.tables["t"].read(np.arange(20, 28)).present.all()
+        other.close()
+        own.close()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_jobs_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dense='async' and no servers"):
+        Embeddings(tables(), dense="async")
+    with pytest.raises(ConfigError, match="dense is 'late'"):
+        Embeddings(tables(), dense="late")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"table 'dense.x': with dense='async' names that begin with 'dense.'"):
+        Embeddings({"id": Table("dense.x", dim=2)}, dense="async", servers=["tcp://127.0.0.1:1"])
+    embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
+    with pytest.raises(StreamError, match=r"not known yet: call optimizer\(...\) first"):
+        embeddings.stream(batches(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (lambda p: torch.optim.RMSprop(p), "RMSprop is no optimizer of a table; wanted one of torch's SGD, Adagrad"),
+        (lambda p: torch.optim.AdamW(p), "AdamW has weight_decay=0.01, which a table cannot do"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), "weight_decay=0.5"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "dampening=0.5"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize=True"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), "lr_decay=0.1"),
+    ],
+)
+def test_optimizers_that_a_table_cannot_be(kind: Kind, found: str) -> None:
+    embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match=f"dense='async': .*{found}"):
+        embeddings.optimizer(kind(Net().parameters()))
+
+
+def test_parameters_that_a_table_cannot_be() -> None:
+    embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match=r"parameter 0 is torch\.float64; wanted torch\.float32"):
+        embeddings.optimizer(torch.optim.SGD(Net().double().parameters(), lr=0.1))
+    used = KINDS["Adam"](Net().parameters())
+    for parameter in used.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    used.step()
+    with pytest.raises(ConfigError, match="this Adam has stepped already; wanted a new one"):
+        embeddings.optimizer(used)
+
+
+def test_what_changes_under_way() -> None:
+    with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+        with pytest.raises(ConfigError, match="have an optimizer's parameters already"):
+            embeddings.optimizer(torch.optim.SGD(Net().parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match="add them before"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        with embeddings.stream(batches(4)) as stream:
+            loss_of(model, next(stream)).backward()
+            optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+            with pytest.raises(ConfigError, match=r"param group 0 was .* and is .*; only lr may change"):
+                optimizer.step()
+            optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+            optimizer.step()
+            model.layers[0].bias.grad = torch.ones(8)
+            next(stream)
+            with pytest.raises(StreamError, match="gradients of dense parameters and no batch"):
+                optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.layers[0].bias.add_(1.0)
+            with pytest.raises(StreamError, match="parameter 1 was changed here, and the servers hold it"):
+                next(stream)
+            with pytest.raises(StreamError, match="parameter 1 was changed here"):
+                stream.close()
+
+
+def test_a_sparse_gradient() -> None:
+    model = torch.nn.Embedding(4, 3, sparse=True)
+    with served(model=model) as (embeddings, _, optimizer):
+        for one in embeddings.stream(batches(1)):
+            (one.embeddings.sum() + model(torch.tensor([1])).sum()).backward()
+            with pytest.raises(ConfigError, match="parameter 0 has a sparse gradient; wanted a dense one"):
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_model_in_ddp(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(Net())
+        refused = pytest.raises(ConfigError, match="the model is in a DistributedDataParallel")
+        with served(model=model) as (embeddings, _, _), refused:
+            embeddings.stream(batches(1))
+    finally:
+        torch.distributed.destroy_process_group()

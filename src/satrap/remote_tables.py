@@ -20,8 +20,6 @@ from satrap.folder import part_name, parts_of
 from satrap.servers import Servers
 from satrap.store import Rows
 
-_SAVE_SECONDS = 24 * 3600.0  # a table may be as large as its server's memory, and its storage slow
-
 
 class RemoteTable:
     """One table of a job on servers: what `Store` is for a table here, as far as no row must be moved for it."""
@@ -30,6 +28,10 @@ class RemoteTable:
         self.table: Table = servers.job.tables[number]
         """Its configuration."""
         self._servers, self._number = servers, number
+        self._num_saves = 0
+        self.versions: dict[int, list[int]] = {}
+        """Of each snapshot saved since the last restore: what each server calls it. A save that failed counts at the
+        servers where it began, so they may differ."""
 
     def __len__(self) -> int:
         return self.stats()["rows"]
@@ -94,7 +96,7 @@ class RemoteTable:
 
     def check(self) -> None:
         """As `Store.check`."""
-        self._servers.all("check", self._number)
+        self._servers.all("check", self._number, patient=True)
 
     @property
     def version(self) -> int:
@@ -110,17 +112,20 @@ class RemoteTable:
         return self._save(path, since)
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
-        folder = os.path.abspath(path)
-        self._servers.reach()  # saving may take long, and who saves waits
-        versions = self._servers.all("save", self._number, folder, since, deadline=_SAVE_SECONDS)
-        if len(set(versions)) > 1:
-            raise SnapshotError(f"table {self.table.name!r}: the servers are at versions {versions}: save it whole")
+        folder, servers = os.path.abspath(path), range(len(self._servers))
+        self._servers.reach()  # before one of them writes
+        self._num_saves += 1
+        starts = [None] * len(servers) if since is None else self.versions.get(since, [since] * len(servers))
+        asked = {server: (self._number, folder, starts[server]) for server in servers}
+        found = self._servers.each("save", self._servers.origin(self._num_saves), asked, patient=True)
+        versions = [int(found[server]) for server in servers]
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
                 "them: give a folder that all machines share"
             )
-        return int(versions[0])
+        self.versions[max(versions)] = versions
+        return max(versions)
 
 
 class RemoteTables(Mapping[str, RemoteTable]):
@@ -145,7 +150,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
             raise InputError(f"folders are of {sorted(folders)}; wanted one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
         self._servers.reach()
-        self._servers.all("verify", chains, deadline=_SAVE_SECONDS)  # all of them, before one is changed
+        self._servers.all("verify", chains, patient=True)  # all of them, before one is changed
         return self._begin_anew(chains)
 
     def clear(self) -> None:
@@ -155,6 +160,8 @@ class RemoteTables(Mapping[str, RemoteTable]):
 
     def _begin_anew(self, chains: list[list[str]]) -> bool:
         self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
-        may_follow = all(self._servers.all("restore", chains, deadline=_SAVE_SECONDS))
+        may_follow = all(self._servers.all("restore", chains, patient=True))
+        for table in self._tables.values():
+            table.versions.clear()
         self._servers.latest_step = 0
         return may_follow

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rpc_parts import DEADLINE_SECONDS
+from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
 from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
 from satrap.features import Features

@@ -50,8 +50,7 @@ class Network:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self.weather = [CALM, CALM]
-        """Of what comes from the one end and from the other; may be set at any time."""
+        self._weather = CALM, CALM  # of what comes from the one end, and from the other
         self._namespaces: list[int] = []
         self._devices: list[int] = []
         self._held: list[tuple[float, int, int, bytes]] = []
@@ -85,9 +84,9 @@ class Network:
             _require(_libc.setns(self._namespaces[end], _CLONE_NEWNET))
             yield
 
-    def all_weather(self, weather: Weather) -> None:
-        """Both ways."""
-        self.weather[:] = weather, weather
+    def be(self, from_trainer: Weather, from_servers: Weather) -> None:
+        """From now on."""
+        self._weather = from_trainer, from_servers
 
     def link(self, end: int, state: str) -> None:
         """The interface of one end goes "down", which its own system notices, or "up"."""
@@ -113,7 +112,7 @@ class Network:
                         raise
 
     def _take(self, end: int, packet: bytes) -> None:
-        weather = self.weather[end]
+        weather = self._weather[end]
         for _ in range(2 if self._random.random() < weather.repeat else 1):
             if self._random.random() < weather.drop:
                 continue

@@ -95,9 +95,9 @@ def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
             if step == 1:
                 first = table.save(tmp_path / "first")
         with small_disk(tmp_path / "disk", MEGABYTE // 2) as disk:
-            for save in (lambda: table.save(disk.path / "a"), lambda: table.save_changes(disk.path / "b", since=first)):
+            for since in (None, first):
                 with pytest.raises(SnapshotError, match=rf"^{services[1].address}: .*1-of-2.*No space left on device"):
-                    save()
+                    table._save(disk.path / str(since), since)
         second = table.save_changes(tmp_path / "second", since=first)
         third = table.save_changes(tmp_path / "third", since=second)
         assert first < second < third
@@ -111,7 +111,11 @@ def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
 def test_a_full_disk_under_several_trainers_is_told_by_all(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTE) as disk, serving(2) as services:
         disk.fill(leaving=2 * PAGE)
-        given = {"servers": [each.address for each in services], "checkpoint": str(disk.path / "run"), "until": None}
+        given: dict[str, Any] = {
+            "servers": [each.address for each in services],
+            "checkpoint": str(disk.path / "run"),
+            "until": None,
+        }
         given |= {"batches": 8, "epochs": 1, "accumulate": 1, "staleness": 0, "overlap": False, "dropped": []}
         command = [sys.executable, str(CHILD)]
         trainers = [

@@ -262,6 +262,11 @@ class Server:
             served = self._ready()
             if origin.attempt == served.engine.attempt and served.restored is not None:
                 return served.restored  # it came again
+            if origin.attempt == served.engine.attempt:
+                raise AttemptError(
+                    f"this server was started again while a restore began attempt {origin.attempt}, or after that: "
+                    "what it holds is not known to be the checkpoint; resume it again"
+                )
             if origin.attempt <= served.engine.attempt:
                 raise self._other_attempt(served, origin)
             self._wait_for_calls()

@@ -116,6 +116,7 @@ class Client(Generic[P]):
         now = time.monotonic()
         patience = seconds if patient else 0.0
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
+        schedule.look(now)
         connection = self._connection(min(seconds, _CONNECT_SECONDS))
         pending = Pending(connection, method, number, origin, frames, schedule, seconds)
         with connection.lock:

@@ -106,9 +106,10 @@ class Killable:
         listen: str = "tcp://127.0.0.1:0",
         options: Sequence[str] = (),
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        most_seconds: float = 0.0,
     ) -> None:
-        """inside: what it is started in; a network of its own."""
-        self._options, self._inside = options, inside
+        """inside: what it is started in; a network of its own. most_seconds: of its life, beyond what tests take."""
+        self._options, self._inside, self._most_seconds = options, inside, 4 * DEADLINE_SECONDS + most_seconds
         self.shared, self._process = shared, self._start(listen, shared)
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
@@ -128,7 +129,7 @@ class Killable:
         ]
         with self._inside():
             process = subprocess.Popen([*command, "--threads", "1", *self._options], stdout=subprocess.PIPE, text=True)
-        self._timer = threading.Timer(4 * DEADLINE_SECONDS, process.kill)
+        self._timer = threading.Timer(self._most_seconds, process.kill)
         self._timer.start()
         return process
 

@@ -49,7 +49,12 @@ def at_random(
     until = began + (1e9 if seconds is None else seconds)
 
     def work() -> None:
-        draw = np.random.default_rng(seed)
+        try:
+            draw_them(np.random.default_rng(seed))
+        finally:
+            over.set()
+
+    def draw_them(draw: np.random.Generator) -> None:
         while not stop.wait(draw.uniform(0.0, gap)) and time.monotonic() < until and len(story) != num:
             fault = faults[int(draw.integers(len(faults)))]
             story.append(f"{time.monotonic() - began:.2f} s: {fault.name}")
@@ -58,7 +63,6 @@ def at_random(
                 stop.wait(draw.uniform(0.0, fault.most_seconds))
             finally:
                 fault.end()
-        over.set()
 
     thread = threading.Thread(target=work, name="faults")
     thread.start()

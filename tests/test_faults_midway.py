@@ -5,6 +5,7 @@ silence is not. A pipe in the place of a manifest holds a server exactly there.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -18,9 +19,13 @@ import numpy as np
 import pytest
 
 from cluster import DEADLINE_SECONDS, batch, contents, killables, one_table, remote
+from loop import batches, job, loss_of
 from rpc_parts import eventually
+from satrap import Checkpoint
 from satrap.errors import AttemptError, DeadlineError
 from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+from test_remote_training import bits
 
 SILENCE_SECONDS = 3.0
 
@@ -176,3 +181,29 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
         worker.tables.restore({"t": [tmp_path / "a"]})
         assert contents(worker) == saved
         step([worker], 2)
+
+
+def test_changes_that_a_server_started_again_does_not_know_are_saved_whole(tmp_path: Path) -> None:
+    """It has its rows, and not the ids of those that went before. A run goes on saving, and what it saves is whole."""
+    data = batches(20)
+    with killables(tmp_path) as servers:
+        embeddings, model, optimizer = job(servers=[each.address for each in servers])
+        assert isinstance(embeddings.worker, RemoteWorker)
+        try:
+            run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data, keep=9, full_every=9)
+            for each in embeddings.stream(data):
+                optimizer.zero_grad()
+                loss_of(model, each).backward()
+                optimizer.step()
+                if each.step == 10:
+                    servers[0].kill()
+                    servers[0].restart()
+                run.save(every_steps=4)
+            wanted = bits(embeddings, model)
+        finally:
+            embeddings.worker.servers.close()
+    parents = [json.loads(each.read_text())["parent"] for each in sorted(tmp_path.glob("run/*/checkpoint.json"))]
+    assert parents == [None, "000001-step-4", None, "000003-step-12", "000004-step-16"]
+    embeddings, model, optimizer = job()
+    assert Checkpoint(tmp_path / "run", model, optimizer, embeddings, data).resume()
+    assert bits(embeddings, model) == wanted

@@ -19,6 +19,7 @@ import copy
 import json
 import os
 import random
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch
 
 from satrap.checks import kind_of
 from satrap.embeddings import Embeddings
-from satrap.errors import CheckpointError, SatrapError
+from satrap.errors import ChangesError, CheckpointError, SatrapError
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
 from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
@@ -100,7 +101,11 @@ class Checkpoint:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             if parent is not None and not self._home.has(parent[0]):  # somebody removed it
                 parent = None
-            versions = self._save_tables(folder, parent)
+            try:
+                versions = self._save_tables(folder, parent)
+            except ChangesError:  # a server was started again, or more rows went than are remembered
+                shutil.rmtree(folder / "tables")
+                parent, versions = None, self._save_tables(folder, None)
             save_state(folder / _STATE, self._state([state_of(each) for each in randoms]))
             put_on_disk(folder / _STATE)
             entry = Entry(

@@ -4,6 +4,9 @@ a worker with its own rows that is given the same batches.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +32,14 @@ class Fault:
     """How long it lasts at most."""
 
 
-def stop_and_go(server: Killable, most_seconds: float) -> Fault:
-    return Fault(f"stop {server.address}", server.stop, server.go_on, most_seconds)
+def stop_and_go(process: Killable | subprocess.Popen[str], most_seconds: float) -> Fault:
+    """SIGSTOP and SIGCONT."""
+    return Fault(
+        f"stop {process.pid}",
+        lambda: os.kill(process.pid, signal.SIGSTOP),
+        lambda: os.kill(process.pid, signal.SIGCONT),
+        most_seconds,
+    )
 
 
 def kill(server: Killable) -> Fault:

@@ -66,9 +66,8 @@ def test_a_server_stopped_beyond_the_deadline_is_named_and_goes_on_later(tmp_pat
             of_servers.close()
 
 
-@pytest.mark.parametrize("pause", range(2))
 def test_a_trainer_that_is_stopped_and_replaced_changes_nothing_when_it_wakes(
-    pause: int, tmp_path: Path, rng: np.random.Generator
+    tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """Stopped at any moment, with updates under way; it wakes while its successor trains. The oracle is the same from
     the same checkpoint where nobody woke."""

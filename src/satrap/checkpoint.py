@@ -57,7 +57,8 @@ class Checkpoint:
         """keep: how many checkpoints stay, beside their parents.
 
         data: the source that the training stream reads; its position is saved and found again.
-        full_every: every how many saves the tables are written whole; between them only what changed since the last.
+        full_every: every how many saves the tables are written whole; between them only what changed since the last,
+            unless a table does not know all of it any more.
         further: by name, other objects with state_dict and load_state_dict: schedulers, a GradScaler.
         """
         if not isinstance(optimizer, HybridOptimizer):

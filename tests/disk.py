@@ -34,7 +34,7 @@ class Disk:
 @contextmanager
 def small_disk(path: Path, num_bytes: int) -> Iterator[Disk]:
     """Skips the test where nothing can be mounted."""
-    path.mkdir()
+    path.mkdir(parents=True)
     try:
         _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},huge=never", "satrap-test", str(path))
     except OSError as error:

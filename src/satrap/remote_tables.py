@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap import _core, arrays
 from satrap.config import Table
-from satrap.errors import InputError, SnapshotError
+from satrap.errors import ChangesError, InputError, SnapshotError
 from satrap.folder import part_name, parts_of
 from satrap.servers import Servers
 from satrap.store import Rows
@@ -29,9 +29,7 @@ class RemoteTable:
         """Its configuration."""
         self._servers, self._number = servers, number
         self._num_saves = 0
-        self.versions: dict[int, list[int]] = {}
-        """Of each snapshot saved since the last restore: what each server calls it. A save that failed counts at the
-        servers where it began, so they may differ."""
+        self._versions: dict[int, Sequence[int | None]] = {}  # of a version of the table those of the servers
 
     def __len__(self) -> int:
         return self.stats()["rows"]
@@ -100,8 +98,10 @@ class RemoteTable:
 
     @property
     def version(self) -> int:
-        """As `Store.version`: the servers save together."""
-        return int(max(self._servers.all("version", self._number)))
+        """As `Store.version`: the highest of the servers'. They save together, but count their failures apart."""
+        versions = self._servers.all("version", self._number)
+        self._versions.setdefault(max(versions), versions)
+        return int(max(versions))
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """As `Store.save`: each server writes its part into the folder, which all machines must share."""
@@ -112,20 +112,26 @@ class RemoteTable:
         return self._save(path, since)
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
-        folder, servers = os.path.abspath(path), range(len(self._servers))
+        folder = os.path.abspath(path)
         self._servers.reach()  # before one of them writes
+        known = [None] * len(self._servers) if since is None else self._versions.get(since)
+        if known is None:
+            raise ChangesError(f"table {self.table.name!r}: version {since} is not known here: save the whole table")
         self._num_saves += 1
-        starts = [None] * len(servers) if since is None else self.versions.get(since, [since] * len(servers))
-        asked = {server: (self._number, folder, starts[server]) for server in servers}
+        asked = {server: (self._number, folder, each) for server, each in enumerate(known)}
         found = self._servers.each("save", self._servers.origin(self._num_saves), asked, patient=True)
-        versions = [int(found[server]) for server in servers]
+        versions = [int(found[server]) for server in asked]
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
                 "them: give a folder that all machines share"
             )
-        self.versions[max(versions)] = versions
+        self._versions[max(versions)] = versions
         return max(versions)
+
+    def forget_versions(self) -> None:
+        """The rows are others now."""
+        self._versions.clear()
 
 
 class RemoteTables(Mapping[str, RemoteTable]):
@@ -161,7 +167,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
     def _begin_anew(self, chains: list[list[str]]) -> bool:
         self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
         may_follow = all(self._servers.all("restore", chains, patient=True))
-        for table in self._tables.values():
-            table.versions.clear()
         self._servers.latest_step = 0
+        for table in self._tables.values():
+            table.forget_versions()
         return may_follow

@@ -102,10 +102,11 @@ class Servers:
         self, method: str, origin: Origin, arguments: Mapping[int, tuple[Any, ...]], patient: bool = False
     ) -> dict[int, Any]:
         """Calls the servers named, all at once, and returns what each answered. One that was restarted meanwhile is
-        greeted and called again; a ticket that it does not know any more comes back as the TicketError.
+        greeted and called again; a ticket that it does not know any more comes back as the TicketError. Any other error
+        is raised once all have answered, so that none works on, or one has not within its deadline.
 
-        patient: they may take as long as they need; only silence of a call's deadline is an error. If one fails, the
-        others are still waited for, and the error names it."""
+        patient: they may take as long as they need; only silence of a call's deadline is an error, and errors name
+        their servers."""
 
         def begin(server: int) -> Pending:
             return self._clients[server].begin(method, origin, *arguments[server], patient=patient)
@@ -129,14 +130,15 @@ class Servers:
                     pending[server] = begin(server)
                 except TicketError as error:
                     found[server] = error
-                except DeadlineError:
-                    raise
                 except SatrapError as error:
-                    if not patient:
-                        raise
                     failed[server] = error
+                    if isinstance(error, DeadlineError):  # the others may take long
+                        pending.clear()
+                        break
         if failed:
             first = next(iter(failed.values()))
+            if not patient:
+                raise first
             told = "; ".join(f"{self.addresses[server]}: {each}" for server, each in failed.items())
             raise type(first)(told) from first
         return found

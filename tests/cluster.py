@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
 from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
 from satrap.features import Features
@@ -26,7 +27,6 @@ from satrap.server import Server
 from satrap.servers import Servers
 from satrap.worker import Worker
 
-DEADLINE_SECONDS = 60.0
 IDS = np.arange(60, dtype=np.uint64)
 
 
@@ -66,7 +66,8 @@ def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
 
 @contextmanager
 def remote(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[RemoteWorker]:
-    servers = Servers(Job(tables=of.tables, seed=seed), addresses, deadline=DEADLINE_SECONDS, **options)
+    options = {"deadline": DEADLINE_SECONDS} | options
+    servers = Servers(Job(tables=of.tables, seed=seed), addresses, **options)
     try:
         yield RemoteWorker(of, servers, num_threads=2)
     finally:
@@ -99,10 +100,23 @@ def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], 
 class Killable:
     """A server process whose rows lie in shared memory; started again at the same port."""
 
-    def __init__(self, shared: Path) -> None:
-        self.shared, self._process = shared, self._start("tcp://127.0.0.1:0", shared)
+    def __init__(
+        self,
+        shared: Path,
+        listen: str = "tcp://127.0.0.1:0",
+        options: Sequence[str] = (),
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        most_seconds: float = 0.0,
+    ) -> None:
+        """inside: what it is started in; a network of its own. most_seconds: of its life, beyond what tests take."""
+        self._options, self._inside, self._most_seconds = options, inside, 4 * DEADLINE_SECONDS + most_seconds
+        self.shared, self._process = shared, self._start(listen, shared)
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _start(self, address: str, shared: Path) -> subprocess.Popen[str]:
         command = [
@@ -113,8 +127,9 @@ class Killable:
             "--shared",
             str(shared),
         ]
-        process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True)
-        self._timer = threading.Timer(4 * DEADLINE_SECONDS, process.kill)
+        with self._inside():
+            process = subprocess.Popen([*command, "--threads", "1", *self._options], stdout=subprocess.PIPE, text=True)
+        self._timer = threading.Timer(self._most_seconds, process.kill)
         self._timer.start()
         return process
 
@@ -129,6 +144,14 @@ class Killable:
         assert self._process.stdout is not None
         assert self._process.stdout.readline().split()[-1] == self.address
 
+    def stop(self) -> None:
+        """SIGSTOP: it stands still, with all that it has, until `go_on`."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        os.kill(self._process.pid, signal.SIGCONT)
+
     def end(self) -> None:
         """SIGTERM; it must end well."""
         self._process.terminate()
@@ -142,11 +165,25 @@ class Killable:
 
 
 @contextmanager
+def killables(tmp_path: Path, num_servers: int = 2, *how: Any) -> Iterator[list[Killable]]:
+    """Such servers; they must live when the test ends."""
+    shm = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
+    files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(num_servers)]
+    servers: list[Killable] = []
+    try:
+        for file in files:
+            servers.append(Killable(file, *how))
+        yield servers
+    finally:
+        for each in servers:
+            each.end()
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+@contextmanager
 def killed_at_random(tmp_path: Path, seed: int, num_kills: int) -> Iterator[tuple[list[Killable], threading.Event]]:
     """Two servers, killed and started again at random moments, and what is set when that is over."""
-    shm = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
-    files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(2)]
-    killable = [Killable(file) for file in files]
     stop, over = threading.Event(), threading.Event()
 
     def kill() -> None:
@@ -154,19 +191,16 @@ def killed_at_random(tmp_path: Path, seed: int, num_kills: int) -> Iterator[tupl
         for _ in range(num_kills):
             if stop.wait(draw.uniform(0.0, 0.2)):
                 break
-            victim = killable[int(draw.integers(2))]
+            victim = servers[int(draw.integers(2))]
             victim.kill()
             victim.restart()
         over.set()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        yield killable, over
-    finally:
-        stop.set()
-        killer.join()
-        for each in killable:
-            each.end()
-        for file in files:
-            file.unlink()
+    with killables(tmp_path) as servers:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            yield servers, over
+        finally:
+            stop.set()
+            killer.join()

@@ -41,6 +41,9 @@ SEED = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of the tests' random draws (default: a new one)")
+    parser.addoption(
+        "--faults-seconds", type=float, default=8.0, help="how long faults are drawn at random (default 8)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

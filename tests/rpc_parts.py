@@ -196,6 +196,7 @@ class FrameProxy:
         self._front.bind("tcp://127.0.0.1:0")
         self.address = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self._held: list[tuple[float, Callable[[], object]]] = []
+        self.num_requests = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="frame-proxy")
         self._thread.start()
@@ -214,6 +215,7 @@ class FrameProxy:
             for ready, _ in zmq.zmq_poll(everyone, 5):
                 if ready is self._front:
                     route, *frames = self._front.recv_multipart()
+                    self.num_requests += 1
                     if route not in backs:
                         backs[route] = self._context.socket(zmq.DEALER)
                         backs[route].linger = 0

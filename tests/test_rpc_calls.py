@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -126,6 +127,40 @@ def test_a_deadline_with_a_server_says_so() -> None:
         assert served.total == 0, "nobody waited for it any more"
 
 
+def test_a_patient_call_takes_as_long_as_the_server_works_and_no_longer() -> None:
+    """Its deadline passes many times while the server says that it runs; killed, it is silent and given up."""
+    with (
+        server_process(ANYWHERE) as (process, address),
+        Client(Calls, address, deadline=DEADLINE_SECONDS, retry_seconds=0.05) as client,
+    ):
+        assert client.call.add(1) == 1
+        began = time.monotonic()
+        working = client.begin("wait", 1, deadline=1.5, patient=True)
+        assert not working.wait(4.0) and time.monotonic() - began > 2 * 1.5
+        process.kill()
+        with pytest.raises(
+            DeadlineError, match=rf"wait at {address}: .*nothing was heard for 1\.5 s .*told that it runs"
+        ):
+            working.result()
+        impatient = client.begin("wait", 1, deadline=0.2)
+        assert impatient.wait(DEADLINE_SECONDS)
+        with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
+            impatient.result()
+
+
+def test_a_patient_call_that_is_answered() -> None:
+    served = Served()
+    with (
+        Service(served, Calls, ANYWHERE) as service,
+        Client(Calls, service.address, deadline=1.0, retry_seconds=0.05) as client,
+    ):
+        pending = client.begin("wait", 7, patient=True)
+        assert not pending.wait(1.5)
+        served.go.set()
+        assert pending.wait(DEADLINE_SECONDS) and pending.result() == 7
+        assert served.num_runs == 1
+
+
 def test_a_server_that_comes_late_and_one_that_was_killed(seed: int) -> None:
     """The call is begun, its server is killed while it runs, and another at the same address answers it."""
     with (
@@ -158,7 +193,10 @@ def test_a_duplicate_runs_once_while_it_is_open_and_its_newest_route_is_answered
         eventually(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
         for call in (1, 2, 2, 1):
             new.send_multipart(request("wait", call, client=9, call=call))
-        eventually(lambda: service.counts()["duplicates"] == 4)
+        for call in (1, 2, 2, 1):  # whoever asks again hears that it is known
+            (told,) = map(Header.unpack, new.recv_multipart())
+            assert (told.kind, told.call) == (Kind.WORKING, call)
+        assert service.counts()["duplicates"] == 4
         served.go.set()
         for call in (1, 2):
             header, body = new.recv_multipart()

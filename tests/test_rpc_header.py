@@ -66,7 +66,7 @@ def test_a_flipped_bit_is_refused_or_means_another_header(header: Header, bit: i
         (0, b"HTTP", "begins with b'HTTP'; wanted b'STRP': the peer is not Satrap"),
         (4, b"\2", "version 2; wanted 1: run one release"),
         (5, b"\0", r"kind 0; wanted one of 1 \(REQUEST\)"),
-        (5, b"\5", "kind 5"),
+        (5, b"\6", "kind 6"),
         (40, b"\0\0\0\0", "0 ms are left"),
         (60, b"\1\0\0\0", "reserved bytes are 0x00000001; wanted zeros"),
     ],

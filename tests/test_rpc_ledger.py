@@ -116,7 +116,7 @@ def test_limits_are_checked(name: str, value: float) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["send", "busy", "pass"]), st.floats(0.0, 1.0)), max_size=60),
+    st.lists(st.tuples(st.sampled_from(["send", "busy", "pass", "working"]), st.floats(0.0, 1.0)), max_size=60),
     st.floats(0.1, 20.0),
     st.floats(0.01, 5.0),
 )
@@ -131,6 +131,8 @@ def test_a_schedule_keeps_its_promises(events: list[tuple[str, float]], deadline
             schedule.busy(now, amount)
             refused = True
             pauses.append((schedule.due - now) / (0.5 + amount))
+        elif kind == "working":
+            schedule.working(now)
         elif schedule.is_due(now):
             assert refused or now >= last_sent + retry
             schedule.sent(now)
@@ -140,3 +142,32 @@ def test_a_schedule_keeps_its_promises(events: list[tuple[str, float]], deadline
         assert 0.0 <= schedule.wait(now) <= max(0.0, deadline - now)
     assert schedule.is_over(now) == (now >= deadline)
     assert pauses == pytest.approx([min(0.005 * 2**i, 0.5) for i in range(len(pauses))])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 1.9)), max_size=40), st.floats(2.0, 20.0))
+def test_patience_ends_after_silence_and_not_before(events: list[tuple[bool, float]], patience: float) -> None:
+    """The model is the time of the last sign of life."""
+    now, heard = 0.0, 0.0
+    patient = Schedule(deadline=patience, retry_seconds=1.0, due=0.0, patience=patience)
+    other = Schedule(deadline=patience, retry_seconds=1.0, due=0.0)
+    for speaks, seconds in events:
+        now += seconds
+        for each in (patient, other):
+            each.look(now)
+        if patient.is_over(now):
+            break
+        if speaks:
+            patient.working(now)
+            other.working(now)
+            heard = now
+    assert patient.deadline == pytest.approx(heard + patience)
+    assert other.deadline == patience
+
+
+def test_time_in_which_nobody_looked_does_not_count() -> None:
+    """The caller was stopped for 100 s, and its answer may be on the way."""
+    schedule = Schedule(deadline=10.0, retry_seconds=2.0, due=0.0)
+    for now in (0.0, 1.0, 2.5, 102.5):
+        schedule.look(now)
+    assert not schedule.is_over(102.5) and schedule.is_over(110.0)
+    assert schedule.wait(102.5) == 0.0 and schedule.is_due(102.5)

@@ -1,5 +1,7 @@
 """The folder of a run among other things and other runs: nothing foreign is touched, no checkpoint is left unusable."""
 
+import fcntl
+import os
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import satrap.runfolder
 from checkpoint_job import Job
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.errors import CheckpointError
@@ -154,3 +157,19 @@ def test_another_file_before_the_position_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"file 0 \(name, bytes\) is \['b\.parquet', \d+\] in the checkpoint and \['a"
     ):
         Clicks(tmp_path).run.resume()
+
+
+def test_a_save_that_another_process_holds_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was stopped in the middle of its own, for instance."""
+    monkeypatch.setattr(satrap.runfolder, "_LOCK_SECONDS", 0.2)
+    job = Job(str(tmp_path), 2)
+    job.train()
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match=r"another process has been saving into it for 0\.2 s"):
+            job.run.save()
+    finally:
+        os.close(other)
+    assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
+    assert job.run.save()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, batch, killed_at_random, one_table, remote, serving
+from cluster import DEADLINE_SECONDS, batch, killables, killed_at_random, one_table, remote, serving
+from faults import at_random, stop_and_go
 from loop import batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.errors import AttemptError, CapacityError
@@ -24,7 +25,13 @@ from satrap.meeting import Meeting, Part, joined
 CHILD = Path(__file__).with_name("trainer_child.py")
 
 
-def run(services: Sequence[Any], world: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
+def run(
+    services: Sequence[Any],
+    world: int,
+    folder: Path,
+    meanwhile: Callable[[list[subprocess.Popen[str]]], object] = lambda trainers: None,
+    **options: Any,
+) -> list[dict[str, Any]]:
     """What each trainer printed."""
     given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
     given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1} | options
@@ -38,6 +45,7 @@ def run(services: Sequence[Any], world: int, folder: Path, **options: Any) -> li
         for rank in range(world)
     ]
     try:
+        meanwhile(trainers)
         told = [each.communicate(timeout=2 * DEADLINE_SECONDS)[0] for each in trainers]
     finally:
         for each in trainers:
@@ -181,6 +189,21 @@ def test_servers_that_are_killed_under_synchronous_trainers(tmp_path: Path, seed
     embeddings, model = alone(found, 120)
     for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
         torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-3, atol=1e-5)
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
+
+
+def test_synchronous_trainers_and_servers_that_stand_still(tmp_path: Path, seed: int) -> None:
+    """At random moments, for a while: the others wait."""
+    with killables(tmp_path) as servers:
+
+        def stop_some(trainers: list[subprocess.Popen[str]]) -> None:
+            faults = [*(stop_and_go(each, 0.8) for each in servers), *(stop_and_go(each, 0.8) for each in trainers)]
+            with at_random(faults, seed, num=10) as over:
+                assert over.wait(DEADLINE_SECONDS)
+
+        found = run(servers, 2, tmp_path, stop_some, batches=120)
+    embeddings, _ = alone(found, 120)
     for name, values in rows(embeddings).items():
         np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
 

@@ -28,6 +28,7 @@ from satrap.config import (
 from satrap.errors import (
     AttemptError,
     CapacityError,
+    ChangesError,
     CheckpointError,
     ConfigError,
     DeadlineError,
@@ -90,6 +91,7 @@ __all__ = [
     "Batch",
     "CSV",
     "CapacityError",
+    "ChangesError",
     "Checkpoint",
     "CheckpointError",
     "ConfigError",

@@ -89,7 +89,8 @@ class ServerCalls(Protocol):
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None) -> int:
         """Writes this server's part of a table into its own folder within this one, which all machines share; returns
-        the version. since: only what changed since that version."""
+        the version. since: only what changed since that version. The origin's step is the save's number: the same comes
+        again, another is another."""
         ...
 
     def verify(self, origin: Origin, folders: list[list[str]]) -> None:

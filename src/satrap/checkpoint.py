@@ -30,7 +30,7 @@ import torch
 
 from satrap.checks import kind_of
 from satrap.embeddings import Embeddings
-from satrap.errors import CheckpointError, SatrapError, SnapshotError
+from satrap.errors import ChangesError, CheckpointError, SatrapError
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
 from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
@@ -58,7 +58,8 @@ class Checkpoint:
         """keep: how many checkpoints stay, beside their parents.
 
         data: the source that the training stream reads; its position is saved and found again.
-        full_every: every how many saves the tables are written whole; between them only what changed since the last.
+        full_every: every how many saves the tables are written whole; between them only what changed since the last,
+            unless a table does not know all of it any more.
         further: by name, other objects with state_dict and load_state_dict: schedulers, a GradScaler.
         """
         if not isinstance(optimizer, HybridOptimizer):
@@ -110,12 +111,9 @@ class Checkpoint:
                 parent = None
             try:
                 versions = self._save_tables(folder, parent)
-            except SnapshotError:
-                if parent is None:
-                    raise
-                parent = None  # a server that was started again does not know all changes
+            except ChangesError:  # a server was started again, or more rows went than are remembered
                 shutil.rmtree(folder / "tables")
-                versions = self._save_tables(folder, None)
+                parent, versions = None, self._save_tables(folder, None)
             save_state(folder / _STATE, self._state([state_of(each) for each in randoms]))
             put_on_disk(folder / _STATE)
             entry = Entry(

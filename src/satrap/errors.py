@@ -10,6 +10,7 @@ native core throws the same classes. `assert` is kept for our own mistakes and n
         │   └── NonFiniteError            a gradient is NaN or infinite, and the table refuses those
         ├── CapacityError                 also a RuntimeError: a full table may not evict what it would have to
         ├── SnapshotError                 also a ValueError: a saved table is torn, truncated, foreign or does not fit
+        │   └── ChangesError              what changed since a snapshot is not all known any more
         ├── CheckpointError               also a ValueError: a run's checkpoint cannot be written, read or resumed
         ├── SourceError                   also a ValueError: a file, row or column of training data cannot be read
         ├── SharedMemoryError             also a RuntimeError: a shared-memory file cannot be made or attached
@@ -45,6 +46,10 @@ class CapacityError(SatrapError, RuntimeError):
 
 class SnapshotError(SatrapError, ValueError):
     """A saved table cannot be read: torn, truncated, foreign, or written with another configuration."""
+
+
+class ChangesError(SnapshotError):
+    """What changed since a snapshot is not all known any more, so it cannot be saved: save the whole table."""
 
 
 class CheckpointError(SatrapError, ValueError):

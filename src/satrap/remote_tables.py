@@ -15,12 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap import _core, arrays
 from satrap.config import Table
-from satrap.errors import InputError, SnapshotError
+from satrap.errors import ChangesError, InputError, SnapshotError
 from satrap.folder import part_name, parts_of
 from satrap.servers import Servers
 from satrap.store import Rows
-
-_SAVE_SECONDS = 24 * 3600.0  # a table may be as large as its server's memory, and its storage slow
 
 
 class RemoteTable:
@@ -30,6 +28,7 @@ class RemoteTable:
         self.table: Table = servers.job.tables[number]
         """Its configuration."""
         self._servers, self._number = servers, number
+        self._num_saves = 0
         self._versions: dict[int, Sequence[int | None]] = {}  # of a version of the table those of the servers
 
     def __len__(self) -> int:
@@ -95,7 +94,7 @@ class RemoteTable:
 
     def check(self) -> None:
         """As `Store.check`."""
-        self._servers.all("check", self._number)
+        self._servers.all("check", self._number, patient=True)
 
     @property
     def version(self) -> int:
@@ -114,12 +113,13 @@ class RemoteTable:
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
-        self._servers.reach()  # saving may take long, and who saves waits
+        self._servers.reach()  # before one of them writes
         known = [None] * len(self._servers) if since is None else self._versions.get(since)
         if known is None:
-            raise SnapshotError(f"table {self.table.name!r}: version {since} is not known here: save the whole table")
+            raise ChangesError(f"table {self.table.name!r}: version {since} is not known here: save the whole table")
+        self._num_saves += 1
         asked = {server: (self._number, folder, each) for server, each in enumerate(known)}
-        found = self._servers.each("save", self._servers.origin(0), asked, _SAVE_SECONDS)
+        found = self._servers.each("save", self._servers.origin(self._num_saves), asked, patient=True)
         versions = [int(found[server]) for server in asked]
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
@@ -156,7 +156,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
             raise InputError(f"folders are of {sorted(folders)}; wanted one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
         self._servers.reach()
-        self._servers.all("verify", chains, deadline=_SAVE_SECONDS)  # all of them, before one is changed
+        self._servers.all("verify", chains, patient=True)  # all of them, before one is changed
         return self._begin_anew(chains)
 
     def clear(self) -> None:
@@ -166,7 +166,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
 
     def _begin_anew(self, chains: list[list[str]]) -> bool:
         self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
-        may_follow = all(self._servers.all("restore", chains, deadline=_SAVE_SECONDS))
+        may_follow = all(self._servers.all("restore", chains, patient=True))
         self._servers.latest_step = 0
         for table in self._tables.values():
             table.forget_versions()

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from satrap.inputs import Position
 
 MANIFEST, _FORMAT, _FORMAT_VERSION = "checkpoint.json", "satrap-checkpoint", 2
 _NAME = re.compile(r"\d{6,}-step-\d+")  # whatever is called otherwise is not ours
+_LOCK_SECONDS = 60.0
 _HIDDEN = re.compile(r"\.[0-9a-f]{8}\.\d{6,}-step-\d+")
 
 
@@ -113,8 +115,7 @@ class RunFolder:
             raise CheckpointError(f"{self._path} cannot be written: {error.strerror}") from error
         folder = None
         try:
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            self._wait_for(lock)
             for left in self._path.iterdir():  # of saves that were killed
                 if _HIDDEN.fullmatch(left.name):
                     shutil.rmtree(left, ignore_errors=True)
@@ -132,6 +133,23 @@ class RunFolder:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+
+    def _wait_for(self, lock: int) -> None:
+        """Until nobody else saves; CheckpointError if somebody does for very long: it may be stopped."""
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise CheckpointError(
+                        f"{self._path}: another process has been saving into it for {_LOCK_SECONDS:g} s; end it if it "
+                        "is stopped, or one that this run has replaced"
+                    ) from None
+            except OSError:  # some network file systems lock no folders; the rule is then the user's to keep
+                return
+            time.sleep(0.02)
 
     def require_mine(self, last: str | None) -> None:
         """Raises if there is a checkpoint newer than `last`, the newest that this run saved or resumed: saving would

@@ -20,7 +20,7 @@ import numpy as np
 
 from satrap.datafiles import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
 from satrap.engine import Place
-from satrap.errors import InputError, SnapshotError
+from satrap.errors import ChangesError, InputError, SnapshotError
 from satrap.folder import ChecksumFile, SnapshotFolder
 from satrap.manifest import DataFile, FileKind, Kind, Manifest, Origin
 
@@ -106,7 +106,7 @@ class _Saver:
                 if self.since.id is None
                 else f"so many rows went that their ids are remembered since version {oldest} only"
             )
-            raise SnapshotError(
+            raise ChangesError(
                 f"table {self.place.table.name!r}: the changes since version {self.since.version} are not all known: "
                 f"{why}: save the whole table"
             )

@@ -61,8 +61,8 @@ class _Served:
     oldest_open: dict[int, int] = field(default_factory=dict)
     """Of each trainer, as its last lookup said: what any of them has open stays."""
     meeting: Meeting = field(default_factory=Meeting)
-    saved: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
-    """Of each table the last save: where, since when, and the version it made."""
+    saved: dict[int, tuple[str, int | None, int, int]] = field(default_factory=dict)
+    """Of each table the last save: where, since when, its number, and the version it made."""
     restored: bool | None = None
     """What `restore` answered, if that began this attempt."""
 
@@ -245,10 +245,10 @@ class Server:
             assert served.bucket_map is not None
             part = Path(folder) / part_name(served.number, served.bucket_map.num_servers)
             last = served.saved.get(table)
-            if last is not None and last[:2] == (folder, since):
-                return last[2]  # it came again
+            if last is not None and last[:3] == (folder, since, origin.step):
+                return last[3]  # it came again
             version = store.save(part) if since is None else store.save_changes(part, since=since)
-            served.saved[table] = folder, since, version
+            served.saved[table] = folder, since, origin.step, version
             return version
 
     def verify(self, origin: Origin, folders: list[list[str]]) -> None:
@@ -262,6 +262,11 @@ class Server:
             served = self._ready()
             if origin.attempt == served.engine.attempt and served.restored is not None:
                 return served.restored  # it came again
+            if origin.attempt == served.engine.attempt:
+                raise AttemptError(
+                    f"this server was started again while a restore began attempt {origin.attempt}, or after that: "
+                    "what it holds is not known to be the checkpoint; resume it again"
+                )
             if origin.attempt <= served.engine.attempt:
                 raise self._other_attempt(served, origin)
             self._wait_for_calls()

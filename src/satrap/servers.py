@@ -1,7 +1,7 @@
 """The servers of a job, as one process of it sees them: greeted once, then called together.
 
-A call goes to all servers that it concerns before the first answer is waited for. What fails, fails with the server
-named; `satrap.rpc` has tried until the deadline then.
+A call goes to all servers that it concerns before the first answer is waited for, and all answers are waited for in
+turn. What fails, fails with the server named; `satrap.rpc` has tried until the deadline then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,14 @@ from typing import Any
 from satrap.bucketmap import BucketMap
 from satrap.calls import WIRES, ServerCalls
 from satrap.checks import check_choice
-from satrap.errors import AttemptError, ConfigError, NotReadyError, SatrapError, TicketError
+from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SatrapError, TicketError
 from satrap.job import Job
 from satrap.rpc import Origin
 from satrap.rpc.client import Client, Pending
 from satrap.rpc.keys import Keys
 
+_MOST_GREETINGS = 8  # of one server in one call: each time it was started again
+_TURN_SECONDS = 0.1
 LAUNCH_ATTEMPTS = 1 << 16
 """Each launch of the trainers has as many attempts of its own: a restore begins one."""
 
@@ -97,36 +99,53 @@ class Servers:
         return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=self.bucket_map.version)
 
     def each(
-        self, method: str, origin: Origin, arguments: Mapping[int, tuple[Any, ...]], deadline: float | None = None
+        self, method: str, origin: Origin, arguments: Mapping[int, tuple[Any, ...]], patient: bool = False
     ) -> dict[int, Any]:
         """Calls the servers named, all at once, and returns what each answered. One that was restarted meanwhile is
         greeted and called again; a ticket that it does not know any more comes back as the TicketError. Any other error
-        is raised once all have answered, so that none works on."""
+        is raised once all have answered, so that none works on, or one has not within its deadline.
+
+        patient: they may take as long as they need; only silence of a call's deadline is an error, and errors name
+        their servers."""
 
         def begin(server: int) -> Pending:
-            return self._clients[server].begin(method, origin, *arguments[server], deadline=deadline)
+            return self._clients[server].begin(method, origin, *arguments[server], patient=patient)
 
         pending = {server: begin(server) for server in arguments}
+        greetings = dict.fromkeys(arguments, 0)
         found: dict[int, Any] = {}
-        errors: list[SatrapError] = []
-        for server, waiting in pending.items():
-            try:
+        failed: dict[int, SatrapError] = {}
+        while pending:
+            for server, call in list(pending.items()):
+                if not call.wait(_TURN_SECONDS / len(pending)):
+                    continue
+                del pending[server]
                 try:
-                    found[server] = waiting.result()
+                    found[server] = call.result()
                 except NotReadyError:
+                    greetings[server] += 1
+                    if greetings[server] > _MOST_GREETINGS:
+                        raise
                     self._greet(server)
-                    found[server] = begin(server).result()
-            except TicketError as error:
-                found[server] = error
-            except SatrapError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                    pending[server] = begin(server)
+                except TicketError as error:
+                    found[server] = error
+                except SatrapError as error:
+                    failed[server] = error
+                    if isinstance(error, DeadlineError):  # the others may take long
+                        pending.clear()
+                        break
+        if failed:
+            first = next(iter(failed.values()))
+            if not patient:
+                raise first
+            told = "; ".join(f"{self.addresses[server]}: {each}" for server, each in failed.items())
+            raise type(first)(told) from first
         return found
 
-    def all(self, method: str, *arguments: Any, deadline: float | None = None) -> list[Any]:
+    def all(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
         """What each server answers to a call that belongs to no step."""
-        found = self.each(method, self.origin(0), dict.fromkeys(range(len(self)), arguments), deadline)
+        found = self.each(method, self.origin(0), dict.fromkeys(range(len(self)), arguments), patient)
         return [found[server] for server in range(len(self))]
 
     def close(self) -> None:

@@ -6,7 +6,9 @@ number; one that nobody waits for is ignored.
 
 1. A call has a deadline. Until then a request without an answer is sent again every `retry_seconds`, as the same call.
 2. A server that is busy is asked again after a pause that grows.
-3. ZeroMQ connects, and connects anew, by itself. A request is only given to a connection that stands (with keys: to a
+3. A patient call's deadline counts from the last answer that the server still works at it: for calls that may take
+   long, of which only silence says that the server is gone.
+4. ZeroMQ connects, and connects anew, by itself. A request is only given to a connection that stands (with keys: to a
    server that proved its own), so DeadlineError can say whether there was one.
 
 Delivery is at least once: a served method must be idempotent. Arrays are sent from where they lie, so leave the arrays
@@ -90,8 +92,14 @@ class Client(Generic[P]):
         """The same as `call` with another deadline in seconds: `client.within(5).lookup(ids)`."""
         return cast(P, _Calls(self, _check_seconds("deadline", deadline)))
 
-    def begin(self, name: str, /, *arguments: Any, deadline: float | None = None, **named: Any) -> "Pending":
-        """Sends a call of the method of that name; its result is collected later, in this thread."""
+    def begin(
+        self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
+    ) -> "Pending":
+        """Sends a call of the method of that name; its result is collected later, in this thread.
+
+        patient: it may take as long as the server says that it works at it; `deadline` is for silence. It has to be
+        waited for (`Pending.wait`, `Pending.result`) to be kept alive.
+        """
         if name not in self._methods:
             raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
         method, number = self._methods[name]
@@ -106,7 +114,9 @@ class Client(Generic[P]):
         if deadline is not None and deadline is not seconds:
             seconds = _check_seconds("deadline", deadline)
         now = time.monotonic()
-        schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now)
+        patience = seconds if patient else 0.0
+        schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
+        schedule.look(now)
         connection = self._connection(min(seconds, _CONNECT_SECONDS))
         pending = Pending(connection, method, number, origin, frames, schedule, seconds)
         with connection.lock:
@@ -200,13 +210,20 @@ class Pending:
             origin=self._origin,
         )
 
+    def wait(self, seconds: float) -> bool:
+        """Whether the call has ended, with an answer or without; waits for that no longer than so many seconds."""
+        connection = self._connection
+        connection.require_own_thread(self._method.name)
+        until = time.monotonic() + seconds
+        if self.answer is None:
+            with connection.lock:
+                connection.wait(self, until)
+        return self.answer is not None or self.schedule.is_over(time.monotonic())
+
     def result(self) -> Any:
         """What the method returned; raises what it raised, or DeadlineError. In the thread that began the call."""
         connection = self._connection
-        connection.require_own_thread(self._method.name)
-        if self.answer is None:
-            with connection.lock:
-                connection.wait(self)
+        self.wait(math.inf)
         if self.answer is None:
             raise DeadlineError(self._why_late())
         if isinstance(self.answer, RpcError):
@@ -227,8 +244,10 @@ class Pending:
                 "both of one `satrap keys`?"
             )
         busy = f", {self.schedule.num_busy} times refused as busy" if self.schedule.num_busy else ""
+        at_work = f", {self.schedule.num_working} times told that it runs" if self.schedule.num_working else ""
+        what = "nothing was heard for" if self.schedule.patience else "no answer within"
         return (
-            f"{where}: there was a connection, but no answer within {self._seconds:g} s (sent {sent} times{busy}); "
+            f"{where}: there was a connection, but {what} {self._seconds:g} s (sent {sent} times{busy}{at_work}); "
             "give it more time, or look at the server"
         )
 
@@ -279,21 +298,22 @@ class _Connection:
             self.socket.send(frame, zmq.SNDMORE if i < last else 0, copy=False)
         pending.schedule.sent(now)
 
-    def wait(self, pending: Pending) -> None:
-        """Returns once there is an answer, or the deadline has passed."""
+    def wait(self, pending: Pending, until: float) -> None:
+        """Returns once there is an answer, or the deadline or the time given has passed."""
         schedule = pending.schedule
         while pending.answer is None:
             self.require_open()
             now = time.monotonic()
+            schedule.look(now)
             if schedule.is_due(now):
                 self.try_send(pending, now)
             blocked = schedule.is_due(now)
-            seconds = schedule.deadline - now if blocked else schedule.wait(now)
+            seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
             wanted = zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN
             ready = zmq.zmq_poll([(self.socket, wanted)], min(math.ceil(1000 * max(0.0, seconds)), _NOTICE_MS))
             if ready and ready[0][1] & zmq.POLLIN:
                 self._receive()
-            elif schedule.is_over(now):
+            elif schedule.is_over(now) or now >= until:
                 return
 
     def close(self) -> None:
@@ -328,6 +348,9 @@ class _Connection:
             return
         pending = self.waiting.get(header.call) if header.client == self.client else None
         if pending is None or header.kind == Kind.REQUEST:
+            return
+        if header.kind == Kind.WORKING:
+            pending.schedule.working(time.monotonic())
             return
         if header.kind == Kind.BUSY:
             pending.schedule.busy(time.monotonic(), random.random())

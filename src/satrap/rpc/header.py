@@ -3,7 +3,7 @@
     offset  size  field
          0     4  magic, b"STRP"
          4     1  version, 1
-         5     1  kind: 1 request, 2 reply, 3 error, 4 busy
+         5     1  kind: 1 request, 2 reply, 3 error, 4 busy (ask again later), 5 working (the call is known and open)
          6     2  number of frames that follow
          8     8  method: which one, see methods.py
         16     8  client: drawn at random by each connection of a client
@@ -39,6 +39,7 @@ class Kind(IntEnum):
     REPLY = 2
     ERROR = 3
     BUSY = 4
+    WORKING = 5
 
 
 _KINDS = {int(kind): kind for kind in Kind}

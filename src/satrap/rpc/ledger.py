@@ -9,8 +9,9 @@ A request is named by (client, call). Invariants, walked by `check`:
     a client has a route exactly as long as it has an open request
     arrived = queued + running + replied + unsent + expired + dropped
 
-A duplicate of an open request is not queued again. Every arrival, duplicates included, makes its route the newest of
-its client, and replies go there. A request whose deadline passed in the queue is dropped: nobody waits for it.
+A duplicate of an open request is not queued again; its caller is told that it is known. Every arrival, duplicates
+included, makes its route the newest of its client, and replies go there. A request whose deadline passed in the queue
+is dropped: nobody waits for it.
 """
 
 from collections import deque

@@ -5,7 +5,8 @@ the methods, which release the GIL where they work in native code; they hand the
 uncopied, and ring it through an inproc socket.
 
 1. A message is received frame by frame; frames beyond `max_frames` are thrown away as they come.
-2. Header, number of frames and sizes are checked; the ledger queues the request, drops it or says busy.
+2. Header, number of frames and sizes are checked; the ledger queues the request or says busy, or, of a request that
+   came again and is open, working: so whoever waits long hears that the server lives.
 3. A thread decodes the arguments, every type and size checked, and only then calls the object.
 4. The result is encoded. A `concurrent.futures.Future` is waited for by nobody: its reply goes when it is done.
 5. The socket thread sends the reply to the newest route of the client. A caller that is gone or does not read is not
@@ -233,8 +234,8 @@ class Service:
             verdict = self._ledger.arrive(header, frames, route, time.monotonic())
             if verdict is Verdict.QUEUED:
                 self._changed.notify()
-        if verdict is Verdict.BUSY:
-            self._send(route, Header(kind=Kind.BUSY, method=header.method, client=header.client, call=header.call), ())
+        if verdict is not Verdict.QUEUED:
+            self._send(route, *_message(Kind.BUSY if verdict is Verdict.BUSY else Kind.WORKING, header, ()))
 
     def _send_replies(self) -> None:
         with self._changed:

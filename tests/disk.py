@@ -1,0 +1,51 @@
+"""A small file system of a test's own, which can be full: tmpfs, mounted for as long as it is wanted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+class Disk:
+    """A mounted file system; see `small_disk`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self, *, leaving: int) -> None:
+        """Until only so many bytes are free, in one file."""
+        free = shutil.disk_usage(self.path).free
+        with open(self.path / "filling", "xb") as file:
+            os.posix_fallocate(file.fileno(), 0, free - leaving)
+
+    def make_room(self) -> None:
+        (self.path / "filling").unlink()
+
+    def grow(self, num_bytes: int) -> None:
+        _run("mount", "-o", f"remount,size={num_bytes}", str(self.path))
+
+
+@contextmanager
+def small_disk(path: Path, num_bytes: int) -> Iterator[Disk]:
+    """Skips the test where nothing can be mounted."""
+    path.mkdir(parents=True)
+    try:
+        _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},huge=never", "satrap-test", str(path))
+    except OSError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    try:
+        yield Disk(path)
+    finally:
+        _run("umount", "--lazy", str(path))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise OSError(done.stderr.strip())

@@ -1,0 +1,99 @@
+"""Faults that begin and end at random moments while a job trains, and the oracle that says that nothing came of them:
+a worker with its own rows that is given the same batches.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from bag_oracle import draw_bags
+from cluster import Killable, both_step, contents
+from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What begins it and what mends it."""
+
+    name: str
+    begin: Callable[[], object]
+    end: Callable[[], object]
+    most_seconds: float
+    """How long it lasts at most."""
+
+
+def stop_and_go(process: Killable | subprocess.Popen[str], most_seconds: float) -> Fault:
+    """SIGSTOP and SIGCONT."""
+    return Fault(
+        f"stop {process.pid}",
+        lambda: os.kill(process.pid, signal.SIGSTOP),
+        lambda: os.kill(process.pid, signal.SIGCONT),
+        most_seconds,
+    )
+
+
+def kill(server: Killable) -> Fault:
+    return Fault(f"kill {server.address}", server.kill, server.restart, 0.1)
+
+
+@contextmanager
+def at_random(
+    faults: Sequence[Fault], seed: int, *, num: int | None = None, seconds: float | None = None, gap: float = 0.3
+) -> Iterator[threading.Event]:
+    """One after another of them, drawn from the seed, until there were `num` or so many seconds have passed; all are
+    mended then, and the event is set. What failed meanwhile gets the story as a note."""
+    stop, over = threading.Event(), threading.Event()
+    story: list[str] = []
+    began = time.monotonic()
+    until = began + (1e9 if seconds is None else seconds)
+
+    def work() -> None:
+        try:
+            draw_them(np.random.default_rng(seed))
+        finally:
+            over.set()
+
+    def draw_them(draw: np.random.Generator) -> None:
+        while not stop.wait(draw.uniform(0.0, gap)) and time.monotonic() < until and len(story) != num:
+            fault = faults[int(draw.integers(len(faults)))]
+            story.append(f"{time.monotonic() - began:.2f} s: {fault.name}")
+            fault.begin()
+            try:
+                stop.wait(draw.uniform(0.0, fault.most_seconds))
+            finally:
+                fault.end()
+
+    thread = threading.Thread(target=work, name="faults")
+    thread.start()
+    try:
+        yield over
+    except BaseException as error:
+        error.add_note(f"seed {seed}; faults: {'; '.join(story)}")
+        raise
+    finally:
+        stop.set()
+        thread.join()
+
+
+def train_until(
+    over: threading.Event, local: LocalWorker, worker: RemoteWorker, rng: np.random.Generator, *, least: int = 20
+) -> int:
+    """Steps of both on the same batches until it is over; the bits must be the same. Returns how many steps."""
+    step = 0
+    while not over.is_set() or step < least:
+        step += 1
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
+    assert contents(worker) == contents(local)
+    for table in worker.tables.values():
+        table.check()
+    return step

@@ -1,0 +1,29 @@
+"""A trainer that is stopped and replaced: trains over servers without end, printing each step's number, and saves once,
+at the step given. Arguments: the servers as JSON, the run's folder, that step.
+"""
+
+import json
+import sys
+
+import torch
+
+from loop import batches, job, loss_of
+from satrap import Checkpoint
+
+
+def main(servers: list[str], run: str, save_at: int) -> None:
+    torch.set_num_threads(1)
+    embeddings, model, optimizer = job(staleness=2, deterministic=True, servers=servers)
+    data = batches(100_000)
+    checkpoint = Checkpoint(run, model, optimizer, embeddings, data)
+    for batch in embeddings.stream(data):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if batch.step == save_at:
+            checkpoint.save()
+        print(batch.step, flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

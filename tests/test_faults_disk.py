@@ -1,0 +1,172 @@
+"""Real file systems that are full: a save that fails is told with server, path and cause, costs nothing but itself, and
+the next one with room is whole; rows that do not fit into shared memory are refused and kill nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster import DEADLINE_SECONDS, Killable, batch, contents, one_table, remote, serving
+from disk import small_disk
+from loop import batches, loss_of
+from satrap import Checkpoint, _core
+from satrap.errors import SharedMemoryError, SnapshotError
+from satrap.local import LocalWorker
+from test_remote_training import bits, running
+from test_trainers import CHILD
+
+MEGABYTE, PAGE = 1 << 20, 4096
+
+
+@pytest.mark.parametrize("full_every", [1, 3])
+def test_a_full_disk_costs_the_checkpoints_that_it_had_no_room_for(full_every: int, tmp_path: Path) -> None:
+    """Full from step 6 to step 12. The run goes on, and what is resumed in between and afterwards is whole."""
+    data = batches(20)
+    with running(0) as (embeddings, model, optimizer):
+        wanted = {step: now for step, now, _ in _train(embeddings, model, optimizer, data, lambda step: None)}
+    with small_disk(tmp_path / "disk", 4 * MEGABYTE) as disk, running(2) as (embeddings, model, optimizer):
+        path = disk.path / "run"
+        run = Checkpoint(path, model, optimizer, embeddings, data, full_every=full_every)
+
+        def save(step: int) -> None:
+            if step == 6:
+                disk.fill(leaving=2 * PAGE)
+            elif step == 12:
+                disk.make_room()
+            run.save()
+
+        for step, now, told in _train(embeddings, model, optimizer, data, save):
+            assert now == wanted[step]
+            if 6 <= step < 12:
+                assert re.search(r"tcp://127\.0\.0\.1:\d+: table '\w+': .*disk/run/\S*/[01]-of-2.*No space left", told)
+                assert len(list(path.iterdir())) == 2, "nothing is left of it"
+            else:
+                assert told == ""
+            if step in (10, 12, 20):
+                assert _resumed(path, data) == wanted[step if step >= 12 else 4]
+
+
+def _train(
+    embeddings: Any, model: Any, optimizer: Any, data: Any, save: Callable[[int], object]
+) -> Iterator[tuple[int, list[bytes], str]]:
+    """Every second step: its number, the bits there, and how saving failed."""
+    for each in embeddings.stream(data):
+        optimizer.zero_grad()
+        loss_of(model, each).backward()
+        optimizer.step()
+        if each.step % 2 == 0:
+            told = ""
+            try:
+                save(each.step)
+            except SnapshotError as error:
+                told = str(error)
+            yield each.step, bits(embeddings, model), told
+
+
+def _resumed(path: Path, data: Any) -> list[bytes]:
+    """What a new process finds, with rows of its own."""
+    with running(0) as (embeddings, model, optimizer):
+        assert Checkpoint(path, model, optimizer, embeddings, data).resume()
+        return bits(embeddings, model)
+
+
+def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
+    """All rows are the second server's, so the first one's part is written. Its version has moved on then, and changes
+    since the last snapshot of both are saved all the same."""
+    wide = one_table(dim=64)
+    ids = np.arange(6000, dtype=np.uint64)
+    ids = ids[_core.bucket_of(ids, 8) >= 4]
+    local = LocalWorker(wide, num_threads=1)
+    with serving(2) as services, remote(wide, [each.address for each in services]) as worker:
+        table = worker.tables["t"]
+        for step in (1, 2):
+            for each in (local, worker):
+                looked = each.lookup(batch(ids if step == 2 else ids[:10]), step=step)
+                each.update([looked.ticket] if looked.ticket else [], [looked.block], step=step)
+            if step == 1:
+                first = table.save(tmp_path / "first")
+        for since in (None, first):  # a file system of its own for what the second one writes
+            part = tmp_path / str(since) / "1-of-2"
+            with small_disk(part, MEGABYTE // 2):
+                full = rf"^{services[1].address}: .*{part}/\S*: No space left on device; [^;]*$"
+                with pytest.raises(SnapshotError, match=full):
+                    table._save(part.parent, since)
+        second = table.save_changes(tmp_path / "second", since=first)
+        third = table.save_changes(tmp_path / "third", since=second)
+        assert first < second < third
+        chain = [tmp_path / name for name in ("first", "second", "third")]
+        whole = contents(worker, ids)
+        assert whole == contents(local, ids)
+        worker.tables.restore({"t": chain})
+        assert contents(worker, ids) == whole
+
+
+def test_a_full_disk_under_several_trainers_is_told_by_all(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", MEGABYTE) as disk, serving(2) as services:
+        disk.fill(leaving=2 * PAGE)
+        given: dict[str, Any] = {
+            "servers": [each.address for each in services],
+            "checkpoint": str(disk.path / "run"),
+            "until": None,
+        }
+        given |= {"batches": 8, "epochs": 1, "accumulate": 1, "staleness": 0, "overlap": False, "dropped": []}
+        command = [sys.executable, str(CHILD)]
+        trainers = [
+            subprocess.Popen(
+                [*command, str(rank), "2", str(tmp_path / "meeting"), json.dumps(given)],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            told = [each.communicate(timeout=2 * DEADLINE_SECONDS)[1] for each in trainers]
+        finally:
+            for trainer in trainers:
+                trainer.kill()
+                trainer.wait()
+        assert all(trainer.returncode for trainer in trainers)  # 1, or torch aborts when its groups are left open
+        assert re.search(r"SnapshotError: tcp://127\.0\.0\.1:\d+: .*No space left on device", told[0])
+        assert "CheckpointError: the first trainer could not do it; its own error says why" in told[1]
+
+
+def test_rows_that_do_not_fit_into_shared_memory(tmp_path: Path) -> None:
+    """An error and no SIGBUS. Rows that are there can be trained on, and with room the same batch goes through."""
+    wide = one_table(dim=256)
+    local = LocalWorker(wide, num_threads=1)
+
+    def step(number: int, ids: Any) -> None:
+        for each in (worker, local):
+            looked = each.lookup(batch(ids), step=number)
+            each.update([looked.ticket] if looked.ticket else [], [looked.block], step=number)
+
+    with small_disk(tmp_path / "disk", 40 * MEGABYTE) as disk:
+        server = Killable(disk.path / "rows")
+        try:
+            with remote(wide, [server.address]) as worker:
+                groups = np.arange(2000 * 40, dtype=np.uint64).reshape(40, -1)
+                number = 0
+                with pytest.raises(
+                    SharedMemoryError, match=r"rows.*cannot grow by .*No space left on device"
+                ) as caught:
+                    while number < len(groups) - 2:
+                        step(number + 1, groups[number])
+                        number += 1
+                assert caught.value.__notes__ == [f"raised by ServerCalls.lookup at {server.address}"]
+                assert number > 2
+                step(number + 1, groups[1])
+                disk.grow(400 * MEGABYTE)
+                step(number + 2, groups[number])
+                assert contents(worker, groups.reshape(-1)) == contents(local, groups.reshape(-1))
+                worker.tables["t"].check()
+        finally:
+            server.end()

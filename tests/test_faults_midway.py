@@ -1,0 +1,209 @@
+"""Servers that take long over a save or restore, or die in the middle of one: life is waited for as long as it lasts,
+silence is not. A pipe in the place of a manifest holds a server exactly there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster import DEADLINE_SECONDS, batch, contents, killables, one_table, remote
+from loop import batches, job, loss_of
+from rpc_parts import eventually
+from satrap import Checkpoint
+from satrap.errors import AttemptError, DeadlineError
+from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+from test_remote_training import bits
+
+SILENCE_SECONDS = 3.0
+
+
+class Pipe:
+    """Stands in a file's place: whoever reads it waits until the content is put in."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._content, self._end = path, path.read_bytes(), -1
+        path.unlink()
+        os.mkfifo(path)
+
+    def wait_for_reader(self) -> None:
+        eventually(self._is_read)
+
+    def _is_read(self) -> bool:
+        try:
+            self._end = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return False
+        return True
+
+    def give_back(self) -> None:
+        """The file is there again, for readers to come."""
+        (self._path.parent.parent / "given back").write_bytes(self._content)
+        (self._path.parent.parent / "given back").rename(self._path)
+
+    def let_go(self) -> None:
+        """Whoever waits, if it lives, reads the file."""
+        with suppress(BrokenPipeError):
+            os.write(self._end, self._content)
+        os.close(self._end)
+
+
+@contextmanager
+def meanwhile(work: Callable[[], object]) -> Iterator[None]:
+    """In another thread; what fails there fails here."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        yield
+        done.result(DEADLINE_SECONDS)
+
+
+def step(workers: list[Any], number: int) -> None:
+    for each in workers:
+        looked = each.lookup(batch(range(10 * number, 10 * number + 30)), step=number)
+        each.update([looked.ticket] if looked.ticket else [], [np.ones((30, 2), np.float32)], step=number)
+
+
+def test_a_save_that_takes_long_and_servers_that_die_in_one(tmp_path: Path) -> None:
+    """1. One that is held for twice the deadline is waited for. 2. One that is killed is named. 3. One that is killed
+    and comes back does it again."""
+    local, manifest = LocalWorker(one_table(), num_threads=1), tmp_path / "a/1-of-2/manifest.json"
+    with (
+        killables(tmp_path) as servers,
+        remote(one_table(), [each.address for each in servers], deadline=SILENCE_SECONDS, retry_seconds=0.5) as worker,
+    ):
+        table = worker.tables["t"]
+        step([local, worker], 1)
+        first = table.save(tmp_path / "a")
+        pipe = Pipe(manifest)
+
+        def late() -> None:
+            pipe.wait_for_reader()
+            threading.Event().wait(2 * SILENCE_SECONDS)
+            pipe.let_go()
+
+        with meanwhile(late):  # 1.
+            began = time.monotonic()
+            assert table.save(tmp_path / "a") > first and time.monotonic() - began > 2 * SILENCE_SECONDS
+        pipe = Pipe(manifest)
+
+        def killed() -> None:
+            pipe.wait_for_reader()
+            servers[1].kill()
+
+        silent = rf"save at {servers[1].address}: there was a connection, but nothing was heard for 3 s"
+        with meanwhile(killed), pytest.raises(DeadlineError, match=silent):  # 2.
+            table.save(tmp_path / "a")
+        pipe.let_go()
+        pipe.give_back()
+        servers[1].restart()
+        step([local, worker], 2)
+        pipe = Pipe(manifest)
+
+        def replaced() -> None:
+            killed()
+            pipe.let_go()
+            pipe.give_back()
+            servers[1].restart()
+
+        with meanwhile(replaced):  # 3.
+            table.save(tmp_path / "a")
+        step([local, worker], 3)
+        assert contents(worker) == contents(local)
+        worker.tables.restore({"t": [tmp_path / "a"]})
+        other = LocalWorker(one_table(), num_threads=1)
+        for number in (1, 2):
+            step([other], number)
+        assert contents(worker) == contents(other)
+
+
+def test_a_server_that_dies_before_its_rows_are_replaced(tmp_path: Path) -> None:
+    """While the checkpoint is verified: all servers have what they had."""
+    with (
+        killables(tmp_path) as servers,
+        remote(one_table(), [each.address for each in servers], deadline=SILENCE_SECONDS, retry_seconds=0.5) as worker,
+    ):
+        step([worker], 1)
+        worker.tables["t"].save(tmp_path / "a")
+        saved = contents(worker)
+        step([worker], 2)
+        before = contents(worker)
+        pipe = Pipe(tmp_path / "a/1-of-2/manifest.json")
+
+        def killed() -> None:
+            pipe.wait_for_reader()
+            servers[1].kill()
+
+        with meanwhile(killed), pytest.raises(DeadlineError, match=rf"verify at {servers[1].address}: "):
+            worker.tables.restore({"t": [tmp_path / "a"]})
+        pipe.give_back()
+        pipe.let_go()
+        servers[1].restart()
+        assert contents(worker) == before
+        worker.tables.restore({"t": [tmp_path / "a"]})
+        assert contents(worker) == saved
+
+
+def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
+    """The old ones are gone and the new ones not there: it says so, and a second restore is whole."""
+    with killables(tmp_path, 1) as servers, remote(one_table(), [servers[0].address], retry_seconds=0.5) as worker:
+        step([worker], 1)
+        worker.tables["t"].save(tmp_path / "a")
+        saved, manifest = contents(worker), tmp_path / "a/0-of-1/manifest.json"
+        pipe = Pipe(manifest)
+
+        def killed() -> None:
+            pipe.wait_for_reader()
+            pipe.give_back()
+            again = Pipe(manifest)
+            pipe.let_go()
+            again.wait_for_reader()
+            servers[0].kill()
+            again.let_go()
+            again.give_back()
+            servers[0].restart()
+
+        with meanwhile(killed), pytest.raises(AttemptError, match="was started again while a restore began attempt 2"):
+            worker.tables.restore({"t": [tmp_path / "a"]})
+        worker.tables.restore({"t": [tmp_path / "a"]})
+        assert contents(worker) == saved
+        step([worker], 2)
+
+
+def test_changes_that_a_server_started_again_does_not_know_are_saved_whole(tmp_path: Path) -> None:
+    """It has its rows, and not the ids of those that went before. A run goes on saving, and what it saves is whole."""
+    data = batches(20)
+    with killables(tmp_path) as servers:
+        embeddings, model, optimizer = job(servers=[each.address for each in servers])
+        assert isinstance(embeddings.worker, RemoteWorker)
+        try:
+            run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data, keep=9, full_every=9)
+            for each in embeddings.stream(data):
+                optimizer.zero_grad()
+                loss_of(model, each).backward()
+                optimizer.step()
+                if each.step == 10:
+                    servers[0].kill()
+                    servers[0].restart()
+                run.save(every_steps=4)
+            wanted = bits(embeddings, model)
+        finally:
+            embeddings.worker.servers.close()
+    parents = [json.loads(each.read_text())["parent"] for each in sorted(tmp_path.glob("run/*/checkpoint.json"))]
+    assert parents == [None, "000001-step-4", None, "000003-step-12", "000004-step-16"]
+    embeddings, model, optimizer = job()
+    assert Checkpoint(tmp_path / "run", model, optimizer, embeddings, data).resume()
+    assert bits(embeddings, model) == wanted

@@ -1,0 +1,97 @@
+"""A network between trainer and servers that is cut, that loses, delays, reorders and doubles packets, and of which one
+end is started again unnoticed: every update is applied exactly once, and silence ends in time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bag_oracle import draw_bags
+from cluster import Killable, both_step, contents, features, killables, remote
+from faults import Fault, at_random, train_until
+from network import ADDRESSES, CALM, CUT, SERVER, TRAINER, Network, Weather, network
+from rpc_parts import DEADLINE_SECONDS
+from satrap.errors import DeadlineError
+from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+from satrap.rpc.keys import Keys, make_keys
+
+BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
+
+
+@contextmanager
+def beyond_a_network(
+    tmp_path: Path, seed: int, *, deadline: float = 60.0, most_seconds: float = 0.0
+) -> Iterator[tuple[Network, list[Killable], RemoteWorker]]:
+    """This thread at the trainer's end, two servers at the other, with keys.
+
+    most_seconds: of the test, beyond what others take."""
+    server_key, client_key = make_keys(tmp_path / "keys")
+    with network(seed) as wire:
+        how = (f"tcp://{ADDRESSES[SERVER]}:0", ("--keys", str(server_key)), lambda: wire.inside(SERVER), most_seconds)
+        with killables(tmp_path, 2, *how) as servers, wire.inside(TRAINER):
+            addresses, keys = [each.address for each in servers], Keys.read(client_key)
+            with remote(features(), addresses, keys=keys, deadline=deadline) as worker:
+                yield wire, servers, worker
+
+
+def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """Both ways, one way, and such that the trainer's own system knows."""
+    local = LocalWorker(features(), num_threads=1)
+    with beyond_a_network(tmp_path, seed) as (wire, _, worker):
+
+        def cut(name: str, to_servers: Weather, to_trainer: Weather) -> Fault:
+            return Fault(name, lambda: wire.be(to_servers, to_trainer), lambda: wire.be(CALM, CALM), most_seconds=2.0)
+
+        faults = [cut("cut", CUT, CUT), cut("cut to the servers", CUT, CALM), cut("cut to the trainer", CALM, CUT)]
+        faults.append(Fault("link", lambda: wire.link(TRAINER, "down"), lambda: wire.link(TRAINER, "up"), 2.0))
+        with at_random(faults, seed, num=5) as over:
+            train_until(over, local, worker, rng)
+
+
+def test_a_network_that_loses_delays_and_doubles(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """A fifth of the packets is lost, and they overtake one another."""
+    local = LocalWorker(features(), num_threads=1)
+    with beyond_a_network(tmp_path, seed) as (wire, _, worker):
+        wire.be(BAD, BAD)
+        for step in range(1, 5):
+            both_step([local, worker], rng, [draw_bags(rng, local.features, 20)], step)
+        wire.be(CALM, CALM)
+        assert contents(worker) == contents(local)
+
+
+def test_a_cut_beyond_the_deadline_is_told_and_mended_goes_on(
+    tmp_path: Path, seed: int, rng: np.random.Generator
+) -> None:
+    local = LocalWorker(features(), num_threads=1)
+    with beyond_a_network(tmp_path, seed, deadline=4.0) as (wire, servers, worker):
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], 1)
+        wire.be(CUT, CUT)
+        began, either = time.monotonic(), "|".join(each.address for each in servers)
+        with pytest.raises(DeadlineError, match=rf"lookup at ({either}): there was a connection, but no answer"):
+            worker.lookup(draw_bags(rng, local.features, 30).inputs(), step=2)
+        assert 4.0 <= time.monotonic() - began < DEADLINE_SECONDS
+        wire.be(CALM, CALM)
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], 2)
+        assert contents(worker) == contents(local)
+
+
+def test_servers_started_again_behind_a_cut(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """The trainer's connections are half open: nothing told it that their other ends are gone."""
+    local = LocalWorker(features(), num_threads=1)
+    with beyond_a_network(tmp_path, seed) as (wire, servers, worker):
+        for step in range(1, 4):
+            both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
+            if step < 3:
+                wire.be(CUT, CUT)
+                for each in servers:
+                    each.kill()
+                    each.restart()
+                wire.be(CALM, CALM)
+        assert contents(worker) == contents(local)

@@ -1,0 +1,152 @@
+"""Processes that stand still (SIGSTOP) at random moments and go on: servers, trainers, trainers that were replaced."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster import batch, contents, features, killables, one_table, remote, serving
+from faults import at_random, stop_and_go, train_until
+from loop import batches, job, loss_of
+from rpc_parts import DEADLINE_SECONDS, Calls, Served
+from satrap import Checkpoint
+from satrap.errors import DeadlineError
+from satrap.job import Job
+from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
+from satrap.rpc import Service
+from satrap.servers import Servers
+from test_remote_training import bits
+
+
+def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    local = LocalWorker(features(), num_threads=1)
+    with (
+        killables(tmp_path) as servers,
+        remote(features(), [each.address for each in servers], retry_seconds=0.1) as worker,
+        at_random([stop_and_go(each, 0.8) for each in servers], seed, num=8) as over,
+    ):
+        train_until(over, local, worker, rng)
+
+
+def test_a_server_stopped_beyond_the_deadline_is_named_and_goes_on_later(tmp_path: Path) -> None:
+    """Within the deadline and no more than some seconds; what was asked is then applied once."""
+    local = LocalWorker(one_table(), num_threads=1)
+    with killables(tmp_path) as servers:
+        job = Job(tables=one_table().tables)
+        of_servers = Servers(job, [each.address for each in servers], deadline=5.0, retry_seconds=0.2)
+        try:
+            worker = RemoteWorker(one_table(), of_servers, num_threads=1)
+            looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
+            assert looked[1].ticket and looked[0].ticket
+            servers[1].stop()
+            began = time.monotonic()
+            try:
+                with pytest.raises(
+                    DeadlineError, match=rf"update at {servers[1].address}: there was a connection, but"
+                ):
+                    worker.update([looked[1].ticket], [np.ones((30, 2), np.float32)], step=1)
+                assert 5.0 <= time.monotonic() - began < 60.0
+            finally:
+                servers[1].go_on()
+            worker.update([looked[1].ticket], [np.ones((30, 2), np.float32)], step=1)
+            local.update([looked[0].ticket], [np.ones((30, 2), np.float32)], step=1)
+            assert contents(worker) == contents(local)
+        finally:
+            of_servers.close()
+
+
+def test_a_trainer_that_is_stopped_and_replaced_changes_nothing_when_it_wakes(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Stopped at any moment, with updates under way; it wakes while its successor trains. The oracle is the same from
+    the same checkpoint where nobody woke."""
+    with serving(2) as services:
+        addresses = [each.address for each in services]
+        command = [sys.executable, str(Path(__file__).with_name("stopped_child.py")), json.dumps(addresses)]
+        old = subprocess.Popen(
+            [*command, str(tmp_path / "run"), "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+        def wake(step: int) -> None:
+            if step == 15:
+                old.send_signal(signal.SIGCONT)
+            elif step == 40:
+                _, told = old.communicate(timeout=DEADLINE_SECONDS)
+                assert old.returncode == 1 and "AttemptError" in told and "this process was replaced" in told
+
+        try:
+            assert old.stdout is not None
+            for _ in range(6 + int(rng.integers(30))):
+                assert old.stdout.readline()
+            threading.Event().wait(rng.uniform(0.0, 0.01))
+            old.send_signal(signal.SIGSTOP)
+            found = _gone_on(tmp_path / "run", wake, servers=addresses)
+        finally:
+            old.kill()
+            old.communicate()
+    assert found == _gone_on(tmp_path / "run", lambda step: None)
+
+
+def _gone_on(run: Path, meanwhile: Callable[[int], None], **options: Any) -> list[bytes]:
+    """From the checkpoint of step 5 to the end."""
+    data = batches(60)
+    embeddings, model, optimizer = job(staleness=2, deterministic=True, **options)
+    try:
+        assert Checkpoint(run, model, optimizer, embeddings, data).resume() and embeddings.step == 5
+        with embeddings.stream(data) as stream:
+            for each in stream:
+                optimizer.zero_grad()
+                loss_of(model, each).backward()
+                optimizer.step()
+                meanwhile(each.step)
+        for table in embeddings.tables.values():
+            table.check()
+        return bits(embeddings, model)
+    finally:
+        if isinstance(embeddings.worker, RemoteWorker):
+            embeddings.worker.servers.close()
+
+
+def test_a_trainer_stopped_for_longer_than_its_deadline_goes_on(rng: np.random.Generator) -> None:
+    """Nobody replaced it, and its time stood still: no call of it is late."""
+    program = """if True:
+        import sys
+        from rpc_parts import Calls
+        from satrap.rpc import Client
+        with Client(Calls, sys.argv[1], deadline=2.0, retry_seconds=0.5) as client:
+            while True:
+                print(client.call.add(1), flush=True)
+    """
+    with Service(Served(), Calls, "tcp://127.0.0.1:0") as service:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, service.address],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parent,
+            text=True,
+        )
+        try:
+            assert child.stdout is not None
+            for _ in range(2):
+                for _ in range(20):
+                    assert child.stdout.readline(), "a call failed"
+                threading.Event().wait(rng.uniform(0.0, 0.01))
+                child.send_signal(signal.SIGSTOP)
+                threading.Event().wait(3.0)
+                child.send_signal(signal.SIGCONT)
+                for _ in range(20):
+                    assert child.stdout.readline(), "a call failed"
+            assert child.poll() is None
+        finally:
+            child.kill()
+            child.communicate()

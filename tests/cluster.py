@@ -100,20 +100,21 @@ class Killable:
     """A server process whose rows lie in shared memory; started again at the same port."""
 
     def __init__(self, shared: Path) -> None:
-        self.shared, self._process = shared, self._start("tcp://127.0.0.1:0", shared)
+        self.shared = shared
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = self._start("tcp://127.0.0.1:0")
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
 
-    def _start(self, address: str, shared: Path) -> subprocess.Popen[str]:
-        command = [
-            str(Path(sys.executable).with_name("satrap")),
-            "server",
-            "--listen",
-            address,
-            "--shared",
-            str(shared),
-        ]
-        process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True)
+    def _command(self) -> list[str]:
+        return ["server", "--shared", str(self.shared)]
+
+    def _start(self, address: str) -> subprocess.Popen[str]:
+        satrap = str(Path(sys.executable).with_name("satrap"))
+        command = [satrap, *self._command(), "--listen", address, "--threads", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._timer = threading.Timer(4 * DEADLINE_SECONDS, process.kill)
         self._timer.start()
         return process
@@ -125,7 +126,7 @@ class Killable:
 
     def restart(self) -> None:
         """Returns when it listens."""
-        self._process = self._start(self.address, self.shared)
+        self._process = self._start(self.address)
         assert self._process.stdout is not None
         assert self._process.stdout.readline().split()[-1] == self.address
 

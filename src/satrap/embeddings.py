@@ -24,6 +24,7 @@ from satrap.local import LocalWorker
 from satrap.optimizer import HybridOptimizer
 from satrap.place import here
 from satrap.report import Counters
+from satrap.sources.declared import travels
 from satrap.sources.iterable import Iterable as Items
 from satrap.stream import Lookup, Stream
 from satrap.sync import Gate
@@ -33,6 +34,7 @@ from satrap.trainers import Trainers
 from satrap.workers import RowsAt, open_worker
 
 if TYPE_CHECKING:
+    from satrap.far import FarWorker
     from satrap.remote_tables import RemoteTables
 
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
@@ -53,6 +55,7 @@ class Embeddings(torch.nn.Module):
         servers: Sequence[str] | None = None,
         keys: str | PathLike[str] | None = None,
         wire: Literal["float32", "float16"] = "float32",
+        workers: Sequence[str] | None = None,
     ) -> None:
         """features: by the name of their column; a bare table stands for one id per sample.
 
@@ -66,6 +69,9 @@ class Embeddings(torch.nn.Module):
         keys: the file client.key of `satrap keys`; without it the servers are on this machine.
         wire: how rows and gradients cross to the servers and back. "float32": as they are, bit for bit. "float16": in
             half the bytes, each rounded by at most 2^-11 of the largest magnitude of its row; nothing overflows.
+        workers: "tcp://host:port" of each `satrap worker`: they read the files of declared sources, look up and update;
+            this trainer uses the one of its rank. Any other data is looked up from here. Under `satrap run` they are
+            the run's, unless they are named; []: none.
         """
         super().__init__()
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
@@ -78,7 +84,7 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"deterministic=True with staleness {staleness} is for one trainer; here are several")
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
-        rows = RowsAt(shared, servers, keys, wire)
+        rows = RowsAt(shared, servers, keys, wire, workers)
         self.worker = open_worker(self.features, rows, self.trainers, seed, staleness, num_threads)
         self._step = 0
         self._past = Counters()  # of the training streams that ended
@@ -137,7 +143,8 @@ class Embeddings(torch.nn.Module):
             (dense, KeyedJaggedTensor, label). Several trainers each train on their share of its samples, and end
             together: a batch that one has more than another is dropped and counted.
         accumulate: how many batches make one optimizer step.
-        overlap: table work beside the dense network; None: if there is a device, or staleness and a spare core.
+        overlap: table work beside the dense network; None: if there is a device, a worker in a process of its own, or
+            staleness and a spare core.
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
@@ -146,7 +153,7 @@ class Embeddings(torch.nn.Module):
         self._require_same_rows()
         place = torch.device("cpu" if device is None else device)
         if overlap is None:
-            overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0)
+            overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self._far(data) is not None
         if not self.training:
             inputs = self._batches(data, None)
             if not any(len(store) for store in self.tables.values()):
@@ -217,7 +224,24 @@ class Embeddings(torch.nn.Module):
                 f"{self.step}: resume its checkpoint, or remove them with embeddings.tables.clear()"
             )
 
+    def signature_of(self, data: Any) -> Mapping[str, Any] | None:
+        """For a checkpoint: what a position in it depends on; None if it cannot say."""
+        if (far := self._far(data)) is not None:
+            return far.signature(data)
+        signature = getattr(data, "signature", None)
+        return None if signature is None else signature()
+
+    def _far(self, data: Any) -> "FarWorker | None":
+        """The worker in a process of its own, if it can read the data."""
+        if isinstance(self.worker, LocalWorker):
+            return None
+        from satrap.far import FarWorker
+
+        return self.worker if isinstance(self.worker, FarWorker) and travels(data) else None
+
     def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
+        if (far := self._far(data)) is not None:
+            return far.batches(data, position, **share)
         source = data if hasattr(data, "batches") else Items(data)
         found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
         return found

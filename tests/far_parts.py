@@ -4,6 +4,7 @@ workers served in this process, and some that can be killed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -62,26 +63,70 @@ def source(path: Path, **options: Any) -> Parquet:
     return Parquet(str(path), dense="age", label="click", weights={"user": "user_weight"}, **given)
 
 
+class Working:
+    """A worker in this process, behind a real socket."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+        self.host = Host(num_threads=1)
+        self._service = Service(self.host, WorkerCalls, address, num_threads=4)
+        self.address = self._service.address
+
+    def close(self) -> None:
+        self._service.close()
+        self.host.close()
+
+    def restart(self) -> None:
+        """Another at the same address, which knows nothing."""
+        self.close()
+        self.__init__(self.address)  # type: ignore[misc]
+
+
 @contextmanager
-def working(num_workers: int = 1) -> Iterator[list[Service]]:
+def working(num_workers: int = 1) -> Iterator[list[Working]]:
     """Workers on free ports."""
     with ExitStack() as stack:
         found = []
         for _ in range(num_workers):
-            host = Host(num_threads=1)
-            stack.callback(host.close)
-            found.append(stack.enter_context(Service(host, WorkerCalls, "tcp://127.0.0.1:0", num_threads=4)))
+            found.append(Working())
+            stack.callback(found[-1].close)
         yield found
 
 
 class KillableWorker(Killable):
     """A worker process; started again at the same port."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        self._options = options
         self._begin()
 
     def _command(self) -> list[str]:
-        return ["worker"]
+        return ["worker", *self._options]
+
+
+@contextmanager
+def dying(victims: list[Killable], seed: int, num_kills: int) -> Iterator[threading.Event]:
+    """Kills one of them after another at random moments and starts it again; what is set when that is over."""
+    stop, over = threading.Event(), threading.Event()
+
+    def kill() -> None:
+        draw = np.random.default_rng(seed)
+        for _ in range(num_kills):
+            if stop.wait(draw.uniform(0.05, 0.4)):
+                break
+            victim = victims[int(draw.integers(len(victims)))]
+            victim.kill()
+            victim.restart()
+        over.set()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield over
+    finally:
+        stop.set()
+        killer.join()
+        for each in victims:
+            each.end()
 
 
 class Net(torch.nn.Module):
@@ -114,12 +159,20 @@ def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
             embeddings.worker.servers.close()
 
 
-def train(job: tuple[Embeddings, Net, Any], data: Any, **options: Any) -> list[Any]:
-    """Of each batch what was seen; every seventh is dropped."""
+def send_through(embeddings: Embeddings, address: str) -> None:
+    """Gives a job with servers the worker at the address, and calls it again soon if no answer comes."""
+    near = embeddings.worker
+    assert isinstance(near, RemoteWorker)
+    embeddings.worker = FarWorker(embeddings.features, near.servers, address, num_threads=1, retry_seconds=0.03)
+
+
+def train(job: tuple[Embeddings, Net, Any], data: Any, at: Any = lambda *_: None, **options: Any) -> list[Any]:
+    """Of each batch what was seen; every seventh is dropped. `at` is called in between: at("looked up", number)."""
     embeddings, model, optimizer = job
     seen = []
     with embeddings.stream(data, **options) as stream:
         for number, batch in enumerate(stream, 1):
+            at("looked up", number)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
             loss.backward()
             seen.append((batch.step, loss.item(), batch.position, batch.inputs.extra["note"].to_pylist()))
@@ -128,6 +181,7 @@ def train(job: tuple[Embeddings, Net, Any], data: Any, **options: Any) -> list[A
             elif number % options.get("accumulate", 1) == 0:
                 optimizer.step()
                 optimizer.zero_grad()
+            at("updated", number)
     return seen
 
 

@@ -27,7 +27,7 @@ CHILD = Path(__file__).with_name("trainer_child.py")
 def run(services: Sequence[Any], world: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """What each trainer printed."""
     given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
-    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1} | options
+    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None} | options
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
     trainers = [
         subprocess.Popen(

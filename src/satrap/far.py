@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.assignment import Assignment
-from satrap.errors import DeadlineError, NotReadyError, SourceError, StreamError, TicketError
+from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs, Position
 from satrap.reading import Start
@@ -44,12 +44,18 @@ class WorkerAt:
     """The worker's process, as one trainer calls it."""
 
     def __init__(
-        self, address: str, servers: Servers, assignment: Assignment, keys: Keys | None, deadline: float
+        self,
+        address: str,
+        servers: Servers,
+        assignment: Assignment,
+        keys: Keys | None,
+        deadline: float,
+        retry_seconds: float,
     ) -> None:
         """Says hello."""
         self.address, self.servers = address, servers
         self._assignment = assignment.to_dict()
-        self._client = Client(WorkerCalls, address, keys, deadline=deadline)
+        self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
         self.call = self._client.call
         self.farewell = self._client.within(_FAREWELL_SECONDS)
         self._streams: dict[int, FarBatches] = {}
@@ -101,9 +107,9 @@ class WorkerAt:
             raise SourceError(f"the worker at {self.address} cannot read it: {error}") from error
 
     def end(self, number: int) -> None:
-        """Closes a stream. A worker that cannot be reached forgets it with the attempt."""
+        """Closes a stream. A worker that cannot be told forgets it with the attempt."""
         if self._streams.pop(number, None) is not None:
-            with suppress(NotReadyError, DeadlineError):
+            with suppress(SatrapError):
                 self.farewell.close_stream(self.servers.origin(0), number)
 
     def close(self) -> None:
@@ -316,7 +322,7 @@ class FarRows:
             raise TicketError("drop of a batch: this ticket was used already")
         ticket.used = True
         ticket.batches.settle(ticket.number)
-        with suppress(NotReadyError, DeadlineError):  # it has nothing of it any more, or hears with the next batch
+        with suppress(NotReadyError, RpcError):  # it has nothing of it any more, or hears with the next batch
             self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.number, ticket.number)
 
 
@@ -332,8 +338,9 @@ class FarWorker(RemoteWorker):
         keys: Keys | None = None,
         num_threads: int | None = None,
         deadline: float = DEADLINE_SECONDS,
+        retry_seconds: float = 2.0,
     ) -> None:
-        """Says hello to the worker at the address."""
+        """Says hello to the worker at the address. See `Servers` and `RemoteWorker` for the others."""
         super().__init__(features, servers, num_threads=num_threads)
         assignment = Assignment(
             features=features,
@@ -342,7 +349,7 @@ class FarWorker(RemoteWorker):
             wire=servers.wire,
             together=servers.together,
         )
-        self.at = WorkerAt(address, servers, assignment, keys, deadline)
+        self.at = WorkerAt(address, servers, assignment, keys, deadline, retry_seconds)
         self._far = FarRows(features, self._remote, self.at)
         self._rows = self._far
 

@@ -254,6 +254,23 @@ def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
             assert len(worker.host._seats) == 1 and not worker.host._seats[0].readings
 
 
+def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
+    """At the same address: their attempts begin at 1, and the worker has seen later ones."""
+    data = source(write(tmp_path / "a.parquet", 4))
+    with working() as (worker,):
+        address, numbers = "tcp://127.0.0.1:0", []
+        for times in (3, 1):
+            with Service(Server(num_threads=1), ServerCalls, address) as service:
+                address = service.address
+                for _ in range(times):
+                    with running(servers=[address], workers=[worker.address]) as job:
+                        assert isinstance(job[0].worker, FarWorker)
+                        job[0].worker.tables.clear()
+                        assert len(train(job, data)) == 4
+                numbers.append(worker.host._attempt)
+    assert numbers == [6, 2]
+
+
 def test_a_worker_that_was_paused_and_replaced(tmp_path: Path) -> None:
     """It wakes up with an update of the older attempt on its way, which the servers refuse."""
     data = source(write(tmp_path / "a.parquet", 12))

@@ -53,8 +53,8 @@ class _Seat:
         """Calls that wait for a server end with an error."""
         self.worker.servers.close()
         for reading in list(self.readings.values()):
-            reading.close()
-        self.calls.shutdown(wait=wait, cancel_futures=True)
+            self.calls.submit(reading.close)
+        self.calls.shutdown(wait=wait)
 
 
 class Host:
@@ -94,20 +94,24 @@ class Host:
                 keys=self._keys,
                 wire=wanted.wire,
             )
+            if servers.newest_attempt > origin.attempt:
+                servers.close()
+                raise self._replaced(origin, servers.newest_attempt)
             seat = _Seat(RemoteWorker(wanted.features, servers, num_threads=self._num_threads))
             with self._lock:
-                left = list(self._seats.values()) if origin.attempt > self._attempt else []
+                left = list(self._seats.values()) if origin.attempt != self._attempt else []
                 self._seats = ({} if left else self._seats) | {origin.trainer: seat}
                 self._attempt, self._assignment = origin.attempt, wanted
         for each in left:
             each.close(wait=False)
 
     def _agree(self, origin: Origin, wanted: Assignment) -> None:
-        """A new attempt may bring other features, servers and trainers, but not another job."""
-        if origin.attempt < self._attempt:
-            raise self._replaced(origin)
+        """A new attempt may bring other features, servers and trainers, but not another job. An older one is refused,
+        unless the same servers know of none that is newer: then they were begun anew."""
         if self._assignment is None:
             return
+        if origin.attempt < self._attempt and wanted.servers != self._assignment.servers:
+            raise self._replaced(origin, self._attempt)
         differences = wanted.job.differences(self._assignment.job)
         if origin.attempt == self._attempt:
             differences += wanted.differences(self._assignment)
@@ -210,11 +214,11 @@ class Host:
 
         return self._do(origin, stream, work)
 
-    def close_stream(self, origin: Origin, stream: int) -> None:
+    def close_stream(self, origin: Origin, stream: int) -> "Future[None] | None":
         """See WorkerCalls."""
-        found = self._seat(origin).readings.pop(stream, None)
-        if found is not None:
-            found.close()
+        seat = self._seat(origin)
+        found = seat.readings.pop(stream, None)
+        return None if found is None else seat.calls.submit(found.close)
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
         """See WorkerCalls."""
@@ -225,15 +229,15 @@ class Host:
     def _seat(self, origin: Origin) -> _Seat:
         with self._lock:
             if origin.attempt < self._attempt:
-                raise self._replaced(origin)
+                raise self._replaced(origin, self._attempt)
             seat = self._seats.get(origin.trainer)
             if seat is None or origin.attempt > self._attempt:
                 raise NotReadyError(f"trainer {origin.trainer} has not said hello in attempt {origin.attempt}")
             return seat
 
-    def _replaced(self, origin: Origin) -> AttemptError:
+    def _replaced(self, origin: Origin, newer: int) -> AttemptError:
         return AttemptError(
-            f"the call is of attempt {origin.attempt} and the worker at {self._attempt}: this process was replaced"
+            f"the call is of attempt {origin.attempt} and the worker at {newer}: this process was replaced"
         )
 
     def _do(self, origin: Origin, stream: int, work: Callable[[_Seat, Reading], _R]) -> "Future[_R]":

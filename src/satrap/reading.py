@@ -120,9 +120,9 @@ class Reading:
             self._settled = max(self._settled, min(settled, self._next))
 
     def close(self) -> None:
-        """Ends it, once the batch that is being read is there; does not wait for that."""
+        """Ends it; returns once the batch that is being read is there."""
         self._thread.submit(self._batches.close)
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown()
 
     def _read(self) -> None:
         inputs = next(self._batches, None)

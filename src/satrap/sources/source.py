@@ -125,7 +125,7 @@ class Source(ABC):
         return type(self)(**known | changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """This declaration as plain JSON types; ConfigError if it holds data, or a filesystem."""
+        """This declaration as plain JSON types; ConfigError if it holds what they cannot say: tables, a filesystem."""
         return {"type": type(self).__name__} | {
             each.name: _plain(f"{type(self).__name__}: {each.name}", getattr(self, each.name))
             for each in dataclasses.fields(self)

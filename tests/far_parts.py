@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster import IDS, Killable, features
+from cluster import DEADLINE_SECONDS, IDS, Killable, features
 from satrap import Embeddings, Parquet
 from satrap.far import FarWorker
 from satrap.host import Host
@@ -159,19 +159,25 @@ def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
             embeddings.worker.servers.close()
 
 
-def send_through(embeddings: Embeddings, address: str) -> None:
+def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLINE_SECONDS) -> None:
     """Gives a job with servers the worker at the address, and calls it again soon if no answer comes."""
     near = embeddings.worker
     assert isinstance(near, RemoteWorker)
-    embeddings.worker = FarWorker(embeddings.features, near.servers, address, num_threads=1, retry_seconds=0.03)
+    how: dict[str, Any] = {"deadline": deadline, "retry_seconds": 0.03}
+    embeddings.worker = FarWorker(embeddings.features, near.servers, address, num_threads=1, **how)
 
 
-def train(job: tuple[Embeddings, Net, Any], data: Any, at: Any = lambda *_: None, **options: Any) -> list[Any]:
-    """Of each batch what was seen; every seventh is dropped. `at` is called in between: at("looked up", number)."""
+def train(
+    job: tuple[Embeddings, Net, Any], data: Any, at: Any = lambda *_: None, first: int = 1, **options: Any
+) -> list[Any]:
+    """Of each batch what was seen; every seventh is dropped. `at` is called in between: at("looked up", number).
+
+    first: the number of the first batch.
+    """
     embeddings, model, optimizer = job
     seen = []
     with embeddings.stream(data, **options) as stream:
-        for number, batch in enumerate(stream, 1):
+        for number, batch in enumerate(stream, first):
             at("looked up", number)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
             loss.backward()

@@ -20,7 +20,7 @@ import satrap.host
 from cluster import features, killed_at_random, one_table, serving
 from far_parts import KillableWorker, bits, dying, evaluate, running, send_through, source, train, working, write
 from rpc_parts import FrameProxy
-from satrap import CSV, Embeddings, IdColumn, LabelColumn
+from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
 from satrap.calls import ServerCalls
 from satrap.cli import main
 from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SourceError
@@ -120,6 +120,34 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
             assert (train(job, data, accumulate=2), bits(job)) == wanted
             repeated = sum(table.stats()["repeated"] for table in job[0].tables.values())
     assert len(died) == 2 * len(set(died)) and (repeated > 0) == bool(server)
+
+
+def test_a_worker_that_stays_away(tmp_path: Path) -> None:
+    """The call that waits for it ends with its name; the checkpoint is resumed with another."""
+    data = source(write(tmp_path / "a.parquet", 16), shuffle=True, shuffle_blocks=2)
+    with running() as job:
+        wanted = train(job, data), bits(job)
+    seen: list[Any] = []
+    with serving(2) as services, working(2) as workers:
+        for worker in workers:
+            with running(servers=[each.address for each in services]) as job:
+                send_through(job[0], worker.address, 1.0)
+                run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], data)
+                if run.resume():
+                    seen += train(job, data, first=7)
+                    assert seen == wanted[0][6:]
+                    assert bits(job) == wanted[1]
+                    break
+
+                def at(now: str, number: int, run: Any = run, worker: Any = worker) -> None:
+                    if (now, number) == ("updated", 6):
+                        run.save()
+                    if (now, number) == ("looked up", 9):
+                        worker.close()
+
+                with pytest.raises(DeadlineError, match=f"at {worker.address}: "):
+                    train(job, data, at, overlap=False)
+    assert len(seen) == 10
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_it_has_the_bits_of_a_worker_in_the_trainer(
     """Losses, rows, parameters, positions, scores of an evaluation within the training, and what was lost."""
     data = source(write(tmp_path / "a.parquet", 20), shuffle=True, shuffle_blocks=2, epochs=2)
     test = source(write(tmp_path / "b.parquet", 5, seed=1))
-    how = {"overlap": overlap} | ({"accumulate": 3} if "accumulate" in options else {})
+    how: dict[str, Any] = {"overlap": overlap} | ({"accumulate": 3} if "accumulate" in options else {})
     given = {name: value for name, value in options.items() if name != "accumulate"}
     found = []
     for where in WHERE[1:] if "wire" in options else WHERE:

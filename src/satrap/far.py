@@ -35,7 +35,7 @@ from satrap.worker_calls import WorkerCalls, columns_from_bytes
 DEADLINE_SECONDS = 150.0
 """Of a call: it may have to wait for a server as long as a call of ours does, once for what was skipped and once for
 itself."""
-_FAREWELL_SECONDS = 5.0  # of a call that only gives memory back
+_FAREWELL_SECONDS = 2.0  # of a call that only gives memory back
 _MOST_GREETINGS = 100  # in one call: more means that greeting is no help
 _R = TypeVar("_R")
 

@@ -67,9 +67,13 @@ def open_worker(
     from satrap.far import FarWorker
     from satrap.rpc.keys import Keys
 
-    address = rows.workers[trainers.rank % len(rows.workers)]
-    client = None if rows.keys is None else Keys.read(rows.keys)
-    return FarWorker(features, servers, address, keys=client, num_threads=num_threads)
+    try:
+        address = rows.workers[trainers.rank % len(rows.workers)]
+        client = None if rows.keys is None else Keys.read(rows.keys)
+        return FarWorker(features, servers, address, keys=client, num_threads=num_threads)
+    except BaseException:
+        servers.close()
+        raise
 
 
 def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -> "Servers":

@@ -24,7 +24,7 @@ from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
 from satrap.calls import ServerCalls
 from satrap.cli import main
 from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SourceError
-from satrap.far import FarWorker
+from satrap.far import FarWorker, WorkerAt
 from satrap.features import Features
 from satrap.job import Job
 from satrap.rpc import Service
@@ -40,7 +40,16 @@ each_way = pytest.mark.parametrize(
 
 
 @each_way
-def test_a_worker_that_is_killed_at_random_moments(tmp_path: Path, seed: int, given: dict[str, Any]) -> None:
+def test_a_worker_that_is_killed_at_random_moments(
+    tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greetings, greet = [], WorkerAt.greet
+
+    def counted(at: WorkerAt) -> None:
+        greetings.append(at)
+        greet(at)
+
+    monkeypatch.setattr(WorkerAt, "greet", counted)
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
     test = source(write(tmp_path / "b.parquet", 40, seed=1))
@@ -50,7 +59,9 @@ def test_a_worker_that_is_killed_at_random_moments(tmp_path: Path, seed: int, gi
     with serving(2) as services, dying([worker], seed, 5) as over:
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
-            found = train(job, data, overlap=overlap), evaluate(job, test), bits(job), job[0].counters().lost
+            seen = train(job, data, overlap=overlap)
+            assert len(greetings) > 1, "it was never killed while it trained"
+            found = seen, evaluate(job, test), bits(job), job[0].counters().lost
             while not over.is_set():
                 assert evaluate(job, test) == found[1]
             for table in job[0].tables.values():

@@ -69,6 +69,26 @@ def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
         assert "number=1" in repr(batch.inputs)
 
 
+def test_a_batch_that_is_looked_up_again_is_still_to_be_updated(tmp_path: Path) -> None:
+    """By `forward`, in the middle of its step; and then the worker is started again."""
+    data = source(write(tmp_path / "a.parquet", 4))
+    found = []
+    with serving(1) as services, working() as (worker,):
+        for where in ({}, {"servers": [services[0].address], "workers": [worker.address]}):
+            with running(**where) as job:
+                again: list[bytes] = []
+
+                def at(now: str, number: int, job: Any = job, again: Any = again, where: Any = where) -> None:
+                    if now == "looked up":
+                        batch = job[0]._training._held[0]
+                        again.append(job[0](batch.inputs).embeddings.numpy().tobytes())
+                        if where and number > 1:
+                            worker.restart()
+
+                found.append((train(job, data, at, overlap=False), again, bits(job)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("workers", [(0, 1, 0), (1, 0, 1)], ids=["without, with, without", "with, without, with"])
 def test_a_checkpoint_goes_on_with_a_worker_or_without(tmp_path: Path, workers: tuple[int, ...]) -> None:
     path = write(tmp_path / "a.parquet", 24)

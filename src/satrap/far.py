@@ -165,6 +165,7 @@ class FarBatches(Iterator[FarInputs]):
         self._last = 0  # the number of the last batch that came
         self._read: dict[int, _Read] = {}  # of those from which reading may have to begin again
         self._open: set[int] = set()  # neither updated nor dropped
+        self._tickets: set[int] = set()  # of those the ones that a ticket was given for
         self._lost = (0, 0)
         self._ended = False
         self._lock = threading.Lock()
@@ -231,10 +232,18 @@ class FarBatches(Iterator[FarInputs]):
             number=number,
         )
 
+    def looked_up(self, number: int, train: bool) -> None:
+        """Nothing more comes of a batch that is not trained on."""
+        if train:
+            self._tickets.add(number)
+        elif number not in self._tickets:
+            self.settle(number)
+
     def settle(self, number: int) -> None:
         """This batch is updated or dropped."""
         with self._lock:
             self._open.discard(number)
+            self._tickets.discard(number)
             oldest = min(self._open, default=self._last + 1)
             for each in [each for each in self._read if each < oldest - 2]:
                 del self._read[each]
@@ -387,8 +396,7 @@ class FarWorker(RemoteWorker):
             lambda: self.at.call.lookup(origin, batches.number, number, batches.settled, since, train)
         )
         self._far.count(cut)
-        if not train:
-            batches.settle(number)
+        batches.looked_up(number, train)
         n = inputs.batch_size
         if block is None:
             block = self._far.empty(n, self.features.total_dim)

@@ -20,7 +20,7 @@ from satrap.engine import thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
 from satrap.inputs import Inputs
 from satrap.reading import Held, Reading, Start
-from satrap.remote import RemoteWorker
+from satrap.remote import RemoteTicket, RemoteWorker
 from satrap.rpc import Origin
 from satrap.rpc.keys import Keys
 from satrap.servers import Servers
@@ -152,9 +152,10 @@ class Host:
                     raise InputError(f"batch {number} was updated or dropped before")
                 step, since = (origin.step, oldest_open) if train else (None, None)
                 found = seat.worker.lookup(held.inputs, step=step, oldest_open=since, train=train)
-                before, held.ticket = held.ticket, found.ticket  # type: ignore[assignment]  # a RemoteTicket
-                if before is not None:
-                    seat.worker.drop(before)
+                if isinstance(found.ticket, RemoteTicket):  # it trains
+                    before, held.ticket = held.ticket, found.ticket
+                    if before is not None:  # its answer was lost
+                        seat.worker.drop(before)
             names = list(found.sequences)
             return (
                 found.block.reshape(-1),

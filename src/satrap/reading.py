@@ -32,6 +32,9 @@ class Start:
     rank: int = 0
     world: int = 1
 
+    def __post_init__(self) -> None:
+        check_integer("Start", "number", self.number, 1, 2**63 - 1)
+
     def to_dict(self) -> dict[str, Any]:
         """This start as plain JSON types."""
         position = None if self.position is None else self.position.to_dict()

@@ -224,9 +224,12 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
     with serving(1) as services, working() as (worker,):
         where = {"servers": [services[0].address], "workers": [worker.address]}
         with running(**where) as job:
-            message = f"the worker at {worker.address} cannot read it: .*{tmp_path}/none.parquet.* no such file"
+            message = f"^the worker at {worker.address} cannot read it: {tmp_path}/none.parquet.* no such file"
             with pytest.raises(SourceError, match=message):
                 train(job, source(tmp_path / "none.parquet"))
+            run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
+            with pytest.raises(SourceError, match=message):
+                run.save()
             path = write(tmp_path / "a.parquet", 8)
             with pytest.raises(SourceError, match=f"the worker at {worker.address} cannot read it: .*has no column"):
                 job[0].stream(source(path).replace(dense="height"))
@@ -237,7 +240,7 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
                     worker.restart()
                     path.write_bytes(b"PAR1")
 
-            with pytest.raises(SourceError, match=f"the worker at {worker.address} cannot read it: {path}"):
+            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read it: {path}"):
                 train(job, source(path), cut)
 
 

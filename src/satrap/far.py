@@ -74,7 +74,8 @@ class WorkerAt:
             try:
                 if lost is not None:
                     self.greet()
-                return call()
+                with self._naming():
+                    return call()
             except NotReadyError as error:
                 lost = error
         assert lost is not None
@@ -84,8 +85,9 @@ class WorkerAt:
         """Tells the worker all that it must know; it knows how to go on then."""
         with self._greeting:
             self.call.hello(self.servers.origin(0), self._assignment)
-            for number, stream in list(self._streams.items()):
-                self._open(number, stream)
+            with self._naming():
+                for number, stream in list(self._streams.items()):
+                    self._open(number, stream)
 
     def begin(self, stream: "FarBatches") -> int:
         """Opens a new stream; returns its number."""
@@ -95,12 +97,11 @@ class WorkerAt:
         return number
 
     def _open(self, number: int, stream: "FarBatches") -> None:
-        with self.naming():
-            self.call.open(self.servers.origin(0), number, stream.source, stream.start().to_dict())
+        self.call.open(self.servers.origin(0), number, stream.source, stream.start().to_dict())
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Around a call that reads: what cannot be read there names the worker."""
+    def _naming(self) -> Iterator[None]:
+        """What cannot be read there names the worker."""
         try:
             yield
         except SourceError as error:
@@ -205,12 +206,11 @@ class FarBatches(Iterator[FarInputs]):
         if self._ended:
             raise StopIteration
         number = self._last + 1
-        with self.at.naming():
-            told: dict[str, Any] = {"found": "nothing"}
-            while told["found"] == "nothing":
-                told, dense, label, extra = self.at.ask(
-                    lambda: self.at.call.read(self.at.servers.origin(0), self._number, number, self.settled)
-                )
+        told: dict[str, Any] = {"found": "nothing"}
+        while told["found"] == "nothing":
+            told, dense, label, extra = self.at.ask(
+                lambda: self.at.call.read(self.at.servers.origin(0), self._number, number, self.settled)
+            )
         skipped, dropped = told["lost"]
         self._lost = skipped, dropped
         if told["found"] == "end":
@@ -373,9 +373,8 @@ class FarWorker(RemoteWorker):
 
     def signature(self, source: Any) -> dict[str, Any]:
         """As `Source.signature`, of a source that travels: the worker sees its files, this machine perhaps not."""
-        with self.at.naming():
-            told = source_to_dict(source)
-            return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), told))
+        told = source_to_dict(source)
+        return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), told))
 
     def lookup(
         self,

@@ -9,6 +9,7 @@ process before this one is read again, and its update sends the ids.
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -147,11 +148,12 @@ class Host:
         def work(seat: _Seat, reading: Reading) -> tuple[Floats, Floats, Flags, list[int]]:
             reading.forget(settled)
             held = _known(reading, number)
-            with reading.working:
-                if held.inputs is None:
+            with held.working:
+                inputs = held.inputs
+                if inputs is None:
                     raise InputError(f"batch {number} was updated or dropped before")
                 step, since = (origin.step, oldest_open) if train else (None, None)
-                found = seat.worker.lookup(held.inputs, step=step, oldest_open=since, train=train)
+                found = seat.worker.lookup(inputs, step=step, oldest_open=since, train=train)
                 if isinstance(found.ticket, RemoteTicket):  # it trains
                     before, held.ticket = held.ticket, found.ticket
                     if before is not None:  # its answer was lost
@@ -161,7 +163,7 @@ class Host:
                 found.block.reshape(-1),
                 _joined([found.sequences[name] for name in names], np.float32),
                 _joined([found.masks[name] for name in names], np.bool_),
-                _cut(seat.worker, held.inputs),
+                _cut(seat.worker, inputs),
             )
 
         return self._do(origin, stream, work)
@@ -171,8 +173,9 @@ class Host:
 
         def work(seat: _Seat, reading: Reading) -> None:
             held = _known(reading, number)
-            if held.inputs is not None:
-                held.gradients = _parted(seat.worker, held.inputs.batch_size, present, gradients)
+            with held.working:
+                if held.inputs is not None:
+                    held.gradients = _parted(seat.worker, held.inputs.batch_size, present, gradients)
 
         return self._do(origin, stream, work)
 
@@ -191,7 +194,9 @@ class Host:
         def work(seat: _Seat, reading: Reading) -> list[int]:
             batches = [_known(reading, number) for number in numbers]
             last = batches[-1]
-            with reading.working:
+            with ExitStack() as stack:
+                for each in batches:
+                    stack.enter_context(each.working)
                 if all(each.inputs is None for each in batches):
                     return last.answer  # the first answer was lost
                 if last.inputs is not None:
@@ -208,7 +213,7 @@ class Host:
             held = reading.known(number)
             if held is None:
                 return
-            with reading.working:
+            with held.working:
                 ticket, held.ticket, held.inputs = held.ticket, None, None
                 if ticket is not None:
                     seat.worker.drop(ticket)

@@ -66,14 +66,14 @@ class Held:
     """Brought before the last one's of its update."""
     answer: list[int] = field(default_factory=list)
     """What its update answered."""
+    working: threading.Lock = field(default_factory=threading.Lock)
+    """Around a lookup, update or drop of it; of several batches in the order of their numbers."""
 
 
 class Reading:
     """See the file's docstring."""
 
     def __init__(self, source: Source, features: Features, start: Start) -> None:
-        self.working = threading.Lock()
-        """Held around a lookup or update: one at a time."""
         self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
         self._next, self._lost = start.number, start.lost
         self._base = (0, 0)  # what was lost before, less what is counted again

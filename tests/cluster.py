@@ -110,7 +110,11 @@ class Killable:
     ) -> None:
         """inside: what it is started in; a network of its own. most_seconds: of its life, beyond what tests take."""
         self._options, self._inside, self._most_seconds = options, inside, 4 * DEADLINE_SECONDS + most_seconds
-        self.shared, self._process = shared, self._start(listen, shared)
+        self.shared = shared
+        self._begin(listen)
+
+    def _begin(self, listen: str = "tcp://127.0.0.1:0") -> None:
+        self._process = self._start(listen)
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
 
@@ -118,17 +122,14 @@ class Killable:
     def pid(self) -> int:
         return self._process.pid
 
-    def _start(self, address: str, shared: Path) -> subprocess.Popen[str]:
-        command = [
-            str(Path(sys.executable).with_name("satrap")),
-            "server",
-            "--listen",
-            address,
-            "--shared",
-            str(shared),
-        ]
+    def _command(self) -> list[str]:
+        return ["server", "--shared", str(self.shared), *self._options]
+
+    def _start(self, address: str) -> subprocess.Popen[str]:
+        satrap = str(Path(sys.executable).with_name("satrap"))
+        command = [satrap, *self._command(), "--listen", address, "--threads", "1"]
         with self._inside():
-            process = subprocess.Popen([*command, "--threads", "1", *self._options], stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._timer = threading.Timer(self._most_seconds, process.kill)
         self._timer.start()
         return process
@@ -140,7 +141,7 @@ class Killable:
 
     def restart(self) -> None:
         """Returns when it listens."""
-        self._process = self._start(self.address, self.shared)
+        self._process = self._start(self.address)
         assert self._process.stdout is not None
         assert self._process.stdout.readline().split()[-1] == self.address
 

@@ -74,6 +74,7 @@ LAYERS = [
     "sources.arrow",
     "sources.frame",
     "sources.iterable",
+    "sources.declared",
     "sources",
     "worker",
     "local",
@@ -85,6 +86,11 @@ LAYERS = [
     "servers",
     "remote_tables",
     "remote",
+    "assignment",
+    "worker_calls",
+    "reading",
+    "host",
+    "far",
     "trainers",
     "workers",
     "twin",
@@ -135,7 +141,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     "fsspec": {"runfolder", "sources.files"},
     "zmq": {"rpc.keys", "rpc.service", "rpc.client"},
 }
-PURE = {"errors", "checks", "config", "features", "sync", "bucketmap", "job"}  # the standard library only
+PURE = {"errors", "checks", "config", "features", "sync", "bucketmap", "job", "assignment"}  # the standard library only
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 

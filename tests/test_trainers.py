@@ -34,7 +34,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """What each trainer printed."""
     given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
-    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1} | options
+    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None} | options
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
     trainers = [
         subprocess.Popen(

@@ -12,18 +12,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, loss_of, tables
-from satrap import Checkpoint, Embeddings
+from satrap import Checkpoint, Embeddings, Parquet
 
 
 def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     torch.manual_seed(0)
-    embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], servers=job["servers"])
+    where = {"servers": job["servers"], "workers": job["workers"]}
+    embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], **where)
     model = DistributedDataParallel(Net())
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     seen = []
-    data = batches(job["batches"])
+    data: Any = batches(job["batches"])
+    if job["file"] is not None:
+        data = Parquet(job["file"], dense=["d0", "d1"], label="label", batch_size=8, block_rows=24, extra="number")
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     began = run is not None and run.resume()
     for _ in range(job["epochs"]):
@@ -31,7 +34,8 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
             for number, batch in enumerate(stream, 1):
                 if batch.step == job["until"]:
                     break
-                seen.append(batch.inputs.values.tolist())
+                extra = batch.inputs.extra
+                seen.append(extra["number"].to_pylist() if extra else batch.inputs.values.tolist())
                 loss_of(model, batch).backward()
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()

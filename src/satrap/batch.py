@@ -43,7 +43,8 @@ class Batch:
         sequences: Mapping[str, Sequence],
     ) -> None:
         self.inputs = inputs
-        """As the loader read it: ids, numpy arrays, other columns."""
+        """As the loader read it: ids, numpy arrays, other columns. No ids where a worker in a process of its own read
+        it."""
         self.step = step
         """The optimizer step that it belongs to; 0 in evaluation."""
         self.ticket = ticket

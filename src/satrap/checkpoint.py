@@ -196,8 +196,8 @@ class Checkpoint:
 
     def _signature(self) -> Mapping[str, Any] | None:
         """Asked once: it lists the source's files."""
-        if self._source is None and (found := getattr(self._data, "signature", None)) is not None:
-            self._source = found()
+        if self._source is None:
+            self._source = self._embeddings.signature_of(self._data)
         return self._source
 
     def _require_same_source(self, entry: Entry) -> None:

@@ -1,5 +1,5 @@
 """The command `satrap`. `satrap doctor` says what is installed, what the core runs on, what bounds a short run here;
-`satrap run` runs a script on a cluster; `satrap keys` makes the keys of one, `satrap server` runs one of its servers.
+`satrap run` runs a script on a cluster; `satrap keys`, `satrap server` and `satrap worker` are its parts, by hand.
 
 The only file that reads the command line. Prints plain lines; a number that was not measured here is not printed.
 """
@@ -26,6 +26,7 @@ from satrap.place import Place
 
 _PACKAGES = ("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq")
 _RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
+_CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
@@ -44,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     server.add_argument("--keys", metavar="FILE", help="server.key; without it only this machine may call")
     server.add_argument("--shared", metavar="FILE", help="keep the rows in this shared-memory file, or find them there")
     server.add_argument("--threads", type=int, help="of a call (default: the cores)")
+    worker = commands.add_parser("worker", help="run an embedding worker until it is told to end (SIGTERM, Ctrl-C)")
+    worker.add_argument("--listen", required=True, metavar="ADDRESS", help="e.g. tcp://10.0.0.7:5556; port 0: any")
+    worker.add_argument(
+        "--keys", metavar="FILE", help="server.key, with client.key beside it; else of this machine only"
+    )
+    worker.add_argument("--threads", type=int, help="of a call (default: the cores)")
     _add_run(commands)
     own, script_arguments = _split(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(own)
@@ -79,6 +86,8 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
             return _doctor(given.dim, run=not given.no_run)
         case "keys":
             return _keys(given.folder)
+        case "worker":
+            return _worker(given.listen, given.keys, given.threads)
         case _:
             return _server(given.listen, given.keys, given.shared, given.threads)
 
@@ -168,14 +177,38 @@ def _server(listen: str, keys: str | None, shared: str | None, threads: int | No
     from satrap.rpc.service import Service
     from satrap.server import Server
 
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+    ended = _told_to_end()
     server = Server(shared=shared, num_threads=threads)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait for the last one
     with Service(server, ServerCalls, listen, None if keys is None else Keys.read(keys), limits=limits) as service:
         yield f"satrap server: listening at {service.address}"
         ended.wait()
+
+
+def _worker(listen: str, keys: str | None, threads: int | None) -> Iterator[str]:
+    from satrap.host import Host
+    from satrap.rpc.keys import Keys
+    from satrap.rpc.service import Service
+    from satrap.worker_calls import WorkerCalls
+
+    ended = _told_to_end()
+    own = None if keys is None else Keys.read(keys)
+    client = None if keys is None else Keys.read(Path(keys).with_name("client.key"))
+    host = Host(keys=client, num_threads=threads)
+    try:
+        with Service(host, WorkerCalls, listen, own, num_threads=_CONVERSATIONS) as service:
+            yield f"satrap worker: listening at {service.address}"
+            ended.wait()
+    finally:
+        host.close()
+
+
+def _told_to_end() -> threading.Event:
+    """Set at SIGTERM or Ctrl-C."""
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    return ended
 
 
 def _short_run(dim: int) -> Iterator[str]:

@@ -27,6 +27,7 @@ from satrap.local import LocalWorker
 from satrap.optimizer import HybridOptimizer
 from satrap.place import here
 from satrap.report import Counters
+from satrap.sources.declared import travels
 from satrap.sources.iterable import Iterable as Items
 from satrap.stream import Lookup, Stream
 from satrap.sync import Gate
@@ -36,6 +37,7 @@ from satrap.trainers import Compress, Trainers
 from satrap.workers import RowsAt, open_worker
 
 if TYPE_CHECKING:
+    from satrap.far import FarWorker
     from satrap.remote import RemoteWorker
     from satrap.remote_tables import RemoteTables
 
@@ -57,6 +59,7 @@ class Embeddings(torch.nn.Module):
         servers: Sequence[str] | None = None,
         keys: str | PathLike[str] | None = None,
         wire: Literal["float32", "float16"] = "float32",
+        workers: Sequence[str] | None = None,
         dense: Literal["sync", "async"] = "sync",
     ) -> None:
         """features: by the name of their column; a bare table stands for one id per sample.
@@ -71,6 +74,9 @@ class Embeddings(torch.nn.Module):
         keys: the file client.key of `satrap keys`; without it the servers are on this machine.
         wire: how rows and gradients cross to the servers and back. "float32": as they are, bit for bit. "float16": in
             half the bytes, each rounded by at most 2^-11 of the largest magnitude of its row; nothing overflows.
+        workers: "tcp://host:port" of each `satrap worker`: they read the files of declared sources, look up and update;
+            this trainer uses the one of its rank. Any other data is looked up from here. Under `satrap run` they are
+            the run's, unless they are named; []: none.
         dense: "sync": each trainer has the dense parameters, and DDP keeps them alike. "async": the servers have them,
             in tables of their own, and no trainer waits for another; the worker is opened by `optimizer`.
         """
@@ -83,16 +89,10 @@ class Embeddings(torch.nn.Module):
         self.trainers = Trainers()
         check_choice("Embeddings", "dense", dense, ("sync", "async"))
         self._apart = dense == "async"
-        if deterministic and (staleness > 0 or self._apart) and self.trainers.world > 1:
-            how = "dense='async'" if self._apart else f"staleness {staleness}"
-            raise ConfigError(f"deterministic=True with {how} is for one trainer; here are several")
-        if self._apart:
-            require_free_names(self.features.tables)
-            if servers is None and here() is None:
-                raise ConfigError("dense='async' and no servers: name those that are to hold the dense parameters")
+        self._require_possible(servers)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
-        rows = RowsAt(shared, servers, keys, wire)
+        rows = RowsAt(shared, servers, keys, wire, workers)
         self._open = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
         self._worker = None if self._apart else self._open()
         self._dense: DenseParameters | None = None
@@ -103,6 +103,16 @@ class Embeddings(torch.nn.Module):
         self._optimizer: HybridOptimizer | None = None
         self._training: Stream | None = None
         self._training_data: Any = None
+
+    def _require_possible(self, servers: Sequence[str] | None) -> None:
+        """Raises if some options do not go together."""
+        if self.deterministic and (self.staleness > 0 or self._apart) and self.trainers.world > 1:
+            how = "dense='async'" if self._apart else f"staleness {self.staleness}"
+            raise ConfigError(f"deterministic=True with {how} is for one trainer; here are several")
+        if self._apart:
+            require_free_names(self.features.tables)
+            if servers is None and here() is None:
+                raise ConfigError("dense='async' and no servers: name those that are to hold the dense parameters")
 
     @property
     def worker(self) -> "LocalWorker | RemoteWorker":
@@ -183,7 +193,8 @@ class Embeddings(torch.nn.Module):
             together: a batch that one has more than another is dropped and counted. With dense="async" each trains to
             its own end.
         accumulate: how many batches make one optimizer step.
-        overlap: table work beside the dense network; None: if there is a device, or staleness and a spare core.
+        overlap: table work beside the dense network; None: if there is a device, a worker in a process of its own, or
+            staleness and a spare core.
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
@@ -192,7 +203,7 @@ class Embeddings(torch.nn.Module):
         self._require_same_rows()
         place = torch.device("cpu" if device is None else device)
         if overlap is None:
-            overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0)
+            overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self._far(data) is not None
         if not self.training:
             return self._evaluation(data, place, overlap)
         if self._optimizer is None:
@@ -271,7 +282,24 @@ class Embeddings(torch.nn.Module):
                 f"{self.step}: resume its checkpoint, or remove them with embeddings.tables.clear()"
             )
 
+    def signature_of(self, data: Any) -> Mapping[str, Any] | None:
+        """For a checkpoint: what a position in it depends on; None if it cannot say."""
+        if (far := self._far(data)) is not None:
+            return far.signature(data)
+        signature = getattr(data, "signature", None)
+        return None if signature is None else signature()
+
+    def _far(self, data: Any) -> "FarWorker | None":
+        """The worker in a process of its own, if it can read the data."""
+        if isinstance(self.worker, LocalWorker):
+            return None
+        from satrap.far import FarWorker
+
+        return self.worker if isinstance(self.worker, FarWorker) and travels(data) else None
+
     def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
+        if (far := self._far(data)) is not None:
+            return far.batches(data, position, **share)
         source = data if hasattr(data, "batches") else Items(data)
         found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
         return found

@@ -5,8 +5,9 @@ table stand side by side, so that a batch's ids are grouped by table as they com
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
-from satrap.checks import check_name, describe
+from satrap.checks import check_name, describe, require_mapping
 from satrap.config import Feature, Table
 from satrap.errors import ConfigError
 
@@ -73,6 +74,15 @@ class Features(Mapping[str, Feature]):
 
     def __len__(self) -> int:
         return len(self._features)
+
+    def to_dict(self) -> dict[str, Any]:
+        """These features as plain JSON types, in this order."""
+        return {name: feature.to_dict() for name, feature in self.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The features that `to_dict` wrote."""
+        return cls({name: Feature.from_dict(each) for name, each in require_mapping("Features", data).items()})
 
     def __repr__(self) -> str:
         return f"Features({self._features!r})"

@@ -8,9 +8,10 @@ is greeted again and called again (`satrap.servers`); one that lost a ticket is 
 """
 
 import itertools
+import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from satrap.calls import Coded
 from satrap.engine import thread_count
 from satrap.errors import ConfigError, TicketError
 from satrap.features import Features
+from satrap.inputs import Inputs
 from satrap.remote_tables import RemoteTables
 from satrap.servers import Servers
 from satrap.worker import Floats, Worker, named_features
@@ -38,9 +40,11 @@ class RemoteTicket:
 
     split: _core.SplitTicket
     number: int
-    """What the servers know it by."""
+    """What the servers know it by; 0: they do not."""
     sums: _core.Sums | None = None
     """Of an update that was begun: if it was interrupted, it goes on with these."""
+    skipped: list[int] = field(default_factory=list)
+    """Of each table: gradients of its update that were not finite and were left out."""
     done: bool = False
 
     @property
@@ -65,7 +69,8 @@ class RemoteRows:
         self._skipped: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
         owners = [owner for table in servers.bucket_map.owners for owner in table]
         self._owners = np.array(owners, np.uint32)
-        self._numbers = itertools.count(1)
+        # Not from 1: of a process before this one that was killed, lookups may be on their way.
+        self._numbers = itertools.count(1 + secrets.randbits(62))
         self._latest_step = servers.latest_step
         self._lock = threading.Lock()
 
@@ -113,6 +118,18 @@ class RemoteRows:
         self._split.drop(split)
         return None
 
+    def renewed(
+        self,
+        values: NDArray[np.uint64],
+        offsets: NDArray[np.int64] | None,
+        weights: Floats | None,
+        batch_size: int,
+    ) -> RemoteTicket:
+        """A ticket for a batch that a process before this one looked up: its update sends the ids."""
+        return RemoteTicket(
+            self._split.lookup(values, offsets, weights, batch_size, self._owners, len(self._servers)), 0
+        )
+
     def made(self, ticket: object) -> bool:
         """See Rows."""
         return isinstance(ticket, RemoteTicket) and self._split.made(ticket.split)
@@ -134,7 +151,7 @@ class RemoteRows:
                 for table, count in enumerate(sums.skipped):
                     self._servers.skipped[table] += count
         for ticket in tickets:
-            ticket.sums = sums
+            ticket.sums, ticket.skipped = sums, list(sums.skipped)
         origin = self._servers.origin(self._reach(step))
         rates = list(self._servers.lrs)
         for table, lr in lrs:
@@ -222,4 +239,10 @@ class RemoteWorker(Worker):
             raise ConfigError("the servers' job has other tables than the features: make it of features.tables")
         self.servers = servers
         self.tables = RemoteTables(servers)
-        super().__init__(features, RemoteRows(features, servers, num_threads=num_threads, simd=simd))
+        self._remote = RemoteRows(features, servers, num_threads=num_threads, simd=simd)
+        super().__init__(features, self._remote)
+
+    def renew(self, inputs: Inputs) -> RemoteTicket:
+        """A ticket for a batch that a process before this one looked up."""
+        values, offsets, weights = self._checked(inputs)
+        return self._remote.renewed(values, offsets, weights, inputs.batch_size)

@@ -78,8 +78,10 @@ class Servers:
         self.latest_step: int = max(each["latest_step"] for each in found)
         """Of an earlier run, whose rows are still there."""
         self.lrs: list[float] = list(found[0]["lrs"])
+        newest: int = max(each["attempt"] for each in found)
+        self.newest_attempt = newest
+        """That had begun when they were greeted."""
         if first:
-            newest = max(each["attempt"] for each in found)
             if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
                 raise AttemptError(f"launch {newest // LAUNCH_ATTEMPTS} has begun: this process is of launch {launch}")
             self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)

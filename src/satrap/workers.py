@@ -1,10 +1,10 @@
-"""Which worker a trainer has: one with rows in this process, or one whose rows are on servers.
+"""Which worker a trainer has: one with rows in this process, or with rows on servers, here or in a process of its own.
 
 What a script leaves out, the run that started it has told (`satrap.place`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ class RowsAt:
     servers: Sequence[str] | None = None
     keys: str | PathLike[str] | None = None
     wire: str = "float32"
+    workers: Sequence[str] | None = None
 
 
 def open_worker(
@@ -46,8 +47,12 @@ def open_worker(
     """
     place = here()
     if rows.servers is None and place is not None:
-        rows = RowsAt(rows.shared, place.servers, place.keys if rows.keys is None else rows.keys, rows.wire)
+        rows = replace(rows, servers=place.servers, keys=place.keys if rows.keys is None else rows.keys)
+    if rows.workers is None:
+        rows = replace(rows, workers=() if place is None else place.workers)
     if rows.servers is None:
+        if rows.workers:
+            raise ConfigError("there are workers and no servers: name the servers, which the workers call")
         if rows.keys is not None or rows.wire != "float32":
             given = f"wire={rows.wire!r}" if rows.keys is None else "keys"
             raise ConfigError(f"there are {given} and no servers: leave the keys out, or name the servers")
@@ -61,11 +66,25 @@ def open_worker(
         raise ConfigError("shared is a file for rows here, and servers hold them: give it to `satrap server`")
     from satrap.remote import MOST_STALENESS, RemoteWorker
 
+    workers: Any = rows.workers
+    if not isinstance(workers, list | tuple) or not all(isinstance(each, str) for each in workers):
+        raise ConfigError(f"workers is {workers!r}; wanted a list of 'tcp://host:port'")
     if staleness > MOST_STALENESS:
         raise ConfigError(f"staleness is {staleness}; wanted at most {MOST_STALENESS} with servers")
     job = Job(tables=(*features.tables, *(dense or ())), seed=seed)
     servers = _greeted(job, rows, trainers, synchronous=staleness == 0 and dense is None)
-    return RemoteWorker(features, servers, num_threads=num_threads)
+    if not rows.workers:
+        return RemoteWorker(features, servers, num_threads=num_threads)
+    from satrap.far import FarWorker
+    from satrap.rpc.keys import Keys
+
+    try:
+        address = rows.workers[trainers.rank % len(rows.workers)]
+        client = None if rows.keys is None else Keys.read(rows.keys)
+        return FarWorker(features, servers, address, keys=client, num_threads=num_threads)
+    except BaseException:
+        servers.close()
+        raise
 
 
 def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -> "Servers":

@@ -160,6 +160,14 @@ def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
     return {"files": [[PurePosixPath(file.path).name, file.size] for file in find_files(path, filesystem)]}
 
 
+def absolute(path: Any) -> Any:
+    """The same paths for a process with another current folder."""
+    if isinstance(path, list | tuple):
+        return [absolute(each) for each in path]
+    text = os.fsdecode(path)
+    return text if _URL.match(text) else os.path.abspath(os.path.expanduser(text))
+
+
 def find_files(path: Any, filesystem: Any = None) -> list[File]:
     """The files that a path, a glob, a folder or a list of those stands for; at least one."""
     given = list(path) if isinstance(path, Sequence) and not isinstance(path, str | bytes) else [path]

@@ -5,11 +5,21 @@ A source of files is a frozen declaration: it holds no data and no open file, so
 """
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from satrap.checks import check_flag, check_integer, check_name, describe, known_keys, set_field
+from satrap.checks import (
+    Config,
+    check_flag,
+    check_integer,
+    check_name,
+    describe,
+    known_keys,
+    require_mapping,
+    set_field,
+)
 from satrap.columns import Columns, DenseColumn, IdColumn, LabelColumn, as_names, check_column
 from satrap.engine import thread_count
 from satrap.errors import ConfigError, InputError
@@ -114,6 +124,30 @@ class Source(ABC):
         known_keys(type(self), type(self).__name__, known | changes)
         return type(self)(**known | changes)
 
+    def to_dict(self) -> dict[str, Any]:
+        """This declaration as plain JSON types; ConfigError if it holds what they cannot say: tables, a filesystem."""
+        return {"type": type(self).__name__} | {
+            each.name: _plain(f"{type(self).__name__}: {each.name}", getattr(self, each.name))
+            for each in dataclasses.fields(self)
+            if each.init
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The source that `to_dict` wrote. Fields that are missing take their defaults."""
+        given = dict(require_mapping(cls.__name__, data))
+        kind = given.pop("type", cls.__name__)
+        if kind != cls.__name__:
+            raise ConfigError(f"{cls.__name__}: type is {kind!r}; wanted {cls.__name__!r}, or leave it out")
+        known_keys(cls, cls.__name__, given)
+        for name, column in (("dense", DenseColumn), ("label", LabelColumn)):
+            if name in given:
+                each = given[name]
+                given[name] = [_read(column, one) for one in each] if isinstance(each, list) else _read(column, each)
+        if isinstance(given.get("ids"), Mapping):
+            given["ids"] = {feature: _read(IdColumn, each) for feature, each in given["ids"].items()}
+        return cls(**given)
+
     def signature(self) -> dict[str, Any]:
         """What a position depends on, as plain JSON types: where this is equal, and the data is, a position of one
         source holds in another.
@@ -180,6 +214,25 @@ class Source(ABC):
     @abstractmethod
     def _blocks(self, columns: Columns) -> Sequence[Block]:
         """Finds the data, refuses what is missing, and gives its blocks in one order."""
+
+
+def _plain(where: str, value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(where, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(where, each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(f"{where} is {describe(value)}, which plain JSON types cannot say; wanted paths or URLs")
+
+
+def _read(kind: type[Config], given: Any) -> Any:
+    """A column that may be named by a text."""
+    return kind.from_dict(given) if isinstance(given, Mapping) else given
 
 
 def _each(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:

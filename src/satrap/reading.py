@@ -1,0 +1,140 @@
+"""One trainer's reading of a source, in the worker's process: batches by number, held until they are settled.
+
+A thread of its own takes the next batch only when one is asked for: how far is read ahead is the trainer's to decide.
+A batch that is asked for again is the same; after a restart reading begins at the position before the oldest batch
+under way, and comes to the same batches under the same numbers. Rows left out before are then not counted again.
+"""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from satrap.checks import check_integer, known_keys, require_mapping
+from satrap.errors import InputError
+from satrap.features import Features
+from satrap.inputs import Inputs, Position
+from satrap.remote import RemoteTicket
+from satrap.sources import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where reading begins."""
+
+    number: int
+    """Of the first batch."""
+    position: Position | None
+    """Where the source stands before it."""
+    lost: tuple[int, int] | None = None
+    """What was skipped and dropped up to the end of that batch, if it was read before."""
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("Start", "number", self.number, 1, 2**63 - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This start as plain JSON types."""
+        position = None if self.position is None else self.position.to_dict()
+        lost = None if self.lost is None else list(self.lost)
+        return {"number": self.number, "position": position, "lost": lost, "rank": self.rank, "world": self.world}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Start":
+        """The start that `to_dict` wrote."""
+        given = known_keys(cls, "Start", require_mapping("Start", data))
+        if given["position"] is not None:
+            given["position"] = Position.from_dict(given["position"])
+        if given["lost"] is not None:
+            skipped, dropped = (check_integer("Start", "lost", each, 0, 2**63 - 1) for each in given["lost"])
+            given["lost"] = skipped, dropped
+        return cls(**given)
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A batch that was read."""
+
+    inputs: Inputs | None
+    """None once it is updated or dropped."""
+    lost: tuple[int, int]
+    """What the source skipped and dropped up to its end."""
+    ticket: RemoteTicket | None = None
+    gradients: Any = None
+    """Brought before the last one's of its update."""
+    answer: list[int] = field(default_factory=list)
+    """What its update answered."""
+    working: threading.Lock = field(default_factory=threading.Lock)
+    """Around a lookup, update or drop of it; of several batches in the order of their numbers."""
+
+
+class Reading:
+    """See the file's docstring."""
+
+    def __init__(self, source: Source, features: Features, start: Start) -> None:
+        self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
+        self._next, self._lost = start.number, start.lost
+        self._base = (0, 0)  # what was lost before, less what is counted again
+        self._held: dict[int, Held] = {}
+        self._settled = start.number
+        self._ended = False
+        self._asked: Future[None] | None = None  # the batch that is being read, or the error that ended it
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="satrap-reading")
+
+    @property
+    def lost(self) -> tuple[int, int]:
+        """What was skipped and dropped so far."""
+        skipped, dropped = self._base
+        return skipped + self._batches.skipped, dropped + self._batches.dropped
+
+    def at(self, number: int, seconds: float | None = None) -> Held | None:
+        """The batch of that number; None behind the end. TimeoutError if there was none after so many seconds."""
+        while True:
+            with self._lock:
+                if number in self._held:
+                    return self._held[number]
+                if number < self._next:
+                    raise InputError(f"batch {number} was settled before; the next to be read is {self._next}")
+                if self._ended:
+                    return None
+                if self._asked is None:
+                    self._asked = self._thread.submit(self._read)
+                asked = self._asked
+            if not wait([asked], seconds).done:
+                raise TimeoutError
+            asked.result()  # an error stays: it is raised to whoever asks
+            with self._lock:
+                if self._asked is asked:
+                    self._asked = None
+
+    def known(self, number: int) -> Held | None:
+        """The batch, if it is here."""
+        with self._lock:
+            return self._held.get(number)
+
+    def forget(self, settled: int) -> None:
+        """All batches below this number are settled."""
+        with self._lock:
+            for number in range(self._settled, min(settled, self._next)):
+                self._held.pop(number, None)
+            self._settled = max(self._settled, min(settled, self._next))
+
+    def close(self) -> None:
+        """Ends it; returns once the batch that is being read is there."""
+        self._thread.submit(self._batches.close)
+        self._thread.shutdown()
+
+    def _read(self) -> None:
+        inputs = next(self._batches, None)
+        with self._lock:
+            if self._lost is not None:
+                skipped, dropped = self._lost
+                self._base, self._lost = (skipped - self._batches.skipped, dropped - self._batches.dropped), None
+            if inputs is None:
+                self._ended = True
+                return
+            self._held[self._next] = Held(inputs, self.lost)
+            self._next += 1

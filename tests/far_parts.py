@@ -1,0 +1,208 @@
+"""What the tests of workers in processes of their own share: files, a job over every kind of pooling, a loop over it,
+workers served in this process, and some that can be killed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from cluster import DEADLINE_SECONDS, IDS, Killable, features
+from satrap import Embeddings, Parquet
+from satrap.far import FarWorker
+from satrap.host import Host
+from satrap.remote import RemoteWorker
+from satrap.rpc import Service
+from satrap.worker_calls import WorkerCalls
+
+BATCH = 8
+NUM_IDS = len(IDS)
+
+
+def write(path: Path, num_batches: int, seed: int = 0) -> Path:
+    """Parquet, its row groups three batches and a half long."""
+    rng = np.random.default_rng(seed)
+    n = num_batches * BATCH
+
+    def lists() -> list[list[int]]:
+        return [rng.integers(0, NUM_IDS, int(k)).tolist() for k in rng.integers(0, 6, n)]
+
+    user = lists()
+    table = pa.table(
+        {
+            "bag": lists(),
+            "item": rng.integers(0, NUM_IDS, n, dtype=np.uint64),
+            "user": user,
+            "user_weight": [rng.standard_normal(len(each)).astype(np.float32).tolist() for each in user],
+            "tiny": lists(),
+            "path": lists(),
+            "age": rng.standard_normal(n),
+            "click": rng.integers(0, 2, n).astype(np.float64),
+            "note": [f"n{i}" for i in range(n)],
+        }
+    )
+    pq.write_table(table, path, row_group_size=7 * BATCH // 2)
+    return path
+
+
+def source(path: Path, **options: Any) -> Parquet:
+    given: dict[str, Any] = {
+        "batch_size": BATCH,
+        "block_rows": 7 * BATCH // 2,
+        "num_threads": 1,
+        "extra": "note",
+    } | options
+    return Parquet(str(path), dense="age", label="click", weights={"user": "user_weight"}, **given)
+
+
+class Working:
+    """A worker in this process, behind a real socket."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+        self.host = Host(num_threads=1)
+        self._service = Service(self.host, WorkerCalls, address, num_threads=4)
+        self.address = self._service.address
+
+    def close(self) -> None:
+        self._service.close()
+        self.host.close()
+
+    def restart(self) -> None:
+        """Another at the same address, which knows nothing."""
+        self.close()
+        self.__init__(self.address)  # type: ignore[misc]
+
+
+@contextmanager
+def working(num_workers: int = 1) -> Iterator[list[Working]]:
+    """Workers on free ports."""
+    with ExitStack() as stack:
+        found = []
+        for _ in range(num_workers):
+            found.append(Working())
+            stack.callback(found[-1].close)
+        yield found
+
+
+class KillableWorker(Killable):
+    """A worker process; started again at the same port."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__(Path(), options=options)
+
+    def _command(self) -> list[str]:
+        return ["worker", *self._options]
+
+
+@contextmanager
+def dying(victims: list[Killable], seed: int, num_kills: int) -> Iterator[threading.Event]:
+    """Kills one of them after another at random moments and starts it again; what is set when that is over."""
+    stop, over = threading.Event(), threading.Event()
+
+    def kill() -> None:
+        draw = np.random.default_rng(seed)
+        for _ in range(num_kills):
+            if stop.wait(draw.uniform(0.05, 0.4)):
+                break
+            victim = victims[int(draw.integers(len(victims)))]
+            victim.kill()
+            victim.restart()
+        over.set()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield over
+    finally:
+        stop.set()
+        killer.join()
+        for each in victims:
+            each.end()
+
+
+class Net(torch.nn.Module):
+    """Uses everything that a batch has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        path = batch.sequences["path"]
+        pooled = (path.values * path.mask.unsqueeze(2)).sum(1)
+        out: torch.Tensor = self.layer(torch.cat([batch.dense, batch.embeddings, pooled], 1)).squeeze(1)
+        return out
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
+    """A job, its connections closed in the end."""
+    torch.manual_seed(0)
+    of = features()
+    embeddings = Embeddings(dict(of), num_threads=1, **options)
+    model = Net(1 + of.total_dim + 5)
+    try:
+        yield embeddings, model, embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    finally:
+        if isinstance(embeddings.worker, FarWorker):
+            embeddings.worker.close()
+        elif isinstance(embeddings.worker, RemoteWorker):
+            embeddings.worker.servers.close()
+
+
+def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLINE_SECONDS) -> None:
+    """Gives a job with servers the worker at the address, and calls it again soon if no answer comes."""
+    near = embeddings.worker
+    assert isinstance(near, RemoteWorker)
+    how: dict[str, Any] = {"deadline": deadline, "retry_seconds": 0.03}
+    embeddings._worker = FarWorker(embeddings.features, near.servers, address, num_threads=1, **how)
+
+
+def train(
+    job: tuple[Embeddings, Net, Any], data: Any, at: Any = lambda *_: None, first: int = 1, **options: Any
+) -> list[Any]:
+    """Of each batch what was seen; every seventh is dropped. `at` is called in between: at("looked up", number).
+
+    first: the number of the first batch.
+    """
+    embeddings, model, optimizer = job
+    seen = []
+    with embeddings.stream(data, **options) as stream:
+        for number, batch in enumerate(stream, first):
+            at("looked up", number)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+            loss.backward()
+            seen.append((batch.step, loss.item(), batch.position, batch.inputs.extra["note"].to_pylist()))
+            if number % 7 == 0:
+                optimizer.zero_grad()
+            elif number % options.get("accumulate", 1) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            at("updated", number)
+    return seen
+
+
+def evaluate(job: tuple[Embeddings, Net, Any], data: Any) -> list[Any]:
+    """Scores of a source, as bits."""
+    embeddings, model, _ = job
+    embeddings.eval()
+    with embeddings.stream(data) as stream, torch.no_grad():
+        found = [model(batch).numpy().tobytes() for batch in stream]
+    embeddings.train()
+    return found
+
+
+def bits(job: tuple[Embeddings, Net, Any]) -> list[bytes]:
+    """Every parameter and every row."""
+    embeddings, model, _ = job
+    embeddings.drain()
+    dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return dense + [part.tobytes() for table in embeddings.tables.values() for part in table.read(IDS)]

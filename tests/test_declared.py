@@ -1,0 +1,174 @@
+"""What crosses to a worker before a batch does: sources, features and assignments as plain JSON types, and back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+import pytest
+
+import satrap.place
+from cluster import features, one_table, serving
+from far_parts import working
+from satrap import (
+    CSV,
+    Arrow,
+    ConfigError,
+    Criteo,
+    DenseColumn,
+    Embeddings,
+    Frame,
+    IdColumn,
+    Iterable,
+    LabelColumn,
+    Parquet,
+)
+from satrap.assignment import Assignment
+from satrap.far import FarWorker
+from satrap.features import Features
+from satrap.place import Place
+from satrap.remote import RemoteWorker
+from satrap.sources.declared import source_from_dict, source_to_dict, travels
+
+SOURCES = [
+    Parquet(
+        "/a/*.parquet", dense=["x", DenseColumn("y", missing=1.5, log1p=True)], label="l", shuffle=True, seed=2**63
+    ),
+    Parquet(
+        ["/a", "s3://b/c"],
+        label=[LabelColumn("l", values={"type": 1, "no": 0}), LabelColumn("m", above=2.0, missing="drop")],
+        ids={"f": IdColumn("g", kind="integer", hash=True, missing=-1), "h": "i"},
+        weights={"f": "w"},
+        missing_id=7,
+        extra=("n", "o"),
+        epochs=None,
+    ),
+    CSV("/a.csv", columns=("a", "b"), delimiter="::", missing="NA", label=LabelColumn("b", true=["y", "t"])),
+    CSV("/a.csv", label="b", label_true="y", quote=None, max_bad_rows=3, num_threads=0),
+    Criteo("/day_0.gz", label=None, missing_id=None),
+    Criteo("/day_*", log1p=False, drop_last=True),
+    Arrow(("/a.arrow", "/b.arrow"), block_rows=5),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: type(source).__name__)
+def test_a_declaration_comes_back(source: Any) -> None:
+    assert travels(source)
+    told = json.loads(json.dumps(source_to_dict(source)))
+    found: Any = source_from_dict(told)
+    assert type(found) is type(source) and source_to_dict(found) == told
+    path = source.path if isinstance(source.path, str) else list(source.path)
+    assert found.replace(path=0) == source.replace(path=0) and found.path == path
+    assert type(source).from_dict(told) == found
+
+
+def test_paths_are_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    source = Parquet([Path("a"), "b/*.parquet", "~/c", "gs://d/e"])
+    assert source_to_dict(source)["path"] == [
+        f"{tmp_path}/a",
+        f"{tmp_path}/b/*.parquet",
+        f"{tmp_path}/home/c",
+        "gs://d/e",
+    ]
+
+
+class Own(Parquet):
+    """A source of the user's own, whose code is nowhere else."""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Arrow(pa.table({"a": [1]})),
+        Parquet("a", filesystem=pyarrow.fs.LocalFileSystem()),
+        Own("a"),
+        Frame({"a": [1]}),
+        Iterable([]),
+        [],
+        None,
+    ],
+    ids=["table", "filesystem", "own", "frame", "iterable", "list", "nothing"],
+)
+def test_what_holds_data_or_code_stays(data: Any) -> None:
+    assert not travels(data)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda: Frame(pa.table({})).to_dict(), "(?s)Frame: data is .*, which plain JSON types cannot say"),
+        (lambda: Arrow(pa.table({})).to_dict(), "(?s)Arrow: path is .*, which plain JSON types cannot say"),
+        (lambda: CSV("a", filesystem=pyarrow.fs.LocalFileSystem()).to_dict(), "CSV: filesystem is "),
+        (lambda: source_from_dict({"type": "Frame"}), "type is 'Frame'; known are"),
+        (lambda: source_from_dict({"type": "Parket"}), "the nearest known one is 'Parquet'"),
+        (lambda: source_from_dict({"type": "Parquet", "paht": ""}), "unknown key 'paht'"),
+        (lambda: source_from_dict({"type": "CSV"}), "the key 'path' is missing"),
+        (lambda: source_from_dict({"type": "CSV", "path": "a", "dense": [{"type": "Column"}]}), "type is 'Column'"),
+        (lambda: Parquet.from_dict({"type": "CSV", "path": "a"}), "type is 'CSV'; wanted 'Parquet'"),
+        (lambda: Features.from_dict({}), "wanted a dict of at least one"),
+        (lambda: Assignment.from_dict({"servers": []}), "the key 'features' is missing"),
+    ],
+)
+def test_what_is_refused(call: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        call()
+
+
+def assignment(of: Features, **changes: Any) -> Assignment:
+    given: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "together": 2}
+    return Assignment(features=of, **{**given, **changes})
+
+
+def test_an_assignment_comes_back_in_its_order() -> None:
+    one = assignment(features())
+    found = Assignment.from_dict(json.loads(json.dumps(one.to_dict())))
+    assert found == one and list(found.features) == list(one.features) and found.job == one.job
+    assert one.differences(found) == []
+
+
+def test_assignments_differ_field_by_field() -> None:
+    table = one_table().tables[0]
+    one = assignment(Features({"id": table, "bag": table.bag("mean")}))
+    other = assignment(Features({"id": table, "bag": table.sequence(2)}), wire="float16", together=0)
+    assert one.differences(other) == [
+        "wire: 'float32' here, 'float16' there",
+        "together: 2 here, 0 there",
+        "feature 'bag', pooling: 'mean' here, 'none' there",
+        "feature 'bag', max_length: None here, 2 there",
+    ]
+    assert one.differences(assignment(one_table())) == ["features: ['id', 'bag'] here, ['id'] there"]
+
+
+def test_a_run_says_which_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the script does not."""
+    of = dict(one_table())
+    with serving(1) as services, working(2) as workers:
+        place = Place(
+            rank=0, world=1, launch=1, servers=(services[0].address,), workers=tuple(each.address for each in workers)
+        )
+        monkeypatch.setattr(satrap.place, "_here", place)
+        for named, kind, address in (
+            (None, FarWorker, workers[0].address),
+            ([workers[1].address], FarWorker, workers[1].address),
+            ([], RemoteWorker, None),
+        ):
+            worker = Embeddings(of, workers=named).worker
+            assert type(worker) is kind
+            if isinstance(worker, FarWorker):
+                assert worker.at.address == address
+                worker.at.close()
+            assert isinstance(worker, RemoteWorker)
+            worker.servers.close()
+
+
+def test_the_worker_s_process_needs_no_torch() -> None:
+    code = "import satrap.host, satrap.worker_calls, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,394 @@
+"""Workers that are killed, refused and replaced, and networks that misbehave: every batch trains once, none is lost.
+
+The oracle is a run with the worker in the trainer's process and rows of its own: bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import satrap.host
+from cluster import features, killed_at_random, one_table, serving
+from far_parts import KillableWorker, bits, dying, evaluate, running, send_through, source, train, working, write
+from rpc_parts import FrameProxy
+from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
+from satrap.calls import ServerCalls
+from satrap.cli import main
+from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SourceError
+from satrap.far import FarWorker, WorkerAt
+from satrap.features import Features
+from satrap.job import Job
+from satrap.rpc import Service
+from satrap.rpc.keys import Keys, make_keys
+from satrap.server import Server
+from satrap.servers import Servers
+
+each_way = pytest.mark.parametrize(
+    "given",
+    [{"overlap": False}, {"overlap": True}, {"overlap": True, "staleness": 3, "deterministic": True}],
+    ids=["inline", "sync", "stale"],
+)
+
+
+@each_way
+def test_a_worker_that_is_killed_at_random_moments(
+    tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greetings, greet = [], WorkerAt.greet
+
+    def counted(at: WorkerAt) -> None:
+        greetings.append(at)
+        greet(at)
+
+    monkeypatch.setattr(WorkerAt, "greet", counted)
+    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
+    data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
+    test = source(write(tmp_path / "b.parquet", 40, seed=1))
+    with running(**how) as job:
+        wanted = train(job, data, overlap=overlap), evaluate(job, test), bits(job), job[0].counters().lost
+    worker = KillableWorker()
+    with serving(2) as services, dying([worker], seed, 5) as over:
+        where = {"servers": [each.address for each in services], "workers": [worker.address]}
+        with running(**where, **how) as job:
+            seen = train(job, data, overlap=overlap)
+            assert len(greetings) > 1, "it was never killed while it trained"
+            found = seen, evaluate(job, test), bits(job), job[0].counters().lost
+            while not over.is_set():
+                assert evaluate(job, test) == found[1]
+            for table in job[0].tables.values():
+                table.check()
+    assert found == wanted
+
+
+def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
+    data = source(write(tmp_path / "a.parquet", 40), epochs=10)
+    with running(staleness=2, deterministic=True) as job:
+        wanted = train(job, data), bits(job), job[0].counters().lost
+    worker = KillableWorker()
+    with killed_at_random(tmp_path, seed, 4) as (servers, _), dying([worker], seed, 3):
+        where = {"servers": [each.address for each in servers], "workers": [worker.address]}
+        with running(staleness=2, deterministic=True, **where) as job:
+            assert (train(job, data), bits(job), job[0].counters().lost) == wanted
+
+
+@each_way
+@pytest.mark.parametrize("moment", ["looked up", "updated"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
+    """After many a batch, at a moment of the trainer's."""
+    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
+    data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=3)
+    with running(**how) as job:
+        wanted = train(job, data, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
+    with serving(2) as services, working() as (worker,):
+
+        def at(now: str, number: int) -> None:
+            if now == moment and number % 5 in (0, 1):
+                worker.restart()
+
+        with running(servers=[each.address for each in services], **how) as job:
+            send_through(job[0], worker.address)
+            found = train(job, data, at, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
+    assert found == wanted
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_worker_that_dies_in_the_middle_of_an_update(
+    tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything was applied, and after all was: the update comes again, of batches that are read again."""
+    data = source(write(tmp_path / "a.parquet", 10))
+    with running() as job:
+        wanted = train(job, data, accumulate=2), bits(job)
+    update, died = satrap.host._update, []
+    with serving(2) as services, working() as (worker,):
+
+        def dies(remote: Any, batches: Any, step: int, *rest: Any) -> None:
+            first = step not in died
+            died.append(step)
+            if not first or server:
+                update(remote, batches, step, *rest)
+            if first:
+                seats = worker.host._seats.values()
+                for seat in seats:
+                    for reading in seat.readings.values():
+                        reading.close()
+                    seat.readings.clear()
+                raise NotReadyError("killed")
+
+        monkeypatch.setattr(satrap.host, "_update", dies)
+        where = {"servers": [each.address for each in services], "workers": [worker.address]}
+        with running(**where) as job:
+            assert (train(job, data, accumulate=2), bits(job)) == wanted
+            repeated = sum(table.stats()["repeated"] for table in job[0].tables.values())
+    assert len(died) == 2 * len(set(died)) and (repeated > 0) == bool(server)
+
+
+def test_a_worker_that_stays_away(tmp_path: Path) -> None:
+    """The call that waits for it ends with its name; the checkpoint is resumed with another."""
+    data = source(write(tmp_path / "a.parquet", 16), shuffle=True, shuffle_blocks=2)
+    with running() as job:
+        wanted = train(job, data), bits(job)
+    seen: list[Any] = []
+    with serving(2) as services, working(2) as workers:
+        for worker in workers:
+            with running(servers=[each.address for each in services]) as job:
+                send_through(job[0], worker.address, 1.0)
+                run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], data)
+                if run.resume():
+                    seen += train(job, data, first=7)
+                    assert seen == wanted[0][6:]
+                    assert bits(job) == wanted[1]
+                    break
+
+                def at(now: str, number: int, run: Any = run, worker: Any = worker) -> None:
+                    if (now, number) == ("updated", 6):
+                        run.save()
+                    if (now, number) == ("looked up", 9):
+                        worker.close()
+
+                with pytest.raises(DeadlineError, match=f"at {worker.address}: "):
+                    train(job, data, at, overlap=False)
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize(
+    ("drop", "repeat", "hold"), [(0.1, 0.0, 0.0), (0.0, 0.5, 0.5), (0.05, 0.2, 0.2)], ids=["lossy", "doubling", "bad"]
+)
+def test_a_network_between_trainer_and_worker_that_misbehaves(
+    tmp_path: Path, seed: int, drop: float, repeat: float, hold: float
+) -> None:
+    data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=3)
+    with running(staleness=2, deterministic=True) as job:
+        wanted = train(job, data, accumulate=2), bits(job), job[0].counters().lost
+    with ExitStack() as stack:
+        services = stack.enter_context(serving(2))
+        (worker,) = stack.enter_context(working())
+        proxy = stack.enter_context(FrameProxy(worker.address, seed, drop, repeat, hold))
+        job = stack.enter_context(running(staleness=2, deterministic=True, servers=[each.address for each in services]))
+        send_through(job[0], proxy.address)
+        assert (train(job, data, accumulate=2), bits(job), job[0].counters().lost) == wanted
+
+
+def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
+    """However often they are read."""
+    path = tmp_path / "a.csv"
+    lines = [f"{i % 50},{i % 3},{'x' if i % 11 == 0 else '' if i % 13 == 0 else 1}" for i in range(400)]
+    path.write_text("\n".join(["id,age,click", *lines]))
+    data = CSV(
+        str(path),
+        dense="age",
+        label=LabelColumn("click", missing="drop"),
+        ids={"id": IdColumn(kind="integer")},
+        batch_size=16,
+        block_bytes=500,
+        max_bad_rows=100,
+        epochs=2,
+    )
+    found = []
+    with serving(1) as services, working() as (worker,):
+        wheres: list[dict[str, Any]] = [{}, {"servers": [services[0].address], "workers": [worker.address]}]
+        for where in wheres:
+            embeddings = Embeddings(dict(one_table()), num_threads=1, **where)
+            model = torch.nn.Linear(3, 1)
+            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            seen = []
+            with embeddings.stream(data, overlap=False) as stream:
+                for number, batch in enumerate(stream):
+                    model(torch.cat([batch.dense, batch.embeddings], 1)).sum().backward()
+                    if where and number % 4 == 1:
+                        worker.restart()
+                    optimizer.step()
+                    if where and number % 4 == 3:
+                        worker.restart()
+                    seen.append((batch.position, embeddings.counters().lost))
+            found.append((seen, embeddings.counters().lost))
+        assert isinstance(embeddings.worker, FarWorker)
+        embeddings.worker.close()
+    assert found[0] == found[1] and found[0][1].keys() == {"rows/malformed", "rows/no_label"}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
+    with serving(1) as services, working() as (worker,):
+        where = {"servers": [services[0].address], "workers": [worker.address]}
+        with running(**where) as job:
+            message = f"^the worker at {worker.address} cannot read it: {tmp_path}/none.parquet.* no such file"
+            with pytest.raises(SourceError, match=message):
+                train(job, source(tmp_path / "none.parquet"))
+            run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
+            with pytest.raises(SourceError, match=message):
+                run.save()
+            path = write(tmp_path / "a.parquet", 8)
+            with pytest.raises(SourceError, match=f"the worker at {worker.address} cannot read it: .*has no column"):
+                job[0].stream(source(path).replace(dense="height"))
+            assert len(train(job, source(path))) == 8
+
+            def cut(_: str, number: int) -> None:
+                if number == 1:
+                    worker.restart()
+                    path.write_bytes(b"PAR1")
+
+            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read it: {path}"):
+                train(job, source(path), cut)
+
+
+def test_another_job_is_refused_field_by_field() -> None:
+    of = one_table()
+    bag, wide = Features({"id": of.tables[0].bag("mean")}), one_table(dim=3)
+    with ExitStack() as stack:
+        (service,) = stack.enter_context(serving(1))
+        (other,) = stack.enter_context(serving(1))
+        (worker,) = stack.enter_context(working())
+        first = stack.enter_context(far(of, service, worker))
+        attempt = first.servers.attempt
+        for features, at, told in (
+            (bag, service, "feature 'id', pooling: 'mean' here, 'sum' there"),
+            (of, other, f"servers: .'{other.address}'.* here, .'{service.address}'.* there"),
+        ):
+            with pytest.raises(ConfigError, match=f"the worker belongs to another job: {told}"):
+                stack.enter_context(far(features, at, worker, attempt=attempt))
+        with pytest.raises(ConfigError, match="table 't', dim: 3 here, 2 there"):
+            stack.enter_context(far(wide, other, worker, attempt=attempt + 1))
+        with pytest.raises(ConfigError, match="seed: 1 here, 0 there"):
+            stack.enter_context(far(of, other, worker, attempt=attempt + 1, seed=1))
+        first.at.greet()  # which it still is
+        stack.enter_context(far(bag, other, worker, attempt=attempt + 1))
+        with pytest.raises(AttemptError, match=f"attempt {attempt} and the worker at {attempt + 1}"):
+            first.at.greet()
+
+
+@contextmanager
+def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) -> Iterator[FarWorker]:
+    servers = Servers(Job(tables=of.tables, seed=seed), [service.address], **options)
+    try:
+        found = FarWorker(of, servers, worker.address, num_threads=1)
+        yield found
+        found.at.close()
+    finally:
+        servers.close()
+
+
+def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
+    """And one that begins a new attempt, by a restore, goes on."""
+    data = source(write(tmp_path / "a.parquet", 12))
+    with serving(1) as services, working() as (worker,):
+        where = {"servers": [services[0].address], "workers": [worker.address]}
+        with running(**where) as old, running(**where) as new:
+            seen = train(new, data)
+            with pytest.raises(AttemptError, match="this process was replaced"):
+                train(old, data)
+            new[0].tables.clear()  # type: ignore[union-attr]
+            new[0].resume_at(0, data, None)
+            with running() as alone:
+                assert len(seen) == len(train(new, data)) == len(train(alone, data))
+            assert len(worker.host._seats) == 1 and not worker.host._seats[0].readings
+
+
+def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
+    """At the same address: their attempts begin at 1, and the worker has seen later ones."""
+    data = source(write(tmp_path / "a.parquet", 4))
+    with working() as (worker,):
+        address, numbers = "tcp://127.0.0.1:0", []
+        for times in (3, 1):
+            with Service(Server(num_threads=1), ServerCalls, address) as service:
+                address = service.address
+                for _ in range(times):
+                    with running(servers=[address], workers=[worker.address]) as job:
+                        assert isinstance(job[0].worker, FarWorker)
+                        job[0].worker.tables.clear()
+                        assert len(train(job, data)) == 4
+                numbers.append(worker.host._attempt)
+    assert numbers == [6, 2]
+
+
+def test_a_worker_that_was_paused_and_replaced(tmp_path: Path) -> None:
+    """It wakes up with an update of the older attempt on its way, which the servers refuse."""
+    data = source(write(tmp_path / "a.parquet", 12))
+    worker = KillableWorker()
+    try:
+        with serving(1) as services, working() as (replacing,):
+            servers = [services[0].address]
+            with running(servers=servers, workers=[worker.address]) as old:
+                stream = old[0].stream(data, overlap=False)
+                batch = next(stream)
+                old[1](batch).sum().backward()
+                os.kill(worker._process.pid, signal.SIGSTOP)
+                stepping = threading.Thread(target=lambda: told.append(raised(old[2].step)))
+                told: list[Any] = []
+                stepping.start()
+                with running(servers=servers, workers=[replacing.address]) as new, running() as alone:
+                    new[0].tables.clear()  # type: ignore[union-attr]
+                    found = train(new, data), bits(new)
+                    os.kill(worker._process.pid, signal.SIGCONT)
+                    stepping.join()
+                    assert isinstance(told[0], AttemptError)
+                    assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]
+                with pytest.raises(AttemptError):
+                    stream.close()
+    finally:
+        worker.end()
+
+
+def raised(call: Any) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"workers": ["tcp://127.0.0.1:1"]}, "there are workers and no servers"),
+        ({"workers": "tcp://127.0.0.1:1", "servers": ["tcp://127.0.0.1:1"]}, "workers is 'tcp://127.0.0.1:1'; wanted"),
+    ],
+)
+def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        Embeddings(dict(one_table()), **options)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_keys(tmp_path: Path) -> None:
+    """A worker is a server to trainers, and a client to servers."""
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "others")
+    data = source(write(tmp_path / "a.parquet", 4))
+    key = tmp_path / "keys" / "server.key"
+    worker = KillableWorker("--keys", str(key))
+    try:
+        with Service(Server(num_threads=1), ServerCalls, "tcp://127.0.0.1:0", Keys.read(key)) as service:
+            where = {"servers": [service.address], "workers": [worker.address]}
+            with running(**where, keys=tmp_path / "keys" / "client.key") as job:
+                assert len(train(job, data)) == 4
+            of = features()
+            servers = Servers(
+                Job(tables=of.tables), [service.address], keys=Keys.read(tmp_path / "keys" / "client.key")
+            )
+            with pytest.raises(DeadlineError, match="no connection"):
+                FarWorker(of, servers, worker.address, keys=Keys.read(tmp_path / "others" / "client.key"), deadline=1.0)
+            servers.close()
+    finally:
+        worker.end()
+
+
+def test_a_worker_without_the_other_key_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_keys(tmp_path)
+    (tmp_path / "client.key").unlink()
+    assert main(["worker", "--listen", "tcp://127.0.0.1:0", "--keys", str(tmp_path / "server.key")]) == 1
+    assert f"{tmp_path / 'client.key'}: the key cannot be read" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""Several trainers whose workers are processes of their own, one that they share or one for each: the bits of trainers
+that look up themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cluster import killed_at_random, serving
+from far_parts import KillableWorker, dying, working
+from loop import NUM_IDS
+from test_trainers import run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """Batches of 8, three to a block; the last block is half as long: the trainers end unevenly."""
+    rng = np.random.default_rng(0)
+    n = 30 * 8 - 12
+    lists = [rng.integers(0, NUM_IDS, int(k)).tolist() for k in rng.integers(0, 5, n)]
+    ids = {name: rng.integers(0, NUM_IDS, n, dtype=np.uint64) for name in ("user", "item")}
+    dense = {name: rng.standard_normal(n) for name in ("d0", "d1")}
+    label = rng.integers(0, 2, n).astype(np.float64)
+    path = tmp_path / "data" / "a.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table(ids | dense | {"history": lists, "label": label, "number": np.arange(n)}), path, 24)
+    return str(path)
+
+
+def both(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in each.items() if name != "resumed"} for each in found]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_two_trainers_have_the_bits_of_two_without_workers(tmp_path: Path, file: str, num_workers: int) -> None:
+    """Synchronous, with drops, over two epochs that end unevenly."""
+    options: dict[str, Any] = {"batches": 0, "file": file, "dropped": [[None, 2], [0, 5]], "epochs": 2}
+    with serving(2) as services:
+        wanted = run(services, 2, tmp_path, **options)
+    with serving(2) as services, working(num_workers) as workers:
+        found = run(services, 2, tmp_path, workers=[each.address for each in workers], overlap=True, **options)
+        assert [len(each.host._seats) for each in workers] == [2 // num_workers] * num_workers
+    assert found == wanted
+    numbers = [number for each in found for batch in each["seen"] for number in batch]
+    assert len(set(numbers)) > 200 and any("batches/uneven" in each["lost"] for each in found)
+
+
+def test_trainers_resume_with_workers_what_was_begun_without(tmp_path: Path, file: str) -> None:
+    options: dict[str, Any] = {"batches": 0, "file": file}
+    with serving(2) as services:
+        whole = run(services, 2, tmp_path, **options)
+    with serving(2) as services:
+        first = run(services, 2, tmp_path, checkpoint=str(tmp_path / "run"), until=6, **options)
+    with serving(1) as services, working(2) as workers:
+        where: dict[str, Any] = {
+            "workers": [each.address for each in workers],
+            "checkpoint": str(tmp_path / "run"),
+        }
+        rest = run(services, 2, tmp_path, **where, **options)
+    for before, after, once in zip(first, rest, whole, strict=True):
+        assert after["resumed"] and before["seen"][:4] + after["seen"] == once["seen"]
+        assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_everything_is_killed_under_two_trainers(tmp_path: Path, file: str, seed: int, staleness: int) -> None:
+    """Two servers and the worker that the trainers share. Stale ones are applied in any order, but each once."""
+    options: dict[str, Any] = {"batches": 0, "file": file, "epochs": 5, "staleness": staleness}
+    with serving(2) as services:
+        wanted = run(services, 2, tmp_path, **options)
+    worker = KillableWorker()
+    with killed_at_random(tmp_path, seed, 3) as (servers, _), dying([worker], seed, 4):
+        found = run(servers, 2, tmp_path, workers=[worker.address], overlap=True, **options)
+    assert [each["seen"] for each in found] == [each["seen"] for each in wanted]
+    assert [each["updated"] for each in found] == [each["updated"] for each in wanted]
+    if staleness == 0:
+        assert found == wanted

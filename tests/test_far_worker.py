@@ -1,0 +1,140 @@
+"""A worker in a process of its own has the bits, counters and positions of one in the trainer's; ids never reach it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster import serving
+from far_parts import BATCH, bits, evaluate, running, source, train, working, write
+from satrap import Checkpoint
+from satrap.errors import StreamError
+from satrap.far import FarBatches, FarInputs, FarWorker
+
+
+def addresses(stack: ExitStack, num_servers: int, num_workers: int) -> dict[str, Any]:
+    """Options of a job with as many of each."""
+    if not num_servers:
+        return {}
+    options: dict[str, Any] = {"servers": [each.address for each in stack.enter_context(serving(num_servers))]}
+    if num_workers:
+        options["workers"] = [each.address for each in stack.enter_context(working(num_workers))]
+    return options
+
+
+WHERE = [(0, 0), (1, 0), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("overlap", [False, True, None])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"staleness": 2, "deterministic": True}, {"accumulate": 3}, {"wire": "float16"}],
+    ids=["sync", "stale", "accumulated", "rounded"],
+)
+def test_it_has_the_bits_of_a_worker_in_the_trainer(
+    tmp_path: Path, options: dict[str, Any], overlap: bool | None
+) -> None:
+    """Losses, rows, parameters, positions, scores of an evaluation within the training, and what was lost."""
+    data = source(write(tmp_path / "a.parquet", 20), shuffle=True, shuffle_blocks=2, epochs=2)
+    test = source(write(tmp_path / "b.parquet", 5, seed=1))
+    how: dict[str, Any] = {"overlap": overlap} | ({"accumulate": 3} if "accumulate" in options else {})
+    given = {name: value for name, value in options.items() if name != "accumulate"}
+    found = []
+    for where in WHERE[1:] if "wire" in options else WHERE:
+        with ExitStack() as stack:
+            job = stack.enter_context(running(**given, **addresses(stack, *where)))
+            seen = train(job, data, **how)
+            scores = evaluate(job, test)
+            seen += train(job, data.replace(epochs=1, seed=5), **how)
+            counters = job[0].counters()
+            stale = counters.staleness if overlap is False else None  # beside it, a drop comes when it comes
+            found.append((seen, scores, bits(job), counters.rows, counters.lost, stale))
+    assert len(found[0][0]) == 60 and found[0][4]["ids/path"] and found[0][4]["batches/zero_grad"]
+    assert all(each == found[0] for each in found)
+
+
+def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        embeddings, _, _ = stack.enter_context(running(**addresses(stack, 1, 1)))
+        stream = stack.enter_context(embeddings.stream(source(write(tmp_path / "a.parquet", 2))))
+        batch = next(stream)
+        assert isinstance(batch.inputs, FarInputs) and len(batch) == BATCH
+        for name in ("values", "offsets", "weights"):
+            with pytest.raises(StreamError, match=f"no {name} here: its ids stay with the worker at tcp://"):
+                getattr(batch.inputs, name)
+        assert "number=1" in repr(batch.inputs)
+
+
+def test_a_batch_that_is_looked_up_again_is_still_to_be_updated(tmp_path: Path) -> None:
+    """By `forward`, in the middle of its step; and then the worker is started again."""
+    data = source(write(tmp_path / "a.parquet", 4))
+    found = []
+    with serving(1) as services, working() as (worker,):
+        for where in ({}, {"servers": [services[0].address], "workers": [worker.address]}):
+            with running(**where) as job:
+                again: list[bytes] = []
+
+                def at(now: str, number: int, job: Any = job, again: Any = again, where: Any = where) -> None:
+                    if now == "looked up":
+                        batch = job[0]._training._held[0]
+                        again.append(job[0](batch.inputs).embeddings.numpy().tobytes())
+                        if where and number > 1:
+                            worker.restart()
+
+                found.append((train(job, data, at, overlap=False), again, bits(job)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("workers", [(0, 1, 0), (1, 0, 1)], ids=["without, with, without", "with, without, with"])
+def test_a_checkpoint_goes_on_with_a_worker_or_without(tmp_path: Path, workers: tuple[int, ...]) -> None:
+    path = write(tmp_path / "a.parquet", 24)
+    data = source(path, shuffle=True, shuffle_blocks=2, seed=3)
+    with running() as job:
+        whole = train(job, data)
+        wanted = bits(job)
+    seen: list[Any] = []
+    for num_workers, until in zip(workers, (8, 16, None), strict=True):
+        with ExitStack() as stack:
+            job = stack.enter_context(running(**addresses(stack, 2, num_workers)))
+            embeddings, model, optimizer = job
+            run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
+            assert run.resume() == bool(seen)
+            with embeddings.stream(data) as stream:
+                for batch in stream:
+                    loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+                    loss.backward()
+                    seen.append((batch.step, loss.item(), batch.position, batch.inputs.extra["note"].to_pylist()))
+                    if len(seen) % 7:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    if batch.step == until:
+                        run.save()
+                        break
+            if until is None:
+                assert bits(job) == wanted
+    assert seen == whole
+
+
+def test_what_is_no_declaration_of_files_is_looked_up_from_here(tmp_path: Path) -> None:
+    """In between, in one run: the steps go on."""
+    data = source(write(tmp_path / "a.parquet", 6))
+    found = []
+    for where in WHERE:
+        with ExitStack() as stack:
+            embeddings, model, optimizer = job = stack.enter_context(running(**addresses(stack, *where)))
+            names = embeddings.features
+            seen = train(job, data)
+            with embeddings.stream(list(data.batches(names))) as stream:
+                assert not isinstance(stream._inputs, FarBatches)
+                for batch in stream:
+                    torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            seen += train(job, data)
+            found.append((seen, bits(job), embeddings.counters().lost, embeddings.step))
+            assert isinstance(embeddings.worker, FarWorker) == bool(where[1])
+    assert all(each == found[0] for each in found)

@@ -216,6 +216,8 @@ void translate(const std::exception_ptr& p, void*) {
         raise("SharedMemoryError", e);
     } catch (const ForkError& e) {
         raise("ForkError", e);
+    } catch (const MovedError& e) {
+        raise("MovedError", e);
     } catch (const TicketError& e) {
         raise("TicketError", e);
     } catch (const InvariantError& e) {
@@ -383,6 +385,7 @@ void bind_engine(nb::module_& m) {
     bind_saving(engine);
     bind_coding(engine);
     bind_bags(m, engine);
+    bind_moving(engine);
 }
 
 } // namespace

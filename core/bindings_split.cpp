@@ -175,6 +175,15 @@ void bind_split(nb::module_& m) {
              "Writes what Engine.lookup_bags writes, of rows as each server's flat lookup gives them.")
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a,
              "What Engine.update_bags would apply to each id.")
+        .def(
+            "again",
+            [](Split& split, const Sums& own, const Owners& owners, std::uint32_t num_servers) {
+                require_size("the sums' buckets", own.shares->owners.size(), split.map().total());
+                std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
+                nb::gil_scoped_release release;
+                return std::make_unique<Sums>(split.again(own, std::move(of_buckets), num_servers));
+            },
+            "sums"_a, "owners"_a, "num_servers"_a, "The same sums for other owners.")
         .def("drop", &Split::drop, "ticket"_a, "Gives up a ticket that will not be updated.");
     bind_coding(split);
 }

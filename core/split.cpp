@@ -153,6 +153,21 @@ void Split::sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& 
 void Split::close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts) {
     const Sums wide = sums;
     sums.shares = share(wide.shares->owners, wide.shares->num_servers(), counts);
+    lay_out(wide, sums);
+}
+
+Sums Split::again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
+    home_.require_here();
+    Sums moved = sums;
+    moved.same_ids = false;
+    moved.shares = share(std::move(owners), num_servers, sums.shares->counts);
+    lay_out(sums, moved);
+    return moved;
+}
+
+// Each bucket's sums from where they are to where the shares want them.
+void Split::lay_out(const Sums& wide, Sums& sums) {
+    const std::vector<std::uint32_t>& counts = sums.shares->counts;
     sums.ids = lease(sums.shares->first_id.back() * sizeof(std::uint64_t));
     sums.gradients = lease(sums.shares->first_float.back() * sizeof(float));
     BucketCrew::Shift shift(crew_, sums.shares->first_id.back());

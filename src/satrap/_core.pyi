@@ -342,6 +342,52 @@ class Engine:
     def drop(self, ticket: Ticket) -> None:
         """Gives up a ticket that will not be updated."""
 
+    def set_owners(self, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], self: int) -> None:
+        """
+        Of every bucket; this engine is server `self`. Lookups and updates of others' buckets are refused then.
+        """
+
+    def freeze(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], frozen: bool) -> None:
+        """Whether calls that would change these are refused."""
+
+    def export_windows(self, buckets: NDArray[numpy.uint32]) -> tuple[list[int], NDArray[numpy.uint64]]:
+        """The trainers, and of each in turn its window of each bucket."""
+
+    def import_windows(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], trainers: Sequence[int], words: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def export_counters(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]: ...
+
+    def import_counters(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], counters: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def hand_over(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Before they leave: what is finished here is noted at each. No update may run.
+        """
+
+    def take_over(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], first: bool) -> None:
+        """
+        After they came: what is finished here is so of them, too. No update may run.
+        """
+
+    def forget(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """They are as if new."""
+
+    def reach_step(self, step: int) -> None:
+        """The latest step is at least this one."""
+
+    def reach_table(self, table: int, version: int, expire_before: int) -> None:
+        """They are at least these."""
+
+    def note(self) -> bytes:
+        """
+        What set_note was given, maybe by an earlier process; empty before the first.
+        """
+
+    def set_note(self, note: bytes) -> None:
+        """
+        Kept as long as the rows; replaced as a whole, whenever the process dies.
+        """
+
 class Bags:
     """The features of an engine's tables; satrap.Features is their face."""
 
@@ -444,6 +490,9 @@ class Split:
 
     def sums(self, tickets: Sequence[SplitTicket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
         """What Engine.update_bags would apply to each id."""
+
+    def again(self, sums: Sums, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
+        """The same sums for other owners."""
 
     def drop(self, ticket: SplitTicket) -> None:
         """Gives up a ticket that will not be updated."""

@@ -176,6 +176,14 @@ void bind_split(nb::module_& m) {
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a,
              "What Engine.update_bags would apply to each id.")
         .def(
+            "share_again",
+            [](Split& split, SplitTicket& ticket, const Owners& owners, std::uint32_t num_servers) {
+                std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
+                nb::gil_scoped_release release;
+                split.share_again(ticket, std::move(of_buckets), num_servers);
+            },
+            "ticket"_a, "owners"_a, "num_servers"_a, "Lays the ticket's ids out for other owners.")
+        .def(
             "again",
             [](Split& split, const Sums& own, const Owners& owners, std::uint32_t num_servers) {
                 require_size("the sums' buckets", own.shares->owners.size(), split.map().total());

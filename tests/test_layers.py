@@ -78,10 +78,17 @@ LAYERS = [
     "worker",
     "local",
     "bucketmap",
+    "members",
     "job",
+    "scaling",
     "calls",
     "meeting",
+    "moving",
+    "served",
+    "door",
+    "moving_server",
     "server",
+    "mover",
     "servers",
     "remote_tables",
     "remote",
@@ -122,7 +129,17 @@ OUTSIDE: dict[str, set[str] | None] = {
     "fsspec": {"runfolder", "sources.files"},
     "zmq": {"rpc.keys", "rpc.service", "rpc.client"},
 }
-PURE = {"errors", "checks", "config", "features", "sync", "bucketmap", "job"}  # the standard library only
+PURE = {
+    "errors",
+    "checks",
+    "config",
+    "features",
+    "sync",
+    "bucketmap",
+    "members",
+    "job",
+    "scaling",
+}  # the standard library only
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 

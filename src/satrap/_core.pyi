@@ -342,9 +342,9 @@ class Engine:
     def drop(self, ticket: Ticket) -> None:
         """Gives up a ticket that will not be updated."""
 
-    def set_owners(self, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], self: int) -> None:
+    def set_owners(self, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int) -> None:
         """
-        Of every bucket; this engine is server `self`. Lookups and updates of others' buckets are refused then.
+        Of every bucket; this engine is the server of that number. Lookups and updates of others' buckets are refused then.
         """
 
     def freeze(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], frozen: bool) -> None:
@@ -490,6 +490,9 @@ class Split:
 
     def sums(self, tickets: Sequence[SplitTicket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
         """What Engine.update_bags would apply to each id."""
+
+    def share_again(self, ticket: SplitTicket, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> None:
+        """Lays the ticket's ids out for other owners."""
 
     def again(self, sums: Sums, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
         """The same sums for other owners."""

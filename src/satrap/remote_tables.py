@@ -5,6 +5,7 @@ and reads of anybody's what it owns now. So the folder must be one that all mach
 """
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap import _core, arrays
 from satrap.config import Table
-from satrap.errors import InputError, SnapshotError
+from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.folder import part_name, parts_of
 from satrap.servers import Servers
 from satrap.store import Rows
@@ -65,12 +66,18 @@ class RemoteTable:
     ) -> list[NDArray[Any]]:
         """What the ids' owners answer: of each array a line for each id, in the order of the ids."""
         wanted = arrays.as_ids(f"table {self.table.name!r}", ids)
-        owners = np.array(self._servers.bucket_map.owners[self._number], np.uint32)
-        owner = owners[_core.bucket_of(wanted, self.table.resolved_num_buckets)]
-        order = np.argsort(owner, kind="stable")
-        parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(self._servers))))
-        asked = {server: arguments(part) for server, part in enumerate(parts)}
-        found = self._servers.each(method, self._servers.origin(0), asked)
+        while True:
+            view = self._servers.view
+            owners = np.array(view.members.bucket_map.owners[self._number], np.uint32)
+            owner = owners[_core.bucket_of(wanted, self.table.resolved_num_buckets)]
+            order = np.argsort(owner, kind="stable")
+            parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(view))))
+            asked = {server: arguments(part) for server, part in enumerate(parts)}
+            try:
+                found = self._servers.each(method, self._servers.origin(0, view), asked, view=view)
+                break
+            except MovedError:
+                continue
         lines = []
         for of_servers in zip(*(found[server] for server in asked), strict=True):
             if of_servers[0] is None:  # of a lookup: rows in the form that was not asked for
@@ -112,7 +119,9 @@ class RemoteTable:
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
         self._servers.reach()  # saving may take long, and who saves waits
-        versions = self._servers.all("save", self._number, folder, since, deadline=_SAVE_SECONDS)
+        versions = None
+        while versions is None:
+            versions = self._parts_saved(folder, since)
         if len(set(versions)) > 1:
             raise SnapshotError(f"table {self.table.name!r}: the servers are at versions {versions}: save it whole")
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
@@ -121,6 +130,20 @@ class RemoteTable:
                 "them: give a folder that all machines share"
             )
         return int(versions[0])
+
+    def _parts_saved(self, folder: str, since: int | None) -> list[int] | None:
+        """The version that each server has made; None: buckets moved meanwhile, so that not all of them are saved."""
+        version = 1 + max(self._servers.all("version", self._number))  # servers that came later have made fewer
+        view = self._servers.view
+        asked = dict.fromkeys(range(len(view)), (self._number, folder, since, version))
+        try:
+            found = self._servers.each("save", self._servers.origin(0, view), asked, _SAVE_SECONDS, view)
+        except MovedError:
+            if len(self._servers.view) != len(view):
+                for server in asked:
+                    shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
+            return None
+        return [found[server] for server in asked]
 
 
 class RemoteTables(Mapping[str, RemoteTable]):

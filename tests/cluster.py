@@ -142,10 +142,12 @@ class Killable:
 
 
 @contextmanager
-def killed_at_random(tmp_path: Path, seed: int, num_kills: int) -> Iterator[tuple[list[Killable], threading.Event]]:
-    """Two servers, killed and started again at random moments, and what is set when that is over."""
+def killed_at_random(
+    tmp_path: Path, seed: int, num_kills: int, num_servers: int = 2
+) -> Iterator[tuple[list[Killable], threading.Event]]:
+    """Servers, killed and started again at random moments, and what is set when that is over."""
     shm = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
-    files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(2)]
+    files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(num_servers)]
     killable = [Killable(file) for file in files]
     stop, over = threading.Event(), threading.Event()
 
@@ -154,7 +156,7 @@ def killed_at_random(tmp_path: Path, seed: int, num_kills: int) -> Iterator[tupl
         for _ in range(num_kills):
             if stop.wait(draw.uniform(0.0, 0.2)):
                 break
-            victim = killable[int(draw.integers(2))]
+            victim = killable[int(draw.integers(num_servers))]
             victim.kill()
             victim.restart()
         over.set()
@@ -169,4 +171,4 @@ def killed_at_random(tmp_path: Path, seed: int, num_kills: int) -> Iterator[tupl
         for each in killable:
             each.end()
         for file in files:
-            file.unlink()
+            file.unlink(missing_ok=True)

@@ -145,7 +145,7 @@ class Mover:
         known = {address: self._known(address) for address in (*self._now, *self._wanted, *after.addresses)}
         before = after
         for each in known.values():
-            if each.version == after.version - 1:
+            if each.version and each.version == after.version - 1:
                 before = each.members
             elif each.version > after.version:
                 raise ConfigError(

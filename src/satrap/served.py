@@ -68,6 +68,7 @@ class Served:
         if self.members is None and (note := bytes(self.engine.note())):
             found = json.loads(note)
             self.members, self.number = Members.from_dict(found["members"]), found["number"]
+            self.num_servers = len(self.members.addresses)
             self._know_owners()
 
     def store(self, table: int) -> Store:

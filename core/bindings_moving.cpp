@@ -52,7 +52,8 @@ void import_counters(Engine& engine, const Words32& buckets, const Ids& counters
 void bind_moving(nb::class_<Engine>& engine) {
     engine
         .def("set_owners", &set_owners, "owners"_a, "number"_a,
-             "Of every bucket; this engine is the server of that number. Lookups and updates of others' buckets are refused then.")
+             "Of every bucket; this engine is the server of that number. Lookups and updates of others' buckets are "
+             "refused then.")
         .def(
             "freeze",
             [](Engine& e, const Words32& buckets, bool frozen) { e.freeze(checked_buckets(e, buckets), frozen); },

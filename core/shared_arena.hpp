@@ -167,6 +167,10 @@ class SharedArena final : public Arena {
                 at + chunk->bytes > header().tail.load())
                 fail("is damaged: a chunk at byte " + std::to_string(at) + " claims " + std::to_string(chunk->bytes) +
                      " bytes");
+            if (chunk->kind == static_cast<std::uint32_t>(ChunkKind::note)) {
+                notes_[0] = notes_[1];
+                notes_[1] = at;
+            }
             if (chunk->kind != 0)
                 visit({static_cast<ChunkKind>(chunk->kind), chunk->table, chunk->bucket, chunk->sequence},
                       reinterpret_cast<std::byte*>(chunk + 1), chunk->bytes - sizeof(ChunkHeader));
@@ -280,7 +284,7 @@ class SharedArena final : public Arena {
     int fd_ = -1;
     std::mutex mutex_;
     std::vector<Piece> pieces_;
-    std::uint64_t notes_[2] = {}; // chunks of notes of this process, one in use and one to be written next
+    std::uint64_t notes_[2] = {}; // chunks of notes, one in use and one to be written next
     std::byte* first_ = nullptr;  // of pieces_, which others may read only under the lock
 };
 

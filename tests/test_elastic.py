@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,28 @@ from numpy.typing import NDArray
 from bag_oracle import draw_bags
 from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killed_at_random, remote, serving
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
+from satrap.errors import SnapshotError
 from satrap.features import Features
 from satrap.local import LocalWorker
 from satrap.mover import Moved, Mover
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client
 
+EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
+EXACTLY = SGD(lr=0.25)
 TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # how many servers there are, one after the other
 
 
 class Tour:
     """Moves in a thread: from one server to as many as the tour says, one number after the other."""
 
-    def __init__(self, addresses: list[str], tour: tuple[int, ...] = TOUR, **options: int) -> None:
+    def __init__(self, addresses: list[str], tour: tuple[int, ...] = TOUR, **options: Any) -> None:
         self.done: list[Moved] = []
         self.caught: BaseException | None = None
         self._thread = threading.Thread(target=self._move, args=(addresses, tour), kwargs=options)
         self._thread.start()
 
-    def _move(self, addresses: list[str], tour: tuple[int, ...], **options: int) -> None:
+    def _move(self, addresses: list[str], tour: tuple[int, ...], **options: Any) -> None:
         now = addresses[:1]
         try:
             for num_servers in tour:
@@ -59,12 +63,9 @@ class Tour:
 
 
 def table(**options: Any) -> Features:
-    return Features({"id": Table("t", dim=2, num_buckets=16, **{"optimizer": SGD(lr=0.25), "initial": Zeros(), **options})})
-
-
-def dyadic(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Numbers whose sums are exact, in whatever order."""
-    return (rng.integers(-8, 9, size=shape) / 8).astype(np.float32)
+    return Features(
+        {"id": Table("t", dim=2, num_buckets=16, **{"optimizer": SGD(lr=0.25), "initial": Zeros(), **options})}
+    )
 
 
 def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Generator) -> None:
@@ -107,60 +108,132 @@ def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> No
         assert found["evicted"] > 0 and found["sightings"] > 0
 
 
-@pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
-def test_several_trainers(rng: np.random.Generator, seed: int, together: int) -> None:
-    """Each with lookups ahead of its updates, or all in step. Updates are exact, so their order does not matter."""
-    of, ids, num_trainers = table(), np.arange(200, dtype=np.uint64), 3
-    total = np.zeros((num_trainers, len(ids), 2))
-    caught: list[BaseException] = []
+def train_exactly(workers: list[RemoteWorker], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
+    """Each in a thread, `ahead` steps looked up and not updated, until it is over. The gradients of EXACT, summed."""
+    total = np.zeros((len(workers), len(EXACT), 2))
+    ended, caught = [False] * len(workers), []
+    agreed = threading.Barrier(len(workers))
+
+    def train(rank: int) -> None:
+        draw, worker = np.random.default_rng([seed, rank]), workers[rank]
+        looked_up: deque[tuple[int, Any, NDArray[np.float32]]] = deque()
+        for step in range(1, 100_000):
+            chosen = draw.integers(len(EXACT), size=50)
+            looked = worker.lookup(batch(chosen), step=step, oldest_open=max(1, step - ahead))
+            gradients = (draw.integers(-8, 9, size=(50, 2)) / 8).astype(np.float32)  # whose sums are exact
+            np.add.at(total[rank], chosen, gradients)
+            looked_up.append((step, looked.ticket, gradients))
+            if step % 10 == 0:  # they end at the same step
+                ended[rank] = over()
+                agreed.wait(2 * DEADLINE_SECONDS)
+            last = step % 10 == 0 and all(ended)
+            while len(looked_up) > (0 if last else ahead):
+                at, ticket, given = looked_up.popleft()
+                worker.update([ticket], [given], step=at)
+            if last:
+                return
+            if step % 10 == 0:
+                agreed.wait(2 * DEADLINE_SECONDS)
+
+    def guarded(rank: int) -> None:
+        try:
+            train(rank)
+        except BaseException as error:
+            caught.append(error)
+            agreed.abort()
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * DEADLINE_SECONDS)
+    if caught:
+        raise next((each for each in caught if not isinstance(each, threading.BrokenBarrierError)), caught[0])
+    found: NDArray[np.float64] = total.sum(axis=0)
+    return found
+
+
+@contextmanager
+def trainers(num_trainers: int, addresses: list[str], together: int) -> Iterator[list[RemoteWorker]]:
     with ExitStack() as stack:
-        addresses = [each.address for each in stack.enter_context(serving(3))]
-        workers = [stack.enter_context(remote(of, addresses[:1], together=together))]
-        workers += [
-            stack.enter_context(remote(of, addresses[:1], trainer=r, attempt=1, together=together))
-            for r in range(1, num_trainers)
-        ]
-        workers[0].lookup(batch(ids), step=1)
-        before = workers[0].tables["t"].read(ids).values
-        tour = stack.enter_context(Tour(addresses, group_bytes=1))
-        agreed = threading.Barrier(num_trainers)
+        workers: list[RemoteWorker] = []
+        for rank in range(num_trainers):
+            how = {"trainer": rank, "attempt": 1} if rank else {}
+            workers.append(stack.enter_context(remote(table(), addresses, together=together, **how)))
+        yield workers
 
-        def train(rank: int) -> None:
-            draw = np.random.default_rng([seed, rank])
-            open_batches: deque[tuple[int, Any, NDArray[np.float32]]] = deque()
-            try:
-                for step in range(2, 10_000):
-                    chosen = draw.integers(len(ids), size=50)
-                    looked = workers[rank].lookup(batch(chosen), step=step, oldest_open=max(1, step - 4))
-                    gradients = dyadic(draw, (50, 2))
-                    np.add.at(total[rank], chosen, gradients)
-                    open_batches.append((step, looked.ticket, gradients))
-                    if len(open_batches) > (0 if together else 3):
-                        at, ticket, given = open_batches.popleft()
-                        workers[rank].update([ticket], [given], step=at)
-                    if step % 10 == 0:  # they end at the same step
-                        ended[rank] = tour.over()
-                        agreed.wait(DEADLINE_SECONDS)
-                        if all(ended):
-                            break
-                        agreed.wait(DEADLINE_SECONDS)
-                for at, ticket, given in open_batches:
-                    workers[rank].update([ticket], [given], step=at)
-            except BaseException as error:
-                agreed.abort()
-                caught.append(error)
 
-        ended = [False] * num_trainers
-        threads = [threading.Thread(target=train, args=(rank,)) for rank in range(num_trainers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(4 * DEADLINE_SECONDS)
-        if caught:
-            raise caught[0]
-        after = workers[0].tables["t"].read(ids).values
-        np.testing.assert_array_equal(after - before, (-0.25 * total.sum(axis=0)).astype(np.float32))
-        assert len(tour.done) == len(TOUR)
+@pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
+def test_several_trainers(seed: int, together: int) -> None:
+    """Updates are exact, so their order does not matter."""
+    with serving(3) as services:
+        addresses = [each.address for each in services]
+        with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=1) as tour:
+            total = train_exactly(workers, seed, 0 if together else 3, tour.over)
+            after = workers[0].tables["t"].read(EXACT).values
+            np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
+            assert len(tour.done) == len(TOUR)
+
+
+@pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
+def test_several_trainers_and_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, together: int) -> None:
+    with killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over):
+        addresses = [each.address for each in servers]
+        with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=200) as tour:
+            total = train_exactly(workers, seed, 0 if together else 3, lambda: tour.over() and over.is_set())
+            after = workers[0].tables["t"].read(EXACT).values
+            np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
+
+
+def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Whole ones at any moment; changes since before a move are refused, and those after it are complete."""
+    local = LocalWorker(features(), num_threads=1)
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        addresses, step, saved = [each.address for each in services], 0, []
+        with Tour(addresses, group_bytes=1000) as tour:
+            while not tour.over():
+                step += 1
+                both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
+                folders = {name: [tmp_path / f"{name}-{step}"] for name in worker.tables}
+                for name, each in worker.tables.items():
+                    each.save(folders[name][0])
+                saved.append((folders, contents(local)))
+        since = {name: worker.tables[name].version for name in worker.tables}
+        Mover(addresses[:1], addresses[:2]).run()
+        with pytest.raises(SnapshotError, match="or save the whole table"):
+            worker.tables["item"].save_changes(tmp_path / "refused", since=since["item"])
+        assert worker.tables.layout == worker.servers.bucket_map.version
+        folders = {name: [tmp_path / f"{name}-full", tmp_path / f"{name}-changes"] for name in worker.tables}
+        since = {name: each.save(folders[name][0]) for name, each in worker.tables.items()}
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step + 1)
+        for name, each in worker.tables.items():
+            each.save_changes(folders[name][1], since=since[name])
+        saved.append((folders, contents(local)))
+    for folders, wanted in [saved[0], *saved[-5:]]:
+        restored = LocalWorker(features(), num_threads=1)
+        restored.tables.restore(folders)
+        assert contents(restored) == wanted
+
+
+def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Again and again: whatever was on its way then, all servers hold what was saved."""
+    local = LocalWorker(features(), num_threads=1)
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
+        folders = {name: [tmp_path / name] for name in worker.tables}
+        for name, each in worker.tables.items():
+            each.save(folders[name][0])
+        wanted, num_restores = contents(local), 0
+        with Tour([each.address for each in services], group_bytes=1000) as tour:
+            while not tour.over():
+                worker.tables.restore(folders)
+                assert contents(worker) == wanted
+                num_restores += 1
+                looked = worker.lookup(draw_bags(rng, local.features, 60).inputs(), step=2)
+                assert looked.ticket
+                worker.update([looked.ticket], [looked.block + 1], step=2)
+        worker.tables.restore(folders)
+        assert contents(worker) == wanted and num_restores > 5
 
 
 class Training:

@@ -491,14 +491,14 @@ class Split:
     def sums(self, tickets: Sequence[SplitTicket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
         """What Engine.update_bags would apply to each id."""
 
+    def drop(self, ticket: SplitTicket) -> None:
+        """Gives up a ticket that will not be updated."""
+
     def share_again(self, ticket: SplitTicket, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> None:
         """Lays the ticket's ids out for other owners."""
 
     def again(self, sums: Sums, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
         """The same sums for other owners."""
-
-    def drop(self, ticket: SplitTicket) -> None:
-        """Gives up a ticket that will not be updated."""
 
     def encode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C')]:
         """

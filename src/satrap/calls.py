@@ -174,6 +174,6 @@ class ServerCalls(Protocol):
         ...
 
     def load(self, origin: Origin) -> dict[str, float]:
-        """What `satrap.scaling` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the machine and of those
-        `free_bytes`, `calls` under way, `work_seconds` of all calls since the process began, and `latest_step`."""
+        """What `satrap.scaling` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the machine, `calls` under
+        way, `work_seconds` of all calls since the process began, and `latest_step`."""
         ...

@@ -66,7 +66,10 @@ class Door:
                     self._changed.notify_all()
 
     def _require(self, served: Served, origin: Origin) -> None:
-        """Raises unless the call is of this attempt and bucket map."""
+        """Raises unless the call is of this attempt and bucket map. A server that owns nothing has nothing to begin an
+        attempt with: it may have joined while one began."""
+        if origin.attempt > served.engine.attempt and served.owns_nothing:
+            served.engine.begin_attempt(origin.attempt)
         if origin.attempt != served.engine.attempt:
             raise self._other_attempt(served, origin)
         self._require_map(served, origin)

@@ -68,6 +68,8 @@ class MovingServer(Door):
             served.moving.check(buckets)
             if served.owned()[buckets].any():
                 raise InputError("receive: some of these buckets are this server's already")
+            if served.owns_nothing and state["attempt"] > served.engine.attempt:
+                served.engine.begin_attempt(state["attempt"])
             served.moving.receive(move, buckets, state["attempt"])
             served.engine.reach_step(state["latest_step"])
             for t, (version, line) in enumerate(zip(state["versions"], state["expire_before"], strict=True)):
@@ -139,12 +141,10 @@ class MovingServer(Door):
         with self._changed:
             served, running, seconds = self._ready(), self._running, self._work_seconds
         stats = [table.stats() for table in served.tables.values()]
-        page = os.sysconf("SC_PAGE_SIZE")
         return {
             "rows": sum(each["rows"] for each in stats),
             "bytes": sum(each["bytes"] for each in stats),
-            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * page,
-            "free_bytes": os.sysconf("SC_AVPHYS_PAGES") * page,
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             "calls": running,
             "work_seconds": seconds,
             "latest_step": served.engine.latest_step,

@@ -162,6 +162,11 @@ class RemoteTables(Mapping[str, RemoteTable]):
     def __len__(self) -> int:
         return len(self._tables)
 
+    @property
+    def layout(self) -> int:
+        """As `Tables.layout`."""
+        return self._servers.bucket_map.version
+
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
         """As `Tables.restore`, but the tables may have been used: what they held goes."""
         if folders.keys() != self._tables.keys():

@@ -156,8 +156,10 @@ class Engine {
         arena_->set_note(note);
     }
 
-    Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since);
-    Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last);
+    // others: of buckets that are not this engine's, too, which may be on their way to it or from it.
+    Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                        bool others = false);
+    Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others = false);
     std::vector<std::uint64_t> export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
                                               std::uint32_t since);
     std::uint32_t removed_since(std::size_t t);
@@ -180,6 +182,9 @@ class Engine {
                 refuse_moved(b, owner, self);
     }
     [[noreturn]] void refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t self) const;
+    bool owned(std::size_t t, std::uint32_t b) const {
+        return (owners_[map_.first[t] + b].load(std::memory_order_relaxed) & ~kFrozen) == self_.load();
+    }
     std::size_t table_of(std::uint32_t b) const {
         return static_cast<std::size_t>(std::upper_bound(map_.first.begin(), map_.first.end(), b) -
                                         map_.first.begin()) -

@@ -122,8 +122,8 @@ class Moving:
         own = np.sort(buckets[(first <= buckets) & (buckets < end)]) - first
         rows, sighted = [], []
         for begin, stop in _runs(own.tolist()):
-            rows.append(self.engine.export_rows(table, begin, stop, 0))
-            sighted.append(self.engine.export_sightings(table, begin, stop))
+            rows.append(self.engine.export_rows(table, begin, stop, 0, others=True))
+            sighted.append(self.engine.export_sightings(table, begin, stop, others=True))
         if not rows:
             rows, sighted = [self.engine.export_rows(table, 0, 0, 0)], [self.engine.export_sightings(table, 0, 0)]
         columns = {name: _joined([each[name] for each in rows]) for name in rows[0]}

@@ -89,8 +89,8 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
     for (std::uint32_t b : buckets) {
         Bucket& bucket = bucket_at(b);
         std::lock_guard lock(bucket.mutex);
-        for (Rows* rows : {&bucket.rows, &bucket.sightings})
-            if (rows->size() != 0) rows->for_each([&](std::uint32_t slot, const Head&) { rows->erase(slot); });
+        bucket.rows.clear();
+        bucket.sightings.clear();
         bucket.counters = {};
         bucket.removed = {};
         bucket.swept_before = 0;

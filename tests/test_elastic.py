@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from bag_oracle import draw_bags
 from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killed_at_random, remote, serving
+from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
-from satrap.errors import SnapshotError
+from satrap.errors import NotReadyError, SnapshotError
 from satrap.features import Features
 from satrap.local import LocalWorker
 from satrap.mover import Moved, Mover
 from satrap.remote import RemoteWorker
-from satrap.rpc import Client
+from satrap.rpc import Client, Origin
 
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 EXACTLY = SGD(lr=0.25)
@@ -45,7 +46,7 @@ class Tour:
         try:
             for num_servers in tour:
                 wanted = addresses[:num_servers]
-                self.done.append(Mover(now, wanted, deadline=DEADLINE_SECONDS, **options).run())
+                self.done.append(Mover(now, wanted, deadline=DEADLINE_SECONDS, breath=0.0, **options).run())
                 now = wanted
         except BaseException as error:
             self.caught = error
@@ -236,6 +237,43 @@ def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> 
         assert contents(worker) == wanted and num_restores > 5
 
 
+def test_what_a_server_gives_away_it_has_memory_for_again(rng: np.random.Generator) -> None:
+    local = LocalWorker(table(), num_threads=1)
+    ids = rng.integers(1 << 63, size=40_000).astype(np.uint64)
+    with serving(2) as services, remote(table(), [services[0].address]) as worker:
+        addresses, sizes = [each.address for each in services], list[float]()
+        with Client(ServerCalls, addresses[0]) as client:
+            for step, (now, wanted) in enumerate(((1, 2), (2, 1), (1, 2)), 1):
+                for each in (local, worker):
+                    looked = each.lookup(batch(ids[: 15_000 * step]), step=step)
+                    each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+                before = client.call.load(Origin())
+                Mover(addresses[:now], addresses[:wanted], breath=0.0).run()
+                sizes.append(client.call.load(Origin())["bytes"] / before["bytes"])
+                assert before["latest_step"] == step and before["work_seconds"] > 0
+        assert sizes[0] < 0.7 and sizes[1] > 1.4 and sizes[2] < 0.7
+        assert contents(worker, ids) == contents(local, ids)
+        worker.tables["t"].check()
+
+
+def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generator) -> None:
+    """From the addresses that the run was begun with; and a server that had left may join again."""
+    local = LocalWorker(features(), num_threads=1)
+    with serving(3) as services:
+        addresses = [each.address for each in services]
+        with remote(features(), addresses[:1]) as worker:
+            both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
+            for now, wanted in ((addresses[:1], addresses), (addresses, addresses[:2]), (addresses[:2], addresses[1:])):
+                Mover(now, wanted, breath=0.0).run()
+        for given in (addresses[:1], addresses[1:]):
+            with remote(features(), given) as worker:
+                assert worker.servers.addresses == tuple(addresses[1:])
+                assert contents(worker) == contents(local)
+                assert worker.servers.latest_step == 1
+    with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet"):
+        Mover([services[0].address], [services[0].address]).run()
+
+
 class Training:
     """A trainer in a thread, and its oracle, until it is told that it is over."""
 
@@ -284,7 +322,7 @@ def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPa
                 for num_calls in range(3, 1000):
                     left[0] = num_calls
                     with suppress(ConnectionAbortedError):
-                        Mover(now, wanted, group_bytes=500).run()
+                        Mover(now, wanted, group_bytes=500, breath=0.0).run()
                         break
                     num_deaths += 1
         assert contents(worker) == contents(local)

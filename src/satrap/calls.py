@@ -39,7 +39,8 @@ class ServerCalls(Protocol):
     def members(self, origin: Origin, than: int) -> dict[str, Any]:
         """What this server knows: `version` of the map (0: it has no job), `greeted` (whether it was told of its job
         since it was started); and if that version is higher than `than` the `members`, the `job`, and its `state`:
-        `attempt`, `latest_step`, of each table `versions`, `expire_before` and `lrs`. The origin says nothing."""
+        `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each table `versions`,
+        `expire_before` and `lrs`. The origin says nothing."""
         ...
 
     def begin(self, origin: Origin) -> None:

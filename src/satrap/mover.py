@@ -19,14 +19,16 @@ knows, and each step that was done already does nothing. What no call may see ha
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from satrap.calls import Numbers, ServerCalls
+from satrap.checks import check_number
 from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError
 from satrap.job import Job
 from satrap.members import Members, check_addresses
@@ -34,6 +36,8 @@ from satrap.rpc import Origin
 from satrap.rpc.client import Client
 from satrap.rpc.keys import Keys
 from satrap.served import NO_MEMBER
+
+T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # before something is done again
 
@@ -63,7 +67,8 @@ class Mover:
         *,
         keys: Keys | None = None,
         deadline: float = 120.0,
-        group_bytes: int = 32 << 20,
+        group_bytes: int = 8 << 20,
+        breath: float = 1.0,
     ) -> None:
         """now: addresses of all servers of the job. wanted: of all that there are to be, by number; new ones run and
         belong to no job.
@@ -71,11 +76,13 @@ class Mover:
         keys: the client's.
         deadline: seconds after which a server that does not answer, or is not ready, is an error; run again then.
         group_bytes: of the rows that are frozen at a time, about.
+        breath: for how long training goes on undisturbed after each group, in times of what the group took.
         """
         check_addresses(now)
         check_addresses(wanted)
         self._now, self._wanted = tuple(now), tuple(wanted)
         self._keys, self._deadline, self._group_bytes = keys, deadline, group_bytes
+        self._breath = check_number("Mover", "breath", breath, 0.0)
         self._clients: dict[str, Client[ServerCalls]] = {}
         self._num_buckets = self._num_rows = self._num_bytes = 0
         self._longest = 0.0
@@ -92,7 +99,9 @@ class Mover:
             servers = [members.addresses.index(address) for address in self._wanted]
             to = {bucket: members.addresses[server] for bucket, server in members.bucket_map.spread(servers).items()}
             for group in self._groups(members, to):
+                at = time.monotonic()
                 members = self._settle(job, members.moved({bucket: to[bucket] for bucket in group}))
+                time.sleep(self._breath * (time.monotonic() - at))
             if members.addresses != self._wanted:
                 members = self._settle(job, members.only(self._wanted))
             self._clients.clear()
@@ -120,21 +129,29 @@ class Mover:
         for bucket, target in to.items():
             pairs.setdefault((owners[bucket], target), []).append(bucket)
         for (source, _), buckets in pairs.items():
-            used = int(self._call(source).load(Origin())["bytes"])
+            used = self._patiently("the load", partial(self._used, source))
             most = max(1, self._group_bytes * owners.count(source) // max(1, used))
             for at in range(0, len(buckets), most):
                 yield buckets[at : at + most]
 
+    def _used(self, address: str) -> int:
+        self._known(address)
+        return int(self._call(address).load(Origin())["bytes"])
+
     def _settle(self, job: Job, after: Members) -> Members:
-        """Until all servers are of these: what was interrupted is done again."""
+        """Until all servers are of these."""
+        self._patiently(f"map {after.version}", partial(self._once, job, after))
+        return after
+
+    def _patiently(self, what: str, do: Callable[[], T]) -> T:
+        """What was interrupted is done again, from its start."""
         until, pause = time.monotonic() + self._deadline, _FIRST_PAUSE
         while True:
             try:
-                self._once(job, after)
-                return after
+                return do()
             except (NotReadyError, AttemptError) as error:
                 if time.monotonic() > until:
-                    raise DeadlineError(f"the servers have not come to map {after.version} in time: {error}") from error
+                    raise DeadlineError(f"{what} did not come about in {self._deadline:g} s: {error}") from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

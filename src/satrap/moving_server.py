@@ -68,8 +68,11 @@ class MovingServer(Door):
             served.moving.check(buckets)
             if served.owned()[buckets].any():
                 raise InputError("receive: some of these buckets are this server's already")
-            if served.owns_nothing and state["attempt"] > served.engine.attempt:
-                served.engine.begin_attempt(state["attempt"])
+            if served.owns_nothing:
+                if state["attempt"] > served.engine.attempt:
+                    served.engine.begin_attempt(state["attempt"])
+                if served.restored is None and state["restored"]:
+                    served.restored = 0, False  # by the same restore, which may come here yet
             served.moving.receive(move, buckets, state["attempt"])
             served.engine.reach_step(state["latest_step"])
             for t, (version, line) in enumerate(zip(state["versions"], state["expire_before"], strict=True)):
@@ -138,14 +141,13 @@ class MovingServer(Door):
 
     def load(self, origin: Origin) -> dict[str, float]:
         """See ServerCalls."""
-        with self._changed:
-            served, running, seconds = self._ready(), self._running, self._work_seconds
-        stats = [table.stats() for table in served.tables.values()]
-        return {
-            "rows": sum(each["rows"] for each in stats),
-            "bytes": sum(each["bytes"] for each in stats),
-            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            "calls": running,
-            "work_seconds": seconds,
-            "latest_step": served.engine.latest_step,
-        }
+        with self._working(None) as served:
+            stats = [table.stats() for table in served.tables.values()]
+            return {
+                "rows": sum(each["rows"] for each in stats),
+                "bytes": sum(each["bytes"] for each in stats),
+                "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                "calls": self._running - 1,
+                "work_seconds": self._work_seconds,
+                "latest_step": served.engine.latest_step,
+            }

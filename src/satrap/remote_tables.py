@@ -133,17 +133,19 @@ class RemoteTable:
 
     def _parts_saved(self, folder: str, since: int | None) -> list[int] | None:
         """The version that each server has made; None: buckets moved meanwhile, so that not all of them are saved."""
-        version = 1 + max(self._servers.all("version", self._number))  # servers that came later have made fewer
         view = self._servers.view
-        asked = dict.fromkeys(range(len(view)), (self._number, folder, since, version))
+        origin, every = self._servers.origin(0, view), range(len(view))
         try:
-            found = self._servers.each("save", self._servers.origin(0, view), asked, _SAVE_SECONDS, view)
+            made = self._servers.each("version", origin, dict.fromkeys(every, (self._number,)), view=view)
+            version = 1 + max(made.values())  # servers that came later have made fewer
+            asked = dict.fromkeys(every, (self._number, folder, since, version))
+            found = self._servers.each("save", origin, asked, _SAVE_SECONDS, view)
         except MovedError:
             if len(self._servers.view) != len(view):
-                for server in asked:
+                for server in every:
                     shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
             return None
-        return [found[server] for server in asked]
+        return [found[server] for server in every]
 
 
 class RemoteTables(Mapping[str, RemoteTable]):

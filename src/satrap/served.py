@@ -96,6 +96,7 @@ class Served:
             "latest_step": engine.latest_step,
             "versions": [engine.version(t) for t in tables],
             "expire_before": [engine.expire_before(t) for t in tables],
+            "restored": self.restored is not None,
             "lrs": [engine.lr(t) for t in tables],
         }
 

@@ -231,7 +231,8 @@ class Server(MovingServer):
         with self._pause():
             served = self._ready()
             self._require_map(served, origin)
-            again = origin.attempt == served.engine.attempt and served.restored is not None
+            begun = served.restored is not None or served.owns_nothing  # by this very restore, maybe of another map
+            again = origin.attempt == served.engine.attempt and begun
             if again and served.restored is not None and served.restored[0] == origin.map_version:
                 return served.restored[1]  # it came again
             if not again and origin.attempt <= served.engine.attempt:

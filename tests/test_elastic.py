@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
 from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killed_at_random, remote, serving
 from satrap.calls import ServerCalls

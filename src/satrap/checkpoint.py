@@ -108,8 +108,9 @@ class Checkpoint:
             except SnapshotError:
                 if parent is None or tables.layout == layout:
                     raise
-                shutil.rmtree(folder / "tables")  # rows moved meanwhile, and nobody knows all that has changed
-                parent, versions = None, self._save_tables(folder, None)
+                shutil.rmtree(folder / "tables", ignore_errors=True)  # rows have moved: nobody knows all that changed
+                parent, layout = None, tables.layout
+                versions = self._save_tables(folder, None)
             save_state(folder / _STATE, self._state([state_of(each) for each in randoms]))
             put_on_disk(folder / _STATE)
             entry = Entry(

@@ -141,12 +141,12 @@ class RemoteRows:
         rates = list(self._servers.lrs)
         for table, lr in lrs:
             rates[table] = lr
-        at = self._reach(step)
         while True:
             view = self._servers.view
             sums = self._sums(tickets, gradients, scale, view)
+            number = tickets[0].number if sums.same_ids else 0
             try:
-                self._send(sums, tickets[0].number if sums.same_ids else 0, at, rates, view)
+                self._send(sums, number, self._reach(step), rates, view)
                 break
             except MovedError:
                 continue  # to other servers, with ids: each bucket knows whether it has applied them

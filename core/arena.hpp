@@ -26,7 +26,7 @@
 
 namespace satrap {
 
-enum class ChunkKind : std::uint32_t { rows = 1, sightings = 2, undo = 3, windows = 4 };
+enum class ChunkKind : std::uint32_t { rows = 1, sightings = 2, undo = 3, windows = 4, note = 5 };
 
 // Whose chunk it is: enough to find its owner again in a file.
 struct ChunkTag {
@@ -63,7 +63,12 @@ class Arena {
     // Of a run's processes: those of an older one may not write any more. See Windows.
     virtual std::atomic<std::uint32_t>& attempt() { return own_attempt_; }
 
+    // A few words of the owner's that live as long as the rows; replaced as a whole.
+    virtual std::string note() { return own_note_; }
+    virtual void set_note(const std::string& note) { own_note_ = note; }
+
   private:
+    std::string own_note_;
     std::vector<TableLedger> own_ledgers_;
     std::atomic<std::uint32_t> own_latest_step_{0};
     std::atomic<std::uint32_t> own_attempt_{0};

@@ -134,13 +134,14 @@ void require_buckets(Engine& engine, std::size_t t, std::uint32_t first, std::ui
         refuse("buckets " + std::to_string(first) + ".." + std::to_string(last) + " of " + std::to_string(n));
 }
 
-nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
+nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                     bool others) {
     require_buckets(engine, t, first, last);
     const TableConfig& config = engine.table(t).config();
     Columns columns;
     {
         nb::gil_scoped_release release;
-        columns = engine.export_rows(t, first, last, since);
+        columns = engine.export_rows(t, first, last, since, others);
     }
     const auto& pool = engine.blocks();
     const std::size_t n = columns.rows;
@@ -154,12 +155,12 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
     return out;
 }
 
-nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last) {
+nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     require_buckets(engine, t, first, last);
     Columns columns;
     {
         nb::gil_scoped_release release;
-        columns = engine.export_sightings(t, first, last);
+        columns = engine.export_sightings(t, first, last, others);
     }
     nb::dict out;
     out["id"] = as_array<std::uint64_t>(engine.blocks(), columns.id, {columns.rows});
@@ -216,6 +217,8 @@ void translate(const std::exception_ptr& p, void*) {
         raise("SharedMemoryError", e);
     } catch (const ForkError& e) {
         raise("ForkError", e);
+    } catch (const MovedError& e) {
+        raise("MovedError", e);
     } catch (const TicketError& e) {
         raise("TicketError", e);
     } catch (const InvariantError& e) {
@@ -256,13 +259,13 @@ void bind_saving(nb::class_<Engine>& engine) {
               "version", [](Engine& e, std::size_t t) { return of_table(e, t).ledger().version.load(); }, "table"_a)
         .def(
             "begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
-        .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a,
-             nb::sig("def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, "
-                     "NDArray[typing.Any]]"))
+        .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a, "others"_a = false,
+             nb::sig("def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int, others: bool = "
+                     "False) -> dict[str, NDArray[typing.Any]]"))
         .def("export_removed", &export_removed, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a)
-        .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a,
-             nb::sig("def export_sightings(self, table: int, bucket_begin: int, bucket_end: int) -> dict[str, "
-                     "NDArray[typing.Any]]"))
+        .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a, "others"_a = false,
+             nb::sig("def export_sightings(self, table: int, bucket_begin: int, bucket_end: int, others: bool = False) "
+                     "-> dict[str, NDArray[typing.Any]]"))
         .def(
             "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
         .def(
@@ -383,6 +386,7 @@ void bind_engine(nb::module_& m) {
     bind_saving(engine);
     bind_coding(engine);
     bind_bags(m, engine);
+    bind_moving(engine);
 }
 
 } // namespace

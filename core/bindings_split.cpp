@@ -133,6 +133,27 @@ template <typename Class> void bind_shares(nb::class_<Class>& bound) {
         .def_prop_ro("num_servers", [](const Class& own) { return own.shares->num_servers(); });
 }
 
+void bind_again(nb::class_<Split>& split) {
+    split
+        .def(
+            "share_again",
+            [](Split& split, SplitTicket& ticket, const Owners& owners, std::uint32_t num_servers) {
+                std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
+                nb::gil_scoped_release release;
+                split.share_again(ticket, std::move(of_buckets), num_servers);
+            },
+            "ticket"_a, "owners"_a, "num_servers"_a, "Lays the ticket's ids out for other owners.")
+        .def(
+            "again",
+            [](Split& split, const Sums& own, const Owners& owners, std::uint32_t num_servers) {
+                require_size("the sums' buckets", own.shares->owners.size(), split.map().total());
+                std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
+                nb::gil_scoped_release release;
+                return std::make_unique<Sums>(split.again(own, std::move(of_buckets), num_servers));
+            },
+            "sums"_a, "owners"_a, "num_servers"_a, "The same sums for other owners.");
+}
+
 } // namespace
 
 void bind_split(nb::module_& m) {
@@ -176,5 +197,6 @@ void bind_split(nb::module_& m) {
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a,
              "What Engine.update_bags would apply to each id.")
         .def("drop", &Split::drop, "ticket"_a, "Gives up a ticket that will not be updated.");
+    bind_again(split);
     bind_coding(split);
 }

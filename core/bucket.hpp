@@ -27,6 +27,8 @@ struct Counters {
     std::uint64_t skipped = 0;
     std::uint64_t repeated = 0;
 
+    static constexpr std::size_t kCount = 10; // of these numbers, which lie one after the other
+
     void add(const Counters& other) {
         lookups += other.lookups;
         hits += other.hits;

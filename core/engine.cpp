@@ -18,6 +18,7 @@ Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::un
         summations_.push_back(&tables_.back()->summation());
     }
     windows_.init(*arena_, map_.total());
+    owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // all its own, until somebody says otherwise
 }
 
 std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
@@ -44,6 +45,7 @@ void Engine::adopt(SharedArena& file) {
         case ChunkKind::sightings: bucket.sightings.adopt_chunk(tag.sequence, memory, bytes); break;
         case ChunkKind::undo: undo.emplace_back(memory, bytes); break;
         case ChunkKind::windows: windows_.adopt(tag.sequence, memory, bytes); break;
+        case ChunkKind::note: break;
         default: throw InvariantError("a chunk of unknown kind");
         }
     });
@@ -189,6 +191,7 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
                                        const LookupStep& at, float* out, bool want_ticket) {
     std::unique_ptr<Batch> batch = group(ids, offsets);
     const std::vector<std::size_t> begin = float_offsets(offsets);
+    require_owned([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
     lookup_buckets(*batch, at, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         return floats_at(*batch, b, out + begin[t], tables_[t]->config().dim, scratch.to);
     });
@@ -243,6 +246,7 @@ void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step,
                    std::uint32_t trainer) {
     home_.require_here();
     Claim claim(tickets, identity_);
+    require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
     const FloatMode mode;
     source.open();
     std::vector<StepScalars> scalars(tables_.size());

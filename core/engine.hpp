@@ -120,8 +120,46 @@ class Engine {
         arena_->set_complete(complete);
     }
 
-    Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since);
-    Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last);
+    // Who owns which bucket, of all tables one after the other; this engine is server `self`. An engine that was told
+    // nothing owns all. Lookups and updates that touch a bucket of another's, or a frozen one, are refused before they
+    // change anything; reads of frozen ones are not. No call may run while owners are set; one that runs while a bucket
+    // is frozen may still change it.
+    void set_owners(std::span<const std::uint32_t> owners, std::uint32_t self);
+    void freeze(std::span<const std::uint32_t> buckets, bool frozen);
+    // What moves with a bucket, beside rows and sightings. words[i * buckets + b] is trainers[i]'s window of
+    // buckets[b]; counters are Counters::kCount for each.
+    std::vector<std::uint64_t> export_windows(std::span<const std::uint32_t> buckets,
+                                              std::vector<std::uint32_t>& trainers);
+    void import_windows(std::span<const std::uint32_t> buckets, std::span<const std::uint32_t> trainers,
+                        std::span<const std::uint64_t> words);
+    std::vector<std::uint64_t> export_counters(std::span<const std::uint32_t> buckets);
+    void import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters);
+    // See Windows.
+    void hand_over(std::span<const std::uint32_t> buckets) {
+        home_.require_here();
+        windows_.hand_over(buckets);
+    }
+    void take_over(std::span<const std::uint32_t> buckets, bool first) {
+        home_.require_here();
+        windows_.take_over(buckets, first);
+    }
+    // They are as if new: no row, no sighting, no window, no count.
+    void forget(std::span<const std::uint32_t> buckets);
+    // The table is at least at that version, its rows from before that step are gone.
+    void reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before);
+    std::string note() {
+        home_.require_here();
+        return arena_->note();
+    }
+    void set_note(const std::string& note) {
+        home_.require_here();
+        arena_->set_note(note);
+    }
+
+    // others: of buckets that are not this engine's, too, which may be on their way to it or from it.
+    Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                        bool others = false);
+    Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others = false);
     std::vector<std::uint64_t> export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
                                               std::uint32_t since);
     std::uint32_t removed_since(std::size_t t);
@@ -135,6 +173,27 @@ class Engine {
                  double lr);
 
   private:
+    static constexpr std::uint32_t kFrozen = 1U << 31; // a bit of owners_
+    template <typename Has> void require_owned(Has has, bool changes) const {
+        const std::uint32_t self = self_.load(std::memory_order_relaxed);
+        for (std::uint32_t b = 0; b < map_.total(); ++b)
+            if (const std::uint32_t owner = owners_[b].load(std::memory_order_relaxed);
+                owner != self && has(b) && (changes || (owner & ~kFrozen) != self))
+                refuse_moved(b, owner, self);
+    }
+    [[noreturn]] void refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t self) const;
+    bool owned(std::size_t t, std::uint32_t b) const {
+        return (owners_[map_.first[t] + b].load(std::memory_order_relaxed) & ~kFrozen) == self_.load();
+    }
+    std::size_t table_of(std::uint32_t b) const {
+        return static_cast<std::size_t>(std::upper_bound(map_.first.begin(), map_.first.end(), b) -
+                                        map_.first.begin()) -
+               1;
+    }
+    Bucket& bucket_at(std::uint32_t b) {
+        const std::size_t t = table_of(b);
+        return tables_[t]->bucket(b - map_.first[t]);
+    }
     void reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
@@ -159,6 +218,8 @@ class Engine {
     Recycler<BagPlan> plans_{kMostSpare};
     Recycler<UndoSlot> undo_;
     Windows windows_;
+    std::vector<std::atomic<std::uint32_t>> owners_; // [buckets]
+    std::atomic<std::uint32_t> self_{0};
     BucketCrew crew_;
     Wire wire_;
 };

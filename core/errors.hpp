@@ -10,6 +10,7 @@ struct NonFiniteError : std::runtime_error { using std::runtime_error::runtime_e
 struct CapacityError : std::runtime_error { using std::runtime_error::runtime_error; };
 struct SharedMemoryError : std::runtime_error { using std::runtime_error::runtime_error; };
 struct ForkError : std::runtime_error { using std::runtime_error::runtime_error; };
+struct MovedError : std::runtime_error { using std::runtime_error::runtime_error; };
 struct TicketError : std::runtime_error { using std::runtime_error::runtime_error; };
 struct InvariantError : std::logic_error { using std::logic_error::logic_error; };
 

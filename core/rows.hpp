@@ -126,6 +126,28 @@ class Rows {
         --size_;
     }
 
+    // All rows go, and their memory goes back where the arena takes it: in a file they only become free.
+    void clear() {
+        if (arena_->survives_process()) {
+            if (size_ != 0) for_each([&](std::uint32_t slot, const Head&) { erase(slot); });
+            return;
+        }
+        const std::vector<std::byte*> old = std::exchange(chunks_, {});
+        capacity_ = 0;
+        for (std::byte* chunk : old) { // in the order and sizes of their making
+            const std::uint32_t rows = chunk_rows();
+            const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0;
+            arena_->release_index(chunk + missing, chunk_size(rows));
+            chunks_.push_back(chunk);
+            capacity_ += rows;
+        }
+        chunks_ = {};
+        victims_ = {};
+        chunk_bytes_ = size_ = used_ = capacity_ = 0;
+        free_ = kNoSlot;
+        index_.reset(*arena_, 1);
+    }
+
     // The row with the smallest (stamp, id); kNoSlot if there is none.
     std::uint32_t oldest() {
         for (;;) {

@@ -25,7 +25,7 @@
 namespace satrap {
 
 struct FileHeader {
-    static constexpr std::uint64_t kMagic = 0x334d485350525453ULL; // "STRPSHM3"
+    static constexpr std::uint64_t kMagic = 0x344d485350525453ULL; // "STRPSHM4"
     std::atomic<std::uint64_t> magic;                              // written last: a file without it was never finished
     std::uint64_t header_bytes;
     std::uint64_t num_tables;
@@ -34,6 +34,11 @@ struct FileHeader {
     std::atomic<std::uint32_t> latest_step;
     std::atomic<std::uint32_t> incomplete; // 1: a snapshot is being loaded, and half of it is no table
     std::atomic<std::uint32_t> attempt;
+    std::atomic<std::uint64_t> note_at; // where the chunk of the note is; 0: there is none
+};
+
+struct NoteHeader { // followed by the note
+    std::uint64_t bytes;
 };
 
 struct alignas(64) ChunkHeader {
@@ -97,6 +102,41 @@ class SharedArena final : public Arena {
     std::atomic<std::uint32_t>& latest_step() override { return header().latest_step; }
     std::atomic<std::uint32_t>& attempt() override { return header().attempt; }
 
+    std::string note() override {
+        std::lock_guard lock(mutex_);
+        const std::uint64_t at = header().note_at.load();
+        if (at == 0) return {};
+        if (at < header().header_bytes || at + sizeof(ChunkHeader) + sizeof(NoteHeader) > header().tail.load())
+            fail("is damaged: its note is nowhere");
+        const ChunkHeader* chunk = chunk_header(at);
+        const auto* head = reinterpret_cast<const NoteHeader*>(chunk + 1);
+        if (chunk->bytes < sizeof(ChunkHeader) + sizeof(NoteHeader) ||
+            head->bytes > chunk->bytes - sizeof(ChunkHeader) - sizeof(NoteHeader))
+            fail("is damaged: its note is longer than its chunk");
+        return {reinterpret_cast<const char*>(head + 1), head->bytes};
+    }
+
+    // Written where the one before the last was, if that is large enough: killed at any moment, the file has the old
+    // note or the new one.
+    void set_note(const std::string& note) override {
+        const std::size_t wanted = sizeof(NoteHeader) + note.size();
+        const std::uint64_t now = header().note_at.load();
+        std::uint64_t to = 0;
+        for (std::uint64_t& place : notes_)
+            if (place != 0 && place != now && chunk_bytes(place) >= wanted) to = place;
+        if (to == 0) {
+            std::byte* memory = allocate({ChunkKind::note, 0, 0, 0}, 2 * wanted);
+            std::lock_guard lock(mutex_);
+            to = offset_of(memory) - sizeof(ChunkHeader);
+            notes_[notes_[0] == now ? 1 : 0] = to;
+        }
+        std::lock_guard lock(mutex_);
+        auto* head = reinterpret_cast<NoteHeader*>(chunk_header(to) + 1);
+        head->bytes = note.size();
+        std::memcpy(head + 1, note.data(), note.size());
+        header().note_at.store(to);
+    }
+
     std::byte* allocate(const ChunkTag& tag, std::size_t bytes) override {
         bytes = round_up(bytes, 64) + sizeof(ChunkHeader);
         std::lock_guard lock(mutex_);
@@ -127,6 +167,10 @@ class SharedArena final : public Arena {
                 at + chunk->bytes > header().tail.load())
                 fail("is damaged: a chunk at byte " + std::to_string(at) + " claims " + std::to_string(chunk->bytes) +
                      " bytes");
+            if (chunk->kind == static_cast<std::uint32_t>(ChunkKind::note)) {
+                notes_[0] = notes_[1];
+                notes_[1] = at;
+            }
             if (chunk->kind != 0)
                 visit({static_cast<ChunkKind>(chunk->kind), chunk->table, chunk->bucket, chunk->sequence},
                       reinterpret_cast<std::byte*>(chunk + 1), chunk->bytes - sizeof(ChunkHeader));
@@ -161,6 +205,19 @@ class SharedArena final : public Arena {
                                       [](std::uint64_t at, const Piece& p) { return at < p.offset; });
         --piece;
         return reinterpret_cast<ChunkHeader*>(piece->address + (offset - piece->offset));
+    }
+
+    std::uint64_t offset_of(const std::byte* memory) const {
+        for (const Piece& piece : pieces_)
+            if (memory >= piece.address && memory < piece.address + piece.bytes)
+                return piece.offset + static_cast<std::uint64_t>(memory - piece.address);
+        throw InvariantError("memory that is no chunk's");
+    }
+
+    // That the chunk has for its owner.
+    std::size_t chunk_bytes(std::uint64_t offset) {
+        std::lock_guard lock(mutex_);
+        return chunk_header(offset)->bytes - sizeof(ChunkHeader);
     }
 
     void lock() {
@@ -227,7 +284,8 @@ class SharedArena final : public Arena {
     int fd_ = -1;
     std::mutex mutex_;
     std::vector<Piece> pieces_;
-    std::byte* first_ = nullptr; // of pieces_, which others may read only under the lock
+    std::uint64_t notes_[2] = {}; // chunks of notes, one in use and one to be written next
+    std::byte* first_ = nullptr;  // of pieces_, which others may read only under the lock
 };
 
 } // namespace satrap

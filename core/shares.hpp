@@ -16,9 +16,9 @@ namespace satrap {
 
 struct Shares {
     Shares(const BucketMap& map, std::span<const std::uint32_t> dims, std::vector<std::uint32_t> of_buckets,
-           std::uint32_t num_servers, const std::vector<std::uint32_t>& counts)
-        : owners(std::move(of_buckets)), num_tables(map.num_tables()), id_begin(map.total()), float_begin(map.total()),
-          first_id(num_servers + 1), first_float(num_servers + 1), num_floats(num_servers),
+           std::uint32_t num_servers, const std::vector<std::uint32_t>& of_each)
+        : owners(std::move(of_buckets)), counts(of_each), num_tables(map.num_tables()), id_begin(map.total()),
+          float_begin(map.total()), first_id(num_servers + 1), first_float(num_servers + 1), num_floats(num_servers),
           ends(num_servers * (num_tables + 1)) {
         for (std::size_t t = 0; t < num_tables; ++t)
             for (std::uint32_t b = map.first[t]; b < map.first[t + 1]; ++b) {
@@ -46,7 +46,7 @@ struct Shares {
     const std::int64_t* offsets(std::size_t server) const { return ends.data() + server * (num_tables + 1); }
     std::size_t num_ids(std::size_t server) const { return static_cast<std::size_t>(offsets(server)[num_tables]); }
 
-    std::vector<std::uint32_t> owners; // [buckets]
+    std::vector<std::uint32_t> owners, counts; // [buckets]
     std::size_t num_tables;
     std::vector<std::uint64_t> id_begin, float_begin; // [buckets]: where its first is
     std::vector<std::uint64_t> first_id, first_float; // [servers + 1]; the last: how many there are, gaps included

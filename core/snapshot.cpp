@@ -38,7 +38,7 @@ class Draft {
 
 } // namespace
 
-Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
+Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since, bool others) {
     Table& table = this->table(t);
     const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
     const std::size_t state_bytes = table.config().state_dim() * sizeof(float), state_at = table.config().value_bytes();
@@ -47,10 +47,12 @@ Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t la
     std::size_t capacity[4] = {};
     std::size_t expected = 0; // a first guess, so that columns are rarely copied
     for (std::uint32_t b = first; b < last && since == 0; ++b) {
+        if (!others && !owned(t, b)) continue;
         std::lock_guard lock(table.bucket(b).mutex);
         expected += table.bucket(b).rows.size();
     }
     for (std::uint32_t b = first; b < last; ++b) {
+        if (!others && !owned(t, b)) continue;
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         bucket.sweep(table.expire_before(), table.ledger().version.load());
@@ -75,12 +77,13 @@ Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t la
 }
 
 // id, step, and the count in `values`.
-Columns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last) {
+Columns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     Table& table = this->table(t);
     Draft draft(*blocks_);
     Columns& out = draft.columns;
     std::size_t capacity[3] = {};
     for (std::uint32_t b = first; b < last; ++b) {
+        if (!others && !owned(t, b)) continue;
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         const std::size_t wanted = out.rows + bucket.sightings.size();
@@ -102,6 +105,7 @@ std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t f
     Table& table = this->table(t);
     std::vector<std::uint64_t> ids;
     for (std::uint32_t b = first; b < last; ++b) {
+        if (!owned(t, b)) continue;
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         const std::size_t begin = ids.size();

@@ -41,21 +41,39 @@ std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<
     plan->group(*batch, map_, crew_.pool());
     plan->keep_inputs();
     BucketCrew::Shift shift(crew_, batch->size());
-    auto has = [&](std::uint32_t b) { return occupied(*batch, b); };
-    crew_.for_each_bucket(map_, shift, has, [&](std::size_t, std::uint32_t b, Scratch& scratch) {
-        batch->deduplicate(b, scratch.dedupe);
-    });
-    std::shared_ptr<const Shares> shares = share(std::move(owners), num_servers, batch->num_unique);
-    std::shared_ptr<const Lease> ids = lease(shares->first_id.back() * sizeof(std::uint64_t));
-    crew_.for_each_bucket(map_, shift, has, [&](std::size_t, std::uint32_t b, Scratch&) {
-        std::copy_n(batch->unique.data() + batch->begin[b], batch->num_unique[b],
-                    ids->as<std::uint64_t>() + shares->id_begin[b]);
-    });
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(*batch, b); },
+        [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
     plan->count_cut();
     const std::size_t num_floats = inputs.batch_size * bags_->total_dim;
-    return std::unique_ptr<SplitTicket>(
+    std::unique_ptr<SplitTicket> ticket(
         new SplitTicket{ticket_of(std::move(batch), identity_, num_floats, bags_, inputs.batch_size), std::move(plan),
-                        std::move(shares), std::move(ids)});
+                        nullptr, nullptr});
+    lay_out(*ticket, std::move(owners), num_servers, shift);
+    return ticket;
+}
+
+void Split::share_again(SplitTicket& given, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
+    home_.require_here();
+    Ticket* const tickets[] = {&given.ticket};
+    const Claim claim(tickets, identity_); // for the time of the call
+    BucketCrew::Shift shift(crew_, given.ticket.batch->size());
+    lay_out(given, std::move(owners), num_servers, shift);
+}
+
+void Split::lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers,
+                    BucketCrew::Shift& shift) {
+    const Batch& batch = *ticket.ticket.batch;
+    std::shared_ptr<const Shares> shares = share(std::move(owners), num_servers, batch.num_unique);
+    std::shared_ptr<const Lease> ids = lease(shares->first_id.back() * sizeof(std::uint64_t));
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(batch, b); },
+        [&](std::size_t, std::uint32_t b, Scratch&) {
+            std::copy_n(batch.unique.data() + batch.begin[b], batch.num_unique[b],
+                        ids->as<std::uint64_t>() + shares->id_begin[b]);
+        });
+    ticket.shares = std::move(shares);
+    ticket.ids = std::move(ids);
 }
 
 void Split::fill(SplitTicket& given, std::span<const float* const> rows, float* block, float* const* sequences) {
@@ -153,6 +171,21 @@ void Split::sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& 
 void Split::close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts) {
     const Sums wide = sums;
     sums.shares = share(wide.shares->owners, wide.shares->num_servers(), counts);
+    lay_out(wide, sums);
+}
+
+Sums Split::again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
+    home_.require_here();
+    Sums moved = sums;
+    moved.same_ids = false;
+    moved.shares = share(std::move(owners), num_servers, sums.shares->counts);
+    lay_out(sums, moved);
+    return moved;
+}
+
+// Each bucket's sums from where they are to where the shares want them.
+void Split::lay_out(const Sums& wide, Sums& sums) {
+    const std::vector<std::uint32_t>& counts = sums.shares->counts;
     sums.ids = lease(sums.shares->first_id.back() * sizeof(std::uint64_t));
     sums.gradients = lease(sums.shares->first_float.back() * sizeof(float));
     BucketCrew::Shift shift(crew_, sums.shares->first_id.back());

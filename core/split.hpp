@@ -67,6 +67,10 @@ class Split {
     void fill(SplitTicket& ticket, std::span<const float* const> rows, float* block, float* const* sequences);
     Sums sums(std::span<SplitTicket* const> tickets, std::span<const BagGradients> gradients, float scale,
               std::vector<std::uint32_t> owners, std::uint32_t num_servers);
+    // Lays the ticket's ids out for other owners.
+    void share_again(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
+    // The same sums laid out for other owners; nobody has moved to another bucket.
+    Sums again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
     // Gives the memory of a ticket back that will not be updated.
     void drop(SplitTicket& ticket);
 
@@ -76,6 +80,9 @@ class Split {
                                         const std::vector<std::uint32_t>& counts) const;
     void sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& sums, std::vector<std::uint32_t>& counts);
     void close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts);
+    void lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers,
+                 BucketCrew::Shift& shift);
+    void lay_out(const Sums& from, Sums& to);
 
     Home home_;
     std::uint64_t identity_;

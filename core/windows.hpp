@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "arena.hpp"
@@ -36,7 +37,25 @@ class Window {
     }
     void clear() { put(0); }
 
+    // Of buckets that move: as one number, and what two windows know together or both.
+    std::uint64_t as_word() const { return word(); }
+    void take(std::uint64_t word) { put(word); }
+    void add(const Window& other) {
+        if (other.newest() > newest()) put(shifted(other.newest()));
+        put(word() | std::uint64_t{other.at(newest())} << 32);
+    }
+    void keep_common(const Window& other) {
+        if (other.newest() < newest()) put(std::uint64_t{at(other.newest())} << 32 | other.newest());
+        put(std::uint64_t{bits() & other.at(newest())} << 32 | newest());
+    }
+
   private:
+    // The bits as they are of a window whose newest step is that one.
+    std::uint32_t at(std::uint32_t step) const {
+        const std::uint32_t by = step > newest() ? step - newest() : newest() - step;
+        return by >= kSteps ? 0 : step > newest() ? bits() << by : bits() >> by;
+    }
+    std::uint64_t shifted(std::uint32_t step) const { return std::uint64_t{at(step)} << 32 | step; }
     // May be read without the bucket's lock.
     std::uint64_t word() const {
         return std::atomic_ref(const_cast<std::uint64_t&>(word_)).load(std::memory_order_relaxed);
@@ -94,6 +113,32 @@ class Windows {
         Window* windows = of(trainer);
         std::lock_guard lock(mutex_);
         windows[size_ - 1].mark(step);
+    }
+
+    // The trainers that have windows. Those of buckets are each bucket's lock's, as ever.
+    std::vector<std::uint32_t> trainers() {
+        std::lock_guard lock(mutex_);
+        std::vector<std::uint32_t> found;
+        for (std::uint32_t r = 0; r < of_trainer_.size(); ++r)
+            if (of_trainer_[r] != nullptr) found.push_back(r);
+        return found;
+    }
+    // These buckets leave: what is finished here is so at each of them. No update may run.
+    void hand_over(std::span<const std::uint32_t> buckets) {
+        std::lock_guard lock(mutex_);
+        for (Window* windows : of_trainer_)
+            for (std::uint32_t b : buckets)
+                if (windows != nullptr) windows[b].add(windows[size_ - 1]);
+    }
+    // These buckets have come: finished is what is so at each of them and, unless they are the first here, was so
+    // before. No update may run.
+    void take_over(std::span<const std::uint32_t> buckets, bool first) {
+        std::lock_guard lock(mutex_);
+        for (Window* windows : of_trainer_) {
+            if (windows == nullptr) continue;
+            if (first && !buckets.empty()) windows[size_ - 1].take(windows[buckets[0]].as_word());
+            for (std::uint32_t b : buckets) windows[size_ - 1].keep_common(windows[b]);
+        }
     }
 
     // A new attempt: no update of it has been applied. No update may run.

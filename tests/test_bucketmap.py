@@ -11,6 +11,7 @@ from satrap.bucketmap import BucketMap
 from satrap.config import SGD, Adagrad, Ftrl, Table, Zeros
 from satrap.errors import ConfigError
 from satrap.job import Job
+from satrap.members import Members
 
 powers = st.integers(0, 10).map(lambda k: 1 << k)
 
@@ -29,6 +30,91 @@ def test_small_tables_are_spread_over_the_servers() -> None:
     bucket_map = BucketMap.even([1] * 26, 4)
     loads = [sum(owners.count(server) for owners in bucket_map.owners) for server in range(4)]
     assert max(loads) - min(loads) <= 1
+
+
+small = st.integers(0, 5).map(lambda k: 1 << k)
+
+
+@st.composite
+def maps(draw: st.DrawFn) -> BucketMap:
+    """Any map: after moves that nobody planned, too."""
+    num_servers = draw(st.integers(1, 6))
+    owner = st.integers(0, num_servers - 1)
+    tables = draw(st.lists(small, min_size=1, max_size=6))
+    owners = tuple(tuple(draw(st.lists(owner, min_size=n, max_size=n))) for n in tables)
+    return BucketMap(version=1, num_servers=num_servers, owners=owners)
+
+
+def even(counts: list[int]) -> bool:
+    return max(counts) - min(counts) <= 1
+
+
+@given(maps(), st.data())
+def test_spread_is_even_and_moves_nothing_that_need_not(before: BucketMap, data: st.DataObject) -> None:
+    every = st.integers(0, before.num_servers - 1)
+    servers = data.draw(st.lists(every, min_size=1, unique=True))
+    moves = before.spread(servers)
+    after = before.moved(moves)
+    assert after.version == 2 and after.num_servers == before.num_servers
+    for was, now in zip(before.owners, after.owners, strict=True):
+        counts = [now.count(server) for server in servers]
+        assert sum(counts) == len(now) and even(counts), "those that are not named own nothing"
+        num_moved = sum(a != b for a, b in zip(was, now, strict=True))
+        gained = [max(0, now.count(server) - was.count(server)) for server in servers]
+        assert num_moved == sum(gained), "no server gives and takes"
+    assert even([after.flat().count(server) for server in servers]), "of all tables together, too"
+    assert all(before.flat()[bucket] != owner for bucket, owner in moves.items())
+    assert after.spread(servers) == {}, "what is even stays"
+
+
+@given(small, st.integers(1, 5), st.integers(1, 5))
+def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) -> None:
+    """From an even map: what those that go have, or what those that come get."""
+    both = max(was, now)
+    before = BucketMap.even([buckets], was).numbered({server: server for server in range(was)}, both)
+    moved = len(before.spread(range(now)))
+    counts = [before.owners[0].count(server) for server in range(both)]
+    if now >= was:
+        assert moved <= sum(-(-buckets // now) for _ in range(now - was))
+    else:
+        assert moved == sum(counts[now:])
+
+
+def test_a_spread_over_nobody_is_refused() -> None:
+    for servers in ([], [0, 0], [2]):
+        with pytest.raises(ConfigError, match=r"servers are .* wanted some of 0\.\.1, each once"):
+            BucketMap.even([4], 2).spread(servers)
+
+
+def test_members_come_and_go_and_are_numbered_anew() -> None:
+    first = Members.first([4, 1], ["tcp://a:1"])
+    joined = first.joined(["tcp://b:1", "tcp://c:1"])
+    assert joined.version == 2 and set(joined.owner()) == {"tcp://a:1"}
+    moved = joined.moved({0: "tcp://c:1", 4: "tcp://b:1"})
+    assert moved.owner() == ["tcp://c:1", "tcp://a:1", "tcp://a:1", "tcp://a:1", "tcp://b:1"]
+    assert joined.changes(moved) == {("tcp://a:1", "tcp://c:1"): [0], ("tcp://a:1", "tcp://b:1"): [4]}
+    emptied = moved.moved({4: "tcp://c:1"})
+    left = emptied.only(["tcp://c:1", "tcp://a:1"])
+    assert left.addresses == ("tcp://c:1", "tcp://a:1") and left.version == 5
+    assert left.owner() == emptied.owner() and left.number("tcp://b:1") is None and left.number("tcp://a:1") == 1
+    assert Members.from_dict(json.loads(json.dumps(left.to_dict()))) == left
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"addresses": "tcp://a:1"}, "addresses is 'tcp://a:1'"),
+        ({"addresses": []}, "wanted a list of at least one"),
+        ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "wanted each server once"),
+        ({"addresses": ["tcp://a:1", "tcp://b:1"]}, "2 addresses; the bucket map has 1"),
+        ({"bucket_map": 3}, "bucket_map"),
+        ({"more": 3}, "unknown key 'more'"),
+    ],
+)
+def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) -> None:
+    data = Members.first([4], ["tcp://a:1"]).to_dict() | changes
+    with pytest.raises(ConfigError, match=found):
+        Members.from_dict(data)
 
 
 @pytest.mark.parametrize(

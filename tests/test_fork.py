@@ -118,7 +118,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     bags = _core.Bags(engine, [("a", 0, "sum", False, 0)])
     block = np.zeros(GRADIENTS.size, np.float32)
     of_bags = engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, [])
-    return {
+    return moving_calls(engine) | {
         "next_step": engine.next_step,
         "latest_step": lambda: engine.latest_step,
         "attempt": lambda: engine.attempt,
@@ -154,6 +154,26 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
         "set_complete": lambda: engine.set_complete(True),
         "lookup_bags": lambda: engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, []),
         "update_bags": lambda: engine.update_bags([of_bags], [(block, [])], 1, [], 1.0),
+    }
+
+
+def moving_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
+    """Those for buckets that move."""
+    some = np.zeros(8, np.uint32)
+    return {
+        "set_owners": lambda: engine.set_owners(some, 0),
+        "freeze": lambda: engine.freeze(some[:1], True),
+        "export_windows": lambda: engine.export_windows(some[:1]),
+        "import_windows": lambda: engine.import_windows(some[:1], [0], IDS[:1]),
+        "export_counters": lambda: engine.export_counters(some[:1]),
+        "import_counters": lambda: engine.import_counters(some[:1], IDS[:10]),
+        "hand_over": lambda: engine.hand_over(some[:1]),
+        "take_over": lambda: engine.take_over(some[:1], True),
+        "forget": lambda: engine.forget(some[:1]),
+        "reach_step": lambda: engine.reach_step(1),
+        "reach_table": lambda: engine.reach_table(0, 1, 0),
+        "note": engine.note,
+        "set_note": lambda: engine.set_note(b"note"),
     }
 
 

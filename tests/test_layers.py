@@ -79,10 +79,17 @@ LAYERS = [
     "worker",
     "local",
     "bucketmap",
+    "members",
     "job",
+    "scaling",
     "calls",
     "meeting",
+    "moving",
+    "served",
+    "door",
+    "moving_server",
     "server",
+    "mover",
     "servers",
     "remote_tables",
     "remote",
@@ -141,7 +148,22 @@ OUTSIDE: dict[str, set[str] | None] = {
     "fsspec": {"runfolder", "sources.files"},
     "zmq": {"rpc.keys", "rpc.service", "rpc.client"},
 }
-PURE = {"errors", "checks", "config", "features", "sync", "bucketmap", "job", "assignment"}  # the standard library only
+PURE = {  # the standard library only
+    *(
+        "errors",
+        "checks",
+        "config",
+        "features",
+        "sync",
+        "bucketmap",
+        "members",
+        "job",
+        "assignment",
+        "scaling",
+        "place",
+    ),
+    *("cluster.membership", "cluster.supervisor"),
+}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 

@@ -218,7 +218,7 @@ def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
         worker.lookup(batch(range(20)), step=1)
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
-        again = worker.servers.each("save", worker.servers.origin(1), {1: (0, str(tmp_path / "a"), None)})
+        again = worker.servers.each("save", worker.servers.origin(0), {1: (0, str(tmp_path / "a"), None, first)})
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
         assert table.save(tmp_path / "a") == first + 2, "one that the user asks for again is another"

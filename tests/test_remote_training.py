@@ -17,6 +17,7 @@ from cluster import Killable, serving
 from loop import batches, job, loss_of, rows, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
+from satrap.mover import Mover
 from satrap.remote import RemoteWorker
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
@@ -54,6 +55,32 @@ def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options:
             assert counters.rows == {name: len(table) for name, table in embeddings.tables.items()}
             found.append((losses, bits(embeddings, model), counters.rows, counters.lost))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unheard", "heard"])
+def test_the_next_checkpoint_after_a_move_is_a_whole_one(known: bool, tmp_path: Path) -> None:
+    """Whether or not the trainer has heard of the move when it saves; and those after it are changes again."""
+    with serving(3) as services:
+        addresses = [each.address for each in services]
+        embeddings, model, optimizer = job(servers=addresses[:2])
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, None, full_every=100, keep=100)
+        parents = []
+        for n in range(6):
+            train(embeddings, model, optimizer, batches(2, seed=n))
+            embeddings.drain()
+            if n in (2, 4):
+                Mover(addresses[:2], addresses if n == 2 else addresses[1:], breath=0.0).run()
+            if known:
+                assert len(embeddings.tables["item"]) > 0
+            run.save()
+            newest = max(each for each in tmp_path.iterdir())
+            parents.append(json.loads((newest / "checkpoint.json").read_text())["parent"] is not None)
+            with running(0) as (restored, other, its):
+                assert Checkpoint(tmp_path, other, its, restored, None).resume()
+                assert bits(restored, other) == bits(embeddings, model)
+        assert parents == [False, True, False, True, False, True]
+        assert isinstance(embeddings.worker, RemoteWorker)
+        embeddings.worker.servers.close()
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (2, 2), (0, 3), (2, 0)])

@@ -275,6 +275,36 @@ def test_several_threads_of_one_split(seed: int) -> None:
         assert in_threads(*[partial(work, which) for which in range(4)]) == wanted
 
 
+def test_what_is_laid_out_for_other_owners_is_the_same(rng: np.random.Generator) -> None:
+    """Ids and sums, whoever gets them; a ticket goes on as if it had been looked up so."""
+    split = make_split(BIG_FEATURES, num_threads=2)
+    inputs = big_inputs(rng, 500)
+    given = inputs.values, inputs.offsets, inputs.weights, 500
+    block = rng.normal(size=(500, BIG_FEATURES.total_dim)).astype(np.float32)
+    path = rng.normal(size=(500, 48)).astype(np.float32)
+    for num_servers in (1, 2, 5):
+        first, then = draw_owners(rng, BIG_FEATURES, 3), draw_owners(rng, BIG_FEATURES, num_servers)
+        wanted, ticket = split.lookup(*given, then, num_servers), split.lookup(*given, first, 3)
+        split.share_again(ticket, then, num_servers)
+        for s in range(num_servers):
+            assert np.array_equal(ticket.ids(s), wanted.ids(s))
+            assert np.array_equal(ticket.offsets(s), wanted.offsets(s))
+        sums = [
+            split.sums([each], [(block, [path])], 1.0, *to)
+            for each, to in ((ticket, (first, 3)), (wanted, (then, num_servers)))
+        ]
+        again = split.again(sums[0], then, num_servers)
+        assert sums[1].same_ids and not again.same_ids
+        for s in range(num_servers):
+            assert np.array_equal(again.ids(s), sums[1].ids(s))
+            assert np.array_equal(again.gradients(s), sums[1].gradients(s))
+            assert np.array_equal(again.offsets(s), sums[1].offsets(s))
+    with pytest.raises(TicketError, match="used already"):
+        split.share_again(ticket, then, num_servers)
+    with pytest.raises(InputError, match="owned by server 2 of 2"):
+        split.again(again, np.full(len(then), 2, np.uint32), 2)
+
+
 def test_only_one_of_several_threads_uses_a_ticket() -> None:
     split = make_split(FEATURES, num_threads=2)
     for ticket in [split.lookup(**GOOD) for _ in range(50)]:
@@ -290,12 +320,17 @@ def test_every_call_is_refused_in_a_fork() -> None:
     split, home = make_split(FEATURES, num_threads=2), os.getpid()
     ticket = split.lookup(**GOOD)
     held: list[Any] = [split.lookup(**GOOD), split.empty(2000, 400)]
+    other = split.lookup(**GOOD)
+    split.fill(other, rows_for(other), *floats_for())
+    sums = split.sums([other], [(BLOCK, [PATH])], 1.0, **WHERE)
     no_rows = np.zeros(3, np.int64)
     calls: dict[str, Callable[[], object]] = {
         "empty": lambda: split.empty(1, 1),
         "lookup": lambda: split.lookup(**GOOD),
         "fill": lambda: split.fill(ticket, rows_for(ticket), *floats_for()),
         "sums": lambda: split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE),
+        "again": lambda: split.again(sums, **WHERE),
+        "share_again": lambda: split.share_again(ticket, **WHERE),
         "drop": lambda: split.drop(ticket),
         "encode_rows": lambda: split.encode_rows(no_rows, np.zeros(0, np.float32)),
         "decode_rows": lambda: split.decode_rows(no_rows, np.zeros(0, np.uint8)),

@@ -76,6 +76,25 @@ void write_at(const std::string& path, std::size_t offset, std::uint64_t value, 
     CHECK(file.good());
 }
 
+void the_note_is_the_last_one(Random& random) {
+    const SharedFile file;
+    const std::vector<TableConfig> configs = draw_tables(random);
+    auto engine = file.create(configs, 1);
+    std::string note;
+    std::size_t size = 0;
+    for (unsigned round = 0; round < 40; ++round) {
+        CHECK(engine->note() == note);
+        note.assign(random.below(round % 10 == 9 ? 300000 : 2000), static_cast<char>('a' + round % 26));
+        engine->set_note(note);
+        CHECK(engine->note() == note);
+        if (round == 20) size = std::filesystem::file_size(file.path);
+        if (!random.chance(0.3)) continue;
+        engine = nullptr;
+        engine = file.attach(configs, 1);
+    }
+    CHECK(std::filesystem::file_size(file.path) <= size + SharedArena::kPiece); // places are used again
+}
+
 void files_that_are_not_ours(Random& random) {
     const std::vector<TableConfig> one{testing::counting_table("t", 1)};
     const SharedFile file;
@@ -309,6 +328,7 @@ void callers_share_a_growing_file(Random& random) {
 int main(int argc, char** argv) {
     return testing::run(argc, argv,
                         {{"attached_is_as_it_was", testing::scaled(12), attached_is_as_it_was},
+                         {"the_note_is_the_last_one", testing::scaled(6), the_note_is_the_last_one},
                          {"files_that_are_not_ours", 2, files_that_are_not_ours},
                          {"files_that_are_in_use_or_of_others", 1, files_that_are_in_use_or_of_others},
                          {"files_that_are_damaged", 1, files_that_are_damaged},

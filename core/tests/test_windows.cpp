@@ -32,6 +32,59 @@ void agrees_with_a_set(Random& random) {
     }
 }
 
+// What a window says that is a set's: of the steps within reach of `newest`.
+void is_the_set(const Window& window, const std::set<std::uint32_t>& steps) {
+    for (std::uint32_t step = 1; step < 200; ++step)
+        if (!window.forgot(step)) CHECK_EQ(window.applied(step), steps.contains(step));
+}
+
+void two_windows_together_and_both(Random& random) {
+    Window windows[2] = {};
+    std::set<std::uint32_t> steps[2], any, common;
+    for (int w = 0; w < 2; ++w) {
+        const std::uint32_t around = 1 + random.below(random.chance(0.2) ? 100 : 10);
+        for (unsigned n = random.below(20); n-- > 0;) {
+            const std::uint32_t step = around + random.below(random.chance(0.2) ? 60 : 20);
+            if (windows[w].forgot(step)) continue;
+            windows[w].mark(step);
+            steps[w].insert(step);
+        }
+    }
+    any = steps[0];
+    any.insert(steps[1].begin(), steps[1].end());
+    // One forgets what the other reaches: of those steps nothing is claimed that is not so.
+    for (std::uint32_t step : steps[0])
+        if (steps[1].contains(step) && !windows[0].forgot(step) && !windows[1].forgot(step)) common.insert(step);
+    Window together = windows[0], both = windows[0], copy{};
+    together.add(windows[1]);
+    is_the_set(together, any);
+    CHECK_EQ(together.newest(), std::max(windows[0].newest(), windows[1].newest()));
+    both.keep_common(windows[1]);
+    is_the_set(both, common);
+    CHECK(both.newest() <= std::min(windows[0].newest(), windows[1].newest()));
+    copy.take(both.as_word());
+    is_the_set(copy, common);
+}
+
+void finished_is_what_every_bucket_has_applied(Random&) {
+    AnonymousArena arena(1);
+    Windows source, target;
+    source.init(arena, 3);
+    target.init(arena, 3);
+    for (std::uint32_t step : {5U, 6U, 7U}) source.finish(0, step);
+    for (std::uint32_t step : {6U, 7U, 8U}) target.finish(0, step);
+    source.of(0)[1].mark(9); // applied there, while the whole of it was not
+    const std::uint32_t moved[] = {1};
+    source.hand_over(moved);
+    target.of(0)[1].take(source.of(0)[1].as_word());
+    target.take_over(moved, false);
+    for (std::uint32_t step = 5; step < 10; ++step) CHECK_EQ(target.finished(0, step), step == 6 || step == 7);
+    CHECK(target.of(0)[1].applied(9) && target.of(0)[1].applied(5));
+    target.take_over(moved, true); // nothing else is there
+    for (std::uint32_t step = 5; step < 10; ++step) CHECK_EQ(target.finished(0, step), step != 8);
+    CHECK_EQ(source.trainers().size(), 1);
+}
+
 void every_trainer_has_its_own(Random&) {
     AnonymousArena arena(1);
     Windows windows;
@@ -71,6 +124,8 @@ void chunks_come_back(Random&) {
 int main(int argc, char** argv) {
     return testing::run(argc, argv,
                         {{"agrees_with_a_set", testing::scaled(400), agrees_with_a_set},
+                         {"two_windows_together_and_both", testing::scaled(2000), two_windows_together_and_both},
+                         {"finished_is_what_every_bucket_has_applied", 1, finished_is_what_every_bucket_has_applied},
                          {"every_trainer_has_its_own", 1, every_trainer_has_its_own},
                          {"chunks_come_back", 1, chunks_come_back}});
 }

@@ -309,11 +309,11 @@ class Engine:
 
     def begin_version(self, table: int) -> int: ...
 
-    def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, NDArray[Any]]: ...
+    def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int, others: bool = False) -> dict[str, NDArray[Any]]: ...
 
     def export_removed(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]: ...
 
-    def export_sightings(self, table: int, bucket_begin: int, bucket_end: int) -> dict[str, NDArray[Any]]: ...
+    def export_sightings(self, table: int, bucket_begin: int, bucket_end: int, others: bool = False) -> dict[str, NDArray[Any]]: ...
 
     def removed_since(self, table: int) -> int: ...
 
@@ -341,6 +341,52 @@ class Engine:
 
     def drop(self, ticket: Ticket) -> None:
         """Gives up a ticket that will not be updated."""
+
+    def set_owners(self, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int) -> None:
+        """
+        Of every bucket; this engine is the server of that number. Lookups and updates of others' buckets are refused then.
+        """
+
+    def freeze(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], frozen: bool) -> None:
+        """Whether calls that would change these are refused."""
+
+    def export_windows(self, buckets: NDArray[numpy.uint32]) -> tuple[list[int], NDArray[numpy.uint64]]:
+        """The trainers, and of each in turn its window of each bucket."""
+
+    def import_windows(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], trainers: Sequence[int], words: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def export_counters(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]: ...
+
+    def import_counters(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], counters: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def hand_over(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Before they leave: what is finished here is noted at each. No update may run.
+        """
+
+    def take_over(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], first: bool) -> None:
+        """
+        After they came: what is finished here is so of them, too. No update may run.
+        """
+
+    def forget(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """They are as if new."""
+
+    def reach_step(self, step: int) -> None:
+        """The latest step is at least this one."""
+
+    def reach_table(self, table: int, version: int, expire_before: int) -> None:
+        """They are at least these."""
+
+    def note(self) -> bytes:
+        """
+        What set_note was given, maybe by an earlier process; empty before the first.
+        """
+
+    def set_note(self, note: bytes) -> None:
+        """
+        Kept as long as the rows; replaced as a whole, whenever the process dies.
+        """
 
 class Bags:
     """The features of an engine's tables; satrap.Features is their face."""
@@ -447,6 +493,12 @@ class Split:
 
     def drop(self, ticket: SplitTicket) -> None:
         """Gives up a ticket that will not be updated."""
+
+    def share_again(self, ticket: SplitTicket, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> None:
+        """Lays the ticket's ids out for other owners."""
+
+    def again(self, sums: Sums, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
+        """The same sums for other owners."""
 
     def encode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C')]:
         """

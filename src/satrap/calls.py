@@ -18,6 +18,7 @@ Offsets = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 Coded = NDArray[np.uint8]
+Numbers = NDArray[np.uint32]
 WIRES = ("float32", "float16")
 
 
@@ -25,13 +26,21 @@ class ServerCalls(Protocol):
     """See the file's docstring. Tables are numbered as in the job."""
 
     def hello(
-        self, origin: Origin, job: dict[str, Any], bucket_map: dict[str, Any], server: int, commit: bool
+        self, origin: Origin, job: dict[str, Any], members: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
-        """Makes a new server this job's, or raises if one that is so already differs in a field.
+        """Makes a new server this job's, or raises if one that is so already differs in a field; MovedError if it knows
+        of newer members, or may not take these yet.
 
-        server: which of the map's this one is. commit: False only asks, and changes nothing. Returns `attempt`,
+        server: which of the members this one is. commit: False only asks, and changes nothing. Returns `attempt`,
             `latest_step` and `lrs`. The origin says nothing.
         """
+        ...
+
+    def members(self, origin: Origin, than: int) -> dict[str, Any]:
+        """What this server knows: `version` of the map (0: it has no job), `greeted` (whether it was told of its job
+        since it was started); and if that version is higher than `than` the `members`, the `job`, and its `state`:
+        `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each table `versions`,
+        `expire_before` and `lrs`. The origin says nothing."""
         ...
 
     def begin(self, origin: Origin) -> None:
@@ -87,10 +96,10 @@ class ServerCalls(Protocol):
         """As `Store.version`."""
         ...
 
-    def save(self, origin: Origin, table: int, folder: str, since: int | None) -> int:
+    def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
         """Writes this server's part of a table into its own folder within this one, which all machines share; returns
-        the version. since: only what changed since that version. The origin's step is the save's number: the same comes
-        again, another is another."""
+        the version, which is to be `version`: the same comes again, another is another save. since: only what changed
+        since that version."""
         ...
 
     def verify(self, origin: Origin, folders: list[list[str]]) -> None:
@@ -109,4 +118,64 @@ class ServerCalls(Protocol):
 
     def check(self, origin: Origin, table: int) -> None:
         """Walks the table; AssertionError if an invariant is broken."""
+        ...
+
+    # -- what a `satrap.mover` calls. Buckets are numbered over all tables; a move is a number that it drew. ----------
+
+    def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
+        """Until these have left, or another move begins, calls that would change them are refused (MovedError); returns
+        once none runs that does. The origin names the map."""
+        ...
+
+    def copy_out(
+        self, origin: Origin, buckets: Numbers, table: int, begin: int
+    ) -> tuple[Ids, Numbers, Coded, Floats, Ids, Numbers, Numbers, int]:
+        """Rows of a table, of buckets that are frozen or were given away: from the one of that number on, as many as
+        fit into an answer, and how many there are. Ids, steps, values as bytes, state; and with the last ones the
+        sightings: ids, steps, counts."""
+        ...
+
+    def companions_out(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
+        """Of buckets that were given away: the trainers, and of each in turn its windows; the counters; and in pairs
+        the oldest open step of trainers."""
+        ...
+
+    def receive(self, origin: Origin, move: int, buckets: Numbers, state: dict[str, Any]) -> None:
+        """These will come, from a server of that `state`; what is here of them goes."""
+        ...
+
+    def copy_in(
+        self,
+        origin: Origin,
+        move: int,
+        table: int,
+        ids: Ids,
+        steps: Numbers,
+        values: Coded,
+        state: Floats,
+        sighted: Ids,
+        sighted_at: Numbers,
+        counts: Numbers,
+    ) -> None:
+        """What `copy_out` gave."""
+        ...
+
+    def companions_in(
+        self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
+    ) -> None:
+        """What `companions_out` gave; the move's buckets are whole then."""
+        ...
+
+    def change(self, origin: Origin, members: dict[str, Any], server: int, move: int) -> None:
+        """These are the members from now on, of the next map; this is which of them, -1: none. NotReadyError unless
+        what leaves is frozen and what comes is whole, by this move."""
+        ...
+
+    def forget(self, origin: Origin) -> None:
+        """Every bucket that is another's goes, if the server is of the origin's map: then all of them are."""
+        ...
+
+    def load(self, origin: Origin) -> dict[str, float]:
+        """What `satrap.scaling` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the machine, `calls` under
+        way, `work_seconds` of all calls since the process began, and `latest_step`."""
         ...

@@ -30,7 +30,7 @@ import torch
 
 from satrap.checks import kind_of
 from satrap.embeddings import Embeddings
-from satrap.errors import ChangesError, CheckpointError, SatrapError
+from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
 from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
@@ -76,6 +76,7 @@ class Checkpoint:
         self._keep, self._full_every = keep, full_every
         embeddings.follow(data)
         self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
+        self._layout = 0  # of the tables, when that was
         self._since_full = 0
         self._saved_step = -1
         self._source: Mapping[str, Any] | None = None
@@ -107,13 +108,19 @@ class Checkpoint:
         with self._home.new(step) as folder:
             self._home.require_mine(None if self._last is None else self._last[0])
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
-            if parent is not None and not self._home.has(parent[0]):  # somebody removed it
-                parent = None
+            tables, layout = self._embeddings.tables, self._embeddings.tables.layout
+            if parent is not None and (layout != self._layout or not self._home.has(parent[0])):
+                parent = None  # rows have moved, or somebody removed it
             try:
                 versions = self._save_tables(folder, parent)
-            except ChangesError:  # a server was started again, or more rows went than are remembered
-                shutil.rmtree(folder / "tables")
-                parent, versions = None, self._save_tables(folder, None)
+            except SnapshotError as error:
+                unknown = isinstance(error, ChangesError) or tables.layout != layout
+                if parent is None or not unknown:
+                    raise
+                # A server was started again, rows have moved, or more went than are remembered.
+                shutil.rmtree(folder / "tables", ignore_errors=True)
+                parent, layout = None, tables.layout
+                versions = self._save_tables(folder, None)
             save_state(folder / _STATE, self._state([state_of(each) for each in randoms]))
             put_on_disk(folder / _STATE)
             entry = Entry(
@@ -127,7 +134,7 @@ class Checkpoint:
             )
             entry.write()
             name = self._home.publish(folder)
-        self._last = name, versions
+        self._last, self._layout = (name, versions), layout
         self._since_full = 1 if parent is None else self._since_full + 1
         self._home.forget_beyond(self._keep)
 
@@ -172,6 +179,7 @@ class Checkpoint:
     def _restore_tables(self, chain: list[Entry]) -> None:
         newest, tables = chain[-1], self._embeddings.tables
         folders = {name: [e.folder / "tables" / str(e.tables.index(name)) for e in chain] for name in tables}
+        self._layout = tables.layout
         changes_may_follow = tables.restore(folders)
         self._last = newest.folder.name, {name: tables[name].version for name in tables}
         self._since_full = len(chain) if changes_may_follow else self._full_every

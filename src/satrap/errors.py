@@ -17,6 +17,7 @@ native core throws the same classes. `assert` is kept for our own mistakes and n
         ├── ForkError                     also a RuntimeError: a store is used in a fork of the process that made it
         ├── StreamError                   also a RuntimeError: a stream is used in a way that cannot go on
         ├── NotReadyError                 also a RuntimeError: a server has no job yet, or was restarted
+        │   └── MovedError                a bucket is on the move to another server, or was moved there
         ├── AttemptError                  also a RuntimeError: a process of an older attempt calls a server
         ├── TicketError                   also a RuntimeError: a ticket was used before, or is unknown here
         └── RpcError                      also a RuntimeError: a call of another process failed there, or on the way
@@ -70,6 +71,11 @@ class ForkError(SatrapError, RuntimeError):
 
 class NotReadyError(SatrapError, RuntimeError):
     """A server has no job yet, was restarted, or has another bucket map: say hello to it, and call again."""
+
+
+class MovedError(NotReadyError):
+    """A call touches a bucket that is on the move to another server, or is of an older bucket map: ask the server for
+    the newest, and call again. Nothing was changed but by the buckets that note it in their windows."""
 
 
 class AttemptError(SatrapError, RuntimeError):

@@ -44,14 +44,19 @@ def part_name(part: int, num_parts: int) -> str:
     return f"{part}-of-{num_parts}"
 
 
+def parts_in(folder: Path) -> list[Path]:
+    """The folders in it that are called like parts."""
+    try:
+        return [each for each in folder.iterdir() if _PART.fullmatch(each.name)]
+    except OSError:
+        return []
+
+
 def parts_of(folder: Path) -> list[Path]:
     """The folders of the parts that a table was saved in, each a snapshot: itself, unless servers saved it."""
-    try:
-        names = {each.name for each in folder.iterdir() if _PART.fullmatch(each.name)}
-    except OSError:
-        return [folder]  # whoever reads its manifest says what is wrong
+    names = {each.name for each in parts_in(folder)}
     if not names:
-        return [folder]
+        return [folder]  # or it cannot be read: whoever reads its manifest says what is wrong
     num_parts = int(max(names).rpartition("-")[2])
     wanted = [part_name(part, num_parts) for part in range(num_parts)]
     if names != set(wanted):

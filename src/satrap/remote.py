@@ -4,13 +4,15 @@
     update   gradients -> Split.sums -> sums of each server ──> server.update, with the lookup's ticket or with ids
 
 The core's `Split` does what an engine does before and after its tables, with the same bits. A server that was restarted
-is greeted again and called again (`satrap.servers`); one that lost a ticket is sent the ids.
+is greeted again and called again (`satrap.servers`); one that lost a ticket is sent the ids. If buckets have moved, the
+same ids and sums are laid out for their owners of now and sent again.
 """
 
 import itertools
 import secrets
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +22,11 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.calls import Coded
 from satrap.engine import thread_count
-from satrap.errors import ConfigError, TicketError
+from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs
 from satrap.remote_tables import RemoteTables
-from satrap.servers import Servers
+from satrap.servers import Servers, View
 from satrap.worker import Floats, Worker, named_features
 
 _NO_IDS = np.zeros(0, np.uint64)
@@ -41,8 +43,8 @@ class RemoteTicket:
     split: _core.SplitTicket
     number: int
     """What the servers know it by; 0: they do not."""
-    sums: _core.Sums | None = None
-    """Of an update that was begun: if it was interrupted, it goes on with these."""
+    sums: tuple[_core.Sums, View] | None = None
+    """Of an update that was begun, and for whom: if it was interrupted, it goes on with these."""
     skipped: list[int] = field(default_factory=list)
     """Of each table: gradients of its update that were not finite and were left out."""
     done: bool = False
@@ -67,8 +69,6 @@ class RemoteRows:
         self._split = _core.Split(tables, named_features(features), self.num_threads, simd)
         self._servers = servers
         self._skipped: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
-        owners = [owner for table in servers.bucket_map.owners for owner in table]
-        self._owners = np.array(owners, np.uint32)
         # Not from 1: of a process before this one that was killed, lookups may be on their way.
         self._numbers = itertools.count(1 + secrets.randbits(62))
         self._latest_step = servers.latest_step
@@ -102,21 +102,33 @@ class RemoteRows:
     ) -> RemoteTicket | None:
         """See Rows."""
         self.settle()
-        split = self._split.lookup(values, offsets, weights, batch_size, self._owners, len(self._servers))
+        view = self._servers.view
+        split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
         at = self._reach(step) if train else 0
         number = next(self._numbers) if train else 0
-        asked = {
-            server: (split.ids(server), split.offsets(server), oldest_open or at, train, number, self._servers.wire)
-            for server in range(len(self._servers))
-            if split.num_floats(server)
-        }
-        found = self._servers.each("lookup", self._servers.origin(at), asked)
-        rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(self._servers))]
+        while (found := self._looked_up(split, view, at, oldest_open or at, train, number)) is None:
+            view = self._servers.view
+            self._split.share_again(split, view.owners, len(view))
+        rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(view))]
         self._split.fill(split, rows, block, sequences)
         if train:
             return RemoteTicket(split, number)
         self._split.drop(split)
         return None
+
+    def _looked_up(
+        self, split: _core.SplitTicket, view: View, step: int, oldest_open: int, train: bool, number: int
+    ) -> dict[int, Any] | None:
+        """What the servers answer; None: there is a newer view."""
+        asked = {
+            server: (split.ids(server), split.offsets(server), oldest_open, train, number, self._servers.wire)
+            for server in range(len(view))
+            if split.num_floats(server)
+        }
+        try:
+            return self._servers.each("lookup", self._servers.origin(step, view), asked, view=view)
+        except MovedError:
+            return None
 
     def renewed(
         self,
@@ -126,9 +138,8 @@ class RemoteRows:
         batch_size: int,
     ) -> RemoteTicket:
         """A ticket for a batch that a process before this one looked up: its update sends the ids."""
-        return RemoteTicket(
-            self._split.lookup(values, offsets, weights, batch_size, self._owners, len(self._servers)), 0
-        )
+        view = self._servers.view
+        return RemoteTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
 
     def made(self, ticket: object) -> bool:
         """See Rows."""
@@ -143,38 +154,63 @@ class RemoteRows:
         scale: float,
     ) -> None:
         """See Rows. What one server cannot be told is an error; the others may have applied it then."""
-        sums = tickets[0].sums
-        if sums is None:
-            given = [ticket.split for ticket in tickets]
-            sums = self._split.sums(given, gradients, scale, self._owners, len(self._servers))
-            with self._lock:
-                for table, count in enumerate(sums.skipped):
-                    self._servers.skipped[table] += count
-        for ticket in tickets:
-            ticket.sums, ticket.skipped = sums, list(sums.skipped)
-        origin = self._servers.origin(self._reach(step))
         rates = list(self._servers.lrs)
         for table, lr in lrs:
             rates[table] = lr
+        while True:
+            view = self._servers.view
+            sums = self._sums(tickets, gradients, scale, view)
+            number = tickets[0].number if sums.same_ids else 0
+            try:
+                self._send(sums, number, self._reach(step), rates, view)
+                break
+            except MovedError:
+                continue  # to other servers, with ids: each bucket knows whether it has applied them
+        for ticket in tickets:
+            ticket.sums, ticket.done = None, True
+        if not sums.same_ids:
+            self._forget(tickets)
+
+    def _sums(
+        self,
+        tickets: Sequence[RemoteTicket],
+        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        scale: float,
+        view: View,
+    ) -> _core.Sums:
+        """What is to be sent to the view's servers. Made once: an update that was begun goes on with the same."""
+        known = tickets[0].sums
+        if known is None:
+            given = [ticket.split for ticket in tickets]
+            sums = self._split.sums(given, gradients, scale, view.owners, len(view))
+            with self._lock:
+                for table, count in enumerate(sums.skipped):
+                    self._servers.skipped[table] += count
+        elif known[1] is view:
+            return known[0]
+        else:
+            sums = self._split.again(known[0], view.owners, len(view))
+        for ticket in tickets:
+            ticket.sums, ticket.skipped = (sums, view), list(sums.skipped)
+        return sums
+
+    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: View) -> None:
+        """number: the ticket's, if the servers may have it."""
+        origin = self._servers.origin(step, view)
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
             ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
             gradients, coded = self._gradients(sums, server)
             return number, ids, offsets, gradients, rates, self._servers.together, coded
 
-        number = tickets[0].number if sums.same_ids else 0
         asked = {
             server: arguments(server, number if len(sums.ids(server)) else 0)
-            for server in range(len(self._servers))
+            for server in range(len(view))
             if len(sums.ids(server)) or self._servers.together
         }
-        found = self._servers.each("update", origin, asked)
+        found = self._servers.each("update", origin, asked, view=view)
         lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
-        self._servers.each("update", origin, {server: arguments(server, 0) for server in lost})
-        for ticket in tickets:
-            ticket.sums, ticket.done = None, True
-        if not sums.same_ids:
-            self._forget(tickets)
+        self._servers.each("update", origin, {server: arguments(server, 0) for server in lost}, view=view)
 
     def drop(self, ticket: RemoteTicket) -> None:
         """See Rows."""
@@ -197,7 +233,7 @@ class RemoteRows:
             step = self._skipped[0]
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
             nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
-            self._servers.each("update", self._servers.origin(step), dict.fromkeys(range(len(self._servers)), nothing))
+            self._servers.everywhere("update", step, nothing)
             with self._lock:
                 if step in self._skipped:
                     self._skipped.remove(step)
@@ -216,10 +252,14 @@ class RemoteRows:
 
     def _forget(self, tickets: Sequence[RemoteTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
+        view = self._servers.view
         holders = [
-            server for server in range(len(self._servers)) if any(ticket.split.num_floats(server) for ticket in tickets)
+            server
+            for server in range(len(view))
+            if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
-        self._servers.each("drop", self._servers.origin(0), dict.fromkeys(holders, (numbers,)))
+        with suppress(MovedError):  # then they are forgotten
+            self._servers.each("drop", self._servers.origin(0, view), dict.fromkeys(holders, (numbers,)), view=view)
 
     def _reach(self, step: int | None) -> int:
         with self._lock:

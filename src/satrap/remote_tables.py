@@ -5,6 +5,7 @@ and reads of anybody's what it owns now. So the folder must be one that all mach
 """
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap import _core, arrays
 from satrap.config import Table
-from satrap.errors import ChangesError, InputError, SnapshotError
+from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.folder import part_name, parts_of
 from satrap.servers import Servers
 from satrap.store import Rows
@@ -28,8 +29,6 @@ class RemoteTable:
         self.table: Table = servers.job.tables[number]
         """Its configuration."""
         self._servers, self._number = servers, number
-        self._num_saves = 0
-        self._versions: dict[int, Sequence[int | None]] = {}  # of a version of the table those of the servers
 
     def __len__(self) -> int:
         return self.stats()["rows"]
@@ -65,12 +64,18 @@ class RemoteTable:
     ) -> list[NDArray[Any]]:
         """What the ids' owners answer: of each array a line for each id, in the order of the ids."""
         wanted = arrays.as_ids(f"table {self.table.name!r}", ids)
-        owners = np.array(self._servers.bucket_map.owners[self._number], np.uint32)
-        owner = owners[_core.bucket_of(wanted, self.table.resolved_num_buckets)]
-        order = np.argsort(owner, kind="stable")
-        parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(self._servers))))
-        asked = {server: arguments(part) for server, part in enumerate(parts)}
-        found = self._servers.each(method, self._servers.origin(0), asked)
+        while True:
+            view = self._servers.view
+            owners = np.array(view.members.bucket_map.owners[self._number], np.uint32)
+            owner = owners[_core.bucket_of(wanted, self.table.resolved_num_buckets)]
+            order = np.argsort(owner, kind="stable")
+            parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(view))))
+            asked = {server: arguments(part) for server, part in enumerate(parts)}
+            try:
+                found = self._servers.each(method, self._servers.origin(0, view), asked, view=view)
+                break
+            except MovedError:
+                continue
         lines = []
         for of_servers in zip(*(found[server] for server in asked), strict=True):
             if of_servers[0] is None:  # of a lookup: rows in the form that was not asked for
@@ -98,10 +103,8 @@ class RemoteTable:
 
     @property
     def version(self) -> int:
-        """As `Store.version`: the highest of the servers'. They save together, but count their failures apart."""
-        versions = self._servers.all("version", self._number)
-        self._versions.setdefault(max(versions), versions)
-        return int(max(versions))
+        """As `Store.version`: the servers save together."""
+        return int(max(self._servers.all("version", self._number)))
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """As `Store.save`: each server writes its part into the folder, which all machines must share."""
@@ -114,24 +117,33 @@ class RemoteTable:
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
         self._servers.reach()  # before one of them writes
-        known = [None] * len(self._servers) if since is None else self._versions.get(since)
-        if known is None:
-            raise ChangesError(f"table {self.table.name!r}: version {since} is not known here: save the whole table")
-        self._num_saves += 1
-        asked = {server: (self._number, folder, each) for server, each in enumerate(known)}
-        found = self._servers.each("save", self._servers.origin(self._num_saves), asked, patient=True)
-        versions = [int(found[server]) for server in asked]
+        versions = None
+        while versions is None:
+            versions = self._parts_saved(folder, since)
+        if len(set(versions)) > 1:
+            raise SnapshotError(f"table {self.table.name!r}: the servers are at versions {versions}: save it whole")
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
                 "them: give a folder that all machines share"
             )
-        self._versions[max(versions)] = versions
-        return max(versions)
+        return int(versions[0])
 
-    def forget_versions(self) -> None:
-        """The rows are others now."""
-        self._versions.clear()
+    def _parts_saved(self, folder: str, since: int | None) -> list[int] | None:
+        """The version that each server has made; None: buckets moved meanwhile, so that not all of them are saved."""
+        view = self._servers.view
+        origin, every = self._servers.origin(0, view), range(len(view))
+        try:
+            made = self._servers.each("version", origin, dict.fromkeys(every, (self._number,)), view=view)
+            version = 1 + max(made.values())  # servers that came later have made fewer
+            asked = dict.fromkeys(every, (self._number, folder, since, version))
+            found = self._servers.each("save", origin, asked, patient=True, view=view)
+        except MovedError:
+            if len(self._servers.view) != len(view):
+                for server in every:
+                    shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
+            return None
+        return [found[server] for server in every]
 
 
 class RemoteTables(Mapping[str, RemoteTable]):
@@ -149,6 +161,11 @@ class RemoteTables(Mapping[str, RemoteTable]):
 
     def __len__(self) -> int:
         return len(self._tables)
+
+    @property
+    def layout(self) -> int:
+        """As `Tables.layout`."""
+        return self._servers.bucket_map.version
 
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
         """As `Tables.restore`, but the tables may have been used: what they held goes."""
@@ -168,6 +185,4 @@ class RemoteTables(Mapping[str, RemoteTable]):
         self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
         may_follow = all(self._servers.all("restore", chains, patient=True))
         self._servers.latest_step = 0
-        for table in self._tables.values():
-            table.forget_versions()
         return may_follow

@@ -2,24 +2,59 @@
 
 A call goes to all servers that it concerns before the first answer is waited for, and all answers are waited for in
 turn. What fails, fails with the server named; `satrap.rpc` has tried until the deadline then.
+
+Servers come and go, and buckets with them, while all this goes on. A `View` is what is known of that at one moment;
+whoever is refused as of an older one finds the newest in `Servers.view`, and does what it did with that.
 """
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from satrap.bucketmap import BucketMap
 from satrap.calls import WIRES, ServerCalls
 from satrap.checks import check_choice
-from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SatrapError, TicketError
+from satrap.errors import AttemptError, DeadlineError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.job import Job
+from satrap.members import Members, check_addresses
 from satrap.rpc import Origin
 from satrap.rpc.client import Client, Pending
 from satrap.rpc.keys import Keys
 
-_MOST_GREETINGS = 8  # of one server in one call: each time it was started again
-_TURN_SECONDS = 0.1
 LAUNCH_ATTEMPTS = 1 << 16
 """Each launch of the trainers has as many attempts of its own: a restore begins one."""
+_MOST_GREETINGS = 8  # of one server in one call: each time it was started again
+_TURN_SECONDS = 0.1
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """The servers as they are known at one moment."""
+
+    members: Members
+    clients: tuple[Client[ServerCalls], ...]
+    owners: NDArray[np.uint32]
+    """Of every bucket, of one table after the other."""
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """What one call met at one server."""
+
+    until: float
+    """When it is given up."""
+    pause: float = _FIRST_PAUSE
+    greetings: int = 0
 
 
 class Servers:
@@ -41,7 +76,7 @@ class Servers:
     ) -> None:
         """Greets them all; raises if one is of another job.
 
-        addresses: of server 0, 1, ...: "tcp://host:port".
+        addresses: of server 0, 1, ...: "tcp://host:port". If they were told of others since, those are the servers.
         keys: the client's, of `satrap keys`; without them servers are on this machine.
         trainer: which of them this process is.
         together: how many trainers' updates make one step; 0: each is a step of its own.
@@ -53,18 +88,18 @@ class Servers:
         deadline: seconds after which a call that got no answer is an error.
         retry_seconds: after which it is sent again.
         """
-        if not isinstance(addresses, list | tuple) or not addresses or not all(isinstance(a, str) for a in addresses):
-            raise ConfigError(f"addresses is {addresses!r}; wanted a list of at least one 'tcp://host:port'")
-        if len(set(addresses)) < len(addresses):
-            raise ConfigError(f"addresses is {list(addresses)}; wanted each server once")
-        self.job, self.trainer, self.together, self.addresses = job, trainer, together, tuple(addresses)
+        check_addresses(addresses)
         check_choice("Servers", "wire", wire, WIRES)
-        self.wire = wire
+        self.job, self.trainer, self.together, self.wire = job, trainer, together, wire
         self.skipped = [0] * len(job.tables)
         """Of each table: gradients of this process that were not finite and were left out."""
-        self.bucket_map = BucketMap.even([table.resolved_num_buckets for table in job.tables], len(addresses))
-        how: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
-        self._clients = [Client(ServerCalls, each, **how) for each in addresses]
+        self._how: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
+        self._deadline = deadline
+        self._lock = threading.Lock()  # of what follows
+        self._clients: dict[str, Client[ServerCalls]] = {}
+        first = Members.first([table.resolved_num_buckets for table in job.tables], addresses)
+        self.view = self._view_of(first)
+        """As of now: whoever makes several calls that belong together takes it once."""
         self.attempt = 0 if attempt is None else attempt
         try:
             self._begin(first=attempt is None, launch=launch)
@@ -73,48 +108,69 @@ class Servers:
             raise
 
     def _begin(self, *, first: bool, launch: int) -> None:
+        for server in range(len(self.view)):
+            self._learn(self.view, server)
         self.reach()  # all of them, before one is this job's
-        found = [self._greet(server) for server in range(len(self))]
+        found = self._greeted()
         self.latest_step: int = max(each["latest_step"] for each in found)
         """Of an earlier run, whose rows are still there."""
         self.lrs: list[float] = list(found[0]["lrs"])
-        newest: int = max(each["attempt"] for each in found)
-        self.newest_attempt = newest
+        newest = self.newest_attempt = max(each["attempt"] for each in found)
         """That had begun when they were greeted."""
         if first:
             if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
                 raise AttemptError(f"launch {newest // LAUNCH_ATTEMPTS} has begun: this process is of launch {launch}")
             self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
-            for client in self._clients:
-                client.call.begin(self.origin(0))
+            self.all("begin")
 
     def reach(self) -> None:
         """Raises unless every server answers within a call's deadline, and is this job's."""
-        for server in range(len(self)):
-            self._greet(server, commit=False)
+        self._greeted(commit=False)
 
     def __len__(self) -> int:
-        return len(self._clients)
+        return len(self.view)
 
-    def origin(self, step: int) -> Origin:
+    @property
+    def bucket_map(self) -> BucketMap:
+        """Of now."""
+        return self.view.members.bucket_map
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of now."""
+        return self.view.members.addresses
+
+    def origin(self, step: int, view: View | None = None) -> Origin:
         """Of a call of ours."""
-        return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=self.bucket_map.version)
+        version = (view or self.view).members.version
+        return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=version)
 
     def each(
-        self, method: str, origin: Origin, arguments: Mapping[int, tuple[Any, ...]], patient: bool = False
+        self,
+        method: str,
+        origin: Origin,
+        arguments: Mapping[int, tuple[Any, ...]],
+        *,
+        patient: bool = False,
+        view: View | None = None,
     ) -> dict[int, Any]:
         """Calls the servers named, all at once, and returns what each answered. One that was restarted meanwhile is
-        greeted and called again; a ticket that it does not know any more comes back as the TicketError. Any other error
-        is raised once all have answered, so that none works on, or one has not within its deadline.
+        greeted and called again, and one whose buckets are on the move when they may be called; a ticket that it does
+        not know any more comes back as the TicketError. Any other error is raised once all have answered, so that none
+        works on, or one has not within its deadline.
 
         patient: they may take as long as they need; only silence of a call's deadline is an error, and errors name
-        their servers."""
+            their servers.
+        view: that the call was made for. MovedError: there is a newer one, and all is to be done again with that. What
+            some servers have done, they do not do twice.
+        """
+        of = view or self.view
 
         def begin(server: int) -> Pending:
-            return self._clients[server].begin(method, origin, *arguments[server], patient=patient)
+            return of.clients[server].begin(method, origin, *arguments[server], patient=patient)
 
         pending = {server: begin(server) for server in arguments}
-        greetings = dict.fromkeys(arguments, 0)
+        trouble = {server: _Trouble(time.monotonic() + self._deadline) for server in arguments}
         found: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         while pending:
@@ -123,38 +179,123 @@ class Servers:
                     continue
                 del pending[server]
                 try:
-                    found[server] = call.result()
-                except NotReadyError:
-                    greetings[server] += 1
-                    if greetings[server] > _MOST_GREETINGS:
-                        raise
-                    self._greet(server)
+                    if self._answered(of, server, call, trouble[server], found):
+                        continue
                     pending[server] = begin(server)
-                except TicketError as error:
-                    found[server] = error
                 except SatrapError as error:
                     failed[server] = error
-                    if isinstance(error, DeadlineError):  # the others may take long
-                        pending.clear()
+                    if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
+                        pending.clear()  # the others may take long
                         break
         if failed:
-            first = next(iter(failed.values()))
-            if not patient:
-                raise first
-            told = "; ".join(f"{self.addresses[server]}: {each}" for server, each in failed.items())
-            raise type(first)(told) from first
+            raise self._failure(of, failed, patient)
         return found
 
     def all(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
         """What each server answers to a call that belongs to no step."""
-        found = self.each(method, self.origin(0), dict.fromkeys(range(len(self)), arguments), patient)
-        return [found[server] for server in range(len(self))]
+        return self.everywhere(method, 0, arguments, patient=patient)
+
+    def everywhere(self, method: str, step: int, arguments: tuple[Any, ...], *, patient: bool = False) -> list[Any]:
+        """What each server answers; of one map, all of them."""
+        while True:
+            view = self.view
+            asked = dict.fromkeys(range(len(view)), arguments)
+            try:
+                found = self.each(method, self.origin(step, view), asked, patient=patient, view=view)
+            except MovedError:
+                continue  # there is a newer view
+            return [found[server] for server in asked]
 
     def close(self) -> None:
         """Ends the connections."""
-        for client in self._clients:
+        for client in self._clients.values():
             client.close()
 
-    def _greet(self, server: int, *, commit: bool = True) -> dict[str, Any]:
-        job, bucket_map = self.job.to_dict(), self.bucket_map.to_dict()
-        return self._clients[server].call.hello(Origin(), job, bucket_map, server, commit)
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _answered(self, view: View, server: int, call: Pending, trouble: "_Trouble", found: dict[int, Any]) -> bool:
+        """Notes what a server answered; False if it is to be called again."""
+        try:
+            found[server] = call.result()
+        except TicketError as error:
+            found[server] = error
+        except MovedError as error:
+            trouble.pause = self._wait_for_move(view, server, error, trouble.until, trouble.pause)
+            return False
+        except NotReadyError:
+            trouble.greetings += 1
+            if trouble.greetings > _MOST_GREETINGS:
+                raise
+            self._greet(view, server)
+            return False
+        except DeadlineError as error:
+            self._ask_others(view, server, error)
+            raise
+        return True
+
+    def _failure(self, view: View, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
+        """What to raise of these."""
+        own = {server: error for server, error in failed.items() if not isinstance(error, MovedError)} or failed
+        first = next(iter(own.values()))
+        if not patient or isinstance(first, MovedError):
+            return first
+        told = type(first)("; ".join(f"{view.members.addresses[server]}: {each}" for server, each in own.items()))
+        told.__cause__ = first
+        return told
+
+    def _wait_for_move(self, view: View, server: int, error: MovedError, until: float, pause: float) -> float:
+        """Returns how long to wait the next time; raises the error if there is a newer view."""
+        if self._learn(view, server):
+            raise error
+        if time.monotonic() > until:
+            raise DeadlineError(
+                f"{view.clients[server].address}: buckets were on the move for {self._deadline:g} s ({error}): is "
+                "whoever moves them still at work? Started again, it ends what it began"
+            ) from error
+        time.sleep(pause)
+        return min(2 * pause, _LONGEST_PAUSE)
+
+    def _learn(self, view: View, server: int) -> bool:
+        """Whether there is a newer view than this one; asks the server."""
+        if view is not self.view:
+            return True
+        found = view.clients[server].call.members(Origin(), max(1, view.members.version))
+        if found["version"] <= max(1, view.members.version):
+            return False
+        newest = Members.from_dict(found["members"])
+        with self._lock:
+            if self.view.members.version < newest.version:
+                self.view = self._view_of(newest)
+        return True
+
+    def _ask_others(self, view: View, silent: int, error: DeadlineError) -> None:
+        """A server that does not answer may have been taken away: raises MovedError if another knows of that."""
+        for server in range(len(view)):
+            with suppress(DeadlineError):
+                if server != silent and self._learn(view, server):
+                    raise MovedError(f"a server is silent, and the others are of a newer map ({error})") from error
+
+    def _view_of(self, members: Members) -> View:
+        for address in members.addresses:
+            if address not in self._clients:
+                self._clients[address] = Client(ServerCalls, address, **self._how)
+        clients = tuple(self._clients[address] for address in members.addresses)
+        return View(members, clients, np.array(members.bucket_map.flat(), np.uint32))
+
+    def _greeted(self, *, commit: bool = True) -> list[dict[str, Any]]:
+        """What each server of one view answers to hello."""
+        while True:
+            view = self.view
+            try:
+                return [self._greet(view, server, commit=commit) for server in range(len(view))]
+            except MovedError:
+                continue
+
+    def _greet(self, view: View, server: int, *, commit: bool = True) -> dict[str, Any]:
+        job, members = self.job.to_dict(), view.members.to_dict()
+        until, pause = time.monotonic() + self._deadline, _FIRST_PAUSE
+        while True:
+            try:
+                return view.clients[server].call.hello(Origin(), job, members, server, commit)
+            except MovedError as error:
+                pause = self._wait_for_move(view, server, error, until, pause)

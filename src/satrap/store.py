@@ -359,6 +359,10 @@ class Store:
                 if len(level) == 1:  # else no one snapshot is what this table holds
                     self._snapshots.add(level[0].manifest)
 
+    def forget_saves(self) -> None:
+        """The next save must be a full one: what changed since an earlier one is not all known here any more."""
+        self._snapshots = History(1)
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     @contextmanager

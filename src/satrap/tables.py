@@ -84,6 +84,12 @@ class Tables(Mapping[str, Store]):
             "each and restore them, or attach their shared-memory file"
         )
 
+    @property
+    def layout(self) -> int:
+        """Another one when rows have moved to other servers: changes since an earlier save cannot be saved then. Here
+        none do."""
+        return 0
+
     def restore(
         self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
     ) -> bool:

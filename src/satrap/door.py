@@ -1,0 +1,88 @@
+"""The door of a server: which calls may come in, and when none may.
+
+A call that works on rows is of the server's attempt and of its bucket map, or is refused. What changes the attempt, the
+map or the tables as a whole waits until no such call runs, and none begins meanwhile.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from satrap.errors import AttemptError, MovedError, NotReadyError
+from satrap.rpc import Origin
+from satrap.served import Served
+
+
+class Door:
+    """See the file's docstring. What is behind it, is a `Served` once there is a job."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0  # calls that work on rows
+        self._paused = False  # none begins
+        self._work_seconds = 0.0
+        self._served: Served | None = None
+
+    def _ready(self) -> Served:
+        if self._served is None or not self._served.greeted:
+            raise NotReadyError("this server has no job yet, or was restarted: say hello to it first")
+        return self._served
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Around what no call that works on rows may see: those that run end first, and none begins."""
+        with self._changed:
+            while self._paused:
+                self._changed.wait()
+            self._paused = True
+            try:
+                while self._running:
+                    self._changed.wait()
+                yield
+            finally:
+                self._paused = False
+                self._changed.notify_all()
+
+    @contextmanager
+    def _working(self, origin: Origin | None) -> Iterator[Served]:
+        """Around a call that works on rows: of this attempt and map, and none while an attempt or a map begins. None:
+        a mover's, which says otherwise what it is of."""
+        with self._changed:
+            while self._paused:
+                self._changed.wait()
+            served = self._ready()
+            if origin is not None:
+                self._require(served, origin)
+            self._running += 1
+        began = time.perf_counter()
+        try:
+            yield served
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._work_seconds += time.perf_counter() - began
+                if self._paused:
+                    self._changed.notify_all()
+
+    def _require(self, served: Served, origin: Origin) -> None:
+        """Raises unless the call is of this attempt and bucket map. A server that owns nothing has nothing to begin an
+        attempt with: it may have joined while one began."""
+        if origin.attempt > served.engine.attempt and served.owns_nothing:
+            served.engine.begin_attempt(origin.attempt)
+        if origin.attempt != served.engine.attempt:
+            raise self._other_attempt(served, origin)
+        self._require_map(served, origin)
+
+    def _require_map(self, served: Served, origin: Origin) -> None:
+        assert served.members is not None
+        if origin.map_version != served.members.version:
+            raise MovedError(
+                f"the call is of bucket map {origin.map_version} and the server at {served.members.version}"
+            )
+
+    def _other_attempt(self, served: Served, origin: Origin) -> AttemptError:
+        return AttemptError(
+            f"the call is of attempt {origin.attempt} and the server at {served.engine.attempt}: "
+            + ("this process was replaced" if origin.attempt < served.engine.attempt else "that one has not begun here")
+        )

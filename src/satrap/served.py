@@ -1,0 +1,142 @@
+"""What a server is once it has a job: its tables, the members that it knows of, and what it keeps of calls. No locks,
+no calls: `satrap.server` has them.
+
+The members are noted beside the rows, in the shared-memory file if that is where those are. So a server that was killed
+and started again knows of which map it is and what it owns, and takes no older map from a trainer that slept.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap._core import Engine, Ticket
+from satrap.calls import Coded, Floats, Ids, Offsets
+from satrap.checks import check_integer
+from satrap.errors import InputError
+from satrap.job import Job
+from satrap.meeting import Meeting
+from satrap.members import Members
+from satrap.moving import Moving
+from satrap.store import Store
+from satrap.tables import Tables
+
+NO_MEMBER = -1
+"""The number of a server that is not of the members (any more)."""
+_NOBODY = 2**31 - 1  # the same to an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A lookup that waits for its update."""
+
+    ticket: Ticket
+    ids: Ids
+    offsets: Offsets
+
+
+@dataclass(slots=True)
+class Served:
+    """See the file's docstring."""
+
+    job: Job
+    tables: Tables
+    engine: Engine
+    number: int
+    """Which of the members this is."""
+    num_servers: int
+    members: Members | None = None
+    greeted: bool = False
+    """Whether somebody of the job has said hello since the process began."""
+    tickets: dict[int, OrderedDict[int, Kept]] = field(default_factory=dict)
+    """Of each trainer, by their numbers."""
+    oldest_open: dict[int, int] = field(default_factory=dict)
+    """Of each trainer, as its last lookup said: what any of them has open stays."""
+    meeting: Meeting = field(default_factory=Meeting)
+    saved: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
+    """Of each table the last save: where, since when, and the version that it was to make."""
+    restored: tuple[int, bool] | None = None
+    """Under which map a restore began this attempt, and what it answered."""
+    moving: Moving = field(init=False)
+    _owns_nothing: bool = False
+
+    def __post_init__(self) -> None:
+        self.moving = Moving(self.job, self.engine)
+        if self.members is None and (note := bytes(self.engine.note())):
+            found = json.loads(note)
+            self.members, self.number = Members.from_dict(found["members"]), found["number"]
+            self.num_servers = len(self.members.addresses)
+            self._know_owners()
+
+    def store(self, table: int) -> Store:
+        """The table of that number."""
+        names = list(self.tables)
+        return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
+
+    def follow(self, members: Members, number: int) -> None:
+        """These are the members from now on, and this is which of them. No call may run."""
+        changed = self.members is not None and self.members.version != members.version
+        self.engine.set_note(json.dumps({"members": members.to_dict(), "number": number}).encode())
+        self.members, self.number, self.num_servers = members, number, len(members.addresses)
+        self._know_owners()
+        if changed:
+            self.tickets.clear()
+            self.saved.clear()
+            for store in self.tables.values():
+                store.forget_saves()
+
+    def state(self) -> dict[str, Any]:
+        """The numbers that a server which takes buckets over, or joins, must reach."""
+        engine, tables = self.engine, range(len(self.job.tables))
+        return {
+            "attempt": engine.attempt,
+            "latest_step": engine.latest_step,
+            "versions": [engine.version(t) for t in tables],
+            "expire_before": [engine.expire_before(t) for t in tables],
+            "restored": self.restored is not None,
+            "lrs": [engine.lr(t) for t in tables],
+        }
+
+    @property
+    def owns_nothing(self) -> bool:
+        """Then every step is finished here."""
+        return self._owns_nothing
+
+    def owned(self) -> NDArray[np.bool_]:
+        """Of each bucket of all tables, whether it is this server's."""
+        assert self.members is not None
+        found: NDArray[np.bool_] = np.array(self.members.bucket_map.flat()) == self.number
+        return found
+
+    def _know_owners(self) -> None:
+        assert self.members is not None
+        self._owns_nothing = not self.owned().any()
+        owners = np.array(self.members.bucket_map.flat(), np.uint32)
+        self.engine.set_owners(owners, _NOBODY if self.number == NO_MEMBER else self.number)
+
+
+def plain(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
+    """The gradients, in whichever form they came."""
+    if coded is not None and gradients is None:
+        return np.asarray(engine.decode_rows(offsets, coded))
+    if coded is not None or gradients is None:
+        raise InputError("update: gradients came in both forms or in none; wanted one of the two")
+    return gradients
+
+
+def num_floats(job: Job, ids: Ids, offsets: Offsets) -> int:
+    """Of the ids' rows; refuses offsets that do not cut them by table."""
+    if (
+        len(offsets) != len(job.tables) + 1
+        or offsets[0] != 0
+        or offsets[-1] != len(ids)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise InputError(
+            f"{len(ids)} ids come with {len(offsets)} offsets; wanted {len(job.tables) + 1}, from 0 to their number"
+        )
+    counts = np.diff(offsets)
+    return sum(int(count) * table.dim for count, table in zip(counts, job.tables, strict=True))

@@ -1,0 +1,351 @@
+"""Buckets move between servers while training goes on: nothing is lost, nothing is applied twice.
+
+The oracle is a worker with its own rows that is given the same batches: bit for bit the same rows in the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
+from bag_oracle import draw_bags
+from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killed_at_random, remote, serving
+from satrap.calls import ServerCalls
+from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
+from satrap.errors import NotReadyError, SnapshotError
+from satrap.features import Features
+from satrap.local import LocalWorker
+from satrap.mover import Moved, Mover
+from satrap.remote import RemoteWorker
+from satrap.rpc import Client, Origin
+
+EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
+EXACTLY = SGD(lr=0.25)
+TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # how many servers there are, one after the other
+
+
+class Tour:
+    """Moves in a thread: from one server to as many as the tour says, one number after the other."""
+
+    def __init__(self, addresses: list[str], tour: tuple[int, ...] = TOUR, **options: Any) -> None:
+        self.done: list[Moved] = []
+        self.caught: BaseException | None = None
+        self._thread = threading.Thread(target=self._move, args=(addresses, tour), kwargs=options)
+        self._thread.start()
+
+    def _move(self, addresses: list[str], tour: tuple[int, ...], **options: Any) -> None:
+        now = addresses[:1]
+        try:
+            for num_servers in tour:
+                wanted = addresses[:num_servers]
+                self.done.append(Mover(now, wanted, deadline=DEADLINE_SECONDS, breath=0.0, **options).run())
+                now = wanted
+        except BaseException as error:
+            self.caught = error
+
+    def over(self) -> bool:
+        if self.caught is not None:
+            raise self.caught
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Tour:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(2 * DEADLINE_SECONDS)
+
+
+def table(**options: Any) -> Features:
+    return Features(
+        {"id": Table("t", dim=2, num_buckets=16, **{"optimizer": SGD(lr=0.25), "initial": Zeros(), **options})}
+    )
+
+
+def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Generator) -> None:
+    """One synchronous trainer; every kind of feature, optimizers with state."""
+    local = LocalWorker(features(), num_threads=1)
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        step = 0
+        with Tour([each.address for each in services], group_bytes=1000) as tour:
+            while not tour.over():
+                step += 1
+                bags = [draw_bags(rng, local.features, 60) for _ in range(1 + step % 2)]
+                both_step([local, worker], rng, bags, step)
+        assert contents(worker) == contents(local)
+        for each in worker.tables.values():
+            each.check()
+        assert len(worker.servers) == TOUR[-1] and worker.servers.bucket_map.version > 50
+
+
+def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> None:
+    """Counts before admission, last uses before eviction, and what has been counted."""
+    life = table(initial=Normal(), capacity=256, admission=MinCount(n=2, window=512), optimizer=Adagrad(lr=0.1))
+    local = LocalWorker(life, num_threads=1)
+    with serving(3) as services, remote(life, [services[0].address]) as worker:
+        step = 0
+        with Tour([each.address for each in services], group_bytes=1000) as tour:
+            while not tour.over() or step < 40:
+                step += 1
+                ids = rng.zipf(1.2, size=60) % 2000
+                blocks = []
+                for each in (local, worker):
+                    looked = each.lookup(batch(ids), step=step)
+                    blocks.append(looked.block.copy())
+                    assert looked.ticket
+                    each.update([looked.ticket], [looked.block + 1], step=step)
+                assert blocks[0].tobytes() == blocks[1].tobytes()
+        assert contents(worker, np.arange(2000, dtype=np.uint64)) == contents(local, np.arange(2000, dtype=np.uint64))
+        found, wanted = worker.tables["t"].stats(), local.tables["t"].stats()
+        exact = ("rows", "sightings", "inserted", "evicted", "updated", "not_applied_absent")
+        assert {name: found[name] for name in exact} == {name: wanted[name] for name in exact}
+        assert found["evicted"] > 0 and found["sightings"] > 0
+
+
+def train_exactly(workers: list[RemoteWorker], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
+    """Each in a thread, `ahead` steps looked up and not updated, until it is over. The gradients of EXACT, summed."""
+    total = np.zeros((len(workers), len(EXACT), 2))
+    ended, caught = [False] * len(workers), []
+    agreed = threading.Barrier(len(workers))
+
+    def train(rank: int) -> None:
+        draw, worker = np.random.default_rng([seed, rank]), workers[rank]
+        looked_up: deque[tuple[int, Any, NDArray[np.float32]]] = deque()
+        for step in range(1, 100_000):
+            chosen = draw.integers(len(EXACT), size=50)
+            looked = worker.lookup(batch(chosen), step=step, oldest_open=max(1, step - ahead))
+            gradients = (draw.integers(-8, 9, size=(50, 2)) / 8).astype(np.float32)  # whose sums are exact
+            np.add.at(total[rank], chosen, gradients)
+            looked_up.append((step, looked.ticket, gradients))
+            if step % 10 == 0:  # they end at the same step
+                ended[rank] = over()
+                agreed.wait(2 * DEADLINE_SECONDS)
+            last = step % 10 == 0 and all(ended)
+            while len(looked_up) > (0 if last else ahead):
+                at, ticket, given = looked_up.popleft()
+                worker.update([ticket], [given], step=at)
+            if last:
+                return
+            if step % 10 == 0:
+                agreed.wait(2 * DEADLINE_SECONDS)
+
+    def guarded(rank: int) -> None:
+        try:
+            train(rank)
+        except BaseException as error:
+            caught.append(error)
+            agreed.abort()
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * DEADLINE_SECONDS)
+    if caught:
+        raise next((each for each in caught if not isinstance(each, threading.BrokenBarrierError)), caught[0])
+    found: NDArray[np.float64] = total.sum(axis=0)
+    return found
+
+
+@contextmanager
+def trainers(num_trainers: int, addresses: list[str], together: int) -> Iterator[list[RemoteWorker]]:
+    with ExitStack() as stack:
+        workers: list[RemoteWorker] = []
+        for rank in range(num_trainers):
+            how = {"trainer": rank, "attempt": 1} if rank else {}
+            workers.append(stack.enter_context(remote(table(), addresses, together=together, **how)))
+        yield workers
+
+
+@pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
+def test_several_trainers(seed: int, together: int) -> None:
+    """Updates are exact, so their order does not matter."""
+    with serving(3) as services:
+        addresses = [each.address for each in services]
+        with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=1) as tour:
+            total = train_exactly(workers, seed, 0 if together else 3, tour.over)
+            after = workers[0].tables["t"].read(EXACT).values
+            np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
+            assert len(tour.done) == len(TOUR)
+
+
+@pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
+def test_several_trainers_and_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, together: int) -> None:
+    with killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over):
+        addresses = [each.address for each in servers]
+        with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=200) as tour:
+            total = train_exactly(workers, seed, 0 if together else 3, lambda: tour.over() and over.is_set())
+            after = workers[0].tables["t"].read(EXACT).values
+            np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
+
+
+def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Whole ones at any moment; changes since before a move are refused, and those after it are complete."""
+    local = LocalWorker(features(), num_threads=1)
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        addresses, step, saved = [each.address for each in services], 0, []
+        with Tour(addresses, group_bytes=1000) as tour:
+            while not tour.over():
+                step += 1
+                both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
+                folders = {name: [tmp_path / f"{name}-{step}"] for name in worker.tables}
+                for name, each in worker.tables.items():
+                    each.save(folders[name][0])
+                saved.append((folders, contents(local)))
+        since = {name: worker.tables[name].version for name in worker.tables}
+        Mover(addresses[:1], addresses[:2]).run()
+        with pytest.raises(SnapshotError, match="or save the whole table"):
+            worker.tables["item"].save_changes(tmp_path / "refused", since=since["item"])
+        assert worker.tables.layout == worker.servers.bucket_map.version
+        folders = {name: [tmp_path / f"{name}-full", tmp_path / f"{name}-changes"] for name in worker.tables}
+        since = {name: each.save(folders[name][0]) for name, each in worker.tables.items()}
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step + 1)
+        for name, each in worker.tables.items():
+            each.save_changes(folders[name][1], since=since[name])
+        saved.append((folders, contents(local)))
+    for folders, wanted in [saved[0], *saved[-5:]]:
+        restored = LocalWorker(features(), num_threads=1)
+        restored.tables.restore(folders)
+        assert contents(restored) == wanted
+
+
+def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Again and again: whatever was on its way then, all servers hold what was saved."""
+    local = LocalWorker(features(), num_threads=1)
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
+        folders = {name: [tmp_path / name] for name in worker.tables}
+        for name, each in worker.tables.items():
+            each.save(folders[name][0])
+        wanted, num_restores = contents(local), 0
+        with Tour([each.address for each in services], group_bytes=1000) as tour:
+            while not tour.over():
+                worker.tables.restore(folders)
+                assert contents(worker) == wanted
+                num_restores += 1
+                looked = worker.lookup(draw_bags(rng, local.features, 60).inputs(), step=2)
+                assert looked.ticket
+                worker.update([looked.ticket], [looked.block + 1], step=2)
+        worker.tables.restore(folders)
+        assert contents(worker) == wanted and num_restores > 5
+
+
+def test_what_a_server_gives_away_it_has_memory_for_again(rng: np.random.Generator) -> None:
+    local = LocalWorker(table(), num_threads=1)
+    ids = rng.integers(1 << 63, size=40_000).astype(np.uint64)
+    with serving(2) as services, remote(table(), [services[0].address]) as worker:
+        addresses, sizes = [each.address for each in services], list[float]()
+        with Client(ServerCalls, addresses[0]) as client:
+            for step, (now, wanted) in enumerate(((1, 2), (2, 1), (1, 2)), 1):
+                for each in (local, worker):
+                    looked = each.lookup(batch(ids[: 15_000 * step]), step=step)
+                    each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+                before = client.call.load(Origin())
+                Mover(addresses[:now], addresses[:wanted], breath=0.0).run()
+                sizes.append(client.call.load(Origin())["bytes"] / before["bytes"])
+                assert before["latest_step"] == step and before["work_seconds"] > 0
+        assert sizes[0] < 0.7 and sizes[1] > 1.4 and sizes[2] < 0.7
+        assert contents(worker, ids) == contents(local, ids)
+        worker.tables["t"].check()
+
+
+def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generator) -> None:
+    """From the addresses that the run was begun with; and a server that had left may join again."""
+    local = LocalWorker(features(), num_threads=1)
+    with serving(3) as services:
+        addresses = [each.address for each in services]
+        with remote(features(), addresses[:1]) as worker:
+            both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
+            for now, wanted in ((addresses[:1], addresses), (addresses, addresses[:2]), (addresses[:2], addresses[1:])):
+                Mover(now, wanted, breath=0.0).run()
+        for given in (addresses[:1], addresses[1:]):
+            with remote(features(), given) as worker:
+                assert worker.servers.addresses == tuple(addresses[1:])
+                assert contents(worker) == contents(local)
+                assert worker.servers.latest_step == 1
+    with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet"):
+        Mover([services[0].address], [services[0].address]).run()
+
+
+class Training:
+    """A trainer in a thread, and its oracle, until it is told that it is over."""
+
+    def __init__(self, local: LocalWorker, worker: RemoteWorker, rng: np.random.Generator) -> None:
+        self.caught: BaseException | None = None
+        self.step = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._train, args=(local, worker, rng))
+
+    def _train(self, local: LocalWorker, worker: RemoteWorker, rng: np.random.Generator) -> None:
+        try:
+            while not self._over.is_set():
+                self.step += 1
+                both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], self.step)
+        except BaseException as error:
+            self.caught = error
+
+    def __enter__(self) -> Training:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(2 * DEADLINE_SECONDS)
+        if self.caught is not None:
+            raise self.caught
+
+
+def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """1 -> 3 -> 2 servers, each time begun again with a few calls more, until a run comes through."""
+    local = LocalWorker(features(), num_threads=1)
+    begin, mine, left = Client.begin, threading.get_ident(), [0]
+
+    def counted(self: Client[Any], *arguments: Any, **named: Any) -> Any:
+        if threading.get_ident() == mine:
+            left[0] -= 1
+            if left[0] < 0:
+                raise ConnectionAbortedError
+        return begin(self, *arguments, **named)
+
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        addresses, num_deaths = [each.address for each in services], 0
+        with Training(local, worker, rng) as training, monkeypatch.context() as patched:
+            patched.setattr(Client, "begin", counted)
+            for now, wanted in ((addresses[:1], addresses), (addresses, addresses[1:])):
+                for num_calls in range(3, 1000):
+                    left[0] = num_calls
+                    with suppress(ConnectionAbortedError):
+                        Mover(now, wanted, group_bytes=500, breath=0.0).run()
+                        break
+                    num_deaths += 1
+        assert contents(worker) == contents(local)
+        worker.tables["item"].stats()
+        assert worker.servers.addresses == tuple(addresses[1:]) and num_deaths > 40 and training.step > 10
+        for name, each in worker.tables.items():
+            each.check()
+            assert each.stats()["rows"] == local.tables[name].stats()["rows"]
+
+
+def test_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """Sources, targets and others, with their rows in shared memory; movers meet servers that were started again."""
+    local = LocalWorker(features(), num_threads=1)
+    with (
+        killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over),
+        remote(features(), [servers[0].address]) as worker,
+    ):
+        step = 0
+        with Tour([each.address for each in servers], group_bytes=1000) as tour:
+            while not tour.over() or not over.is_set():
+                step += 1
+                both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
+        assert contents(worker) == contents(local)
+        for each in worker.tables.values():
+            each.check()

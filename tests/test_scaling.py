@@ -1,0 +1,120 @@
+"""When servers are added and taken away: pure figures in, a decision out, and no swinging between the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from satrap.errors import ConfigError
+from satrap.scaling import Bounds, Decision, Figures, Past, decide
+
+BOUNDS = Bounds(max_servers=8, patience=3, pause_seconds=100.0)
+
+
+def servers(*used: float, work: float = 0.1) -> list[Figures]:
+    return [
+        Figures(address=f"tcp://host:{n}", rows=int(1000 * each), used_bytes=each, limit_bytes=1.0, work_seconds=work)
+        for n, each in enumerate(used)
+    ]
+
+
+def follow(windows: list[list[Figures]], step_seconds: float = 1.0, **bounds: Any) -> list[Decision]:
+    """A decision for each window, 10 seconds apart."""
+    past, found = Past(), []
+    for n, each in enumerate(windows):
+        decision, past = decide(each, step_seconds, Bounds(**{"max_servers": 8, **bounds}), past, 10.0 * n)
+        found.append(decision)
+    return found
+
+
+def test_a_server_that_runs_full_gets_help_after_some_patience() -> None:
+    found = follow([servers(0.85, 0.5)] * 4)
+    assert [each.change for each in found] == [0, 0, 1, 0]
+    assert "memory at 0.85 of its limit" in found[2].why
+    assert "the last change was 10 s ago" not in found[2].why
+
+
+def test_as_many_are_added_as_bring_all_to_the_goal() -> None:
+    assert follow([servers(0.9, 0.9, 0.9)], patience=1)[0].add == 2  # 3 * 0.9 / 0.6 = 4.5
+    assert follow([servers(0.9, 0.9, 0.9)], patience=1, max_servers=4)[0].add == 1
+    assert follow([servers(0.9, 0.9, 0.9)], patience=1, max_servers=3)[0] == Decision(
+        why="memory at 0.90 of its limit, work at 0.10 of a step, with 3 servers"
+    )
+
+
+def test_servers_that_trainers_wait_for_get_help() -> None:
+    assert follow([servers(0.1, 0.1, work=0.8)], patience=1)[0].add == 2  # 2 * 0.8 / 0.4 = 4
+    assert follow([servers(0.1, 0.1, work=0.8)], patience=1, step_seconds=2.0)[0].change == 0
+
+
+def test_the_server_with_the_fewest_rows_goes_one_at_a_time() -> None:
+    found = follow([servers(0.12, 0.1, 0.11)] * 3)
+    assert [each.remove for each in found] == [(), (), ("tcp://host:1",)]
+
+
+def test_nobody_goes_while_nothing_is_trained() -> None:
+    assert follow([servers(0.1, 0.1)], patience=1, step_seconds=0.0)[0].change == 0
+
+
+def test_one_calm_window_begins_the_patience_anew() -> None:
+    full, calm = servers(0.85, 0.5), servers(0.7, 0.5)
+    assert [each.change for each in follow([full, full, calm, full, full, full])] == [0, 0, 0, 0, 0, 1]
+
+
+def test_after_a_change_there_is_a_pause() -> None:
+    found = follow([servers(0.85, 0.5)] * 16, pause_seconds=100.0)
+    assert [n for n, each in enumerate(found) if each.change] == [2, 12]
+    assert "but the last change was 90 s ago" in found[11].why
+
+
+def test_bounds_are_kept_at_once() -> None:
+    assert follow([servers(0.6, 0.6)], min_servers=3)[0].add == 1
+    assert len(follow([servers(0.6, 0.6, 0.6)], max_servers=2)[0].remove) == 1
+
+
+@given(
+    used=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
+    work=st.floats(0.0, 1.0),
+    step_seconds=st.floats(0.1, 10.0),
+)
+def test_what_was_done_is_not_undone(used: list[float], work: float, step_seconds: float) -> None:
+    """With the worst server's share of as many as were decided upon, the opposite is never decided."""
+    now = servers(*used, work=work)
+    decision, _ = decide(now, step_seconds, Bounds(max_servers=100, patience=1), Past(), 0.0)
+    have, after = len(now), len(now) + decision.change
+    assert 1 <= after <= 100
+    spread = servers(*[max(used) * have / after] * after, work=work * have / after)
+    again, _ = decide(spread, step_seconds, Bounds(max_servers=100, patience=1), Past(), 0.0)
+    assert decision.change * again.change >= 0
+    assert not (decision.change > 0 and again.change)
+
+
+def test_figures_are_of_what_happened_between() -> None:
+    before = {"rows": 5, "bytes": 10.0, "memory_bytes": 100.0, "calls": 1, "work_seconds": 3.0, "latest_step": 10}
+    after = {"rows": 7, "bytes": 20.0, "memory_bytes": 100.0, "calls": 2, "work_seconds": 4.0, "latest_step": 30}
+    found = Figures.between("tcp://host:1", before, after)
+    assert (found.rows, found.used_bytes, found.limit_bytes, found.calls) == (7, 20.0, 100.0, 1.5)
+    assert found.work_seconds == pytest.approx(0.05)
+    assert Figures.between("a", after, after, limit_bytes=50.0).work_seconds == 0.0
+    assert Figures.between("a", after, before).work_seconds == 0.0, "it was started anew"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_servers": 0}, "max_servers is 0"),
+        ({"max_servers": 2, "min_servers": 3}, "max_servers is 2"),
+        ({"max_servers": 2, "memory_goal": 0.9}, "memory_goal is 0.9 and memory_high 0.8"),
+        ({"max_servers": 2, "work_high": 1.5}, "work_goal is 0.4 and work_high 1.5"),
+        ({"max_servers": 2, "patience": 0}, "patience is 0"),
+        ({"max_servers": 2, "pause_seconds": -1.0}, "pause_seconds is -1.0"),
+    ],
+)
+def test_bounds_that_cannot_be_kept_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Bounds(**wrong)
+    with pytest.raises(ConfigError, match="there are no servers"):
+        decide([], 1.0, BOUNDS, Past(), 0.0)

@@ -20,6 +20,7 @@ from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.config import Zeros
 from satrap.errors import CheckpointError, NonFiniteError
 from satrap.features import Features
+from satrap.mover import Mover
 from satrap.remote import RemoteWorker
 from satrap.servers import Servers
 
@@ -283,6 +284,23 @@ def test_servers_that_are_killed_lose_nothing(tmp_path: Path, seed: int) -> None
         assert all(map(np.array_equal, wanted, values_of(model)))
         for table in embeddings.tables.values():
             table.check()
+
+
+def test_buckets_that_move_lose_nothing() -> None:
+    with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+        train(embeddings, model, optimizer, batches(40))
+        wanted = values_of(model)
+    with serving(3) as services:
+        addresses = [each.address for each in services]
+        with job(addresses[:1], KINDS["Adam"]) as (embeddings, model, optimizer):
+            for number, one in enumerate(embeddings.stream(batches(40)), 1):
+                optimizer.zero_grad()
+                loss_of(model, one).backward()
+                if number % 10 == 0:  # with a batch under way
+                    now = 1 if number == 10 else number // 10
+                    Mover(addresses[:now], addresses[: 1 + number // 10 % 3], breath=0.0).run()
+                optimizer.step()
+            assert all(map(np.array_equal, wanted, values_of(model)))
 
 
 def test_a_trainer_that_is_done_keeps_no_row_from_eviction() -> None:

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from satrap import _core
 from satrap.config import LAST_STEP, Table, Zeros
-from satrap.errors import ConfigError, NonFiniteError, StreamError
+from satrap.errors import ConfigError, MovedError, NonFiniteError, StreamError
 from satrap.trainers import Trainers
 from satrap.twin import twin
 
 if TYPE_CHECKING:
-    from satrap.servers import Servers
+    from satrap.servers import Servers, View
 
 DIM = 1024
 """Numbers of a row: measured, docs/design/003-cluster.md."""
@@ -169,11 +169,11 @@ class DenseParameters:
             number = np.searchsorted(self._first, wrong[0], side="right") - 1
             raise NonFiniteError(f"step {step}: the gradient of dense parameter {number} holds NaN or infinity")
         lrs = [*self._servers.lrs[: -len(self.tables)], *gradients.lrs]
-        parts = self._parts(gradients.rows)
-        asked = {
-            server: (0, part.ids, part.offsets, values[part.rows].reshape(-1), lrs, 0) for server, part in parts.items()
-        }
-        self._servers.each("update", self._servers.origin(step), asked)
+
+        def arguments(part: _Part) -> tuple[Any, ...]:
+            return 0, part.ids, part.offsets, values[part.rows].reshape(-1), lrs, 0
+
+        self._asked("update", step, gradients.rows, arguments)
 
     def refresh(self) -> None:
         """The parameters are what the servers have now."""
@@ -184,22 +184,36 @@ class DenseParameters:
         """This trainer's stream has ended: it keeps no row of any table from eviction. Others may go on for long."""
         if self._step:
             nothing = (np.zeros(0, np.uint64), np.zeros(len(self._servers.job.tables) + 1, np.int64))
-            asked = dict.fromkeys(range(len(self._servers)), (*nothing, LAST_STEP, True, 0))
-            self._servers.each("lookup", self._servers.origin(self._step), asked)
+            self._servers.everywhere("lookup", self._step, (*nothing, LAST_STEP, True, 0))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _looked_up(self, step: int, oldest_open: int, *, train: bool) -> NDArray[np.float32]:
         """Start and rows, summed."""
         assert self._start is not None
-        parts = self._parts(np.arange(self._first[-1]))
-        asked = {server: (part.ids, part.offsets, oldest_open, train, 0) for server, part in parts.items()}
-        found = self._servers.each("lookup", self._servers.origin(step), asked)
+
+        def arguments(part: _Part) -> tuple[Any, ...]:
+            return part.ids, part.offsets, oldest_open, train, 0
+
         values = np.empty(self._start.shape, np.float32)
-        for server, part in parts.items():
-            values[part.rows] = found[server][0].reshape(-1, DIM)
+        for part, found in self._asked("lookup", step, np.arange(self._first[-1]), arguments):
+            values[part.rows] = found[0].reshape(-1, DIM)
         values += self._start.numpy()
         return values
+
+    def _asked(
+        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[[_Part], tuple[Any, ...]]
+    ) -> list[tuple[_Part, Any]]:
+        """Of each owner of some of the rows its part, and what it answers."""
+        while True:
+            view = self._servers.view
+            parts = self._parts(rows, view)
+            asked = {server: arguments(part) for server, part in parts.items()}
+            try:
+                found = self._servers.each(method, self._servers.origin(step, view), asked, view=view)
+            except MovedError:
+                continue  # there is a newer view
+            return [(part, found[server]) for server, part in parts.items()]
 
     @torch.no_grad()
     def _write(self, values: Tensor) -> None:
@@ -221,7 +235,7 @@ class DenseParameters:
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
 
-    def _parts(self, rows: NDArray[np.int64]) -> dict[int, _Part]:
+    def _parts(self, rows: NDArray[np.int64], view: "View") -> dict[int, _Part]:
         """Rows, rising, by their owners. A row's id is its number."""
         ids, job = rows.astype(np.uint64), self._servers.job.tables
         ends = np.searchsorted(rows, self._group_first)
@@ -229,7 +243,7 @@ class DenseParameters:
         num_others = len(job) - len(self.tables)
         for table, (begin, end) in enumerate(pairwise(ends), num_others):
             buckets = _core.bucket_of(ids[begin:end], job[table].resolved_num_buckets)
-            owners[begin:end] = np.array(self._servers.bucket_map.owners[table])[buckets]
+            owners[begin:end] = np.array(view.members.bucket_map.owners[table])[buckets]
         parts = {}
         for server in np.unique(owners).tolist():
             mine = rows[owners == server]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cluster import echo, machines, network, rows, train, wire
+from benchmarks.cluster import echo, machines, network, restart, rows, train, wire
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.runs import Results
 
@@ -28,4 +28,5 @@ KINDS = {
     "train": Kind(measure=train.measure, make_record=train.make_record, peers=("paddle",)),
     "bytes": Kind(measure=wire.measure, make_record=wire.make_record),
     "network": Kind(measure=network.measure, make_record=network.make_record, unable=machines.unable),
+    "restart": Kind(measure=restart.measure, make_record=restart.make_record),
 }

@@ -121,11 +121,12 @@ class Rig:
         self.machines.reshape(shape)
         for each in self._trainers:
             tell(each, asdict(turn))
-        seconds = max(told(each)["seconds"] for each in self._trainers)
+        found = [told(each) for each in self._trainers]
         counted = self.machines.reshape(Shape())
         self.lost += counted["lost"]
-        num_steps = turn.num_untimed + turn.num_steps
-        return {"seconds": seconds, "crossed": [[size / num_steps for size in row] for row in counted["bytes"]]}
+        num_steps, lookups = turn.num_untimed + turn.num_steps, [each["lookups"] for each in found]
+        crossed = per_step(counted["bytes"], num_steps, lookups)
+        return {"seconds": max(each["seconds"] for each in found), "crossed": crossed}
 
     def probe(self, shape: Shape) -> dict[str, float]:
         """What such a network carries."""
@@ -134,6 +135,15 @@ class Rig:
         found: dict[str, float] = told(self._probe)
         self.machines.reshape(Shape())
         return found
+
+
+def per_step(total: Sequence[Sequence[int]], num_steps: int, lookups: Sequence[int]) -> Crossed:
+    """Bytes of a step, [source][target]. lookups: of each trainer, whose rows are what the server sends: a turn is left
+    with more lookups begun than steps done."""
+    crossed = [[size / num_steps for size in row] for row in total]
+    for trainer, count in zip(TRAINERS, lookups, strict=True):
+        crossed[SERVER][trainer] = total[SERVER][trainer] / count
+    return crossed
 
 
 def process(machines: Machines, machine: int, module: str, *arguments: str, **job: Any) -> Any:

@@ -58,7 +58,7 @@ class Training:
         self.optimizer = self.embeddings.optimizer(self.step.optimizer)
 
     def take(self, turn: Turn, batches: Sequence[Inputs]) -> dict[str, float]:
-        """batches: of all trainers; each trains on its share."""
+        """The seconds of a step, and how many batches were looked up. batches: of all trainers; each has its share."""
         worker = self.embeddings.worker
         assert isinstance(worker, RemoteWorker)
         # What the options of two `Embeddings` would be; two would need the rows twice.
@@ -81,7 +81,7 @@ class Training:
         self.embeddings.drain()
         if not torch.isfinite(loss):
             raise RuntimeError(f"the loss is {float(loss)} in mode {turn.mode}")
-        return {"seconds": seconds, "loss": float(loss)}
+        return {"seconds": seconds, "lookups": sum(stream.staleness_seen.values())}
 
 
 def batches_of(job: Mapping[str, Any]) -> list[Inputs]:

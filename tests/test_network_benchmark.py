@@ -34,40 +34,67 @@ def case_named(pattern: str) -> cases.ClusterCase:
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-def shaped(gbit: float | None, delay_ms: float) -> Network:
-    found = Network(3)
+def shaped(gbit: float | None, delay_ms: float) -> Network[str]:
+    found: Network[str] = Network(3)
     found.shape = Shape(gbit=gbit, delay_ms=delay_ms)
     return found
 
 
+def arrivals(net: Network[str]) -> dict[str, float]:
+    """When all that waits arrives, in the order in which it leaves."""
+    found = {}
+    while (due := net.due()) is not None:
+        found.update({packet: at for at, _, packet in net.leave(due)})
+    return found
+
+
 def test_a_packet_takes_its_size_over_the_rate_and_the_delay() -> None:
-    assert shaped(None, 0.0).arrival(5.0, 1000, 0, 1) == 5.0
-    assert shaped(1, 2.0).arrival(5.0, 125_000, 0, 1) == pytest.approx(5.003)
+    for net, at in ((shaped(None, 0.0), 5.0), (shaped(1, 2.0), 5.003)):
+        net.send(5.0, 125_000, 0, 1, "flow", "a")
+        assert arrivals(net) == pytest.approx({"a": at})
+        assert net.due() is None
 
 
 def test_packets_of_one_sender_follow_each_other_and_another_sender_does_not_wait() -> None:
     net = shaped(1, 0.0)
-    assert [net.arrival(0.0, 125_000, 0, 1) for _ in range(3)] == pytest.approx([0.001, 0.002, 0.003])
-    assert net.arrival(0.0, 125_000, 2, 0) == pytest.approx(0.001)
+    for name, source, target in (("a", 0, 1), ("b", 0, 1), ("c", 2, 0)):
+        net.send(0.0, 125_000, source, target, "flow", name)
+    assert [(target, name) for _, target, name in net.leave(0.0)] == [(1, "a"), (0, "c")]
+    assert net.due() == pytest.approx(0.001)
+    assert arrivals(net) == pytest.approx({"b": 0.002})
+
+
+def test_the_connections_of_one_sender_take_turns() -> None:
+    net = shaped(1, 0.0)
+    for name in ("a1", "a2", "a3", "b1", "b2"):
+        net.send(0.0, 125_000, 0, 1, name[0], name)
+    assert list(arrivals(net)) == ["a1", "b1", "a2", "b2", "a3"]
 
 
 def test_two_senders_share_the_cable_of_their_receiver() -> None:
     net = shaped(1, 0.0)
-    assert [net.arrival(0.0, 125_000, source, 1) for source in (0, 2, 0, 2)] == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
+    for name, source in (("a", 0), ("b", 2), ("c", 0), ("d", 2)):
+        net.send(0.0, 125_000, source, 1, source, name)
+    assert arrivals(net) == pytest.approx({"a": 0.001, "b": 0.002, "c": 0.003, "d": 0.004})
 
 
-def test_the_cable_is_free_again_when_nothing_was_sent_for_a_while() -> None:
+def test_being_asked_late_costs_no_time() -> None:
     net = shaped(1, 0.0)
-    net.arrival(0.0, 125_000, 0, 1)
-    assert net.arrival(10.0, 125_000, 0, 1) == pytest.approx(10.001)
+    for name in "ab":
+        net.send(0.0, 125_000, 0, 1, "flow", name)
+    assert [at for at, _, _ in net.leave(10.0)] == pytest.approx([0.001, 0.002])
+    net.send(10.0, 125_000, 0, 1, "flow", "c")
+    assert arrivals(net) == pytest.approx({"c": 10.001})
 
 
-def test_what_would_wait_behind_too_much_is_lost_and_takes_no_time() -> None:
-    net, size = shaped(1, 0.0), link.LIMIT // 4 + 1
-    arrivals = [net.arrival(0.0, size, 0, 1) for _ in range(6)]
-    assert [arrival is None for arrival in arrivals] == [False] * 4 + [True] * 2
-    assert arrivals[3] is not None
-    assert net.arrival(arrivals[3], size, 0, 1) == pytest.approx(1.25 * arrivals[3])
+def test_what_would_wait_in_the_switch_behind_too_much_is_lost() -> None:
+    net, size = shaped(1, 0.0), link.LIMIT // 4 - 1
+    for number in range(8):
+        for source in (0, 2):
+            net.send(0.0, size, source, 1, source, f"{source}-{number}")
+    # Two come for one that goes on, so after four of each the switch is full, and takes one of two.
+    assert len(arrivals(net)) == 12
+    assert net.lost == 4
 
 
 def test_a_large_packet_is_counted_as_its_parts() -> None:

@@ -1,15 +1,20 @@
 """An emulated network, decided: when a packet arrives, given each machine's rate and the delay between any two.
 
-Every machine has a cable of its own to one switch, both ways at the same rate. A packet leaves when its sender's cable
-is free, goes on through the switch as it comes (not when all of it is there) as soon as its receiver's cable is free,
-and arrives the delay later. What would wait behind more than LIMIT bytes is dropped. Values in, values out, time
-passed in; `switch.py` moves the packets.
+Every machine has a cable of its own to one switch, both ways at the same rate. What it sends at once takes turns,
+connection by connection, as Linux lets it. A packet goes on through the switch as it comes, not when all of it is there,
+as soon as its receiver's cable is free, and arrives the delay later. What would wait in the switch behind more than
+LIMIT bytes is lost. Values in, values out, time passed in; `switch.py` moves the packets.
 """
 
+from collections import deque
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Packet = TypeVar("Packet")
 
 LIMIT = 8 << 20
-"""Bytes that wait for one cable."""
+"""Bytes that wait in the switch for one cable."""
 _HEADERS = 52  # of IPv4 and of TCP with timestamps, in every packet on the wire
 _FRAME = 38  # Ethernet's header, check sum, preamble and gap
 
@@ -32,22 +37,55 @@ class Shape:
         return float("inf") if self.gbit is None else self.gbit * 1e9 / 8
 
 
-class Network:
-    """Some machines, numbered, and what their cables are busy with."""
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[Packet]):
+    since: float
+    size: int
+    target: int
+    packet: Packet
+
+
+class Network(Generic[Packet]):
+    """Some machines, numbered, and what waits for their cables."""
 
     def __init__(self, num_machines: int) -> None:
         self.shape = Shape()
-        self._out, self._in = ([0.0] * num_machines for _ in range(2))  # since when each cable is free
+        self.lost = 0
+        self._out, self._in = ([0.0] * num_machines for _ in range(2))  # until when each cable is taken
+        self._waiting: list[dict[Hashable, deque[_Waiting[Packet]]]] = [{} for _ in range(num_machines)]
 
-    def arrival(self, now: float, size: int, source: int, target: int) -> float | None:
-        """When a packet of `size` bytes on the wire, sent now, is there; None: it is lost. In seconds of any clock."""
+    def send(self, now: float, size: int, source: int, target: int, flow: Hashable, packet: Packet) -> None:
+        """A packet of `size` bytes on the wire. flow: what keeps its order. Seconds of any clock."""
+        waiting = _Waiting(now, size, target, packet)
+        self._waiting[source].setdefault(flow, deque()).append(waiting)
+
+    def due(self) -> float | None:
+        """When the next packet leaves; None if none waits."""
+        return min((free for free, flows in zip(self._out, self._waiting, strict=True) if flows), default=None)
+
+    def leave(self, now: float) -> Iterator[tuple[float, int, Packet]]:
+        """What left by now: when it arrives, at whom. Being asked late changes no time but that of what is behind."""
+        for source, flows in enumerate(self._waiting):
+            while flows and self._out[source] <= now:
+                flow = next(iter(flows))
+                line = flows.pop(flow)
+                arrival = self._pass(source, line[0])
+                if arrival is not None:
+                    yield arrival, line[0].target, line[0].packet
+                line.popleft()
+                if line:
+                    flows[flow] = line  # behind the others
+
+    def _pass(self, source: int, each: "_Waiting[Packet]") -> float | None:
         rate = self.shape.bytes_per_second
-        begin = max(now, self._out[source])
-        through = max(begin, self._in[target])
-        if (through - now) * rate > LIMIT:
+        begin = max(each.since, self._out[source])
+        self._out[source] = begin + each.size / rate
+        through = max(begin, self._in[each.target])
+        if (through - begin) * rate > LIMIT:
+            self.lost += 1
             return None
-        self._out[source], self._in[target] = begin + size / rate, through + size / rate
-        return self._in[target] + self.shape.delay_ms / 1e3
+        self._in[each.target] = through + each.size / rate
+        return self._in[each.target] + self.shape.delay_ms / 1e3
 
 
 def wire_bytes(size: int, segment: int) -> int:

@@ -7,7 +7,7 @@ with what crossed since the line before.
 
 Large packets stay whole, as between a kernel and a network card that cuts them (TCP segmentation offload), so Python is
 quick enough: `link.py` counts what the parts would take. Only what `Shape` says is emulated: no jitter, no loss but of
-full queues.
+a full switch.
 """
 
 import errno
@@ -30,6 +30,7 @@ _TUN, _NO_PACKET_INFO, _OFFLOAD_HEADER = 0x0001, 0x1000, 0x4000
 _ANY_CHECKSUM, _TCP4_SEGMENTS = 1, 2
 _INTERFACE = struct.Struct("16sH22x")
 _HEADER_BYTES = 10  # of virtio, before each packet
+_CONNECTION = slice(_HEADER_BYTES + 12, _HEADER_BYTES + 24)  # addresses and ports, of a packet without options
 _SEGMENT = struct.Struct("<4xH")
 _MOST_BYTES = 1 << 17
 NETWORK = "10.231.0.0/24"
@@ -54,27 +55,29 @@ class Switch:
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
-        self._network = Network(len(devices))
+        self._network: Network[bytes] = Network(len(devices))
         self._waiting: list[tuple[float, int, int, bytes]] = []
         self._numbers = itertools.count()  # packets that arrive together keep their order
         self._start_counts()
 
     def reshape(self, shape: Shape) -> dict[str, Any]:
         """Makes the network like that; returns the bytes on the wire, [source][target], and the packets lost."""
-        counts = {"bytes": self._bytes, "lost": self._lost}
+        counts = {"bytes": self._bytes, "lost": self._lost + self._network.lost}
         self._network.shape = shape
         self._start_counts()
         return counts
 
     def _start_counts(self) -> None:
         self._bytes = [[0] * len(self._devices) for _ in self._devices]
-        self._lost = 0
+        self._lost = self._network.lost = 0
 
     def run(self, commands: int) -> None:
         """commands: a file descriptor with lines; returns when it ends."""
         while True:
             self._deliver()
-            timeout = max(0.0, self._waiting[0][0] - time.monotonic()) if self._waiting else None
+            due = [self._network.due(), self._waiting[0][0] if self._waiting else None]
+            first = min((each for each in due if each is not None), default=None)
+            timeout = None if first is None else max(0.0, first - time.monotonic())
             for ready in select.select([commands, *self._devices], [], [], timeout)[0]:
                 if ready != commands:
                     self._receive(self._devices.index(ready))
@@ -96,15 +99,13 @@ class Switch:
             if not 0 <= target < len(self._devices):
                 continue
             size = wire_bytes(len(packet) - _HEADER_BYTES, _SEGMENT.unpack_from(packet)[0])
-            at = self._network.arrival(time.monotonic(), size, source, target)
-            if at is None:
-                self._lost += 1
-                continue
             self._bytes[source][target] += size
-            heapq.heappush(self._waiting, (at, next(self._numbers), target, packet))
+            self._network.send(time.monotonic(), size, source, target, packet[_CONNECTION], packet)
             self._deliver()
 
     def _deliver(self) -> None:
+        for at, target, packet in self._network.leave(time.monotonic()):
+            heapq.heappush(self._waiting, (at, next(self._numbers), target, packet))
         while self._waiting and self._waiting[0][0] <= time.monotonic():
             _, _, target, packet = heapq.heappop(self._waiting)
             try:

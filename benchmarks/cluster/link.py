@@ -1,9 +1,9 @@
 """An emulated network, decided: when a packet arrives, given each machine's rate and the delay between any two.
 
 Every machine has a cable of its own to one switch, both ways at the same rate. What it sends at once takes turns,
-connection by connection, as Linux lets it. A packet goes on through the switch as it comes, not when all of it is there,
-as soon as its receiver's cable is free, and arrives the delay later. What would wait in the switch behind more than
-LIMIT bytes is lost. Values in, values out, time passed in; `switch.py` moves the packets.
+connection by connection, as Linux lets it. A packet goes on through the switch as it comes, not when it is whole, as
+soon as its receiver's cable is free, and arrives the delay later. What would wait in the switch behind more than LIMIT
+bytes is lost. Values in, values out, time passed in; `switch.py` moves the packets.
 """
 
 from collections import deque

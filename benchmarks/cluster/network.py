@@ -2,16 +2,16 @@
 with several stalenesses, beside what a bound on them says (`prediction.py`).
 
 Everything goes over the emulated cables as it would for a user: rows with keys, so encrypted, and the all-reduces of
-dense gradients. A round measures every mode over every network with the same processes, and before that a step over the
-same machines with nothing slowed down. `probe.py` says what each network really carries.
+dense gradients. A round measures every mode over every network with the same processes, and before and after that steps
+over the same machines with nothing slowed down. `probe.py` says what each network really carries.
 """
 
 import importlib.metadata
 import inspect
 import json
 import os
+import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -49,26 +49,39 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round."""
     from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
 
-    modes = [mode for mode in MODES if mode != ASYNC or without_async() is None]
+    missing = without_async()
+    modes = [mode for mode in MODES if mode != ASYNC or missing is None]
     with ExitStack() as stack:
         rig = Rig(stack, job, apart=ASYNC in modes)
         for mode in (SYNCHRONOUS, ASYNC)[: 1 + (ASYNC in modes)]:
             rig.turn(mode, Shape(), num_warmup=rig.num_batches)  # makes the rows
         before = read_cpu_of(rig.pids)
-        alone = {mode: Alone(**rig.turn(mode, Shape())) for mode in ALONE if mode in modes}
-        streams: dict[str, dict[str, Any]] = {}
+        lone = {mode: [rig.turn(mode, Shape())] for mode in ALONE if mode in modes}
         probes = {Shape().name: rig.probe(Shape())}
+        took: dict[tuple[Shape, str], float] = {}
         for shape in SHAPES:
             probes[shape.name] = rig.probe(shape)
-            for mode in modes:
-                seconds = rig.turn(mode, shape)["seconds"]
-                expected = step_seconds(shape, alone, mode)
-                streams[f"network:{shape.name}/{mode}"] = {"ms": 1e3 * seconds, "predicted_ms": 1e3 * expected}
+            took |= {(shape, mode): rig.turn(mode, shape)["seconds"] for mode in modes}
+        for mode, turns in lone.items():
+            turns.append(rig.turn(mode, Shape()))
         noise = noise_between(before, read_cpu_of(rig.pids))
         peak = peak_resident_with(rig.pids)
+    alone = {
+        mode: Alone(seconds=statistics.fmean(each["seconds"] for each in turns), crossed=turns[0]["crossed"])
+        for mode, turns in lone.items()
+    }
+    streams = {
+        f"network:{shape.name}/{mode}": {
+            "ms": round(1e3 * seconds, 3),
+            "predicted_ms": round(1e3 * step_seconds(shape, alone, mode), 3),
+            **noise,
+        }
+        for (shape, mode), seconds in took.items()
+    }
     return {
-        "streams": {label: {**each, **noise} for label, each in streams.items()},
+        "streams": streams,
         "alone": {mode: asdict(each) for mode, each in alone.items()},
+        "not_run": {} if missing is None else {ASYNC: missing},
         "lost_packets": rig.lost,
         "probes": probes,
         "peak_resident_bytes": peak,
@@ -86,7 +99,7 @@ class Rig:
 
         self.machines = machines = stack.enter_context(emulated(1 + len(TRAINERS)))
         self._job, self.lost = job, 0
-        server_key, client_key = map(str, make_keys(stack.enter_context(tempfile.TemporaryDirectory())))
+        server_key, client_key = map(str, make_keys(Path(job["tmpfs"], "keys")))
         host = machines.addresses[SERVER]
         servers = {
             name: stack.enter_context(
@@ -166,6 +179,7 @@ def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
         for figure in ("of_predicted", "ratio", "of_async")
     }
     rounds = [each for each in results["worker"] if each is not None]
+    record["not_run"] = rounds[0]["not_run"]
     for name in ("alone", "probes", "lost_packets"):
         record[name] = [each[name] for each in rounds]
     record |= {"targets": judge(case, record), "clean_rounds": clean, "noise": worst_noise(timed)}

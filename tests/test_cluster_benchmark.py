@@ -28,7 +28,8 @@ def told(rpc: float, raw: float, noisy: bool = False) -> dict[str, Any]:
 
 def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
     every = cases.full_cases()
-    names = [f"{kind}/20Mx{dim}/2t" for kind in ("echo", "rows", "train", "bytes") for dim in (16, 64)]
+    names = [f"{kind}/20Mx{dim}/2t" for kind in ("echo", "rows", "train", "bytes", "network") for dim in (16, 64)]
+    names += [f"restart/10Mx{dim}/2t" for dim in (16, 64)]
     assert [case.name for case in every] == names
     assert all(case.kind in kinds.KINDS and case.targets for case in every)
     assert {case.kind for case in cases.quick_cases()} == kinds.KINDS.keys()

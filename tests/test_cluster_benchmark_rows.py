@@ -237,7 +237,9 @@ def test_the_kinds_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_peer_that_fails_leaves_its_ratio_unmeasured(tmp_path: Path) -> None:
     case = paced(select_cases(cases.quick_cases(), ["rows"], [2])[0], parse_options(["--steps", "1"]))
-    results, failures = rounds.run_rounds(case, 1, batches=tmp_path, pythons={"paddle": Path(sys.executable)})
+    results, failures = rounds.run_rounds(
+        case, 1, batches=tmp_path, pythons={"paddle": Path(sys.executable)}, tmpfs=tmp_path
+    )
     assert list(results) == ["worker"]
     (failure,) = failures
     assert "paddle failed in round 1" in failure and "Paddle's server ended with exit status 1" in failure

@@ -10,6 +10,11 @@ of a batch and gets as many bytes as their float32 rows have; nothing is looked 
 timed. Its bytes are those of ids and rows alone, both directions together.
 
 `rows.py`, `train.py` and `wire.py` (the kind `bytes`) look rows up (`tables.py`) on the command `satrap server`
-(`command.py`); `proxy.py` counts bytes. `paddle.py` is their peer, which `rounds.py` runs after the worker in every
-round: Paddle's parameter server, a server and a trainer (`paddle_role.py`) in an environment of their own.
+(`command.py`); `proxy.py` counts bytes, `restart.py` kills the server. `paddle.py` is their peer, which `rounds.py`
+runs after the worker in every round: Paddle's parameter server, a server and a trainer (`paddle_role.py`) in an
+environment of their own.
+
+`network.py` has several machines: `machines.py` makes them of network namespaces, `switch.py` forwards their packets,
+`link.py` decides when, `probe.py` says what that carries. `trainer.py` is a trainer there, `turn.py` what it is asked,
+`prediction.py` what it should reach; `plot.py` draws both.
 """

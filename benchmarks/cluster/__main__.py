@@ -81,8 +81,11 @@ def main(arguments: Sequence[str]) -> int:
 
         def rounds_of(group: Sequence[ClusterCase]) -> tuple[Results, list[str]]:
             (case,) = group
+            if why := KINDS[case.kind].unable():
+                say(f"{case.name} is not run: {why}")
+                return {}, [f"{case.name} was not run: {why}"]
             present = {name: python for name, python in pythons.items() if name in KINDS[case.kind].peers}
-            return run_rounds(case, options.rounds, batches=batches.absolute(), pythons=present)
+            return run_rounds(case, options.rounds, batches=batches.absolute(), pythons=present, tmpfs=options.tmpfs)
 
         header = describe_run("cluster", options, arguments)
         wrong = measure(group_by_table(cases), rounds_of, make_record, header, options.out)

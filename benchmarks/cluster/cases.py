@@ -6,8 +6,10 @@ A case's name says all of it: kind/rows x dim/threads of the server. The kinds:
     rows    lookup and update on one server, against the same on rows in the worker and Paddle's parameter server
     train   whole steps of the light DLRM over one server, against Paddle's parameter server
     bytes   what a lookup and an update put on the wire, against a row and a gradient for every id of a batch
+    network whole steps of two trainers over emulated networks, by staleness, against what a bound on them says
+    restart a server that is killed with its rows in shared memory, until it answers again
 
-Everywhere: batches of 26 features x 4096 ids, drawn by Zipf(1.05).
+Everywhere: batches of 26 features x 4096 ids, drawn by Zipf(1.05); `network` takes quarters of them.
 """
 
 from dataclasses import dataclass
@@ -46,11 +48,19 @@ def full_cases() -> list[ClusterCase]:
     rows = (Target(figure="ratio_local", at_least=0.55), Target(figure="ratio_paddle", at_least=7.12))
     train = tuple(Target(figure=figure, at_least=3.0) for figure in ("ratio", "ratio_stale"))
     share = (Target(figure="share", at_most=0.55), Target(figure="share_float16", at_most=0.30))
+    network = tuple(
+        Target(figure=f"of_predicted/{name}", at_least=0.85) for name in ("10gbit-0.2ms", "10gbit-1ms", "1gbit-0.2ms")
+    )
+    slow = (Target(figure="ratio/1gbit-0.2ms", at_least=2.6), Target(figure="of_async/1gbit-0.2ms", at_least=0.95))
+    away = Target(figure="away_s", at_most=2.0)
     return [
         *(ClusterCase(kind="echo", dim=dim, num_warmup=50, num_steps=400, targets=(ratio,)) for dim in DIMS),
         *(ClusterCase(kind="rows", dim=dim, num_steps=200, targets=rows) for dim in DIMS),
         *(ClusterCase(kind="train", dim=dim, targets=train) for dim in DIMS),
         *(ClusterCase(kind="bytes", dim=dim, num_warmup=1, num_steps=10, targets=share) for dim in DIMS),
+        ClusterCase(kind="network", dim=16, num_warmup=2, num_steps=16, targets=network),
+        ClusterCase(kind="network", dim=64, num_warmup=2, num_steps=16, targets=(*network, *slow)),
+        *(ClusterCase(kind="restart", rows=10 * MILLION, dim=dim, num_steps=3, targets=(away,)) for dim in DIMS),
     ]
 
 
@@ -60,6 +70,6 @@ def quick_cases() -> list[ClusterCase]:
         *(ClusterCase(kind="echo", dim=dim, rows=26_000, num_warmup=5, num_steps=20) for dim in DIMS),
         *(
             ClusterCase(kind=kind, dim=16, rows=26_000, num_warmup=1, num_steps=4)
-            for kind in ("rows", "train", "bytes")
+            for kind in ("rows", "train", "bytes", "network", "restart")
         ),
     ]

@@ -2,16 +2,27 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+ANYWHERE = "tcp://127.0.0.1:0"
+
 
 @contextmanager
-def satrap_server(num_threads: int) -> Iterator[tuple[str, int]]:
-    """Where an empty server listens, on a free port, and its process id; it is gone afterwards, and its rows."""
-    command = [str(Path(sys.executable).with_name("satrap")), "server", "--listen", "tcp://127.0.0.1:0"]
-    process = subprocess.Popen([*command, "--threads", str(num_threads)], stdout=subprocess.PIPE, text=True)
+def satrap_server(
+    num_threads: int,
+    listen: str = ANYWHERE,
+    options: Sequence[str] = (),
+    elsewhere: Callable[[Sequence[str]], Sequence[str]] = list,
+) -> Iterator[tuple[str, int]]:
+    """Where an empty server listens, on a free port, and its process id; it is gone afterwards, and its rows.
+
+    options: more of the command's. elsewhere: makes of a command one that runs on another machine.
+    """
+    command = [str(Path(sys.executable).with_name("satrap")), "server", "--listen", listen, *options]
+    command += ["--threads", str(num_threads)]
+    process = subprocess.Popen(elsewhere(command), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         said = process.stdout.readline().split()

@@ -14,9 +14,9 @@ from benchmarks.workload import Floats, Ids
 _SIZE = struct.Struct("<Q")
 
 
-def serve(rows: Floats, dim: int) -> None:
+def serve(rows: Floats, dim: int, host: str = "127.0.0.1") -> None:
     """Answers one connection until it ends; prints the port first."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((host, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
     memory, source = memoryview(bytearray(8 * (rows.size // dim))), rows.view(np.uint8).data
@@ -32,8 +32,8 @@ def serve(rows: Floats, dim: int) -> None:
 class RawClient:
     """The calling side."""
 
-    def __init__(self, port: int, dim: int, max_ids: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, port: int, dim: int, max_ids: int, host: str = "127.0.0.1") -> None:
+        self._socket = socket.create_connection((host, port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._memory = np.empty(max_ids * dim, np.float32)
         self._dim = dim

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,11 +18,12 @@ from benchmarks.runs import TIMEOUT_SECONDS, Results, RunFailed, say
 
 
 def run_rounds(
-    case: ClusterCase, num_rounds: int, *, batches: Path, pythons: Mapping[str, Path]
+    case: ClusterCase, num_rounds: int, *, batches: Path, pythons: Mapping[str, Path], tmpfs: Path
 ) -> tuple[Results, list[str]]:
     """The rounds of the worker, if one succeeded, and of every peer of which one did; a line for each that failed.
 
-    batches: a folder for those that several processes get. pythons: of the peers that take part, their interpreters.
+    batches: a folder for those that several processes get. tmpfs: one in memory, for files of a round. pythons: of the
+    peers that take part, their interpreters.
     """
     commands = {"worker": [sys.executable, "-m", "benchmarks.cluster.worker"]}
     commands |= {peer: [str(python), "-m", f"benchmarks.cluster.{peer}"] for peer, python in pythons.items()}
@@ -32,7 +34,9 @@ def run_rounds(
         for label, command in commands.items():
             say(f"{case.name}: round {number + 1} of {num_rounds}, {label}")
             try:
-                results[label].append(run([*command, json.dumps(job)]))
+                # Made here and not in the process, which may be killed.
+                with tempfile.TemporaryDirectory(prefix="satrap-bench-", dir=tmpfs) as memory:
+                    results[label].append(run([*command, json.dumps(job | {"tmpfs": memory})]))
             except RunFailed as failure:
                 results[label].append(None)
                 failures.append(f"{case.name}: {label} failed in round {number + 1}: {failure}")

@@ -1,0 +1,27 @@
+"""A turn of the trainers in the kind `network`: what their driver asks of them, in a line of JSON."""
+
+from dataclasses import dataclass
+
+from benchmarks.cluster.prediction import ASYNC, HYBRID
+
+BATCH = 1024
+"""Samples of a trainer's step. On the one core that a trainer has here they take about as long as 4,096 on four."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Some steps with one staleness."""
+
+    mode: str
+    """The staleness, or "async"."""
+    num_warmup: int
+    num_steps: int
+
+    @property
+    def staleness(self) -> int:
+        return int(HYBRID if self.mode == ASYNC else self.mode)
+
+    @property
+    def num_untimed(self) -> int:
+        """Steps until as many are under way as may be."""
+        return self.num_warmup + self.staleness

@@ -340,6 +340,9 @@ void bind_engine(nb::module_& m) {
              "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
         .def_static("attach", &attach_engine, "path"_a, "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
         .def_static(
+            "shared_unfinished", [](const std::string& path) { return SharedArena::unfinished(path); }, "path"_a,
+            nb::call_guard<nb::gil_scoped_release>())
+        .def_static(
             "shared_config",
             [](const std::string& path) {
                 std::string blob = SharedArena::config_of(path);

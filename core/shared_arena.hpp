@@ -88,6 +88,22 @@ class SharedArena final : public Arena {
         return std::string(blob, arena.header().config_bytes);
     }
 
+    // Whether the file is ours and never became a table, or half of one: whoever filled it was killed meanwhile.
+    static bool unfinished(const std::string& path) {
+        SharedArena arena(path, 0);
+        arena.fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        if (arena.fd_ < 0) arena.fail(errno_text("cannot be opened"));
+        arena.lock();
+        struct Begin {
+            std::uint64_t magic;
+            std::byte more[offsetof(FileHeader, incomplete) - sizeof(std::uint64_t)];
+            std::uint32_t incomplete;
+        } begin{};
+        const ssize_t bytes = ::pread(arena.fd_, &begin, sizeof(begin), 0);
+        if (bytes < 0) arena.fail(errno_text("cannot be read"));
+        return begin.magic == 0 || (begin.magic == FileHeader::kMagic && begin.incomplete != 0);
+    }
+
     ~SharedArena() override {
         for (const Piece& piece : pieces_) munmap(piece.address, piece.bytes);
         if (fd_ < 0) return;

@@ -15,10 +15,12 @@ from bag_oracle import draw_bags
 from cluster import batch, both_step, contents, features, killed_at_random, one_table, remote, serving
 from rpc_parts import FrameProxy
 from satrap.calls import ServerCalls
-from satrap.errors import ConfigError
+from satrap.config import Table
+from satrap.errors import ConfigError, SharedMemoryError
 from satrap.local import LocalWorker
 from satrap.rpc import Service
 from satrap.server import Server
+from satrap.store import Store
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,25 @@ def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path)
             each.restart()
         with pytest.raises(ConfigError, match="server: number 0 of 2 here, 1 of 2 there"):
             worker.lookup(batch(range(20)), step=2)
+
+
+@pytest.mark.parametrize("left", ["an empty file", "a page of nothing", "half of a table"])
+def test_a_file_that_was_never_whole_is_begun_anew(tmp_path: Path, left: str) -> None:
+    """Its server was killed in the hello that made it, or in a restore; either comes again."""
+    file = tmp_path / "rows"
+    if left == "half of a table":
+        store = Store(Table("t", dim=2), num_threads=1, shared=file)
+        store._engine.set_complete(False)
+        del store
+    else:
+        file.write_bytes(bytes(4096 if left == "a page of nothing" else 0))
+    server = Server(num_threads=1, shared=file)
+    assert not file.exists()
+    with Service(server, ServerCalls, "tcp://127.0.0.1:0") as service, remote(one_table(), [service.address]) as worker:
+        worker.lookup(batch(range(10)), step=1)
+        assert len(worker.tables["t"]) == 10
+    file_of_another = tmp_path / "other"
+    file_of_another.write_bytes(b"not ours" * 512)
+    with pytest.raises(SharedMemoryError, match="is no Satrap shared-memory file"):
+        Server(num_threads=1, shared=file_of_another)
+    assert file_of_another.exists()

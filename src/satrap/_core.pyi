@@ -240,6 +240,9 @@ class Engine:
     def attach(path: str, configs: Sequence[TableConfig], seed: int, num_threads: int, simd: str = 'auto') -> Engine: ...
 
     @staticmethod
+    def shared_unfinished(path: str) -> bool: ...
+
+    @staticmethod
     def shared_config(path: str) -> bytes: ...
 
     def set_complete(self, complete: bool) -> None:

@@ -96,6 +96,16 @@ def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd
     return _places(engine, tables, seed)
 
 
+def remove_unfinished(path: str | os.PathLike[str]) -> bool:
+    """Removes the shared-memory file at `path` if whoever made or filled it was killed before it was whole; returns
+    whether it did."""
+    path = _shared_path("path", path)
+    unfinished: bool = _core.Engine.shared_unfinished(path)
+    if unfinished:
+        os.unlink(path)
+    return unfinished
+
+
 def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
     """What the maker of the shared-memory file at `path` noted in it."""
     path = _shared_path("path", path)

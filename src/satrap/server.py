@@ -18,7 +18,7 @@ import numpy as np
 
 from satrap.calls import WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.checks import check_choice, check_integer
-from satrap.engine import attach_engine, open_engine, shared_note, thread_count
+from satrap.engine import attach_engine, open_engine, remove_unfinished, shared_note, thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
 from satrap.folder import part_name
 from satrap.job import Job
@@ -44,7 +44,8 @@ class Server(MovingServer):
         thread_count(num_threads)
         self._shared, self._num_threads, self._simd = shared, num_threads, simd
         super().__init__()
-        if shared is not None and Path(shared).exists():
+        # A file that is not whole is of a server that was killed in a hello or restore, which will come again.
+        if shared is not None and Path(shared).exists() and not remove_unfinished(shared):
             note = shared_note(shared)
             if note.keys() != {"server", "num_servers"}:
                 raise ConfigError(

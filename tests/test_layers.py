@@ -113,6 +113,7 @@ LAYERS = [
     "cluster.membership",
     "cluster.supervisor",
     "cluster.output",
+    "cluster.resizer",
     "cluster.processes",
     "cluster.run",
     "cluster.trainer",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from satrap.cluster.supervisor import (
     Ended,
     Event,
     Finish,
+    Move,
+    Moved,
     Order,
     Plan,
     Process,
@@ -28,6 +31,7 @@ from satrap.cluster.supervisor import (
     Start,
     Stop,
     Supervisor,
+    Wanted,
 )
 from satrap.errors import ConfigError
 
@@ -43,6 +47,8 @@ class Machine:
         self.told, self.said, self.started = set[Process](), list[str](), list[Process]()
         self.finished: int | None = None
         self.launches: dict[int, int] = {}
+        self.moving: tuple[str, ...] | None = None
+        self.was_ready = set[Process]()
         self.obey(self.supervisor.begin(self.now))
 
     def obey(self, orders: list[Order]) -> None:
@@ -53,6 +59,10 @@ class Machine:
                     self._start(process, address)
                 case End(process, _):
                     self.told.add(process)
+                case Move(now, wanted):
+                    assert self.moving is None and now == self.supervisor.membership.servers and now != wanted
+                    assert {*now, *wanted} <= {self.address(each) for each in self.was_ready}
+                    self.moving = wanted
                 case Say(text):
                     self.said.append(text)
                 case Finish(status):
@@ -64,9 +74,8 @@ class Machine:
         assert process not in self.started, "each start is another process"
         self.started.append(process)
         if process.role is Role.TRAINER:
-            assert sum(each.role is not Role.TRAINER for each in self.ready | self.alive) == (
-                self.plan.servers + self.plan.workers
-            )
+            told = {self.address(each) for each in self.was_ready if each.role is Role.SERVER}
+            assert set(self.supervisor.membership.servers) <= told and len(told) >= 1
             assert process.start == self.supervisor.membership.launch, "a launch is known before it begins"
             assert process.start == max(self.launches, default=process.start - 1) + (process.start not in self.launches)
             assert all(each.start == process.start for each in self.alive if each.role is Role.TRAINER)
@@ -82,6 +91,9 @@ class Machine:
     def happen(self, event: Event) -> None:
         if isinstance(event, Ready):
             self.ready.add(event.process)
+            self.was_ready.add(event.process)
+        elif isinstance(event, Moved):
+            self.moving = None
         elif isinstance(event, Ended):
             self.alive.discard(event.process)
             self.ready.discard(event.process)
@@ -129,7 +141,12 @@ def test_whatever_happens_the_run_goes_on_or_ends(
         if waiting and chance < 0.5:
             one = draw.choice(sorted(waiting, key=str))
             machine.happen(Ready(one, machine.address(one)))
-        elif chance < 0.95:
+        elif chance < 0.6:
+            if machine.moving is not None and draw.random() < 0.7:
+                machine.happen(Moved(draw.choice([None, None, "a server is silent"])))
+            else:
+                machine.happen(Wanted(draw.randrange(0, 6), "drawn"))
+        elif chance < 0.95 and machine.alive:
             one = draw.choice(sorted(machine.alive, key=str))
             machine.happen(Ended(one, draw.choice([0, 1, -9, -15])))
         else:
@@ -218,6 +235,36 @@ def test_a_long_launch_clears_the_count() -> None:
     assert machine.finished is None and max(machine.launches) == 6
 
 
+def test_more_servers_and_fewer_while_trainers_run() -> None:
+    machine = training(servers=2, workers=0)
+    machine.happen(Wanted(4, "asked for"))
+    assert [each.number for each in machine.started[-2:]] == [2, 3] and machine.moving is None
+    machine.happen(Ended(machine.started[-1], -9))  # before it was there
+    machine.all_ready()
+    assert machine.moving == tuple(f"tcp://127.0.0.1:{n}" for n in (1, 2, 3, 4))
+    machine.happen(Wanted(3, "too soon"))
+    assert "not now, buckets are being moved" in machine.said[-1]
+    machine.happen(Moved("a server is silent"))
+    assert machine.moving is not None and machine.supervisor.membership.servers == machine.moving[:2]
+    machine.happen(Moved())
+    assert len(machine.supervisor.membership.servers) == 4 and not machine.told
+    machine.happen(Wanted(1, "asked for"))
+    machine.end(Role.SERVER, 3, -9)
+    machine.all_ready()
+    machine.happen(Moved())
+    assert machine.supervisor.membership.servers == ("tcp://127.0.0.1:1",)
+    assert sorted(each.number for each in machine.told) == [1, 2, 3]
+    machine.obeyed()
+    assert machine.finished is None and len(machine.alive) == 3
+    machine.happen(Wanted(2, "asked for"))
+    assert machine.started[-1] == Process(Role.SERVER, 4, 1), "a number is one server's for ever"
+    for _ in range(4):
+        machine.all_ready()
+        machine.happen(Moved("a server is silent"))
+    machine.obeyed()
+    assert machine.finished == 1 and "giving up" in machine.said[-1]
+
+
 def test_stopping_twice_kills() -> None:
     machine = training()
     machine.happen(Stop("SIGINT"))
@@ -243,9 +290,9 @@ def test_impossible_plans_are_refused(option: str, value: int) -> None:
 def test_the_file_is_whole_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     assert Membership.read(file) is None
-    known = MEMBERSHIP.at("server", 1, "tcp://127.0.0.1:2").next_launch()
+    known = replace(MEMBERSHIP, servers=("", "tcp://127.0.0.1:2")).next_launch()
     known.write(file)
-    assert Membership.read(file) == known and known.address("server", 0) is None
+    assert Membership.read(file) == known
     for text in ("{", "[]", '{"name": "../x"}', '{"name": "a", "launch": -1}', '{"name": "a", "color": 1}'):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"run\.json is no run's"):

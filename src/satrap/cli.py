@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from satrap import _core
+from satrap.checks import check_integer
 from satrap.config import Table
 from satrap.errors import ConfigError, SatrapError
 from satrap.inputs import Inputs
@@ -86,6 +87,10 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
             return _doctor(given.dim, run=not given.no_run)
         case "keys":
             return _keys(given.folder)
+        case "scale":
+            return _scale(given.folder, given.servers)
+        case "move":
+            return _move(given.now, given.wanted, given.keys)
         case "worker":
             return _worker(given.listen, given.keys, given.threads)
         case _:
@@ -103,6 +108,17 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     run.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of its logs (default satrap-run)")
     run.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for the rows (default /dev/shm)")
     run.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row, soon after a start (default 3)")
+    run.add_argument("--max-servers", type=int, metavar="N", help="add servers by memory and work, up to so many")
+    run.add_argument("--server-gib", type=float, metavar="GIB", help="of rows a server may hold (default: its memory)")
+    scale = commands.add_parser("scale", help="change how many servers a run has, while it trains")
+    scale.add_argument("--servers", type=int, required=True, metavar="N")
+    scale.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of the run (default satrap-run)")
+    move = commands.add_parser("move", help="move the buckets of servers that were started by hand")
+    move.add_argument("--now", nargs="+", required=True, metavar="ADDRESS", help="all servers of the job, in order")
+    move.add_argument(
+        "--wanted", nargs="+", required=True, metavar="ADDRESS", help="all that there are to be, in order"
+    )
+    move.add_argument("--keys", metavar="FILE", help="client.key")
     trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
     trainer.add_argument("--place", required=True)
     trainer.add_argument("script")
@@ -117,8 +133,10 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     from satrap.cluster.output import Output
     from satrap.cluster.processes import LocalLauncher
+    from satrap.cluster.resizer import Resizer
     from satrap.cluster.run import Script, folder_of_one_run, run
     from satrap.cluster.supervisor import Plan
+    from satrap.scaling import Bounds
 
     cores = len(os.sched_getaffinity(0))
     plan = Plan(servers=given.servers, workers=given.workers, trainers=given.trainers, restarts=given.restarts)
@@ -129,8 +147,30 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
         server_threads=max(1, cores // plan.servers),
     )
     with folder_of_one_run(given.folder):
-        output = Output(given.folder / "logs")
-        return run(script, plan, given.folder, LocalLauncher(given.folder, output, given.memory), output)
+        most = given.max_servers
+        bounds = None if most is None else Bounds(min_servers=min(given.servers, most), max_servers=most)
+        limit = None if given.server_gib is None else given.server_gib * 2**30
+        output, resizer = Output(given.folder / "logs"), Resizer(given.folder, bounds=bounds, limit_bytes=limit)
+        launcher = LocalLauncher(given.folder, output, given.memory)
+        return run(script, plan, given.folder, launcher, output, resizer)
+
+
+def _scale(folder: Path, servers: int) -> Iterator[str]:
+    from satrap.cluster.resizer import ask_for
+
+    ask_for(folder, check_integer("scale", "servers", servers, 1, 65535))
+    yield f"asked for {servers} servers; the run says what comes of it"
+
+
+def _move(now: Sequence[str], wanted: Sequence[str], keys: str | None) -> Iterator[str]:
+    from satrap.mover import Mover
+    from satrap.rpc.keys import Keys
+
+    moved = Mover(now, wanted, keys=None if keys is None else Keys.read(keys)).run()
+    yield (
+        f"{moved.buckets} buckets, {moved.rows:,} rows, {moved.bytes / 2**20:,.0f} MiB in {moved.seconds:.1f} s; none "
+        f"was closed for more than {moved.longest_frozen_seconds:.2f} s"
+    )
 
 
 def _doctor(dim: int, *, run: bool) -> Iterator[str]:

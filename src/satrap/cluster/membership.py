@@ -24,7 +24,7 @@ class Membership:
     launch: int = 0
     """How often trainers were started."""
     servers: tuple[str, ...] = ()
-    """Their addresses; empty: not known yet."""
+    """Their addresses, in the order that trainers know; empty: not known yet."""
     workers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -33,18 +33,6 @@ class Membership:
         set_field(self, "workers", tuple(self.workers))
         if not (isinstance(self.name, str) and self.name.isalnum()):
             raise ConfigError(f"Membership: name is {self.name!r}; wanted letters and digits")
-
-    def at(self, role: str, number: int, address: str) -> Self:
-        """With the address of a server or worker."""
-        known = list(self.servers if role == "server" else self.workers)
-        known += [""] * (number + 1 - len(known))
-        known[number] = address
-        return replace(self, servers=tuple(known)) if role == "server" else replace(self, workers=tuple(known))
-
-    def address(self, role: str, number: int) -> str | None:
-        """Of a server or worker; None if it never was ready."""
-        known = self.servers if role == "server" else self.workers
-        return known[number] or None if number < len(known) else None
 
     def next_launch(self) -> Self:
         """With the trainers started once more."""

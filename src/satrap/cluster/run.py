@@ -1,6 +1,6 @@
 """A run: one loop that hears what happened to its processes, asks the supervisor, and does what it says.
 
-launcher.events ──> Supervisor.handle ──> membership on disk ──> launcher.start, launcher.end
+launcher.events, resizer.events ──> Supervisor.handle ──> membership on disk ──> launcher.start, .end, resizer.move
 """
 
 import fcntl
@@ -17,7 +17,21 @@ from typing import Literal, Protocol
 
 from satrap.cluster.membership import Membership
 from satrap.cluster.output import Output
-from satrap.cluster.supervisor import End, Event, Finish, Order, Plan, Process, Role, Say, Start, Stop, Supervisor
+from satrap.cluster.resizer import Resizer
+from satrap.cluster.supervisor import (
+    End,
+    Event,
+    Finish,
+    Move,
+    Order,
+    Plan,
+    Process,
+    Role,
+    Say,
+    Start,
+    Stop,
+    Supervisor,
+)
 from satrap.errors import ConfigError
 from satrap.place import Place
 
@@ -87,7 +101,7 @@ def folder_of_one_run(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Output) -> int:
+def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Output, resizer: Resizer) -> int:
     """Runs the script to its end; returns the exit status. The folder is this run's: see `folder_of_one_run`."""
     file = folder / "run.json"
     before = Membership.read(file)
@@ -98,6 +112,7 @@ def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Ou
     supervisor = Supervisor(plan, membership)
     try:
         with _stops() as stops:
+            resizer.watch(lambda: supervisor.membership.servers if supervisor.membership.launch else ())
             orders = supervisor.begin(time.monotonic())
             while True:
                 if supervisor.membership != membership:
@@ -106,10 +121,14 @@ def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Ou
                 for order in orders:
                     if isinstance(order, Finish):
                         return order.status
-                    _carry_out(order, script, plan, membership, launcher, output)
-                events = [*launcher.events(_EVENT_SECONDS), *_taken(stops)]
+                    if isinstance(order, Move):
+                        resizer.move(order.now, order.wanted)
+                    else:
+                        _carry_out(order, script, plan, membership, launcher, output)
+                events = [*launcher.events(_EVENT_SECONDS), *resizer.events(), *_taken(stops)]
                 orders = [order for event in events for order in supervisor.handle(event, time.monotonic())]
     finally:
+        resizer.close()
         launcher.close()
         launcher.forget(membership.name)
 

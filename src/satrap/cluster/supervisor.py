@@ -8,12 +8,15 @@ A server or worker that ends is started again at its address: a server finds its
 for it. A trainer that ends badly takes its launch with it, because the trainers' dense halves must stay alike: the next
 launch resumes the last checkpoint. Launches are counted, on disk before they begin; the servers refuse an older one's
 calls, so a process that was paused, or cut off, cannot write any more.
+
+While trainers run, there may be more servers or fewer: new ones are started, then buckets are moved, then those that
+own none any more are ended.
 """
 
 import signal
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Literal
 
@@ -63,6 +66,21 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """An event: there should be as many servers."""
+
+    servers: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An event: the order `Move` was carried out, or failed and may be tried again."""
+
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """An event: somebody wants the run to end. The second time processes are killed."""
 
@@ -87,6 +105,14 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """An order: move the buckets of these servers to those; a `Moved` follows."""
+
+    now: tuple[str, ...]
+    wanted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """An order: tell the user."""
 
@@ -100,8 +126,8 @@ class Finish:
     status: int
 
 
-Event = Ready | Ended | Stop
-Order = Start | End | Say | Finish
+Event = Ready | Ended | Wanted | Moved | Stop
+Order = Start | End | Move | Say | Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +183,11 @@ class Supervisor:
         self._plan = plan
         self._phase = _Phase.SERVERS
         self._alive: dict[tuple[Role, int], _Alive] = {}
+        self._addresses: dict[tuple[Role, int], str] = {}
+        self._members = list(range(plan.servers))  # servers by their numbers, in the order that trainers know
+        self._future: list[int] | None = None  # what they are to be, while that is being done
+        self._moving = False  # that was ordered
+        self._failures = 0  # of moves, in a row
         self._starts: Counter[tuple[Role, int]] = Counter()
         self._short: Counter[tuple[Role, int]] = Counter()  # short lives in a row
         self._trouble = _Trouble()
@@ -171,6 +202,10 @@ class Supervisor:
         """What an event makes necessary."""
         if isinstance(event, Stop):
             return self._stop(event.why)
+        if isinstance(event, Wanted):
+            return self._resize(event, now)
+        if isinstance(event, Moved):
+            return self._moved(event.failure)
         alive = self._alive.get((event.process.role, event.process.number))
         if alive is None or alive.process != event.process:
             return []  # of an earlier start
@@ -181,6 +216,8 @@ class Supervisor:
             return self._wind_down()
         if event.process.role is Role.TRAINER:
             return self._trainer_ended(alive, event.status, now)
+        if event.process.role is Role.SERVER and event.process.number not in (*self._members, *(self._future or ())):
+            return []  # it owned nothing any more
         return self._restart(alive, event.status, now)
 
     # -- servers and workers ------------------------------------------------------------------------------------------
@@ -188,8 +225,15 @@ class Supervisor:
     def _ready(self, alive: _Alive, address: str, now: float) -> list[Order]:
         alive.ready = True
         role, number = alive.process.role, alive.process.number
-        self.membership = self.membership.at(role.value, number, address)
+        self._addresses[role, number] = address
+        self.membership = replace(
+            self.membership,
+            servers=tuple(self._addresses.get((Role.SERVER, each), "") for each in self._members),
+            workers=tuple(self._addresses.get((Role.WORKER, each), "") for each in range(self._plan.workers)),
+        )
         said: list[Order] = [Say(f"{alive.process} listens at {address}")]
+        if self._future is not None and not self._moving:
+            return [*said, *self._move()]
         if self._phase is _Phase.SERVERS and self._all_ready(Role.SERVER, self._plan.servers):
             self._phase = _Phase.WORKERS
             said += [self._start(Role.WORKER, each, now) for each in range(self._plan.workers)]
@@ -205,7 +249,7 @@ class Supervisor:
         told = f"{alive.process} {_ending(status)}"
         if self._gave_up(role, number, alive.since, now):
             return self._fail(f"{told}, {self._short[role, number]} times soon after it began: giving up", 1)
-        address = self.membership.address(role.value, number)
+        address = self._addresses.get((role, number))
         return [Say(f"{told}: it is started again"), self._start(role, number, now, address)]
 
     def _gave_up(self, role: Role, number: int, since: float, now: float) -> bool:
@@ -219,6 +263,54 @@ class Supervisor:
         process = Process(role, number, self._starts[role, number])
         self._alive[role, number] = _Alive(process, now)
         return Start(process, address)
+
+    # -- more servers, or fewer ---------------------------------------------------------------------------------------
+
+    def _resize(self, wanted: Wanted, now: float) -> list[Order]:
+        have = len(self._members)
+        if self._phase is not _Phase.TRAINING or self._future is not None:
+            return [Say(f"{_count(wanted.servers, 'server')} wanted: not now, {self._busy()}")]
+        if not 1 <= wanted.servers <= MOST_PROCESSES or wanted.servers == have:
+            return [Say(f"{_count(wanted.servers, 'server')} wanted, and there are {have}: nothing is done")]
+        number = max(each for role, each in self._starts if role is Role.SERVER) + 1
+        new = list(range(number, number + wanted.servers - have))
+        self._future = [*self._members, *new][: wanted.servers]
+        said = Say(f"{_count(wanted.servers, 'server')} instead of {have}: {wanted.why}")
+        return [said, *(self._start(Role.SERVER, each, now) for each in new), *([] if new else self._move())]
+
+    def _busy(self) -> str:
+        return self._phase.value if self._future is None else "buckets are being moved"
+
+    def _move(self) -> list[Order]:
+        """Once all that take part are there."""
+        assert self._future is not None
+        if not all((Role.SERVER, each) in self._addresses for each in self._future):
+            return []
+        now, wanted = (
+            tuple(self._addresses[Role.SERVER, each] for each in numbers) for numbers in (self._members, self._future)
+        )
+        self._moving = True
+        return [Move(now, wanted)]
+
+    def _moved(self, failure: str | None) -> list[Order]:
+        self._moving = False
+        if self._phase is _Phase.ENDING or self._future is None:
+            return []
+        if failure is not None:
+            self._failures += 1
+            if self._failures > self._plan.restarts:
+                return self._fail(f"buckets could not be moved ({failure}): giving up", 1)
+            return [Say(f"buckets could not be moved ({failure}): it is tried again"), *self._move()]
+        gone = [each for each in self._members if each not in self._future]
+        self._members, self._future, self._failures = self._future, None, 0
+        self.membership = replace(
+            self.membership, servers=tuple(self._addresses[Role.SERVER, each] for each in self._members)
+        )
+        ended = [self._alive[Role.SERVER, each].process for each in gone if (Role.SERVER, each) in self._alive]
+        return [
+            Say(f"buckets are moved: {_count(len(self._members), 'server')}"),
+            *(End(process, "terminate") for process in ended),
+        ]
 
     # -- trainers -----------------------------------------------------------------------------------------------------
 

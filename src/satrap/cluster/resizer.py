@@ -1,0 +1,108 @@
+"""Changes how many servers a run has while it trains: moves buckets, and hears what is wanted.
+
+Who wants it is the user (`satrap scale` leaves the number in a file of the run's folder) or, within bounds, the
+figures that servers and trainers show (`satrap.scaling`). Servers may take long to answer, so all of it is done in
+threads; what happened is an event.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from satrap.calls import ServerCalls
+from satrap.cluster.supervisor import Event, Moved, Wanted
+from satrap.errors import ConfigError, SatrapError
+from satrap.mover import Mover
+from satrap.rpc import Client, Origin
+from satrap.rpc.keys import Keys
+from satrap.scaling import Bounds, Figures, Past, decide
+
+_REQUEST = "servers-wanted"
+_WINDOW_SECONDS = 10.0
+_LOAD_SECONDS = 5.0  # a server that does not tell its load within them is left out of this window
+
+
+class Resizer:
+    """See the file's docstring."""
+
+    def __init__(
+        self, folder: Path, keys: Keys | None = None, bounds: Bounds | None = None, limit_bytes: float | None = None
+    ) -> None:
+        """folder: the run's. bounds: None: only the user says how many. limit_bytes: of one server's rows."""
+        self._folder, self._keys, self._bounds, self._limit_bytes = folder, keys, bounds, limit_bytes
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
+        self._closed = threading.Event()
+        (folder / _REQUEST).unlink(missing_ok=True)
+
+    def watch(self, servers: Callable[[], Sequence[str]]) -> None:
+        """From now on the load of these servers, asked for at each turn, may want other numbers of them."""
+        if self._bounds is not None:
+            self._watcher = threading.Thread(target=self._watch, args=(servers, self._bounds), daemon=True)
+            self._watcher.start()
+
+    def move(self, now: Sequence[str], wanted: Sequence[str]) -> None:
+        """Begins to move the buckets of these servers to those."""
+        threading.Thread(target=self._move, args=(now, wanted), daemon=True).start()
+
+    def events(self) -> list[Event]:
+        """What happened since the last call."""
+        found: list[Event] = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._events.get_nowait())
+        request = self._folder / _REQUEST
+        with suppress(FileNotFoundError, ValueError):
+            text = request.read_text()
+            request.unlink()
+            found.append(Wanted(int(text), "asked for by satrap scale"))
+        return found
+
+    def close(self) -> None:
+        """Ends watching. A move that is under way ends with the process: it can be cut off at any moment."""
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _move(self, now: Sequence[str], wanted: Sequence[str]) -> None:
+        failure = None
+        try:
+            Mover(now, wanted, keys=self._keys).run()
+        except SatrapError as error:
+            failure = str(error)
+        self._events.put(Moved(failure))
+
+    def _watch(self, servers: Callable[[], Sequence[str]], bounds: Bounds) -> None:
+        past, before, at = Past(), dict[str, dict[str, float]](), time.monotonic()
+        while not self._closed.wait(_WINDOW_SECONDS):
+            addresses, now = servers(), time.monotonic()
+            after = self._loads(addresses)
+            known = [address for address in addresses if address in before and address in after]
+            if len(known) == len(addresses) > 0:
+                figures = [Figures.between(each, before[each], after[each], self._limit_bytes) for each in known]
+                num_steps = max(after[each]["latest_step"] - before[each]["latest_step"] for each in known)
+                step_seconds = (now - at) / num_steps if num_steps > 0 else 0.0
+                decision, past = decide(figures, step_seconds, bounds, past, now)
+                if decision.change:
+                    self._events.put(Wanted(len(addresses) + decision.change, decision.why))
+            before, at = after, now
+
+    def _loads(self, addresses: Sequence[str]) -> dict[str, dict[str, float]]:
+        found = {}
+        for address in addresses:
+            client = Client(ServerCalls, address, keys=self._keys, deadline=_LOAD_SECONDS)
+            with suppress(SatrapError), client:
+                found[address] = client.call.load(Origin())
+        return found
+
+
+def ask_for(folder: Path, servers: int) -> None:
+    """Asks the run in the folder for as many servers."""
+    if not (folder / "run.json").exists():
+        raise ConfigError(f"there is no run in {str(folder)!r}; wanted the --folder of one")
+    new = folder / f".{_REQUEST}"
+    new.write_text(str(servers))
+    new.replace(folder / _REQUEST)

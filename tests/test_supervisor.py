@@ -43,6 +43,8 @@ class Machine:
         self.told, self.said, self.started = set[Process](), list[str](), list[Process]()
         self.finished: int | None = None
         self.launches: dict[int, int] = {}
+        self.moves = dict[tuple[Role, int], int]()
+        self.known: object = None  # to the trainers
         self.obey(self.supervisor.begin(self.now))
 
     def obey(self, orders: list[Order]) -> None:
@@ -64,20 +66,29 @@ class Machine:
         assert process not in self.started, "each start is another process"
         self.started.append(process)
         if process.role is Role.TRAINER:
-            assert sum(each.role is not Role.TRAINER for each in self.ready | self.alive) == (
-                self.plan.servers + self.plan.workers
-            )
+            assert {(each.role, each.number) for each in self.ready} == {
+                *((Role.SERVER, number) for number in range(self.plan.servers)),
+                *((Role.WORKER, number) for number in range(self.plan.workers)),
+            }, "trainers know where all of them are"
+            self.known = self.addresses()
             assert process.start == self.supervisor.membership.launch, "a launch is known before it begins"
             assert process.start == max(self.launches, default=process.start - 1) + (process.start not in self.launches)
             assert all(each.start == process.start for each in self.alive if each.role is Role.TRAINER)
             self.launches[process.start] = self.launches.get(process.start, 0) + 1
         elif process.start > 1 and address is not None:
-            assert address == self.address(process), "where its callers know it"
+            assert address == self.supervisor.membership.address(process.role, process.number), "where callers know it"
         self.alive.add(process)
 
-    @staticmethod
-    def address(process: Process) -> str:
-        return f"tcp://127.0.0.1:{1000 * (process.role is Role.WORKER) + process.number + 1}"
+    def address(self, process: Process) -> str:
+        machine = self.moves.get((process.role, process.number), 0) + 1
+        return f"tcp://127.0.0.{machine}:{1000 * (process.role is Role.WORKER) + process.number + 1}"
+
+    def addresses(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.supervisor.membership.servers, self.supervisor.membership.workers
+
+    def move(self, role: Role, number: int) -> None:
+        """Its next start is on another machine."""
+        self.moves[role, number] = self.moves.get((role, number), 0) + 1
 
     def happen(self, event: Event) -> None:
         if isinstance(event, Ready):
@@ -86,6 +97,8 @@ class Machine:
             self.alive.discard(event.process)
             self.ready.discard(event.process)
         self.obey(self.supervisor.handle(event, self.now))
+        if self.finished is None and any(each not in self.told for each in self.trainers()):
+            assert self.known == self.addresses(), "they are not left to call those that are elsewhere"
 
     def all_ready(self) -> None:
         """Servers and workers, until the trainers run."""
@@ -131,6 +144,8 @@ def test_whatever_happens_the_run_goes_on_or_ends(
             machine.happen(Ready(one, machine.address(one)))
         elif chance < 0.95:
             one = draw.choice(sorted(machine.alive, key=str))
+            if draw.random() < 0.3:
+                machine.move(one.role, one.number)
             machine.happen(Ended(one, draw.choice([0, 1, -9, -15])))
         else:
             machine.happen(Stop("SIGINT"))
@@ -171,6 +186,36 @@ def test_a_server_or_worker_is_started_again_where_it_was(role: Role) -> None:
     machine.obeyed()
     assert machine.finished == 1
     assert machine.said[-1] == f"{role} 0 ended with status 1, 4 times soon after it began: giving up"
+
+
+@pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
+def test_one_that_comes_back_elsewhere_begins_a_new_launch(role: Role) -> None:
+    machine = training(restarts=1)
+    machine.move(role, 0)
+    machine.end(role, 0, -9, after=5.0)
+    assert not machine.told, "it may come back where it was"
+    machine.all_ready()
+    assert machine.told and machine.finished is None
+    machine.obeyed()
+    assert [each.start for each in machine.trainers()] == [2, 2], "however soon it was: it was not the script"
+    assert f"{role} 0 is no longer where it was: the trainers start again" in machine.said[-2]
+    assert machine.supervisor.membership.address(role.value, 0) == machine.address(Process(role, 0, 2))
+    machine.move(role, 0)
+    machine.end(role, 0, -9, after=100.0)
+    machine.all_ready()
+    machine.obeyed()
+    assert [each.start for each in machine.trainers()] == [3, 3]
+
+
+def test_a_machine_lost_with_a_server_and_a_trainer() -> None:
+    machine = training()
+    machine.move(Role.SERVER, 1)
+    machine.end(Role.TRAINER, 0, -9)
+    machine.end(Role.SERVER, 1, -9)
+    machine.obeyed()
+    assert not machine.trainers(), "they wait for the server, whose address they would not know"
+    machine.all_ready()
+    assert [each.start for each in machine.trainers()] == [2, 2]
 
 
 def test_trainers_start_again_together_once_all_are_gone() -> None:

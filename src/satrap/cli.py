@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(own)
     try:
         if given.die_with is not None:
-            from satrap.cluster.processes import die_with
+            from satrap.cluster.children import die_with
 
             die_with(given.die_with)
         if given.command == "run":
@@ -106,9 +106,10 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(given: argparse.Namespace, arguments: list[str]) -> int:
+    from satrap.cluster.command import Script
     from satrap.cluster.output import Output
     from satrap.cluster.processes import LocalLauncher
-    from satrap.cluster.run import Script, folder_of_one_run, run
+    from satrap.cluster.run import folder_of_one_run, run
     from satrap.cluster.supervisor import Plan
 
     cores = len(os.sched_getaffinity(0))
@@ -117,6 +118,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
         path=Path(given.script),
         arguments=tuple(arguments),
         trainer_threads=max(1, cores // plan.trainers),
+        worker_threads=max(1, cores // plan.servers),
         server_threads=max(1, cores // plan.servers),
     )
     with folder_of_one_run(given.folder):

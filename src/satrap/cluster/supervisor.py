@@ -5,9 +5,10 @@
                                             one fails: the others are ended; once all are gone, the next launch
 
 A server or worker that ends is started again at its address: a server finds its rows in shared memory, trainers wait
-for it. A trainer that ends badly takes its launch with it, because the trainers' dense halves must stay alike: the next
-launch resumes the last checkpoint. Launches are counted, on disk before they begin; the servers refuse an older one's
-calls, so a process that was paused, or cut off, cannot write any more.
+for it. One that listens elsewhere then (its machine was lost) has no rows, and trainers do not know it: their launch
+ends. A trainer that ends badly takes its launch with it, too, because the trainers' dense halves must stay alike: the
+next launch resumes the last checkpoint, once all servers and workers listen. Launches are counted, on disk before they
+begin; the servers refuse an older one's calls, so a process that was paused, or cut off, cannot write any more.
 """
 
 import signal
@@ -121,10 +122,9 @@ class Plan:
 
 
 class _Phase(Enum):
-    SERVERS = "the servers are starting"
-    WORKERS = "the workers are starting"
+    STARTING = "servers and workers are starting"
     TRAINING = "the trainers run"
-    REGROUPING = "a trainer failed; its launch is being ended"
+    REGROUPING = "a launch failed; it is being ended"
     ENDING = "the run is ending"
 
 
@@ -153,7 +153,7 @@ class Supervisor:
         self.membership = membership
         """What is decided, to be on disk before the orders that came with it are carried out."""
         self._plan = plan
-        self._phase = _Phase.SERVERS
+        self._phase = _Phase.STARTING
         self._alive: dict[tuple[Role, int], _Alive] = {}
         self._starts: Counter[tuple[Role, int]] = Counter()
         self._short: Counter[tuple[Role, int]] = Counter()  # short lives in a row
@@ -185,15 +185,24 @@ class Supervisor:
 
     def _ready(self, alive: _Alive, address: str, now: float) -> list[Order]:
         alive.ready = True
-        role, number = alive.process.role, alive.process.number
-        self.membership = self.membership.at(role.value, number, address)
-        said: list[Order] = [Say(f"{alive.process} listens at {address}")]
-        if self._phase is _Phase.SERVERS and self._all_ready(Role.SERVER, self._plan.servers):
-            self._phase = _Phase.WORKERS
-            said += [self._start(Role.WORKER, each, now) for each in range(self._plan.workers)]
-        if self._phase is _Phase.WORKERS and self._all_ready(Role.WORKER, self._plan.workers):
-            said += self._launch(now)
+        process = alive.process
+        before = self.membership.address(process.role.value, process.number)
+        self.membership = self.membership.at(process.role.value, process.number, address)
+        said: list[Order] = [Say(f"{process} listens at {address}")]
+        if self._phase is _Phase.STARTING:
+            return said + self._go_on(now)
+        if self._phase is _Phase.TRAINING and address != before:
+            self._trouble = _Trouble([f"{process} is no longer where it was"], own=False)
+            return said + self._regroup()
         return said
+
+    def _go_on(self, now: float) -> list[Order]:
+        """What servers and workers that are ready make possible."""
+        if not self._all_ready(Role.SERVER, self._plan.servers):
+            return []
+        started = {number for role, number in self._alive if role is Role.WORKER}
+        orders = [self._start(Role.WORKER, each, now) for each in range(self._plan.workers) if each not in started]
+        return list(orders) or (self._launch(now) if self._all_ready(Role.WORKER, self._plan.workers) else [])
 
     def _all_ready(self, role: Role, wanted: int) -> bool:
         return sum(alive.ready for (each, _), alive in self._alive.items() if each is role) == wanted
@@ -236,12 +245,15 @@ class Supervisor:
         if self._phase is _Phase.TRAINING:
             if status == 0:
                 return [] if left else self._end(0)
-            self._phase = _Phase.REGROUPING
-            orders = [End(process, "terminate") for process in left]
             self._note(alive, status)
+            orders = self._regroup()
         elif status not in (0, -signal.SIGTERM):
             self._note(alive, status)  # by itself, just before it was told to
         return orders if left else [*orders, *self._relaunch(alive.since, now)]
+
+    def _regroup(self) -> list[Order]:
+        self._phase = _Phase.REGROUPING
+        return [End(alive.process, "terminate") for alive in self._of(Role.TRAINER)]
 
     def _note(self, alive: _Alive, status: int) -> None:
         if not self._trouble.lines or status < 0:
@@ -256,7 +268,8 @@ class Supervisor:
         if self._gave_up(Role.TRAINER, 0, since, now):
             times = self._short[Role.TRAINER, 0]
             return self._fail(f"{told}, {times} times soon after it began: giving up", self._trouble.status)
-        return [Say(f"{told}: the trainers start again from the last checkpoint"), *self._launch(now)]
+        self._phase = _Phase.STARTING
+        return [Say(f"{told}: the trainers start again from the last checkpoint"), *self._go_on(now)]
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -101,6 +101,8 @@ LAYERS = [
     "cluster.output",
     "cluster.command",
     "cluster.processes",
+    "cluster.resources",
+    "cluster.rays",
     "cluster.run",
     "cluster.trainer",
     "cluster",
@@ -132,6 +134,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     "safetensors": {"statefile"},
     "fsspec": {"runfolder", "sources.files"},
     "zmq": {"rpc.keys", "rpc.service", "rpc.client"},
+    "ray": {"cluster.rays"},
 }
 PURE = {"errors", "checks", "config", "features", "sync", "bucketmap", "job"}  # the standard library only
 MAX_FILE_LINES = 500

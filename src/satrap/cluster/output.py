@@ -21,12 +21,13 @@ class Output:
     def __init__(self, folder: Path) -> None:
         """folder: for the log files; each start of a process adds to the same one."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = folder
+        self._stdout, self._stderr = sys.stdout, sys.stderr
         self._begins: dict[Process, int] = {}  # in its log file
 
     def path(self, process: Process) -> Path:
         """Of its log file."""
-        return self._folder / f"{process.role}-{process.number}.log"
+        return self.folder / f"{process.role}-{process.number}.log"
 
     def begin(self, process: Process) -> None:
         """It is started."""
@@ -50,7 +51,7 @@ class Output:
     def _take(self, process: Process, stream: Stream, data: bytes) -> None:
         self._log(process, data)
         if _is_shown(process):
-            to = sys.stdout if stream == "stdout" else sys.stderr
+            to = self._stdout if stream == "stdout" else self._stderr
             to.flush()
             to.buffer.write(data)
             to.flush()
@@ -77,7 +78,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """A line of the run's own."""
-        print(f"satrap run: {text}", file=sys.stderr, flush=True)
+        print(f"satrap run: {text}", file=self._stderr, flush=True)
 
 
 def _is_shown(process: Process) -> bool:

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,13 +251,19 @@ def on_ray(
         raise ConfigError(f"address is {address!r}; wanted host:port of the cluster's head, or auto")
     else:
         how["address"] = address
-    try:
+    # Ray prints of workers and nodes that died; the terminal is the first trainer's.
+    with open(output.folder / "ray.log", "a") as log, redirect_stdout(log):
         try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **how)
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-            raise ConfigError(f"Ray at {address or 'this machine'} cannot be used: {error}") from error
-        launcher = RayLauncher(output, plan, needs, memory, seconds)
-        launcher.place()
-        yield launcher
-    finally:
-        ray.shutdown()
+            _connect(address, how)
+            launcher = RayLauncher(output, plan, needs, memory, seconds)
+            launcher.place()
+            yield launcher
+        finally:
+            ray.shutdown()
+
+
+def _connect(address: str | None, how: dict[str, Any]) -> None:
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **how)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise ConfigError(f"Ray at {address or 'this machine'} cannot be used: {error}") from error

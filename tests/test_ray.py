@@ -36,8 +36,10 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
+    quick = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}  # to see that a node is gone
+    how: dict[str, Any] = {"object_store_memory": 100 << 20, "include_dashboard": False, "_system_config": quick}
     try:
-        cluster.add_node(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20)
+        cluster.add_node(num_cpus=4, num_gpus=2, **how)
         cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20)
         yield cluster
     finally:
@@ -124,7 +126,11 @@ def test_a_node_that_is_lost_takes_its_server_and_the_run_goes_on_from_the_check
     tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
 ) -> None:
     head, lost = cluster.head_node, next(iter(cluster.worker_nodes))
-    options = on(cluster, *ON_HEAD, "--placement-seconds", "90")
+    options = on(cluster, *ON_HEAD)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text('{"name": "before", "launch": 4}')
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/satrap-before-0-server-0").write_text("of a driver that was killed")
     with started(tmp_path, JOB, *SIZES, *options, arguments=(str(tmp_path), "100")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 2, run)
         pids = children(tmp_path)
@@ -132,39 +138,47 @@ def test_a_node_that_is_lost_takes_its_server_and_the_run_goes_on_from_the_check
         assert sorted(each.suffix for each in on_lost) == ["", ".key"], "one server"
         trainers = [Path(f"/proc/{pids[name]}/environ").read_text() for name in ("trainer 0", "trainer 1")]
         assert sorted(each.partition("CUDA_VISIBLE_DEVICES=")[2][0] for each in trainers) == ["0", "1"]
+        servers = [pids[name] for name in ("server 0", "server 1")]
+        (server,) = (pid for pid in servers if lost.node_id[:12] in Path(f"/proc/{pid}/cmdline").read_text())
+        os.kill(actor_of(server), signal.SIGKILL)  # a machine takes all of its processes at once
         cluster.remove_node(lost, allow_graceful=False)
         status, out, err = finished(run)
     assert status == 0, err
     assert "is no longer where it was: the trainers start again from the last checkpoint" in err
-    assert out == "began\nresumed\n" and "launch 2: 2 trainers" in err
+    assert out == "began\nresumed\n" and "launch 6: 2 trainers" in err
     assert len(cluster.list_all_nodes()) == 1 and cluster.head_node == head
     same(tmp_path, one_machine)
     nothing_of_it_is_left(tmp_path, list(pids.values()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_ended_leaves_nothing_on_the_cluster(tmp_path: Path, cluster: Any, number: int) -> None:
-    with started(tmp_path, JOB, *SIZES, *on(cluster), arguments=(str(tmp_path), "100000", "4")) as run:
-        until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        pids = list(children(tmp_path).values())
-        pids += [actor_of(pid) for pid in pids]
-        run.send_signal(number)
-        status, _, err = finished(run)
+@pytest.mark.parametrize("whose", ["the cluster's", "its own"])
+def test_a_run_that_is_ended_leaves_nothing(tmp_path: Path, cluster: Any, whose: str) -> None:
+    told, killed = (tmp_path / name for name in ("told", "killed"))
+    options = on(cluster) if whose == "the cluster's" else ("--cluster", "ray")
+    number = signal.SIGINT if whose == "the cluster's" else signal.SIGTERM
+    for folder in (told, killed):
+        folder.mkdir()
+    with (
+        started(told, JOB, *options, arguments=(str(told), "100000", "4")) as first,
+        started(killed, JOB, *options, arguments=(str(killed), "100000", "4")) as second,
+    ):
+        until(lambda: num_checkpoints(told) >= 1, first)
+        until(lambda: num_checkpoints(killed) >= 1, second)
+        pids = processes(first, told) + processes(second, killed)
+        assert len(pids) >= 8 + 2 * (whose == "its own"), "Ray's own, too"
+        first.send_signal(number)
+        second.kill()
+        status, _, err = finished(first)
     assert status == 130
-    assert f"{signal.Signals(number).name}: the run ends" in err
-    nothing_of_it_is_left(tmp_path, pids)
+    assert f"{number.name}: the run ends" in err
+    nothing_of_it_is_left(told, pids)
 
 
-def test_a_driver_that_is_killed_takes_its_own_ray_with_it(tmp_path: Path) -> None:
-    with started(tmp_path, JOB, *SIZES, "--cluster", "ray", arguments=(str(tmp_path), "100000", "4")) as run:
-        until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        pids = list(children(tmp_path).values())
-        pids += [actor_of(pid) for pid in pids]
-        pids += map(int, Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
-        assert len(pids) > 8, "Ray's own, too"
-        run.kill()
-        run.wait()
-    until(lambda: not any(map(is_left, pids)))
+def processes(run: subprocess.Popen[str], folder: Path) -> list[int]:
+    """Those of the run, their actors, and of Ray what the run started."""
+    pids = list(children(folder).values())
+    own = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    return [*pids, *(actor_of(pid) for pid in pids), *map(int, own)]
 
 
 def test_what_the_cluster_does_not_have_is_refused(tmp_path: Path, cluster: Any) -> None:
@@ -173,7 +187,15 @@ def test_what_the_cluster_does_not_have_is_refused(tmp_path: Path, cluster: Any)
         status, _, err = finished(run)
     assert status == 1
     assert "Ray found no place for 2 x server with 1 CPU, 2.0 GiB memory, 2 x trainer with 64 CPU, within 1 s" in err
-    assert "nodes" in err and "2 GPU" in err and "Traceback" not in err
+    assert "2 GPU" in err and "Traceback" not in err
+
+
+def test_a_place_that_is_lost_and_not_found_again_ends_the_run(tmp_path: Path, cluster: Any) -> None:
+    with started(tmp_path, JOB, *on(cluster, "--placement-seconds", "0.01")) as run:
+        status, _, err = finished(run)
+    assert status == 1 and "Ray found no place any more for server 0 with 1 CPU, within 0.01 s" in err
+    assert "Traceback" not in err
+    nothing_of_it_is_left(tmp_path, [])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +206,8 @@ def test_what_the_cluster_does_not_have_is_refused(tmp_path: Path, cluster: Any)
         (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; wanted a whole number of bytes, KiB"),
         (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; wanted"),
         (["--cluster", "ray", "--address", "ray://127.0.0.1:1"], "wanted host:port of the cluster's head, or auto"),
+        (["--cluster", "ray", "--address", "127.0.0.1:1"], "'127.0.0.1:1', where no Ray answers"),
+        (["--cluster", "ray", "--placement-seconds", "0"], "placement-seconds is 0.0; wanted more"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, options: list[str], message: str) -> None:

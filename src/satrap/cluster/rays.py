@@ -35,6 +35,7 @@ from satrap.errors import ConfigError, SatrapError
 from satrap.rpc.keys import make_keys
 
 _REPORT_SECONDS = 0.5  # a keeper that waits for its child hears an order that late
+_CONNECT_SECONDS = 10.0
 _STORE_BYTES = 100 << 20  # of a Ray of our own, which carries reports only
 _STRATEGIES = {Role.TRAINER: "PACK", Role.SERVER: "SPREAD", Role.WORKER: "SPREAD"}
 
@@ -102,7 +103,7 @@ def _forget(memory: Path, name: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    process: Process
+    command: Command
     keeper: Any
     since: float
     is_placed: bool = False
@@ -150,31 +151,13 @@ class RayLauncher:
 
     def start(self, command: Command) -> None:
         """See Launcher."""
-        process, role = command.process, command.process.role
-        needs = self._needs.of(role)
-        self._output.begin(process)
-        keeper: Any = (
-            ray.remote(_Keeper)
-            .options(
-                num_cpus=needs.cpus,
-                num_gpus=needs.gpus,
-                memory=needs.memory_bytes or None,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[role], process.number),
-            )
-            .remote()
-        )
-        if role is Role.TRAINER and process.number == 0:  # the first to be started of its launch
-            self._meeting = keeper.meet.remote() if self._plan.trainers > 1 else None
-        meeting = self._meeting if role is Role.TRAINER else None
-        key = self._keys["server" if role is Role.SERVER else "client"]
-        ref = keeper.start.remote(command, self._memory, key, meeting)
-        self._kept[ref] = _Kept(process, keeper, time.monotonic())
+        self._output.begin(command.process)
+        self._keep(command, time.monotonic())
 
     def end(self, process: Process, how: How) -> None:
         """See Launcher."""
         for kept in self._kept.values():
-            if kept.process == process:
+            if kept.command.process == process:
                 kept.was_told = True
                 if kept.is_placed:
                     kept.keeper.end.remote(process, how)
@@ -186,7 +169,8 @@ class RayLauncher:
         late = time.monotonic() - self._seconds
         for kept in self._kept.values():
             if not kept.is_placed and kept.since < late:
-                raise self._no_place(f"any more for {kept.process} with {self._needs.of(kept.process.role)}")
+                process = kept.command.process
+                raise self._no_place(f"any more for {process} with {self._needs.of(process.role)}")
         ray.wait(list(self._kept), num_returns=1, timeout=timeout)
         done, _ = ray.wait(list(self._kept), num_returns=len(self._kept), timeout=0)
         return self._output.hear([report for ref in done for report in self._answer(ref)])
@@ -203,16 +187,40 @@ class RayLauncher:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _keep(self, command: Command, since: float) -> None:
+        process, role = command.process, command.process.role
+        needs = self._needs.of(role)
+        keeper: Any = (
+            ray.remote(_Keeper)
+            .options(
+                num_cpus=needs.cpus,
+                num_gpus=needs.gpus,
+                memory=needs.memory_bytes or None,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[role], process.number),
+            )
+            .remote()
+        )
+        if role is Role.TRAINER and process.number == 0:  # the first to be started of its launch
+            self._meeting = keeper.meet.remote() if self._plan.trainers > 1 else None
+        meeting = self._meeting if role is Role.TRAINER else None
+        key = self._keys["server" if role is Role.SERVER else "client"]
+        ref = keeper.start.remote(command, self._memory, key, meeting)
+        self._kept[ref] = _Kept(command, keeper, since)
+
     def _answer(self, ref: Any) -> list[Report]:
         """What a keeper reports; then it is asked for more."""
         kept = self._kept.pop(ref)
-        kept.is_placed = True
         try:
             reports: list[Report] = ray.get(ref)
-        except (RayActorError, RayTaskError) as error:
+            kept.is_placed = True
+        except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else None
             if isinstance(cause, SatrapError):
                 raise cause from None
+            if self._was_never_there(kept, error):
+                self._keep(kept.command, kept.since)
+                return []
             reports = [self._lost(kept, error)]
         if any(isinstance(report, Gone) for report in reports):
             ray.kill(kept.keeper)
@@ -220,13 +228,20 @@ class RayLauncher:
             self._kept[kept.keeper.reports.remote()] = kept
         return reports
 
+    def _was_never_there(self, kept: _Kept, error: RayError) -> bool:
+        """Ray gave it a place on a node that was gone already: it gives it another. Trainers know where the first one
+        meets them, so they begin anew together."""
+        if kept.is_placed or kept.was_told or kept.command.process.role is Role.TRAINER:
+            return False
+        return isinstance(error, RayActorError) and not error.actor_init_failed
+
     def _lost(self, kept: _Kept, error: RayError) -> Gone:
         """With its actor a process is gone."""
+        process = kept.command.process
         if kept.was_told:
-            return Gone(kept.process, -signal.SIGTERM, True)
-        last = str(error).strip().splitlines()[-1].strip()
-        self._output.say(f"{kept.process}: its actor is gone: {last}")
-        return Gone(kept.process, -signal.SIGKILL, False)
+            return Gone(process, -signal.SIGTERM, True)
+        self._output.say(f"{process}: its actor is gone: {str(error).strip().splitlines()[-1].strip()}")
+        return Gone(process, -signal.SIGKILL, False)
 
     def _no_place(self, what: str) -> ConfigError:
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -243,13 +258,16 @@ def on_ray(
 ) -> Iterator[RayLauncher]:
     """A launcher whose processes are placed on the Ray cluster at the address, or on a Ray of this machine that is
     started for the run and ends with it."""
-    how: dict[str, Any] = {"runtime_env": {"working_dir": str(script.path.absolute().parent)}}
+    brought, logs = script.path.absolute().parent, output.folder.absolute()
+    left = [f"/{logs.relative_to(brought)}"] if logs.is_relative_to(brought) else []
+    if not seconds > 0:
+        raise ConfigError(f"placement-seconds is {seconds}; wanted more than 0")
+    how: dict[str, Any] = {"runtime_env": {"working_dir": str(brought), "excludes": left}}
     if address is None:
         cpus = max(len(os.sched_getaffinity(0)), needs.cpus(plan))  # as on one machine they share the cores
         how |= {"address": "local", "num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-    elif "://" in address:
-        raise ConfigError(f"address is {address!r}; wanted host:port of the cluster's head, or auto")
     else:
+        _check_address(address)
         how["address"] = address
     # Ray prints of workers and nodes that died; the terminal is the first trainer's.
     with open(output.folder / "ray.log", "a") as log, redirect_stdout(log):
@@ -260,6 +278,19 @@ def on_ray(
             yield launcher
         finally:
             ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Ray would wait for ever for a head that is not there."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or "/" in host or not port.isdecimal():
+        raise ConfigError(f"address is {address!r}; wanted host:port of the cluster's head, or auto")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"address is {address!r}, where no Ray answers ({error}); wanted that of its head") from error
 
 
 def _connect(address: str | None, how: dict[str, Any]) -> None:

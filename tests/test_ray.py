@@ -190,6 +190,13 @@ def test_what_the_cluster_does_not_have_is_refused(tmp_path: Path, cluster: Any)
     assert "2 GPU" in err and "Traceback" not in err
 
 
+def test_a_node_without_the_folder_for_rows(tmp_path: Path, cluster: Any) -> None:
+    with started(tmp_path, JOB, *on(cluster, "--memory", str(tmp_path / "nowhere"))) as run:
+        status, _, err = finished(run)
+    assert status == 1 and "nowhere', which cannot be written to at " in err
+    assert "Traceback" not in err
+
+
 def test_a_place_that_is_lost_and_not_found_again_ends_the_run(tmp_path: Path, cluster: Any) -> None:
     with started(tmp_path, JOB, *on(cluster, "--placement-seconds", "0.01")) as run:
         status, _, err = finished(run)

@@ -29,16 +29,7 @@ if TYPE_CHECKING:
     from satrap.cluster.supervisor import Plan
 
 _PACKAGES = (
-    "satrap",
-    "numpy",
-    "torch",
-    "pyarrow",
-    "safetensors",
-    "fsspec",
-    "tensorboard",
-    "pandas",
-    "polars",
-    "pyzmq",
+    *("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq"),
     "ray",
 )
 _RAY_OPTIONS = (

@@ -1,10 +1,12 @@
-"""A user's training script, which knows nothing of servers: `run_job.py FOLDER NUM_BATCHES [STALENESS]`.
+"""A user's training script, which knows nothing of servers: `run_job.py FOLDER NUM_BATCHES [STALENESS [FILE]]`.
 
-At the end the first trainer writes what came of it to FOLDER/end.npz. At staleness 0 that must be the same bits however
+It trains on batches of its own or on those of a Parquet file. At step 30 it waits while there is a file FOLDER/hold. At
+the end the first trainer writes what came of it to FOLDER/end.npz. At staleness 0 that must be the same bits however
 often it was interrupted.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,17 @@ import numpy as np
 import torch
 
 from loop import NUM_IDS, Net, batches, loss_of, tables
-from satrap import Checkpoint, Embeddings
+from satrap import Checkpoint, Embeddings, Parquet
 
 
-def main(folder: Path, num_batches: int, staleness: int) -> None:
+def main(folder: Path, num_batches: int, staleness: int = 0, file: str | None = None) -> None:
     torch.manual_seed(0)
     embeddings = Embeddings(tables(), staleness=staleness)
     model = embeddings.parallel(Net())
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-    data = batches(num_batches)
+    data: Any = batches(num_batches)
+    if file is not None:
+        data = Parquet(file, dense=["d0", "d1"], label="label", batch_size=8)
     run = Checkpoint(folder / "checkpoints", model, optimizer, embeddings, data, full_every=2)
     print("resumed" if run.resume() else "began", flush=True)
     for batch in embeddings.stream(data):
@@ -28,6 +32,8 @@ def main(folder: Path, num_batches: int, staleness: int) -> None:
         loss_of(model, batch).backward()
         optimizer.step()
         run.save(every_steps=5)
+        while embeddings.step == 30 and (folder / "hold").exists():
+            time.sleep(0.01)
     embeddings.drain()
     every = np.arange(NUM_IDS, dtype=np.uint64)
     found: dict[str, Any] = {
@@ -39,4 +45,5 @@ def main(folder: Path, num_batches: int, staleness: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    given = [*sys.argv[1:], "0"][:3]
+    main(Path(given[0]), int(given[1]), int(given[2]), *sys.argv[4:5])

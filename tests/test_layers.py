@@ -112,9 +112,13 @@ LAYERS = [
     "evaluation",
     "cluster.membership",
     "cluster.supervisor",
+    "cluster.children",
     "cluster.output",
     "cluster.resizer",
+    "cluster.command",
     "cluster.processes",
+    "cluster.resources",
+    "cluster.rays",
     "cluster.run",
     "cluster.trainer",
     "cluster",
@@ -148,6 +152,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     "safetensors": {"statefile"},
     "fsspec": {"runfolder", "sources.files"},
     "zmq": {"rpc.keys", "rpc.service", "rpc.client"},
+    "ray": {"cluster.rays"},
 }
 PURE = {  # the standard library only
     *(

@@ -8,49 +8,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-DEADLINE_SECONDS = 120.0
-JOB = Path(__file__).with_name("run_job.py")
-SATRAP = Path(sys.executable).with_name("satrap")
-
-
-@contextmanager
-def started(
-    folder: Path, script: Path, *options: str, arguments: tuple[str, ...] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    """A run in the folder, its rows in the folder, too. Killed if the test leaves it."""
-    (folder / "memory").mkdir(exist_ok=True)
-    command = [str(SATRAP), "run", str(script), "--folder", str(folder / "run"), "--memory", str(folder / "memory")]
-    process = subprocess.Popen(
-        [*command, *options, "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    return process.returncode, out, err
-
-
-def until(what: Callable[[], object], of: subprocess.Popen[str] | None = None) -> None:
-    """Returns once it is so."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not what():
-        assert time.monotonic() < deadline, "it took too long"
-        assert of is None or of.poll() is None, finished(of)
-        time.sleep(0.01)
+from runs import JOB, SATRAP, finished, is_left, nothing_is_left, num_checkpoints, same, started, until
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
@@ -65,26 +31,9 @@ def children(run: subprocess.Popen[str]) -> dict[str, int]:
             found[f"trainer {json.loads(words[words.index('--place') + 1])['rank']}"] = int(pid)
         elif "server" in words:
             found[f"server {words[words.index('--shared') + 1][-1]}"] = int(pid)
+        elif "worker" in words:
+            found["worker"] = int(pid)
     return found
-
-
-def is_left(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def nothing_is_left(folder: Path, pids: list[int]) -> None:
-    until(lambda: not any(map(is_left, pids)))
-    assert not list((folder / "memory").iterdir()), "rows in shared memory"
-    assert not list((folder / "run").glob("meeting*"))
-
-
-def num_checkpoints(folder: Path) -> int:
-    """How many were ever saved."""
-    names = sorted(each.name for each in (folder / "checkpoints").glob("[0-9]*-step-*"))
-    return int(names[-1].partition("-")[0]) if names else 0
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +46,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
     nothing_is_left(folder, [])
     with np.load(folder / "end.npz") as found:
         return dict(found)
-
-
-def same(folder: Path, wanted: dict[str, np.ndarray]) -> None:
-    with np.load(folder / "end.npz") as found:
-        assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_whoever_is_killed_it_ends_in_the_same_bits(
@@ -138,6 +82,51 @@ def test_a_supervisor_that_is_killed_takes_all_with_it_and_the_next_one_goes_on(
     assert "launch 2: 2 trainers" in err
     same(tmp_path, undisturbed)
     nothing_is_left(tmp_path, [])
+
+
+def test_more_servers_and_fewer_while_it_trains(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
+    (tmp_path / "hold").touch()
+    with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        assert run.stderr is not None
+        for number in (3, 2):
+            scale = [str(SATRAP), "scale", "--servers", str(number), "--folder", str(tmp_path / "run")]
+            assert "asked for" in subprocess.run(scale, capture_output=True, text=True, check=True).stdout
+            while f"buckets are moved: {number} servers" not in run.stderr.readline():
+                assert run.poll() is None
+            if number == 3:
+                assert {"server 0", "server 1", "server 2"} <= children(run).keys()
+                os.kill(children(run)["server 2"], signal.SIGKILL)
+        (tmp_path / "hold").unlink()
+        status, _, err = finished(run)
+    assert status == 0, err
+    same(tmp_path, undisturbed)
+    nothing_is_left(tmp_path, [])
+
+
+def test_workers_read_and_one_is_killed(tmp_path: Path) -> None:
+    rng, n = np.random.default_rng(0), 640
+    columns: dict[str, Any] = {name: rng.integers(0, 30, n, dtype=np.uint64) for name in ("user", "item")}
+    columns |= {name: rng.standard_normal(n) for name in ("d0", "d1")}
+    columns["label"] = rng.integers(0, 2, n).astype(np.float64)
+    lists = [rng.integers(0, 30, int(k)).tolist() for k in rng.integers(0, 5, n)]
+    pq.write_table(pa.table(columns | {"history": lists}), tmp_path / "data.parquet", row_group_size=80)
+    wanted: dict[str, np.ndarray] = {}
+    for workers in ("0", "1"):
+        folder = tmp_path / workers
+        folder.mkdir()
+        arguments = (str(folder), "0", "0", str(tmp_path / "data.parquet"))
+        with started(folder, JOB, "--trainers", "2", "--workers", workers, arguments=arguments) as run:
+            if workers == "1":
+                until(lambda folder=folder: num_checkpoints(folder) >= 2, run)  # type: ignore[misc]
+                os.kill(children(run)["worker"], signal.SIGKILL)
+            status, _, err = finished(run)
+        assert status == 0, err
+        assert (workers == "0") == ("worker 0 was ended by signal 9" not in err)
+        nothing_is_left(folder, [])
+        with np.load(folder / "end.npz") as found:
+            wanted = wanted or dict(found)
+            assert int(found["step"]) == 40 and all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
@@ -227,6 +216,7 @@ def test_compressed_gradients(tmp_path: Path) -> None:
     [
         (["nowhere.py"], "there is no script 'nowhere.py'"),
         ([str(JOB), "--servers", "0"], "run: servers is 0; wanted"),
+        ([str(JOB), "--max-servers", "0"], "Bounds: min_servers is 0"),
         ([str(JOB), "--memory", "nowhere"], "memory is 'nowhere'; wanted a folder"),
         ([str(JOB), "--folder", str(JOB)], "cannot be used: "),
     ],

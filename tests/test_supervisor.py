@@ -48,7 +48,9 @@ class Machine:
         self.finished: int | None = None
         self.launches: dict[int, int] = {}
         self.moving: tuple[str, ...] | None = None
-        self.was_ready = set[Process]()
+        self.was_at: dict[tuple[Role, int], str] = {}
+        self.moves = dict[tuple[Role, int], int]()
+        self.known: object = None  # to the trainers
         self.obey(self.supervisor.begin(self.now))
 
     def obey(self, orders: list[Order]) -> None:
@@ -61,7 +63,7 @@ class Machine:
                     self.told.add(process)
                 case Move(now, wanted):
                     assert self.moving is None and now == self.supervisor.membership.servers and now != wanted
-                    assert {*now, *wanted} <= {self.address(each) for each in self.was_ready}
+                    assert {*now, *wanted} <= set(self.was_at.values())
                     self.moving = wanted
                 case Say(text):
                     self.said.append(text)
@@ -74,30 +76,43 @@ class Machine:
         assert process not in self.started, "each start is another process"
         self.started.append(process)
         if process.role is Role.TRAINER:
-            told = {self.address(each) for each in self.was_ready if each.role is Role.SERVER}
-            assert set(self.supervisor.membership.servers) <= told and len(told) >= 1
+            ready = {self.was_at[each.role, each.number] for each in self.ready}
+            assert self.supervisor.membership.servers and len(self.supervisor.membership.workers) == self.plan.workers
+            assert {*self.supervisor.membership.servers, *self.supervisor.membership.workers} <= ready, "all are there"
+            self.known = self.addresses()
             assert process.start == self.supervisor.membership.launch, "a launch is known before it begins"
             assert process.start == max(self.launches, default=process.start - 1) + (process.start not in self.launches)
             assert all(each.start == process.start for each in self.alive if each.role is Role.TRAINER)
             self.launches[process.start] = self.launches.get(process.start, 0) + 1
         elif process.start > 1 and address is not None:
-            assert address == self.address(process), "where its callers know it"
+            assert address == self.was_at[process.role, process.number], "where callers know it"
         self.alive.add(process)
 
-    @staticmethod
-    def address(process: Process) -> str:
-        return f"tcp://127.0.0.1:{1000 * (process.role is Role.WORKER) + process.number + 1}"
+    def address(self, process: Process) -> str:
+        machine = self.moves.get((process.role, process.number), 0) + 1
+        return f"tcp://127.0.0.{machine}:{1000 * (process.role is Role.WORKER) + process.number + 1}"
+
+    def addresses(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.supervisor.membership.servers, self.supervisor.membership.workers
+
+    def move(self, role: Role, number: int) -> None:
+        """Its next start is on another machine."""
+        self.moves[role, number] = self.moves.get((role, number), 0) + 1
 
     def happen(self, event: Event) -> None:
         if isinstance(event, Ready):
             self.ready.add(event.process)
-            self.was_ready.add(event.process)
+            self.was_at[event.process.role, event.process.number] = event.address
         elif isinstance(event, Moved):
             self.moving = None
         elif isinstance(event, Ended):
             self.alive.discard(event.process)
             self.ready.discard(event.process)
         self.obey(self.supervisor.handle(event, self.now))
+        if isinstance(event, Moved):  # which trainers learn from the servers
+            self.known = self.addresses()
+        if self.finished is None and any(each not in self.told for each in self.trainers()):
+            assert self.known == self.addresses(), "they are not left to call those that are elsewhere"
 
     def all_ready(self) -> None:
         """Servers and workers, until the trainers run."""
@@ -148,6 +163,8 @@ def test_whatever_happens_the_run_goes_on_or_ends(
                 machine.happen(Wanted(draw.randrange(0, 6), "drawn"))
         elif chance < 0.95 and machine.alive:
             one = draw.choice(sorted(machine.alive, key=str))
+            if draw.random() < 0.3:
+                machine.move(one.role, one.number)
             machine.happen(Ended(one, draw.choice([0, 1, -9, -15])))
         else:
             machine.happen(Stop("SIGINT"))
@@ -188,6 +205,36 @@ def test_a_server_or_worker_is_started_again_where_it_was(role: Role) -> None:
     machine.obeyed()
     assert machine.finished == 1
     assert machine.said[-1] == f"{role} 0 ended with status 1, 4 times soon after it began: giving up"
+
+
+@pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
+def test_one_that_comes_back_elsewhere_begins_a_new_launch(role: Role) -> None:
+    machine = training(restarts=1)
+    machine.move(role, 0)
+    machine.end(role, 0, -9, after=5.0)
+    assert not machine.told, "it may come back where it was"
+    machine.all_ready()
+    assert machine.told and machine.finished is None
+    machine.obeyed()
+    assert [each.start for each in machine.trainers()] == [2, 2], "however soon it was: it was not the script"
+    assert f"{role} 0 is no longer where it was: the trainers start again" in machine.said[-2]
+    assert machine.addresses()[role is Role.WORKER][0] == machine.address(Process(role, 0, 2))
+    machine.move(role, 0)
+    machine.end(role, 0, -9)
+    machine.all_ready()
+    machine.obeyed()
+    assert [each.start for each in machine.trainers()] == [3, 3]
+
+
+def test_a_machine_lost_with_a_server_and_a_trainer() -> None:
+    machine = training()
+    machine.move(Role.SERVER, 1)
+    machine.end(Role.TRAINER, 0, -9)
+    machine.end(Role.SERVER, 1, -9)
+    machine.obeyed()
+    assert not machine.trainers(), "they wait for the server, whose address they would not know"
+    machine.all_ready()
+    assert [each.start for each in machine.trainers()] == [2, 2]
 
 
 def test_trainers_start_again_together_once_all_are_gone() -> None:
@@ -284,7 +331,7 @@ def test_a_run_goes_on_from_the_launches_before_it() -> None:
 @pytest.mark.parametrize(("option", "value"), [("servers", 0), ("trainers", 0), ("workers", -1), ("restarts", 1.5)])
 def test_impossible_plans_are_refused(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"run: {option} is {value}"):
-        Plan(**({"servers": 1, "workers": 0, "trainers": 1} | {option: value}))
+        replace(Plan(servers=1, workers=0, trainers=1), **{option: value})  # type: ignore[arg-type]
 
 
 def test_the_file_is_whole_or_refused(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +27,17 @@ from satrap.errors import ConfigError, SatrapError
 from satrap.inputs import Inputs
 from satrap.place import Place
 
-_PACKAGES = ("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq")
+if TYPE_CHECKING:
+    from satrap.cluster.supervisor import Plan
+
+_PACKAGES = (
+    *("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq"),
+    "ray",
+)
+_RAY_OPTIONS = (
+    *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
+    *("trainer_cpus", "trainer_gpus", "trainer_memory"),
+)
 _RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
 _CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
@@ -57,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(own)
     try:
         if given.die_with is not None:
-            from satrap.cluster.processes import die_with
+            from satrap.cluster.children import die_with
 
             die_with(given.die_with)
         if given.command == "run":
@@ -76,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     from satrap.cluster.trainer import train
 
-    train(Place.from_dict(json.loads(given.place)), given.script, script_arguments)
+    train(Place.from_dict(json.loads(given.place)), given.script, script_arguments, given.listener)
     return 0
 
 
@@ -110,6 +122,7 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     run.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row, soon after a start (default 3)")
     run.add_argument("--max-servers", type=int, metavar="N", help="add servers by memory and work, up to so many")
     run.add_argument("--server-gib", type=float, metavar="GIB", help="of rows a server may hold (default: its memory)")
+    _add_cluster(run)
     scale = commands.add_parser("scale", help="change how many servers a run has, while it trains")
     scale.add_argument("--servers", type=int, required=True, metavar="N")
     scale.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of the run (default satrap-run)")
@@ -121,7 +134,19 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     move.add_argument("--keys", metavar="FILE", help="client.key")
     trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
     trainer.add_argument("--place", required=True)
+    trainer.add_argument("--listener", type=int)
     trainer.add_argument("script")
+
+
+def _add_cluster(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--cluster", choices=["local", "ray"], default="local", help="where it runs (default local)")
+    ray = run.add_argument_group("with --cluster ray")
+    ray.add_argument("--address", help="host:port of a Ray cluster, or auto (default: a Ray of this machine's own)")
+    ray.add_argument("--placement-seconds", type=float, metavar="S", help="to find a place in (default 60)")
+    for role in ("server", "worker", "trainer"):
+        ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"of each {role} (default 1)")
+        ray.add_argument(f"--{role}-memory", metavar="SIZE", help=f"of each {role}, such as 64GiB")
+    ray.add_argument("--trainer-gpus", type=int, metavar="N", help="of each trainer (default 0)")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -131,19 +156,25 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(given: argparse.Namespace, arguments: list[str]) -> int:
+    from satrap.cluster.command import Script
     from satrap.cluster.output import Output
     from satrap.cluster.processes import LocalLauncher
     from satrap.cluster.resizer import Resizer
-    from satrap.cluster.run import Script, folder_of_one_run, run
+    from satrap.cluster.run import folder_of_one_run, run
     from satrap.cluster.supervisor import Plan
     from satrap.scaling import Bounds
 
-    cores = len(os.sched_getaffinity(0))
     plan = Plan(servers=given.servers, workers=given.workers, trainers=given.trainers, restarts=given.restarts)
+    if given.cluster == "ray":
+        return _run_on_ray(given, replace(plan, resizable=False), arguments)
+    if alone := [name for name in _RAY_OPTIONS if getattr(given, name) is not None]:
+        raise ConfigError(f"--{alone[0].replace('_', '-')} is of --cluster ray: add that, or leave this out")
+    cores = len(os.sched_getaffinity(0))
     script = Script(
         path=Path(given.script),
         arguments=tuple(arguments),
         trainer_threads=max(1, cores // plan.trainers),
+        worker_threads=max(1, cores // plan.servers),
         server_threads=max(1, cores // plan.servers),
     )
     with folder_of_one_run(given.folder):
@@ -171,6 +202,48 @@ def _move(now: Sequence[str], wanted: Sequence[str], keys: str | None) -> Iterat
         f"{moved.buckets} buckets, {moved.rows:,} rows, {moved.bytes / 2**20:,.0f} MiB in {moved.seconds:.1f} s; none "
         f"was closed for more than {moved.longest_frozen_seconds:.2f} s"
     )
+
+
+def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -> int:
+    try:
+        from satrap.cluster.rays import on_ray
+    except ImportError as error:
+        raise ConfigError(f"--cluster ray needs Ray ({error}): pip install 'satrap[ray]'") from error
+    from satrap.cluster.command import Script
+    from satrap.cluster.output import Output
+    from satrap.cluster.resizer import Resizer
+    from satrap.cluster.resources import Needs, Resources, size_in_bytes
+    from satrap.cluster.run import folder_of_one_run, run
+
+    if given.max_servers is not None:
+        raise ConfigError("--max-servers is of --cluster local: on Ray a run keeps the servers that it began with")
+
+    def resources(role: str) -> Resources:
+        memory = getattr(given, f"{role}_memory")
+        cpus, gpus = getattr(given, f"{role}_cpus"), getattr(given, f"{role}_gpus", None)
+        return Resources(
+            cpus=1 if cpus is None else cpus,
+            gpus=gpus or 0,
+            memory_bytes=0 if memory is None else size_in_bytes(memory),
+        )
+
+    needs = Needs(server=resources("server"), worker=resources("worker"), trainer=resources("trainer"))
+    script = Script(
+        path=Path(given.script),
+        arguments=tuple(arguments),
+        trainer_threads=needs.trainer.cpus,
+        worker_threads=needs.worker.cpus,
+        server_threads=needs.server.cpus,
+    )
+    seconds = 60.0 if given.placement_seconds is None else given.placement_seconds
+    with folder_of_one_run(given.folder):
+        output = Output(given.folder / "logs")
+        try:
+            where = {"address": given.address, "memory": given.memory, "seconds": seconds}
+            with on_ray(script, plan, needs, output, **where) as launcher:
+                return run(script, plan, given.folder, launcher, output, Resizer(given.folder))
+        except KeyboardInterrupt:  # before it began
+            return 130
 
 
 def _doctor(dim: int, *, run: bool) -> Iterator[str]:

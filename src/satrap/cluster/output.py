@@ -5,10 +5,11 @@ lines are shown.
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
-from satrap.cluster.supervisor import Process, Role
+from satrap.cluster.children import Gone, Report, Said, Stream
+from satrap.cluster.supervisor import Ended, Event, Process, Role
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
@@ -20,28 +21,42 @@ class Output:
     def __init__(self, folder: Path) -> None:
         """folder: for the log files; each start of a process adds to the same one."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = folder
+        self._stdout, self._stderr = sys.stdout, sys.stderr
         self._begins: dict[Process, int] = {}  # in its log file
 
     def path(self, process: Process) -> Path:
         """Of its log file."""
-        return self._folder / f"{process.role}-{process.number}.log"
+        return self.folder / f"{process.role}-{process.number}.log"
 
     def begin(self, process: Process) -> None:
         """It is started."""
         self._begins[process] = self._log(process, f"--- {process}, start {process.start}\n".encode())
 
-    def take(self, process: Process, stream: Literal["stdout", "stderr"], data: bytes) -> None:
-        """It wrote this."""
+    def hear(self, reports: Iterable[Report]) -> list[Event]:
+        """Writes down what was reported; returns what the supervisor must know of it. Of processes that went together
+        the one that did not go by itself comes first: it took the others with it."""
+        found: list[Event] = []
+        ended: list[Ended] = []
+        for report in reports:
+            if isinstance(report, Said):
+                self._take(report.process, report.stream, report.data)
+            elif isinstance(report, Gone):
+                self._end(report.process, failed=report.status != 0 and not report.was_told)
+                ended.append(Ended(report.process, report.status))
+            else:
+                found.append(report)
+        return found + sorted(ended, key=lambda event: event.status > 0)
+
+    def _take(self, process: Process, stream: Stream, data: bytes) -> None:
         self._log(process, data)
         if _is_shown(process):
-            to = sys.stdout if stream == "stdout" else sys.stderr
+            to = self._stdout if stream == "stdout" else self._stderr
             to.flush()
             to.buffer.write(data)
             to.flush()
 
-    def end(self, process: Process, *, failed: bool) -> None:
-        """It ended."""
+    def _end(self, process: Process, *, failed: bool) -> None:
         begin = self._begins.pop(process)
         if failed and not _is_shown(process):
             for line in self._tail(process, begin):
@@ -63,7 +78,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """A line of the run's own."""
-        print(f"satrap run: {text}", file=sys.stderr, flush=True)
+        print(f"satrap run: {text}", file=self._stderr, flush=True)
 
 
 def _is_shown(process: Process) -> bool:

@@ -4,17 +4,17 @@ launcher.events, resizer.events ──> Supervisor.handle ──> membership on 
 """
 
 import fcntl
-import json
 import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
+from satrap.cluster.children import How
+from satrap.cluster.command import Command, Script
 from satrap.cluster.membership import Membership
 from satrap.cluster.output import Output
 from satrap.cluster.resizer import Resizer
@@ -26,14 +26,12 @@ from satrap.cluster.supervisor import (
     Order,
     Plan,
     Process,
-    Role,
     Say,
     Start,
     Stop,
     Supervisor,
 )
 from satrap.errors import ConfigError
-from satrap.place import Place
 
 _EVENT_SECONDS = 0.5  # how late a Ctrl-C may be heard
 
@@ -41,22 +39,13 @@ _EVENT_SECONDS = 0.5  # how late a Ctrl-C may be heard
 class Launcher(Protocol):
     """Starts the processes of a run, somewhere."""
 
-    def listen_address(self) -> str:
-        """Where a server or worker may listen that has no address yet."""
-
-    def meeting(self, name: str, launch: int) -> str:
-        """Where the trainers of a launch of the run of that name find each other."""
-
-    def rows(self, name: str, server: int) -> str:
-        """The shared-memory file of a server of the run of that name."""
-
     def forget(self, name: str) -> None:
         """Removes the files of the run of that name."""
 
-    def start(self, process: Process, arguments: Sequence[str]) -> None:
-        """Starts `satrap ARGUMENTS...`."""
+    def start(self, command: Command) -> None:
+        """Starts a process. It has the address that it had before, or its rows are gone."""
 
-    def end(self, process: Process, how: Literal["interrupt", "terminate", "kill"]) -> None:
+    def end(self, process: Process, how: How) -> None:
         """Tells a process to end; kills it if it does not within some seconds."""
 
     def events(self, timeout: float) -> list[Event]:
@@ -64,21 +53,6 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Kills what is left, and waits for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """What the trainers run."""
-
-    path: Path
-    arguments: tuple[str, ...] = ()
-    trainer_threads: int | None = None
-    """Of torch, of each trainer."""
-    server_threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.path.is_file():
-            raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; wanted the path of a Python file")
 
 
 @contextmanager
@@ -142,29 +116,7 @@ def _carry_out(
         case End(process, how):
             launcher.end(process, how)
         case Start(process, address):
-            launcher.start(process, _arguments(process, address, script, plan, membership, launcher))
-
-
-def _arguments(
-    process: Process, address: str | None, script: Script, plan: Plan, membership: Membership, launcher: Launcher
-) -> list[str]:
-    """What a process is: a command of `satrap`."""
-    threads = [] if script.server_threads is None else ["--threads", str(script.server_threads)]
-    listen = ["--listen", launcher.listen_address() if address is None else address]
-    if process.role is Role.SERVER:
-        return ["server", *listen, "--shared", launcher.rows(membership.name, process.number), *threads]
-    if process.role is Role.WORKER:
-        return ["worker", *listen, *threads]
-    place = Place(
-        rank=process.number,
-        world=plan.trainers,
-        launch=process.start,
-        servers=membership.servers,
-        workers=membership.workers,
-        meeting=launcher.meeting(membership.name, process.start) if plan.trainers > 1 else None,
-        num_threads=script.trainer_threads,
-    )
-    return ["trainer", "--place", json.dumps(place.to_dict()), str(script.path), "--", *script.arguments]
+            launcher.start(Command(process, address, script, plan, membership))
 
 
 @contextmanager

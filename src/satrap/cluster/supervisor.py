@@ -5,9 +5,10 @@
                                             one fails: the others are ended; once all are gone, the next launch
 
 A server or worker that ends is started again at its address: a server finds its rows in shared memory, trainers wait
-for it. A trainer that ends badly takes its launch with it, because the trainers' dense halves must stay alike: the next
-launch resumes the last checkpoint. Launches are counted, on disk before they begin; the servers refuse an older one's
-calls, so a process that was paused, or cut off, cannot write any more.
+for it. One that listens elsewhere then (its machine was lost) has no rows, and trainers do not know it: their launch
+ends. A trainer that ends badly takes its launch with it, too, because the trainers' dense halves must stay alike: the
+next launch resumes the last checkpoint, once all servers and workers listen. Launches are counted, on disk before they
+begin; the servers refuse an older one's calls, so a process that was paused, or cut off, cannot write any more.
 
 While trainers run, there may be more servers or fewer: new ones are started, then buckets are moved, then those that
 own none any more are ended.
@@ -140,6 +141,8 @@ class Plan:
     restarts: int = 3
     """How often in a row a process is started again that lived for less than `settled_seconds`."""
     settled_seconds: float = 300.0
+    resizable: bool = True
+    """Whether there may be more servers or fewer while it trains."""
     early_seconds: float = 60.0
     """A launch that ends by itself within them is not tried again: it is the script, most likely."""
 
@@ -149,10 +152,9 @@ class Plan:
 
 
 class _Phase(Enum):
-    SERVERS = "the servers are starting"
-    WORKERS = "the workers are starting"
+    STARTING = "servers and workers are starting"
     TRAINING = "the trainers run"
-    REGROUPING = "a trainer failed; its launch is being ended"
+    REGROUPING = "a launch failed; it is being ended"
     ENDING = "the run is ending"
 
 
@@ -181,7 +183,7 @@ class Supervisor:
         self.membership = membership
         """What is decided, to be on disk before the orders that came with it are carried out."""
         self._plan = plan
-        self._phase = _Phase.SERVERS
+        self._phase = _Phase.STARTING
         self._alive: dict[tuple[Role, int], _Alive] = {}
         self._addresses: dict[tuple[Role, int], str] = {}
         self._members = list(range(plan.servers))  # servers by their numbers, in the order that trainers know
@@ -224,25 +226,38 @@ class Supervisor:
 
     def _ready(self, alive: _Alive, address: str, now: float) -> list[Order]:
         alive.ready = True
-        role, number = alive.process.role, alive.process.number
-        self._addresses[role, number] = address
-        self.membership = replace(
-            self.membership,
-            servers=tuple(self._addresses.get((Role.SERVER, each), "") for each in self._members),
-            workers=tuple(self._addresses.get((Role.WORKER, each), "") for each in range(self._plan.workers)),
-        )
-        said: list[Order] = [Say(f"{alive.process} listens at {address}")]
-        if self._future is not None and not self._moving:
-            return [*said, *self._move()]
-        if self._phase is _Phase.SERVERS and self._all_ready(Role.SERVER, self._plan.servers):
-            self._phase = _Phase.WORKERS
-            said += [self._start(Role.WORKER, each, now) for each in range(self._plan.workers)]
-        if self._phase is _Phase.WORKERS and self._all_ready(Role.WORKER, self._plan.workers):
-            said += self._launch(now)
-        return said
+        process = alive.process
+        before = self._addresses.get((process.role, process.number))
+        self._addresses[process.role, process.number] = address
+        self._know_members()
+        orders: list[Order] = [Say(f"{process} listens at {address}")]
+        if self._phase is _Phase.TRAINING and before not in (None, address):
+            self._trouble = _Trouble([f"{process} is no longer where it was"], own=False)
+            orders += self._regroup()
+        if self._phase is _Phase.STARTING:
+            orders += self._go_on(now)
+        if self._phase is not _Phase.ENDING and self._future is not None and not self._moving:
+            orders += self._move()
+        return orders
 
-    def _all_ready(self, role: Role, wanted: int) -> bool:
-        return sum(alive.ready for (each, _), alive in self._alive.items() if each is role) == wanted
+    def _know_members(self) -> None:
+        """What the trainers of the next launch are to know."""
+        known = {
+            role: tuple(self._addresses.get((role, number), "") for number in numbers)
+            for role, numbers in ((Role.SERVER, self._members), (Role.WORKER, range(self._plan.workers)))
+        }
+        self.membership = replace(self.membership, servers=known[Role.SERVER], workers=known[Role.WORKER])
+
+    def _go_on(self, now: float) -> list[Order]:
+        """What servers and workers that are ready make possible."""
+        if not self._all_ready(Role.SERVER, self._members):
+            return []
+        started = {number for role, number in self._alive if role is Role.WORKER}
+        orders = [self._start(Role.WORKER, each, now) for each in range(self._plan.workers) if each not in started]
+        return list(orders) or (self._launch(now) if self._all_ready(Role.WORKER, range(self._plan.workers)) else [])
+
+    def _all_ready(self, role: Role, numbers: Iterable[int]) -> bool:
+        return all((role, each) in self._alive and self._alive[role, each].ready for each in numbers)
 
     def _restart(self, alive: _Alive, status: int, now: float) -> list[Order]:
         role, number = alive.process.role, alive.process.number
@@ -268,6 +283,8 @@ class Supervisor:
 
     def _resize(self, wanted: Wanted, now: float) -> list[Order]:
         have = len(self._members)
+        if not self._plan.resizable:
+            return [Say(f"{_count(wanted.servers, 'server')} wanted: this run cannot change their number")]
         if self._phase is not _Phase.TRAINING or self._future is not None:
             return [Say(f"{_count(wanted.servers, 'server')} wanted: not now, {self._busy()}")]
         if not 1 <= wanted.servers <= MOST_PROCESSES or wanted.servers == have:
@@ -303,9 +320,7 @@ class Supervisor:
             return [Say(f"buckets could not be moved ({failure}): it is tried again"), *self._move()]
         gone = [each for each in self._members if each not in self._future]
         self._members, self._future, self._failures = self._future, None, 0
-        self.membership = replace(
-            self.membership, servers=tuple(self._addresses[Role.SERVER, each] for each in self._members)
-        )
+        self._know_members()
         ended = [self._alive[Role.SERVER, each].process for each in gone if (Role.SERVER, each) in self._alive]
         return [
             Say(f"buckets are moved: {_count(len(self._members), 'server')}"),
@@ -330,12 +345,15 @@ class Supervisor:
         if self._phase is _Phase.TRAINING:
             if status == 0:
                 return [] if left else self._end(0)
-            self._phase = _Phase.REGROUPING
-            orders = [End(process, "terminate") for process in left]
             self._note(alive, status)
+            orders = self._regroup()
         elif status not in (0, -signal.SIGTERM):
             self._note(alive, status)  # by itself, just before it was told to
         return orders if left else [*orders, *self._relaunch(alive.since, now)]
+
+    def _regroup(self) -> list[Order]:
+        self._phase = _Phase.REGROUPING
+        return [End(alive.process, "terminate") for alive in self._of(Role.TRAINER)]
 
     def _note(self, alive: _Alive, status: int) -> None:
         if not self._trouble.lines or status < 0:
@@ -350,7 +368,8 @@ class Supervisor:
         if self._gave_up(Role.TRAINER, 0, since, now):
             times = self._short[Role.TRAINER, 0]
             return self._fail(f"{told}, {times} times soon after it began: giving up", self._trouble.status)
-        return [Say(f"{told}: the trainers start again from the last checkpoint"), *self._launch(now)]
+        self._phase = _Phase.STARTING
+        return [Say(f"{told}: the trainers start again from the last checkpoint"), *self._go_on(now)]
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,15 +13,21 @@ import torch.distributed as dist
 from satrap.place import Place, stand
 
 
-def train(place: Place, script: str, arguments: Sequence[str]) -> None:
-    """Runs the script as Python would, in this place. Several trainers are a torch.distributed group then."""
+def train(place: Place, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
+    """Runs the script as Python would, in this place. Several trainers are a torch.distributed group then.
+
+    listener: a file descriptor that listens at the meeting; of the first trainer, where the meeting is its own.
+    """
     if place.num_threads is not None:
         torch.set_num_threads(place.num_threads)
     if place.world > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(place.rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.world)
+        how: dict[str, Any] = {"init_method": place.meeting}
+        if place.meeting is not None and place.meeting.startswith("tcp://"):
+            how = {"store": _store(place, place.meeting, listener)}
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world, **how)
     stand(place)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
@@ -32,6 +39,13 @@ def train(place: Place, script: str, arguments: Sequence[str]) -> None:
         # torch's threads let go of a tensor with Python's lock in hand; one that asks for it after Python has ended
         # aborts the process, as of torch 2.13.
         time.sleep(_SETTLE_SECONDS if place.world > 1 else 0.0)
+
+
+def _store(place: Place, meeting: str, listener: int | None) -> Any:
+    """Where the trainers find each other. The port was bound before anybody was told of it: nobody else can take it."""
+    host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+    first: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
+    return dist.TCPStore(host, int(port), place.world, **first)  # type: ignore[attr-defined]
 
 
 _SETTLE_SECONDS = 0.5

@@ -1,0 +1,84 @@
+"""What a process of a run is: a command of `satrap`, which it becomes where it is started.
+
+A value that knows the run, and is told the spot: the address, the files and the script of the machine that it is on.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from satrap.cluster.membership import Membership
+from satrap.cluster.supervisor import Plan, Process, Role
+from satrap.errors import ConfigError
+from satrap.place import Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What the trainers run."""
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+    trainer_threads: int | None = None
+    """Of torch, of each trainer."""
+    worker_threads: int | None = None
+    server_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; wanted the path of a Python file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where a process is started."""
+
+    listen: str
+    """Where a server or worker listens."""
+    rows: Path
+    """The shared-memory file of a server."""
+    script: Path
+    keys: Path | None = None
+    """Of its role: the server's, or the client's."""
+    meeting: str | None = None
+    """Where several trainers find each other."""
+    listener: int | None = None
+    """The file descriptor of the first trainer that listens at the meeting already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One start of a process."""
+
+    process: Process
+    address: str | None
+    """Where it was before; None: nowhere yet."""
+    script: Script
+    plan: Plan
+    membership: Membership
+
+    def arguments(self, spot: Spot) -> list[str]:
+        """What follows `satrap`."""
+        script, role = self.script, self.process.role
+        if role is Role.TRAINER:
+            listener = [] if spot.listener is None else ["--listener", str(spot.listener)]
+            place = ["--place", json.dumps(self._place(spot).to_dict())]
+            return ["trainer", *place, *listener, str(spot.script), "--", *script.arguments]
+        keys = [] if spot.keys is None else ["--keys", str(spot.keys)]
+        number = script.server_threads if role is Role.SERVER else script.worker_threads
+        threads = [] if number is None else ["--threads", str(number)]
+        shared = ["--shared", str(spot.rows)] if role is Role.SERVER else []
+        return [role.value, "--listen", spot.listen, *shared, *keys, *threads]
+
+    def _place(self, spot: Spot) -> Place:
+        return Place(
+            rank=self.process.number,
+            world=self.plan.trainers,
+            launch=self.process.start,
+            servers=self.membership.servers,
+            workers=self.membership.workers,
+            keys=None if spot.keys is None else str(spot.keys),
+            meeting=spot.meeting if self.plan.trainers > 1 else None,
+            num_threads=self.script.trainer_threads,
+        )

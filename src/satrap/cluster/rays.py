@@ -1,0 +1,300 @@
+"""The launcher of a Ray cluster: each process of a run is the child of an actor, which Ray places.
+
+driver (this process)                                     a node
+RayLauncher.start ──── command, key, meeting ───────────> _Keeper.start ──> the same child as on one machine
+RayLauncher.events <── what it said, ready, gone ──────── _Keeper.reports
+Ray itself         ──── the actor or its node died ─────> Gone, as if by SIGKILL
+
+Ray carries orders and reports, never rows. A role's processes have a bundle each in a placement group, so one that is
+started again is on the same node, as long as there is that node. The only file that imports Ray.
+"""
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from satrap.cluster.children import GRACE_SECONDS, Children, Gone, How, Report
+from satrap.cluster.command import Command, Script, Spot
+from satrap.cluster.output import Output
+from satrap.cluster.resources import Needs, amounts
+from satrap.cluster.supervisor import Event, Plan, Process, Role
+from satrap.errors import ConfigError, SatrapError
+from satrap.rpc.keys import make_keys
+
+_REPORT_SECONDS = 0.5  # a keeper that waits for its child hears an order that late
+_CONNECT_SECONDS = 10.0
+_STORE_BYTES = 100 << 20  # of a Ray of our own, which carries reports only
+_STRATEGIES = {Role.TRAINER: "PACK", Role.SERVER: "SPREAD", Role.WORKER: "SPREAD"}
+
+
+class _Keeper:
+    """An actor: keeps one process, on its node. Its methods run one after the other, in the thread that lives as long
+    as the actor does; so does the child."""
+
+    def __init__(self) -> None:
+        self._children = Children()
+        self._host: str = ray.util.get_node_ip_address()
+        self._listener: socket.socket | None = None
+
+    def meet(self) -> str:
+        """Where the trainers meet: at this one, on a port that is theirs from now on."""
+        self._listener = socket.create_server((self._host, 0))
+        return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
+
+    def start(self, command: Command, memory: Path, key: bytes, meeting: str | None) -> list[Report]:
+        """Starts the child."""
+        if not os.access(memory, os.W_OK | os.X_OK):
+            raise ConfigError(f"memory is {os.fspath(memory)!r}, which cannot be written to at {self._host}")
+        process, node = command.process, ray.get_runtime_context().get_node_id()
+        rows = memory / f"satrap-{command.membership.name}-{node[:12]}-{process.role}-{process.number}"
+        keys = rows.with_suffix(".key")
+        keys.unlink(missing_ok=True)
+        with open(os.open(keys, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key)
+        listener = None if self._listener is None else self._listener.fileno()
+        spot = Spot(
+            listen=self._listen(command, rows),
+            rows=rows,
+            script=Path.cwd() / command.script.path.name,  # Ray has brought its folder
+            keys=keys,
+            meeting=meeting,
+            listener=listener,
+        )
+        self._children.start(process, command.arguments(spot), () if listener is None else (listener,))
+        if self._listener is not None:
+            self._listener.close()
+        return []
+
+    def _listen(self, command: Command, rows: Path) -> str:
+        """Its address before, unless that was elsewhere: who finds a server there finds its rows."""
+        before = command.address
+        is_here = before is not None and before.rpartition(":")[0] == f"tcp://{self._host}"
+        if before is not None and is_here and (command.process.role is not Role.SERVER or rows.exists()):
+            return before
+        return f"tcp://{self._host}:0"
+
+    def end(self, process: Process, how: How) -> None:
+        """Tells the child to end."""
+        self._children.end(process, how)
+
+    def reports(self) -> list[Report]:
+        """What the child did; waits a little for it."""
+        return self._children.reports(_REPORT_SECONDS)
+
+
+def _forget(memory: Path, name: str) -> None:
+    """On a node: removes what a run left there."""
+    for file in memory.glob(f"satrap-{name}-*"):
+        file.unlink(missing_ok=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    command: Command
+    keeper: Any
+    since: float
+    is_placed: bool = False
+    was_told: bool = False
+
+
+class RayLauncher:
+    """Satisfies `satrap.cluster.run.Launcher`."""
+
+    def __init__(self, output: Output, plan: Plan, needs: Needs, memory: Path, seconds: float) -> None:
+        """memory: a folder in shared memory, on every node. seconds: within which Ray must find a place."""
+        self._output, self._plan, self._needs, self._memory, self._seconds = output, plan, needs, memory, seconds
+        self._groups: dict[Role, PlacementGroup] = {}
+        self._kept: dict[Any, _Kept] = {}  # by what Ray will answer next
+        self._meeting: Any = None
+        with tempfile.TemporaryDirectory() as folder:
+            self._keys = {path.stem: path.read_bytes() for path in make_keys(folder)}
+
+    def place(self) -> None:
+        """Reserves what the run needs, or raises."""
+        deadline = time.monotonic() + self._seconds
+        counts = {Role.TRAINER: self._plan.trainers, Role.SERVER: self._plan.servers, Role.WORKER: self._plan.workers}
+        for role, count in counts.items():
+            if count:
+                bundles = [self._needs.of(role).bundle()] * count
+                self._groups[role] = placement_group(bundles, strategy=_STRATEGIES[role])
+        for group in self._groups.values():
+            while not group.wait(1):  # a Ctrl-C is heard in between
+                if time.monotonic() > deadline:
+                    raise self._no_place(f"for {self._needs.asked(self._plan)}")
+
+    def forget(self, name: str) -> None:
+        """See Launcher."""
+        forget: Any = ray.remote(_forget)
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        asked = [forget.options(num_cpus=0, scheduling_strategy=each).remote(self._memory, name) for each in on]
+        ray.wait(asked, num_returns=len(asked), timeout=GRACE_SECONDS)
+        for node, ref in zip(nodes, asked, strict=True):
+            try:
+                ray.get(ref, timeout=0)
+            except RayError as error:
+                what = type(error).__name__
+                self._output.say(f"node {node}: {self._memory}/satrap-{name}-* may be left there ({what})")
+
+    def start(self, command: Command) -> None:
+        """See Launcher."""
+        self._output.begin(command.process)
+        self._keep(command, time.monotonic())
+
+    def end(self, process: Process, how: How) -> None:
+        """See Launcher."""
+        for kept in self._kept.values():
+            if kept.command.process == process:
+                kept.was_told = True
+                if kept.is_placed:
+                    kept.keeper.end.remote(process, how)
+                else:
+                    ray.kill(kept.keeper)
+
+    def events(self, timeout: float) -> list[Event]:
+        """See Launcher."""
+        late = time.monotonic() - self._seconds
+        for kept in self._kept.values():
+            if not kept.is_placed and kept.since < late:
+                process = kept.command.process
+                raise self._no_place(f"any more for {process} with {self._needs.of(process.role)}")
+        ray.wait(list(self._kept), num_returns=1, timeout=timeout)
+        done, _ = ray.wait(list(self._kept), num_returns=len(self._kept), timeout=0)
+        return self._output.hear([report for ref in done for report in self._answer(ref)])
+
+    def close(self) -> None:
+        """See Launcher."""
+        for kept in self._kept.values():
+            ray.kill(kept.keeper)
+        if gone := [kept.keeper.reports.remote() for kept in self._kept.values()]:
+            ray.wait(gone, num_returns=len(gone), timeout=GRACE_SECONDS)
+        for group in self._groups.values():
+            with suppress(RayError):
+                remove_placement_group(group)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _keep(self, command: Command, since: float) -> None:
+        process, role = command.process, command.process.role
+        needs = self._needs.of(role)
+        keeper: Any = (
+            ray.remote(_Keeper)
+            .options(
+                num_cpus=needs.cpus,
+                num_gpus=needs.gpus,
+                memory=needs.memory_bytes or None,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[role], process.number),
+            )
+            .remote()
+        )
+        if role is Role.TRAINER and process.number == 0:  # the first to be started of its launch
+            self._meeting = keeper.meet.remote() if self._plan.trainers > 1 else None
+        meeting = self._meeting if role is Role.TRAINER else None
+        key = self._keys["server" if role is Role.SERVER else "client"]
+        ref = keeper.start.remote(command, self._memory, key, meeting)
+        self._kept[ref] = _Kept(command, keeper, since)
+
+    def _answer(self, ref: Any) -> list[Report]:
+        """What a keeper reports; then it is asked for more."""
+        kept = self._kept.pop(ref)
+        try:
+            reports: list[Report] = ray.get(ref)
+            kept.is_placed = True
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else None
+            if isinstance(cause, SatrapError):
+                raise cause from None
+            if self._was_never_there(kept, error):
+                self._keep(kept.command, kept.since)
+                return []
+            reports = [self._lost(kept, error)]
+        if any(isinstance(report, Gone) for report in reports):
+            ray.kill(kept.keeper)
+        else:
+            self._kept[kept.keeper.reports.remote()] = kept
+        return reports
+
+    def _was_never_there(self, kept: _Kept, error: RayError) -> bool:
+        """Ray gave it a place on a node that was gone already: it gives it another. Trainers know where the first one
+        meets them, so they begin anew together."""
+        if kept.is_placed or kept.was_told or kept.command.process.role is Role.TRAINER:
+            return False
+        return isinstance(error, RayActorError) and not error.actor_init_failed
+
+    def _lost(self, kept: _Kept, error: RayError) -> Gone:
+        """With its actor a process is gone."""
+        process = kept.command.process
+        if kept.was_told:
+            return Gone(process, -signal.SIGTERM, True)
+        self._output.say(f"{process}: its actor is gone: {str(error).strip().splitlines()[-1].strip()}")
+        return Gone(process, -signal.SIGKILL, False)
+
+    def _no_place(self, what: str) -> ConfigError:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        count = sum(node["Alive"] for node in ray.nodes())
+        return ConfigError(
+            f"Ray found no place {what}, within {self._seconds:g} s: its nodes ({count}) have {amounts(total)}, "
+            f"of which {amounts(free)} are free; ask for less, add nodes, or wait longer (--placement-seconds)"
+        )
+
+
+@contextmanager
+def on_ray(
+    script: Script, plan: Plan, needs: Needs, output: Output, *, address: str | None, memory: Path, seconds: float
+) -> Iterator[RayLauncher]:
+    """A launcher whose processes are placed on the Ray cluster at the address, or on a Ray of this machine that is
+    started for the run and ends with it."""
+    brought, logs = script.path.absolute().parent, output.folder.absolute()
+    left = [f"/{logs.relative_to(brought)}"] if logs.is_relative_to(brought) else []
+    if not seconds > 0:
+        raise ConfigError(f"placement-seconds is {seconds}; wanted more than 0")
+    how: dict[str, Any] = {"runtime_env": {"working_dir": str(brought), "excludes": left}}
+    if address is None:
+        cpus = max(len(os.sched_getaffinity(0)), needs.cpus(plan))  # as on one machine they share the cores
+        how |= {"address": "local", "num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    else:
+        _check_address(address)
+        how["address"] = address
+    # Ray prints of workers and nodes that died; the terminal is the first trainer's.
+    with open(output.folder / "ray.log", "a") as log, redirect_stdout(log):
+        try:
+            _connect(address, how)
+            launcher = RayLauncher(output, plan, needs, memory, seconds)
+            launcher.place()
+            yield launcher
+        finally:
+            ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Ray would wait for ever for a head that is not there."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or "/" in host or not port.isdecimal():
+        raise ConfigError(f"address is {address!r}; wanted host:port of the cluster's head, or auto")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"address is {address!r}, where no Ray answers ({error}); wanted that of its head") from error
+
+
+def _connect(address: str | None, how: dict[str, Any]) -> None:
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **how)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise ConfigError(f"Ray at {address or 'this machine'} cannot be used: {error}") from error

@@ -79,7 +79,7 @@ def children(folder: Path) -> dict[str, int]:
             continue
         if "trainer" in words:
             found[f"trainer {json.loads(words[words.index('--place') + 1])['rank']}"] = int(each.name)
-        else:
+        elif "--shared" in words:
             found[f"server {words[words.index('--shared') + 1][-1]}"] = int(each.name)
     return found
 
@@ -97,10 +97,11 @@ def nothing_of_it_is_left(folder: Path, pids: list[int]) -> None:
 def test_whoever_is_killed_it_ends_in_the_bits_of_one_machine(
     tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
 ) -> None:
-    with started(tmp_path, JOB, *SIZES, *on(cluster), arguments=(str(tmp_path), "100")) as run:
+    options = (*SIZES, "--workers", "1", *on(cluster))
+    with started(tmp_path, JOB, *options, arguments=(str(tmp_path), "100")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        keys = list((tmp_path / "memory").glob("*.key"))
-        assert len(keys) == 4 and all(key.stat().st_mode & 0o777 == 0o600 for key in keys)
+        keys = list((tmp_path / "memory").glob("*.keys/*.key"))
+        assert len(keys) == 6 and all(key.stat().st_mode & 0o777 == 0o600 for key in keys)
         pids = children(tmp_path)
         servers = [Path(f"/proc/{pids[name]}/cmdline").read_text() for name in ("server 0", "server 1")]
         nodes = {node.node_id for node in cluster.list_all_nodes()}
@@ -135,7 +136,7 @@ def test_a_node_that_is_lost_takes_its_server_and_the_run_goes_on_from_the_check
         until(lambda: num_checkpoints(tmp_path) >= 2, run)
         pids = children(tmp_path)
         on_lost = [each for each in (tmp_path / "memory").iterdir() if lost.node_id[:12] in each.name]
-        assert sorted(each.suffix for each in on_lost) == ["", ".key"], "one server"
+        assert sorted(each.suffix for each in on_lost) == ["", ".keys"], "one server"
         trainers = [Path(f"/proc/{pids[name]}/environ").read_text() for name in ("trainer 0", "trainer 1")]
         assert sorted(each.partition("CUDA_VISIBLE_DEVICES=")[2][0] for each in trainers) == ["0", "1"]
         servers = [pids[name] for name in ("server 0", "server 1")]

@@ -40,7 +40,7 @@ class Spot:
     """The shared-memory file of a server."""
     script: Path
     keys: Path | None = None
-    """Of its role: the server's, or the client's."""
+    """The server's, with the client's beside it for a worker; a trainer's is the client's."""
     meeting: str | None = None
     """Where several trainers find each other."""
     listener: int | None = None

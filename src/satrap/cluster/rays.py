@@ -11,6 +11,7 @@ started again is on the same node, as long as there is that node. The only file 
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -37,6 +38,7 @@ from satrap.rpc.keys import make_keys
 _REPORT_SECONDS = 0.5  # a keeper that waits for its child hears an order that late
 _CONNECT_SECONDS = 10.0
 _STORE_BYTES = 100 << 20  # of a Ray of our own, which carries reports only
+_KEYS = {Role.SERVER: ("server.key",), Role.WORKER: ("server.key", "client.key"), Role.TRAINER: ("client.key",)}
 _STRATEGIES = {Role.TRAINER: "PACK", Role.SERVER: "SPREAD", Role.WORKER: "SPREAD"}
 
 
@@ -54,22 +56,24 @@ class _Keeper:
         self._listener = socket.create_server((self._host, 0))
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
-    def start(self, command: Command, memory: Path, key: bytes, meeting: str | None) -> list[Report]:
+    def start(self, command: Command, memory: Path, keys: dict[str, bytes], meeting: str | None) -> list[Report]:
         """Starts the child."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(f"memory is {os.fspath(memory)!r}, which cannot be written to at {self._host}")
         process, node = command.process, ray.get_runtime_context().get_node_id()
         rows = memory / f"satrap-{command.membership.name}-{node[:12]}-{process.role}-{process.number}"
-        keys = rows.with_suffix(".key")
-        keys.unlink(missing_ok=True)
-        with open(os.open(keys, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(key)
+        folder = rows.with_suffix(".keys")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        for name, key in keys.items():
+            with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(key)
         listener = None if self._listener is None else self._listener.fileno()
         spot = Spot(
             listen=self._listen(command, rows),
             rows=rows,
             script=Path.cwd() / command.script.path.name,  # Ray has brought its folder
-            keys=keys,
+            keys=folder / next(iter(keys)),
             meeting=meeting,
             listener=listener,
         )
@@ -97,8 +101,11 @@ class _Keeper:
 
 def _forget(memory: Path, name: str) -> None:
     """On a node: removes what a run left there."""
-    for file in memory.glob(f"satrap-{name}-*"):
-        file.unlink(missing_ok=True)
+    for path in memory.glob(f"satrap-{name}-*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +127,7 @@ class RayLauncher:
         self._kept: dict[Any, _Kept] = {}  # by what Ray will answer next
         self._meeting: Any = None
         with tempfile.TemporaryDirectory() as folder:
-            self._keys = {path.stem: path.read_bytes() for path in make_keys(folder)}
+            self._keys = {path.name: path.read_bytes() for path in make_keys(folder)}
 
     def place(self) -> None:
         """Reserves what the run needs, or raises."""
@@ -204,8 +211,8 @@ class RayLauncher:
         if role is Role.TRAINER and process.number == 0:  # the first to be started of its launch
             self._meeting = keeper.meet.remote() if self._plan.trainers > 1 else None
         meeting = self._meeting if role is Role.TRAINER else None
-        key = self._keys["server" if role is Role.SERVER else "client"]
-        ref = keeper.start.remote(command, self._memory, key, meeting)
+        keys = {name: self._keys[name] for name in _KEYS[role]}
+        ref = keeper.start.remote(command, self._memory, keys, meeting)
         self._kept[ref] = _Kept(command, keeper, since)
 
     def _answer(self, ref: Any) -> list[Report]:

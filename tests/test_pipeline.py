@@ -305,12 +305,13 @@ def test_of_two_errors_the_first_is_raised(beside: tuple[Pipeline[tuple[int, int
     assert tables.applied == [1, 3]
 
 
+@pytest.mark.parametrize("refused", [False, True])
 def test_an_error_of_a_lookup_waits_for_the_update_beside_it(
-    beside: tuple[Pipeline[tuple[int, int]], Tables],
+    beside: tuple[Pipeline[tuple[int, int]], Tables], refused: bool
 ) -> None:
     pipeline, tables = beside
     tables.hold_update.clear()
-    tables.fail_lookup = 4
+    tables.fail_lookup, tables.fail_update = 4, 2 if refused else 0
     for step in (2, 3):
         pipeline.submit(tables.update(step))
     eventually("both at once", lambda: len(tables.inside) == 2)
@@ -319,8 +320,11 @@ def test_an_error_of_a_lookup_waits_for_the_update_beside_it(
     with pytest.raises(ValueError, match="no such row"):
         pipeline.next()
     tables.hold_update.set()
+    if refused:
+        with pytest.raises(NonFiniteError, match="bad gradient"):
+            pipeline.finish()
     pipeline.finish()
-    assert tables.applied == [1, 2, 3] and not threads_of_tables()
+    assert tables.applied == ([1, 3] if refused else [1, 2, 3]) and pipeline.failed == refused
 
 
 @pytest.fixture
@@ -366,15 +370,17 @@ class Checked(Tables):
 @given(
     staleness=st.integers(1, 5),
     accumulate=st.integers(1, 3),
+    deterministic=st.booleans(),
     num_batches=st.integers(0, 40),
     drop=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 2**32),
 )
 def test_beside_each_other_nothing_is_lost_or_too_early(
-    staleness: int, accumulate: int, num_batches: int, drop: float, seed: int
+    staleness: int, accumulate: int, deterministic: bool, num_batches: int, drop: float, seed: int
 ) -> None:
     """The user keeps some batches before he steps or drops them, as many as he likes."""
-    tables, gate, draw = Checked(staleness, seed), Gate(staleness, accumulate=accumulate), random.Random(seed)
+    tables, gate = Checked(staleness, seed), Gate(staleness, accumulate=accumulate, deterministic=deterministic)
+    draw = random.Random(seed)
     pipeline = make(numbers(num_batches), gate, tables, "remote")
     got: list[tuple[int, int]] = []
     held: dict[int, int] = {}
@@ -405,3 +411,7 @@ def test_beside_each_other_nothing_is_lost_or_too_early(
     assert got == [(i, 1 + i // accumulate) for i in range(num_batches)]
     assert tables.applied == wanted
     assert sum(gate.seen.values()) == num_batches and max(gate.seen, default=0) <= staleness
+    if deterministic:
+        assert not tables.met
+        for step, applied in tables.seen.items():
+            assert drop or applied == accumulate * max(0, step - 1 - staleness)

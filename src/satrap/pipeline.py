@@ -9,7 +9,7 @@ have one, so that rows come while gradients go. All run the same decisions, `_ch
 the gate: at most staleness + 1 steps are open, and as many batches wait to be looked up.
 
 An exception of any stage is kept with a note that names the stage, ends the threads, and is raised by the user's next
-call; of several that he does not know, the first. Once it was told, `finish` still applies the updates that were handed
+call; of several the first, and then an update's. Once it was told, `finish` still applies the updates that were handed
 over. Knows neither tables nor torch: it is given how to look up, and each update how to apply it.
 """
 
@@ -335,7 +335,7 @@ class Pipeline(Generic[Item]):
         error.add_note(f"in the {stage.value} stage of the stream, near step {self._gate.next_step}")
         if stage is _Stage.UPDATE and isinstance(error, SatrapError):  # refused; an interrupted one is tried again
             self._state.failed += len(self._state.updates.popleft().steps)
-        if self._state.error is None or self._state.told:
+        if self._state.error is None or (self._state.told and stage is _Stage.UPDATE):
             self._state.error, self._state.told = error, False
         else:
             self._state.error.add_note(f"and then in the {stage.value} stage: {error!r}")

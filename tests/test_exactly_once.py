@@ -1,6 +1,7 @@
 """Networks that lose, double and delay messages, and servers that are killed: every update is applied exactly once.
 
-The oracle is a worker with its own rows that is given the same batches: bit for bit the same rows in the end.
+The oracle is a worker with its own rows that is given the same batches: bit for bit the same rows in the end. Where
+lookups and updates run beside each other, it is that every row ends as minus the number of times that its id was seen.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bag_oracle import draw_bags
 from cluster import batch, both_step, contents, features, killed_at_random, one_table, remote, serving
 from rpc_parts import FrameProxy
+from satrap import SGD, Constant, Embeddings, Table
 from satrap.calls import ServerCalls
 from satrap.config import Table
 from satrap.errors import ConfigError, SharedMemoryError
 from satrap.local import LocalWorker
+from satrap.remote import RemoteWorker
 from satrap.rpc import Service
 from satrap.server import Server
 from satrap.store import Store
@@ -77,6 +81,32 @@ def test_killed_at_random_moments_no_update_is_lost_or_doubled(
         assert contents(worker) == contents(local)
         for table in worker.tables.values():
             table.check()
+
+
+def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
+    tmp_path: Path, seed: int, rng: np.random.Generator
+) -> None:
+    """With a thread for lookups and one for updates."""
+    table = Table("t", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=8)
+    data = [batch(rng.integers(0, 60, 40)) for _ in range(50)]
+    with killed_at_random(tmp_path, seed, 3) as (servers, over), ExitStack() as stack:
+        proxies = [stack.enter_context(FrameProxy(each.address, seed, 0.0, 0.3, 0.3)) for each in servers]
+        embeddings = Embeddings({"id": table}, staleness=3, num_threads=1, servers=[each.address for each in proxies])
+        worker = embeddings.worker
+        assert isinstance(worker, RemoteWorker)
+        stack.callback(worker.servers.close)
+        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+        seen = np.zeros(60)
+        while not over.is_set() or not seen.any():
+            for one in embeddings.stream(data, overlap=True):
+                one.embeddings.sum().backward()
+                optimizer.step()
+                seen += np.bincount(one.inputs.values.astype(np.int64), minlength=60)
+        found = embeddings.tables["t"].read(np.arange(60, dtype=np.uint64))
+        np.testing.assert_array_equal(found.values, -np.stack([seen, seen], 1))
+        counters = embeddings.counters()
+        assert max(counters.staleness) <= 3 and not counters.lost
+        embeddings.tables["t"].check()
 
 
 def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path) -> None:

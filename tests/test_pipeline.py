@@ -1,18 +1,23 @@
-"""The pipeline of a stream, with plain numbers in place of batches: order, bounds, errors and ends, in both modes."""
+"""The pipeline of a stream, with plain numbers in place of batches: order, bounds, errors and ends, in every mode."""
 
+import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from satrap.errors import StreamError
+from satrap.errors import NonFiniteError, StreamError
 from satrap.pipeline import Pipeline, Update
 from satrap.sync import Gate
 
 DEADLINE_SECONDS = 10.0
 
-both = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+each_way = pytest.mark.parametrize("mode", ["inline", "overlap", "remote"])
 
 
 class Tables:
@@ -22,22 +27,38 @@ class Tables:
         self.applied: list[int] = []
         self.seen: dict[int, int] = {}  # step -> updates applied before its lookup
         self.fail_lookup = self.fail_update = 0
-        self.hold_update = threading.Event()
+        self.hold_lookup, self.hold_update = threading.Event(), threading.Event()
+        self.hold_lookup.set()
         self.hold_update.set()
+        self.inside: list[str] = []  # what is done now
+        self.met = False  # a lookup and an update were done at the same time
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        self.inside.append(what)
+        if len(self.inside) > 1:
+            self.met = True
+        try:
+            yield
+        finally:
+            self.inside.remove(what)
 
     def look_up(self, inputs: int, step: int, oldest_open: int) -> tuple[int, int]:
         assert oldest_open <= step
-        if step == self.fail_lookup:
-            raise ValueError("no such row")
-        self.seen[step] = len(self.applied)
+        with self._doing("lookup"):
+            self.seen[step] = len(self.applied)
+            assert self.hold_lookup.wait(DEADLINE_SECONDS)
+            if step == self.fail_lookup:
+                raise ValueError("no such row")
         return inputs, step
 
     def update(self, *steps: int) -> Update:
         def apply() -> None:
-            assert self.hold_update.wait(DEADLINE_SECONDS)
-            if steps[-1] == self.fail_update:
-                raise ValueError("bad gradient")
-            self.applied.extend(steps)
+            with self._doing("update"):
+                assert self.hold_update.wait(DEADLINE_SECONDS)
+                if steps[-1] == self.fail_update:
+                    raise NonFiniteError("bad gradient")
+                self.applied.extend(steps)
 
         return Update(steps=steps, apply=apply)
 
@@ -56,16 +77,16 @@ def eventually(what: str, holds: object) -> None:
         threading.Event().wait(0.001)
 
 
-def make(inputs: Iterator[int], gate: Gate, tables: Tables, overlap: bool) -> Pipeline[tuple[int, int]]:
-    return Pipeline(inputs, gate, tables.look_up, overlap=overlap)  # type: ignore[arg-type]
+def make(inputs: Iterator[int], gate: Gate, tables: Tables, mode: str) -> Pipeline[tuple[int, int]]:
+    return Pipeline(inputs, gate, tables.look_up, overlap=mode != "inline", remote=mode == "remote")  # type: ignore
 
 
-@both
+@each_way
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_batch_is_handed_over_once_in_order(overlap: bool, staleness: int, deterministic: bool) -> None:
+def test_every_batch_is_handed_over_once_in_order(mode: str, staleness: int, deterministic: bool) -> None:
     tables, gate = Tables(), Gate(staleness, deterministic=deterministic)
-    pipeline = make(numbers(20), gate, tables, overlap)
+    pipeline = make(numbers(20), gate, tables, mode)
     got = []
     while (item := pipeline.next()) is not None:
         got.append(item)
@@ -78,21 +99,22 @@ def test_every_batch_is_handed_over_once_in_order(overlap: bool, staleness: int,
         assert applied >= step - 1 - staleness
         if deterministic:
             assert applied == max(0, step - 1 - staleness)
-    assert sum(gate.seen.values()) == 20
+    assert sum(gate.seen.values()) == 20 and max(gate.seen) <= staleness
+    assert not tables.met or (mode == "remote" and staleness and not deterministic)
 
 
-@both
-def test_an_empty_source_ends_at_once(overlap: bool) -> None:
-    pipeline = make(numbers(0), Gate(2), Tables(), overlap)
+@each_way
+def test_an_empty_source_ends_at_once(mode: str) -> None:
+    pipeline = make(numbers(0), Gate(2), Tables(), mode)
     assert pipeline.next() is None
     assert pipeline.next() is None
     pipeline.close()
 
 
-@both
-def test_the_user_is_asked_when_only_a_step_opens_the_gate(overlap: bool) -> None:
+@each_way
+def test_the_user_is_asked_when_only_a_step_opens_the_gate(mode: str) -> None:
     tables = Tables()
-    pipeline = make(numbers(9), Gate(1), tables, overlap)
+    pipeline = make(numbers(9), Gate(1), tables, mode)
     assert pipeline.next() == (0, 1)
     assert not pipeline.needs_user()
     assert pipeline.next() == (1, 2)
@@ -108,7 +130,7 @@ def test_the_user_is_asked_when_only_a_step_opens_the_gate(overlap: bool) -> Non
 
 def test_lookups_go_on_while_the_user_is_in_its_step() -> None:
     tables, gate = Tables(), Gate(3)
-    pipeline = make(numbers(100), gate, tables, overlap=True)
+    pipeline = make(numbers(100), gate, tables, "overlap")
     assert pipeline.next() == (0, 1)
     eventually("lookups up to the staleness", lambda: set(tables.seen) == {1, 2, 3, 4})
     tables.hold_update.clear()
@@ -130,23 +152,23 @@ def test_reading_ahead_is_bounded() -> None:
             yield i
             i += 1
 
-    pipeline = make(endless(), Gate(2), Tables(), overlap=True)
+    pipeline = make(endless(), Gate(2), Tables(), "overlap")
     assert pipeline.next() == (0, 1)
     eventually("reads up to the bound", lambda: len(read) >= 6)
     pipeline.close()
     assert len(read) <= 7  # three looked up, three waiting, one in hand
 
 
-@both
+@each_way
 @pytest.mark.parametrize("stage", ["read", "lookup", "update"])
-def test_an_error_reaches_the_user_with_its_stage(overlap: bool, stage: str) -> None:
+def test_an_error_reaches_the_user_with_its_stage(mode: str, stage: str) -> None:
     tables = Tables()
     if stage == "lookup":
         tables.fail_lookup = 5
     if stage == "update":
         tables.fail_update = 5
-    pipeline = make(numbers(50, fail_at=4 if stage == "read" else -1), Gate(2), tables, overlap)
-    with pytest.raises((OSError, ValueError)) as caught:
+    pipeline = make(numbers(50, fail_at=4 if stage == "read" else -1), Gate(2), tables, mode)
+    with pytest.raises((OSError, ValueError, NonFiniteError)) as caught:
         while (item := pipeline.next()) is not None:
             pipeline.submit(tables.update(item[1]))
         pipeline.drain()
@@ -157,11 +179,11 @@ def test_an_error_reaches_the_user_with_its_stage(overlap: bool, stage: str) -> 
     assert 5 not in tables.applied
 
 
-@both
-def test_closing_in_the_middle_leaves_no_thread(overlap: bool) -> None:
+@each_way
+def test_closing_in_the_middle_leaves_no_thread(mode: str) -> None:
     before = set(threading.enumerate())
     tables = Tables()
-    pipeline = make(numbers(1000), Gate(3), tables, overlap)
+    pipeline = make(numbers(1000), Gate(3), tables, mode)
     pipeline.next()
     pipeline.submit(tables.update(1))
     pipeline.close()
@@ -178,7 +200,7 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
         entered.set()
         assert release.wait(DEADLINE_SECONDS)
 
-    pipeline = make(stuck(), Gate(0), Tables(), overlap=True)
+    pipeline = make(stuck(), Gate(0), Tables(), "overlap")
     assert pipeline.next() == (0, 1)
     assert entered.wait(DEADLINE_SECONDS)
     with pytest.raises(StreamError, match="satrap-read did not end"):
@@ -187,10 +209,10 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
     eventually("the reader's end", lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))
 
 
-@both
-def test_one_update_settles_several_batches(overlap: bool) -> None:
+@each_way
+def test_one_update_settles_several_batches(mode: str) -> None:
     tables, gate = Tables(), Gate(0, accumulate=2)
-    pipeline = make(numbers(5), gate, tables, overlap)
+    pipeline = make(numbers(5), gate, tables, mode)
     for step in (1, 2):
         assert [pipeline.next(), pipeline.next()] == [(2 * step - 2, step), (2 * step - 1, step)]
         pipeline.submit(tables.update(step, step))
@@ -200,3 +222,196 @@ def test_one_update_settles_several_batches(overlap: bool) -> None:
     pipeline.drain()
     pipeline.close()
     assert tables.applied == [1, 1, 2, 2, 3]
+
+
+@pytest.fixture
+def beside() -> Iterator[tuple[Pipeline[tuple[int, int]], Tables]]:
+    """With staleness 2: three batches are looked up, and the lookup of step 4 is held, while update 1 is applied."""
+    tables = Tables()
+    pipeline = make(numbers(100), Gate(2), tables, "remote")
+    assert [pipeline.next() for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    tables.hold_lookup.clear()
+    pipeline.submit(tables.update(1))
+    eventually("the lookup of step 4", lambda: 4 in tables.seen)
+    yield pipeline, tables
+    tables.hold_lookup.set()
+    tables.hold_update.set()
+    pipeline.close()
+
+
+def test_updates_and_lookups_do_not_wait_for_each_other(beside: tuple[Pipeline[tuple[int, int]], Tables]) -> None:
+    pipeline, tables = beside
+    pipeline.submit(tables.update(2))
+    eventually("an update during a lookup", lambda: tables.applied == [1, 2])
+    assert tables.inside == ["lookup"]
+    tables.hold_update.clear()
+    pipeline.submit(tables.update(3))
+    eventually("both at once", lambda: len(tables.inside) == 2)
+    tables.hold_lookup.set()
+    assert [pipeline.next(), pipeline.next()] == [(3, 4), (4, 5)]
+    assert pipeline._gate.oldest_open == 3 and not pipeline._gate.may_look_up(), "an update under way is open"
+    tables.hold_update.set()
+    assert pipeline.next() == (5, 6)
+    assert tables.seen[6] == 3
+
+
+def test_a_pause_waits_for_both(beside: tuple[Pipeline[tuple[int, int]], Tables]) -> None:
+    pipeline, tables = beside
+    tables.hold_update.clear()
+    pipeline.submit(tables.update(2))
+    eventually("both at once", lambda: len(tables.inside) == 2)
+    found: list[tuple[list[str], list[int]]] = []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with pipeline.paused():
+            inside.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+            found.append((list(tables.inside), list(tables.applied)))
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    tables.hold_update.set()
+    eventually("the update", lambda: tables.applied == [1, 2])
+    assert not inside.is_set()
+    tables.hold_lookup.set()
+    assert inside.wait(DEADLINE_SECONDS)
+    pipeline.submit(tables.update(3))
+    go_on.set()
+    thread.join(DEADLINE_SECONDS)
+    assert found == [([], [1, 2])]
+    eventually("what was handed over meanwhile", lambda: tables.applied == [1, 2, 3])
+
+
+def threads_of_tables() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name in ("satrap-lookups", "satrap-updates")]
+
+
+def test_of_two_errors_the_first_is_raised(beside: tuple[Pipeline[tuple[int, int]], Tables]) -> None:
+    pipeline, tables = beside
+    tables.hold_update.clear()
+    tables.fail_update, tables.fail_lookup = 2, 4
+    pipeline.submit(tables.update(2))
+    pipeline.submit(tables.update(3))
+    tables.hold_update.set()
+    eventually("a refused update", lambda: pipeline.failed == 1)
+    tables.hold_lookup.set()
+    eventually("the end of both", lambda: not threads_of_tables())
+    with pytest.raises(NonFiniteError, match="bad gradient") as caught:
+        pipeline.next()
+    assert pipeline.drain(), "what was handed over behind it is applied"
+    assert any("in the update stage" in note for note in caught.value.__notes__)
+    assert "and then in the lookup stage: ValueError('no such row')" in caught.value.__notes__
+    assert tables.applied == [1, 3]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_an_error_of_a_lookup_waits_for_the_update_beside_it(
+    beside: tuple[Pipeline[tuple[int, int]], Tables], refused: bool
+) -> None:
+    pipeline, tables = beside
+    tables.hold_update.clear()
+    tables.fail_lookup, tables.fail_update = 4, 2 if refused else 0
+    for step in (2, 3):
+        pipeline.submit(tables.update(step))
+    eventually("both at once", lambda: len(tables.inside) == 2)
+    tables.hold_lookup.set()
+    eventually("the end of one", lambda: threads_of_tables() == ["satrap-updates"])
+    with pytest.raises(ValueError, match="no such row"):
+        pipeline.next()
+    tables.hold_update.set()
+    if refused:
+        with pytest.raises(NonFiniteError, match="bad gradient"):
+            pipeline.finish()
+    pipeline.finish()
+    assert tables.applied == ([1, 3] if refused else [1, 2, 3]) and pipeline.failed == refused
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads change places often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Checked(Tables):
+    """Lookups and updates that take longer or shorter, and say if a lookup began too early."""
+
+    def __init__(self, staleness: int, seed: int) -> None:
+        super().__init__()
+        self.settled = {0}
+        self._staleness = staleness
+        self._draws = {what: random.Random(f"{what} {seed}") for what in ("lookup", "update")}
+
+    def _work(self, what: str) -> None:
+        for _ in range(self._draws[what].choice((0, 100, 3_000))):
+            pass
+
+    def look_up(self, inputs: int, step: int, oldest_open: int) -> tuple[int, int]:
+        assert self.settled >= set(range(step - self._staleness)), f"step {step} was looked up too early"
+        assert self.settled >= set(range(oldest_open)), f"of step {step} open ones are not pinned"
+        self._work("lookup")
+        return super().look_up(inputs, step, oldest_open)
+
+    def update(self, *steps: int) -> Update:
+        inner = super().update(*steps)
+
+        def apply() -> None:
+            self._work("update")
+            inner.apply()
+            self.settled.update(steps)
+
+        return Update(steps=steps, apply=apply)
+
+
+@pytest.mark.usefixtures("restless")
+@given(
+    staleness=st.integers(1, 5),
+    accumulate=st.integers(1, 3),
+    deterministic=st.booleans(),
+    num_batches=st.integers(0, 40),
+    drop=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 2**32),
+)
+def test_beside_each_other_nothing_is_lost_or_too_early(
+    staleness: int, accumulate: int, deterministic: bool, num_batches: int, drop: float, seed: int
+) -> None:
+    """The user keeps some batches before he steps or drops them, as many as he likes."""
+    tables, gate = Checked(staleness, seed), Gate(staleness, accumulate=accumulate, deterministic=deterministic)
+    draw = random.Random(seed)
+    pipeline = make(numbers(num_batches), gate, tables, "remote")
+    got: list[tuple[int, int]] = []
+    held: dict[int, int] = {}
+    wanted: list[int] = []
+
+    def settle(step: int) -> None:
+        count = held.pop(step)
+        if draw.random() < drop:
+            tables.settled.add(step)
+            for _ in range(count):
+                pipeline.drop(step)
+        else:
+            wanted.extend([step] * count)
+            pipeline.submit(tables.update(*[step] * count))
+
+    while True:
+        while held and held[min(held)] == accumulate and (pipeline.needs_user() or draw.random() < 0.5):
+            settle(min(held))
+        item = pipeline.next()
+        if item is None:
+            break
+        got.append(item)
+        held[item[1]] = held.get(item[1], 0) + 1
+    for step in sorted(held):
+        settle(step)
+    pipeline.drain()
+    pipeline.close()
+    assert got == [(i, 1 + i // accumulate) for i in range(num_batches)]
+    assert tables.applied == wanted
+    assert sum(gate.seen.values()) == num_batches and max(gate.seen, default=0) <= staleness
+    if deterministic:
+        assert not tables.met
+        for step, applied in tables.seen.items():
+            assert drop or applied == accumulate * max(0, step - 1 - staleness)

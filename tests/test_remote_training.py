@@ -5,6 +5,7 @@ servers into any other, or none.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import Killable, serving
+from cluster import DEADLINE_SECONDS, Killable, serving
 from loop import batches, job, loss_of, rows, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.mover import Mover
-from satrap.remote import RemoteWorker
+from satrap.remote import RemoteRows, RemoteWorker
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 
@@ -55,6 +56,32 @@ def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options:
             assert counters.rows == {name: len(table) for name, table in embeddings.tables.items()}
             found.append((losses, bits(embeddings, model), counters.rows, counters.lost))
     assert found[0] == found[1]
+
+
+def test_rows_come_while_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of step 2 is not let through before the lookup of step 5, which needs the update of step 1."""
+    lookup, update = RemoteRows.lookup, RemoteRows.update
+    came, threads = threading.Event(), set()
+
+    def looked_up(rows: RemoteRows, *given: Any) -> Any:
+        found = lookup(rows, *given)
+        threads.add(threading.current_thread().name)
+        if given[4] == 5:
+            came.set()
+        return found
+
+    def updated(rows: RemoteRows, tickets: Any, gradients: Any, step: int, *rest: Any) -> None:
+        threads.add(threading.current_thread().name)
+        assert step != 2 or came.wait(DEADLINE_SECONDS)
+        update(rows, tickets, gradients, step, *rest)
+
+    monkeypatch.setattr(RemoteRows, "lookup", looked_up)
+    monkeypatch.setattr(RemoteRows, "update", updated)
+    with running(2, staleness=3) as (embeddings, model, optimizer):
+        train(embeddings, model, optimizer, batches(12), overlap=True)
+        counters = embeddings.counters()
+        assert sum(counters.staleness.values()) == 12 and max(counters.staleness) == 3 and not counters.lost
+    assert threads == {"satrap-lookups", "satrap-updates"}
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unheard", "heard"])

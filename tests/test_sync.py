@@ -131,3 +131,8 @@ def test_a_deterministic_update_waits_for_the_lookups_that_must_not_see_it(stale
     assert not gate.may_update(2)
     gate.exhaust()
     assert gate.may_update(2)
+
+
+def test_lookups_and_updates_run_at_the_same_time_where_only_the_staleness_binds() -> None:
+    assert [Gate(staleness).apart for staleness in (0, 1, 4)] == [False, True, True]
+    assert not any(Gate(staleness, deterministic=True).apart for staleness in (0, 1, 4))

@@ -257,6 +257,8 @@ class FarBatches(Iterator[FarInputs]):
 class FarRows:
     """Satisfies `satrap.worker.Rows`: as from here, but for tickets of batches that were read elsewhere."""
 
+    remote = True
+
     def __init__(self, features: Features, near: RemoteRows, at: WorkerAt) -> None:
         self.num_threads = near.num_threads
         self.lookup, self.empty, self.skip, self.settle = near.lookup, near.empty, near.skip, near.settle

@@ -29,7 +29,7 @@ from satrap.sources.declared import source_from_dict
 from satrap.worker_calls import Bytes, Flags, Floats, columns_as_bytes
 
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is told that there is none yet
-_CALLS = 8  # of one trainer at a time: two streams, each reading and at its tables, and its own thread
+_CALLS = 8  # of one trainer at a time: two streams, each reading and at two things at its tables, and its own thread
 _R = TypeVar("_R")
 
 

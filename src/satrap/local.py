@@ -17,6 +17,8 @@ from satrap.worker import Floats, Worker, named_features
 class LocalRows:
     """Satisfies `satrap.worker.Rows`."""
 
+    remote = False
+
     def __init__(self, features: Features, engine: _core.Engine) -> None:
         """engine: of the features' tables."""
         self.num_threads = int(engine.num_threads)

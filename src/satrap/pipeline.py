@@ -3,23 +3,25 @@
     --read--> [waiting] --lookup--> [ready] --next()--> the user's step --submit()--> [updates] --update--> settled
 
 `Pipeline` either does this work in the caller's thread, inside next() and submit() (`overlap=False`: no core is idle
-while the dense network runs, so there is nothing to gain), or in two threads of its own: one reads, one does all table
-work, updates first. Both run the same decisions, `_choose`. What is in flight is bounded by the gate: at most
-staleness + 1 steps are open, and as many batches wait to be looked up.
+while the dense network runs, so there is nothing to gain), or in threads of its own: one reads, one does all table
+work, updates first. Where the rows are remote and the gate lets them (`Gate.apart`), lookups have a thread and updates
+have one, so that rows come while gradients go. All run the same decisions, `_choose`. What is in flight is bounded by
+the gate: at most staleness + 1 steps are open, and as many batches wait to be looked up.
 
 An exception of any stage is kept with a note that names the stage, ends the threads, and is raised by the user's next
-call. Once it was told, `finish` still applies the updates that were handed over. Knows neither tables nor torch: it is
-given how to look up, and each update how to apply it.
+call; of several the first, and then an update's. Once it was told, `finish` still applies the updates that were handed
+over. Knows neither tables nor torch: it is given how to look up, and each update how to apply it.
 """
 
 import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Generic, TypeVar
 
 from satrap.errors import SatrapError, StreamError
@@ -37,6 +39,9 @@ class _Stage(Enum):
     UPDATE = "update"
 
 
+_TABLES = (_Stage.UPDATE, _Stage.LOOKUP)
+
+
 @dataclass(slots=True, kw_only=True)
 class Update:
     """What one optimizer step asks of the tables."""
@@ -49,7 +54,8 @@ class Update:
 
 @dataclass(slots=True)
 class Seconds:
-    """Time spent per stage so far. Table work in a thread of its own overlaps the others."""
+    """Time spent per stage so far. Table work in threads of its own overlaps the others, and lookups updates if each
+    have one."""
 
     read: float = 0.0
     lookup: float = 0.0
@@ -70,7 +76,7 @@ class _State(Generic[Item]):
     waiting: deque[Inputs] = field(default_factory=deque)
     ready: deque[Item] = field(default_factory=deque)
     updates: deque[Update] = field(default_factory=deque)
-    doing: _Stage | None = None  # the table work that a thread of ours is at
+    doing: set[_Stage] = field(default_factory=set)  # the table work that threads of ours are at
     exhausted: bool = False
     paused: bool = False
     closed: bool = False
@@ -89,16 +95,26 @@ class Pipeline(Generic[Item]):
         look_up: Callable[[Inputs, int, int], Item],
         *,
         overlap: bool,
+        remote: bool = False,
     ) -> None:
-        """look_up(inputs, step, oldest_open) makes what next() returns."""
+        """look_up(inputs, step, oldest_open) makes what next() returns.
+
+        remote: lookups and updates wait for a network, most of it one way each; where the gate lets them, both go at
+            the same time.
+        """
         self.seconds = Seconds()
         self._inputs, self._gate, self._look_up = inputs, gate, look_up
         self._state: _State[Item] = _State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         if overlap:
-            for name, work in (("read", self._read_ahead), ("tables", self._work)):
-                self._threads.append(threading.Thread(target=work, name=f"satrap-{name}", daemon=True))
+            work: dict[str, Callable[[], None]] = {"read": self._read_ahead}
+            if remote and gate.apart:
+                work |= {f"{stage.value}s": partial(self._work, (stage,)) for stage in _TABLES}
+            else:
+                work["tables"] = partial(self._work, _TABLES)
+            for name, each in work.items():
+                self._threads.append(threading.Thread(target=each, name=f"satrap-{name}", daemon=True))
             for thread in self._threads:
                 thread.start()
             atexit.register(self.close)  # a script that ends in the middle of a stream
@@ -238,14 +254,15 @@ class Pipeline(Generic[Item]):
 
     # -- deciding; the lock is held -----------------------------------------------------------------------------------
 
-    def _choose(self, wanted: bool) -> _Stage | None:
-        """What table work may be done now: updates first. wanted: whether a lookup is, were the order free."""
+    def _choose(self, wanted: bool, stages: Collection[_Stage] = _TABLES) -> _Stage | None:
+        """What table work of these stages may be done now: updates first. wanted: whether a lookup is, were the order
+        free."""
         state = self._state
         if state.paused:
             return None
-        if state.updates and self._gate.may_update(state.updates[0].steps[-1]):
+        if _Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[-1]):
             return _Stage.UPDATE
-        if not (wanted or self._gate.deterministic) or not self._gate.may_look_up():
+        if _Stage.LOOKUP not in stages or not (wanted or self._gate.deterministic) or not self._gate.may_look_up():
             return None
         if state.waiting:
             return _Stage.LOOKUP
@@ -265,7 +282,7 @@ class Pipeline(Generic[Item]):
 
     def _ended(self) -> bool:
         state = self._state
-        return state.exhausted and not state.ready and not state.waiting and state.doing is not _Stage.LOOKUP
+        return state.exhausted and not state.ready and not state.waiting and _Stage.LOOKUP not in state.doing
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
@@ -318,7 +335,10 @@ class Pipeline(Generic[Item]):
         error.add_note(f"in the {stage.value} stage of the stream, near step {self._gate.next_step}")
         if stage is _Stage.UPDATE and isinstance(error, SatrapError):  # refused; an interrupted one is tried again
             self._state.failed += len(self._state.updates.popleft().steps)
-        self._state.error = error
+        if self._state.error is None or (self._state.told and stage is _Stage.UPDATE):
+            self._state.error, self._state.told = error, False
+        else:
+            self._state.error.add_note(f"and then in the {stage.value} stage: {error!r}")
         self._state.closed = True
         self._changed.notify_all()
 
@@ -360,16 +380,18 @@ class Pipeline(Generic[Item]):
             with self._changed:
                 self._fail(_Stage.READ, error)
 
-    def _work(self) -> None:
-        stage = _Stage.LOOKUP
+    def _work(self, stages: Sequence[_Stage]) -> None:
+        """Does what there is of these."""
+        stage = stages[-1]
         try:
             while True:
                 with self._changed:
-                    while (choice := self._choose(wanted=True)) is None and not self._state.closed:
+                    while (choice := self._choose(wanted=True, stages=stages)) is None and not self._state.closed:
                         self._changed.wait()
                     if self._state.closed or choice is None:
                         return
-                    stage = self._state.doing = choice
+                    stage = choice
+                    self._state.doing.add(stage)
                     if stage is _Stage.LOOKUP:
                         begun = self._begin_look_up()
                     else:
@@ -377,16 +399,16 @@ class Pipeline(Generic[Item]):
                     self._changed.notify_all()
                 if stage is _Stage.LOOKUP:
                     item = self._timed_look_up(*begun)
-                    with self._changed:
-                        self._state.ready.append(item)
                 else:
                     self._apply(update)
-                    with self._changed:
-                        self._finish(self._state.updates.popleft())
                 with self._changed:
-                    self._state.doing = None
+                    if stage is _Stage.LOOKUP:
+                        self._state.ready.append(item)
+                    else:
+                        self._finish(self._state.updates.popleft())
+                    self._state.doing.discard(stage)
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
-                self._state.doing = None
+                self._state.doing.discard(stage)
                 self._fail(stage, error)

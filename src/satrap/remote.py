@@ -63,6 +63,8 @@ class RemoteTicket:
 class RemoteRows:
     """Satisfies `satrap.worker.Rows`."""
 
+    remote = True
+
     def __init__(self, features: Features, servers: Servers, *, num_threads: int | None, simd: str) -> None:
         tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)
@@ -229,8 +231,7 @@ class RemoteRows:
 
     def settle(self) -> None:
         """See Rows."""
-        while self._skipped:
-            step = self._skipped[0]
+        for step in list(self._skipped):  # two threads may be here: what comes twice is known
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
             nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
             self._servers.everywhere("update", step, nothing)

@@ -180,7 +180,8 @@ class Stream(Iterator[Batch]):
         self._ended = False
         self._left: str | None = None  # why there will be no other batch
         self._look_up = Lookup(worker, device, train=train, overlap=overlap, dense=dense)
-        self._pipeline: Pipeline[Batch] = Pipeline(inputs, gate, self._look_up, overlap=overlap)
+        remote = train and worker.remote  # an evaluation has no updates
+        self._pipeline: Pipeline[Batch] = Pipeline(inputs, gate, self._look_up, overlap=overlap, remote=remote)
 
     @property
     def staleness_seen(self) -> dict[int, int]:

@@ -7,7 +7,9 @@ its first batch until all its batches are settled: updated, or dropped. Two rule
     2. if the order is deterministic, the update of step t waits for the lookups of all steps up to t + k, so that a
        lookup of step t sees exactly the updates up to t - k - 1 and no other.
 
-k = 0 is full synchrony. `Pipeline` reports what happened and asks what may happen; no thread, no clock, no torch here.
+k = 0 is full synchrony. Where only rule 1 holds, lookups and updates may run at the same time (`apart`): a step is open
+until its updates are applied, so a lookup that begins before that needs none of them. `Pipeline` reports what happened
+and asks what may happen; no thread, no clock, no torch here.
 """
 
 from collections import Counter, OrderedDict
@@ -31,6 +33,11 @@ class Gate:
         self._in_step = 0  # its batches looked up so far
         self._open: OrderedDict[int, int] = OrderedDict()  # step -> batches looked up and not settled
         self._exhausted = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether a lookup and an update may run at the same time. With k = 0 there is never one of each to run."""
+        return self.staleness > 0 and not self.deterministic
 
     @property
     def next_step(self) -> int:

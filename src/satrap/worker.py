@@ -50,6 +50,8 @@ class Rows(Protocol):
 
     num_threads: int
     """Of a call's work in this process."""
+    remote: bool
+    """Whether they are in other processes, so that a call waits for a network."""
 
     @property
     def latest_step(self) -> int:
@@ -141,6 +143,11 @@ class Worker:
     def num_threads(self) -> int:
         """Of the tables' own."""
         return self._rows.num_threads
+
+    @property
+    def remote(self) -> bool:
+        """Whether the rows are in other processes."""
+        return self._rows.remote
 
     @property
     def truncated(self) -> dict[str, int]:

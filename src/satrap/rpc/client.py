@@ -43,7 +43,7 @@ P = TypeVar("P")
 
 _CONNECT_SECONDS = 1.0  # that a thread's first call waits for its connection before begin() returns
 _NOTICE_MS = 100  # in which a call that waits notices that its client was closed
-_RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 1_000, 5_000
+_RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
 
 

@@ -59,7 +59,7 @@ class ThreadPool {
         wake_.notify_all();
         job(0, num_threads());
         for (unsigned spin = 0; running_.load(std::memory_order_acquire) != 0; ++spin) {
-            if (spin < kSpins)
+            if (spin < kWaitSpins)
                 relax_cpu();
             else
                 std::this_thread::yield();
@@ -67,7 +67,10 @@ class ThreadPool {
     }
 
   private:
-    static constexpr unsigned kSpins = 4000; // some 50 us: the next phase of a batch usually follows sooner
+    // Some 10 us, in which the next phase of a batch usually follows. A server and a worker on one machine share its
+    // cores: after a call the other one needs them.
+    static constexpr unsigned kIdleSpins = 400;
+    static constexpr unsigned kWaitSpins = 4000; // some 100 us, then others may run
 
     void stop() {
         {
@@ -82,7 +85,7 @@ class ThreadPool {
     void serve(unsigned thread) {
         std::uint64_t seen = 0;
         for (;;) {
-            for (unsigned spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin)
+            for (unsigned spin = 0; spin < kIdleSpins && generation_.load(std::memory_order_acquire) == seen; ++spin)
                 relax_cpu();
             const std::function<void(unsigned, unsigned)>* job;
             {

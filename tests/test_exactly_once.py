@@ -18,7 +18,6 @@ from cluster import batch, both_step, contents, features, killed_at_random, one_
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
 from satrap.calls import ServerCalls
-from satrap.config import Table
 from satrap.errors import ConfigError, SharedMemoryError
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker

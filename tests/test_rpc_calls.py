@@ -286,6 +286,33 @@ def test_many_threads_share_one_client() -> None:
         eventually(lambda: not client._connections)  # threads that ended leave none
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_no_call_is_overlooked(num_threads: int) -> None:
+    """Whatever order requests, ends of methods and ends of Futures come in, none waits for being sent again."""
+    settlers = ThreadPoolExecutor(2)
+
+    class Mixed(Served):
+        def meet(self, amount: int) -> Future[int]:
+            return settlers.submit(lambda: amount)
+
+    with (
+        settlers,
+        Service(Mixed(), Calls, ANYWHERE, num_threads=num_threads) as service,
+        Client(Calls, service.address, deadline=30, retry_seconds=60) as client,
+    ):
+
+        def work(number: int) -> None:
+            for i in range(60):
+                pending = [client.begin("meet" if (i + k) % 3 else "add", k) for k in range(number % 4 + 1)]
+                for each in pending:
+                    each.result()
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        counts = service.counts()
+        assert counts["arrived"] == counts["replied"] == 60 * 2 * (1 + 2 + 3 + 4)
+
+
 def test_a_pending_call_stays_in_its_thread(shared: Client[Calls]) -> None:
     pending = shared.begin("nothing")
     with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread than begin"):

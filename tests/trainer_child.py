@@ -19,14 +19,14 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     torch.manual_seed(0)
-    where = {"servers": job["servers"], "workers": job["workers"]}
+    where = {"servers": job["servers"], "workers": job.get("workers")}
     embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], **where)
     model = DistributedDataParallel(Net())
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     seen = []
     data: Any = batches(job["batches"])
-    if job["file"] is not None:
-        data = Parquet(job["file"], dense=["d0", "d1"], label="label", batch_size=8, block_rows=24, extra="number")
+    if job.get("file") is not None:
+        data = Parquet(job.get("file"), dense=["d0", "d1"], label="label", batch_size=8, block_rows=24, extra="number")
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     began = run is not None and run.resume()
     for _ in range(job["epochs"]):

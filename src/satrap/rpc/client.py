@@ -43,8 +43,9 @@ P = TypeVar("P")
 
 _CONNECT_SECONDS = 1.0  # that a thread's first call waits for its connection before begin() returns
 _NOTICE_MS = 100  # in which a call that waits notices that its client was closed
-_RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 1_000, 5_000
+_RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
+_MOST_FRAME_BYTES = Limits().max_frame_bytes
 
 
 class Client(Generic[P]):
@@ -105,9 +106,9 @@ class Client(Generic[P]):
         method, number = self._methods[name]
         origin, frames = method.encode_arguments(arguments, named)
         most = max((frame.nbytes for frame in frames), default=0)
-        if most > Limits().max_frame_bytes:
+        if most > _MOST_FRAME_BYTES:
             raise InputError(
-                f"{method.name}: an array of {most} bytes; a server takes at most {Limits().max_frame_bytes} in one: "
+                f"{method.name}: an array of {most} bytes; a server takes at most {_MOST_FRAME_BYTES} in one: "
                 "smaller batches, or more servers"
             )
         seconds = self._deadline

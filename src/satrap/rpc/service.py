@@ -1,16 +1,16 @@
 """The server's side: answers the calls of a Protocol with an object that satisfies it.
 
-One thread owns the ROUTER socket: it receives requests, has the ledger judge them and sends replies. A few others run
-the methods, which release the GIL where they work in native code; they hand their replies to the socket thread, arrays
-uncopied, and ring it through an inproc socket.
+All threads are alike and share the ROUTER socket under one lock. An event wakes one of them, which receives a request,
+has the ledger judge it, runs the method and sends the reply itself, arrays uncopied: nothing is handed between threads.
+There is one more than may run methods at a time, so one is always left that receives.
 
 1. A message is received frame by frame; frames beyond `max_frames` are thrown away as they come.
 2. Header, number of frames and sizes are checked; the ledger queues the request or says busy, or, of a request that
    came again and is open, working: so whoever waits long hears that the server lives.
-3. A thread decodes the arguments, every type and size checked, and only then calls the object.
+3. The arguments are decoded, every type and size checked, and only then the object is called.
 4. The result is encoded. A `concurrent.futures.Future` is waited for by nobody: its reply goes when it is done.
-5. The socket thread sends the reply to the newest route of the client. A caller that is gone or does not read is not
-   waited for; it asks again.
+5. The reply is sent to the newest route of the client. A caller that is gone or does not read is not waited for: it
+   asks again.
 
 **Delivery is at least once.** A request that is still open is not run a second time, but one whose reply was lost is:
 the methods of the object must be idempotent. Arrays that it is given are read-only views of what was received; arrays
@@ -22,6 +22,7 @@ its message uses memory until its connection ends; only holders of the key, or o
 """
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -78,8 +79,8 @@ class Service:
         self._methods = {method.number: (method, getattr(served, name)) for name, method in methods.items()}
         self._limits = limits or Limits()
         self._ledger = Ledger(self._limits)
-        self._changed = threading.Condition(threading.Lock())  # guards the ledger, the outbox and the bell
-        self._outbox: list[tuple[Request, Header, Sequence[memoryview]]] = []
+        self._changed = threading.Condition(threading.Lock())  # guards the ledger, the socket, the bell and these
+        self._at_work: set[threading.Thread] = set()  # those that run methods
         self._ending = self._closed = False
         self._last_reply = 0.0
         self._process = os.getpid()
@@ -89,11 +90,15 @@ class Service:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        # Whoever stops looking while there is something left to do, rings. By edge: an event wakes one thread.
+        self._bell = os.eventfd(0)
+        self._events = select.epoll()
+        for heard in (self._bell, self._router.fileno()):
+            self._events.register(heard, select.EPOLLIN | select.EPOLLET)
         self._threads = [
-            threading.Thread(target=self._work, name=f"satrap-rpc-{i}", daemon=True) for i in range(num_threads)
+            threading.Thread(target=self._serve, name=f"satrap-rpc-{i}", daemon=True) for i in range(num_threads + 1)
         ]
-        self._socket_thread = threading.Thread(target=self._converse, name="satrap-rpc-socket", daemon=True)
-        for thread in (*self._threads, self._socket_thread):
+        for thread in self._threads:
             thread.start()
 
     def _open_sockets(self, address: str, keys: Keys | None) -> None:
@@ -103,9 +108,6 @@ class Service:
             require_loopback(address, number, "a service")
         else:
             keys.require_role("server")
-        self._bell_heard, self._bell = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        self._bell_heard.bind("inproc://bell")
-        self._bell.connect("inproc://bell")
         self._router = router = self._context.socket(zmq.ROUTER)
         router.router_mandatory = True
         router.maxmsgsize = self._limits.max_frame_bytes
@@ -151,15 +153,19 @@ class Service:
                 return
             self._closed = True
             self._ledger.drop_queued()
-            self._changed.notify_all()
-        until = time.monotonic() + self._close_seconds
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        left = [thread.name for thread in self._threads if thread.is_alive()]
-        with self._changed:
+            self._changed.wait_for(lambda: not self._at_work, self._close_seconds)
             self._ending = True
-            self._bell.send(b"")
-        self._socket_thread.join()
+            left = set(self._at_work)
+            self._events.modify(self._bell, select.EPOLLIN)  # not by edge: wakes all
+            self._ring()
+        for thread in set(self._threads) - left:
+            thread.join()
+        time.sleep(max(0.0, self._last_reply + _GRACE_SECONDS - time.monotonic()))
+        with self._changed:
+            self._ledger.drop_running()
+            self._events.close()
+            os.close(self._bell)
+            self._router.close()
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
         self._context.term()  # waits for replies on their way, at most _LINGER_MS
@@ -169,29 +175,48 @@ class Service:
                 "replies are lost and their threads end when they return: let methods end, or return a Future"
             )
 
-    # -- the socket thread ---------------------------------------------------------------------------------------------
+    # -- what all threads do -------------------------------------------------------------------------------------------
 
-    def _converse(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._bell_heard, zmq.POLLIN)
-        while not self._ending:
-            for ready, _ in poller.poll():
-                if ready is self._router:
-                    self._receive()
-                else:
-                    self._bell_heard.recv()
-                    self._send_replies()
-        self._send_replies()
-        self._bell_heard.poll(int(1000 * max(0.0, self._last_reply + _GRACE_SECONDS - time.monotonic())))
+    def _serve(self) -> None:
+        while True:
+            if (request := self._next()) is not None:
+                self._run(request)
+                del request  # its frames are not kept while the thread waits for the next
+                self._rest()
+            elif self._ending:
+                return
+            else:
+                self._events.poll()
+
+    def _next(self) -> Request | None:
+        """The request that this thread is to run; None: there is nothing to do for it."""
+        while True:
+            with self._changed:
+                if self._ending:
+                    return None
+                has_room = len(self._at_work) + 1 < len(self._threads)
+                request = self._ledger.begin(time.monotonic()) if has_room else None
+                comes = bool(self._router.poll(0))
+                if request is not None:
+                    self._at_work.add(threading.current_thread())
+                    if comes or self._ledger.num_queued:
+                        self._ring()
+                    return request
+                if not comes:
+                    return None
+                self._receive()
+
+    def _rest(self) -> None:
         with self._changed:
-            self._ledger.drop_running()
-            self._bell.close(0)
-        self._bell_heard.close(0)
-        self._router.close()
+            self._at_work.remove(threading.current_thread())
+            if self._closed:
+                self._changed.notify_all()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
 
     def _receive(self) -> None:
-        """Takes one message."""
+        """Takes one message. Like what follows, under the lock."""
         try:
             first = self._router.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -217,8 +242,7 @@ class Service:
             header.check_frames([len(frame) for frame in frames[1:]])
             self._judge(header, frames[1:], route)
         except RpcError as error:
-            with self._changed:
-                self._ledger.counts.bad += 1
+            self._ledger.counts.bad += 1
             if header is None or header.kind == Kind.REQUEST:
                 self._send(route, *_error(header or _NOBODY, error))
 
@@ -230,23 +254,9 @@ class Service:
             raise RpcError(f"there is no such method here. Served are: {known}. Run one release on both sides")
         if header.body_bytes > self._limits.max_bytes:
             raise RpcError(f"a request of {header.body_bytes} bytes; this server takes {self._limits.max_bytes}")
-        with self._changed:
-            verdict = self._ledger.arrive(header, frames, route, time.monotonic())
-            if verdict is Verdict.QUEUED:
-                self._changed.notify()
+        verdict = self._ledger.arrive(header, frames, route, time.monotonic())
         if verdict is not Verdict.QUEUED:
             self._send(route, *_message(Kind.BUSY if verdict is Verdict.BUSY else Kind.WORKING, header, ()))
-
-    def _send_replies(self) -> None:
-        with self._changed:
-            outbox, self._outbox = self._outbox, []
-            routes = [self._ledger.finish(request) for request, _, _ in outbox]
-        for route, (_, header, frames) in zip(routes, outbox, strict=True):
-            if route is None:
-                continue
-            if not self._send(route, header, frames):
-                with self._changed:
-                    self._ledger.unsent()
 
     def _send(self, route: bytes, header: Header, frames: Sequence[memoryview]) -> bool:
         """False if the peer is gone or does not read. Once the route is taken, nothing of the rest is refused."""
@@ -260,17 +270,7 @@ class Service:
         self._last_reply = time.monotonic()
         return True
 
-    # -- the threads that run methods ----------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while (request := self._ledger.begin(time.monotonic())) is None:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-            self._run(request)
-            del request  # its frames are not kept while the thread waits for the next
+    # -- running methods, without the lock ---------------------------------------------------------------------------
 
     def _run(self, request: Request) -> None:
         method, call = self._methods[request.header.method]
@@ -313,11 +313,12 @@ class Service:
 
     def _answer(self, request: Request, header: Header, frames: Sequence[memoryview]) -> None:
         with self._changed:
-            if self._ending:
+            if self._ending or (route := self._ledger.finish(request)) is None:
                 return
-            self._outbox.append((request, header, frames))
-            if len(self._outbox) == 1:
-                self._bell.send(b"")
+            if not self._send(route, header, frames):
+                self._ledger.unsent()
+            if threading.current_thread() not in self._at_work:  # it looks for nothing that came meanwhile
+                self._ring()
 
 
 def _message(kind: Kind, request: Header, frames: Sequence[memoryview]) -> tuple[Header, Sequence[memoryview]]:

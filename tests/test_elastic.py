@@ -26,7 +26,8 @@ from satrap.features import Features
 from satrap.local import LocalWorker
 from satrap.mover import Moved, Mover
 from satrap.remote import RemoteWorker
-from satrap.rpc import Client, Origin
+from satrap.rpc import Client, Origin, Service
+from satrap.server import Server
 
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 EXACTLY = SGD(lr=0.25)
@@ -215,6 +216,45 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
         restored = LocalWorker(features(), num_threads=1)
         restored.tables.restore(folders)
         assert contents(restored) == wanted
+
+
+class Told(Server):
+    """Between the question for its version and a save, buckets come from one that has made the next, the first times."""
+
+    def __init__(self) -> None:
+        super().__init__(num_threads=2)
+        self.times = 0
+
+    def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
+        with self._working(origin) as served:
+            if self.times < 2:
+                served.engine.reach_table(table, version, 0)
+                self.times += 1
+        return super().save(origin, table, folder, since, version)
+
+
+def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    local, told = LocalWorker(table(), num_threads=1), Told()
+    with serving(1) as services, Service(told, ServerCalls, "tcp://127.0.0.1:0") as second:
+        with remote(table(), [services[0].address, second.address]) as worker:
+            both = [local, worker]
+            for step in (1, 2):
+                for each in both:
+                    looked = each.lookup(batch(EXACT[: 100 * step]), step=step)
+                    each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+                told.times = 0
+                if step == 1:
+                    since = worker.tables["t"].save(tmp_path / "whole")
+                else:
+                    worker.tables["t"].save_changes(tmp_path / "changes", since=since)
+                assert told.times == 2
+            wanted = contents(local, EXACT)
+            assert contents(worker, EXACT) == wanted
+    restored = LocalWorker(table(), num_threads=1)
+    restored.tables.restore({"t": [tmp_path / "whole", tmp_path / "changes"]})
+    assert contents(restored, EXACT) == wanted
 
 
 def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> None:

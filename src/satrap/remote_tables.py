@@ -117,11 +117,9 @@ class RemoteTable:
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
         self._servers.reach()  # before one of them writes
-        versions = None
-        while versions is None:
+        versions = self._parts_saved(folder, since)
+        while len(set(versions)) != 1:
             versions = self._parts_saved(folder, since)
-        if len(set(versions)) > 1:
-            raise SnapshotError(f"table {self.table.name!r}: the servers are at versions {versions}: save it whole")
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
@@ -129,8 +127,9 @@ class RemoteTable:
             )
         return int(versions[0])
 
-    def _parts_saved(self, folder: str, since: int | None) -> list[int] | None:
-        """The version that each server has made; None: buckets moved meanwhile, so that not all of them are saved."""
+    def _parts_saved(self, folder: str, since: int | None) -> list[int]:
+        """The version that each server has made. None at all, or different ones: buckets moved meanwhile, so that not
+        all of them are saved, or a server was told of a version by one that had made it before."""
         view = self._servers.view
         origin, every = self._servers.origin(0, view), range(len(view))
         try:
@@ -142,7 +141,7 @@ class RemoteTable:
             if len(self._servers.view) != len(view):
                 for server in every:
                     shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
-            return None
+            return []
         return [found[server] for server in every]
 
 

@@ -219,6 +219,32 @@ def part(ids: list[list[int]]) -> Part:
     return Part(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
 
 
+LATE = """
+import datetime, sys, threading
+import torch.distributed as dist
+from satrap.trainers import Trainers
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # torch's own, of groups made from here on
+trainers = Trainers()
+trainers.first_does(lambda: threading.Event().wait(3), RuntimeError)
+assert trainers.all(True)
+print("both are here")
+dist.destroy_process_group()
+"""
+
+
+def test_the_first_trainer_may_take_longer_than_torchs_groups_wait(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LATE]
+    both = [subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")], stdout=-1, text=True) for rank in (0, 1)]
+    try:
+        assert [each.communicate(timeout=DEADLINE_SECONDS)[0] for each in both] == ["both are here\n"] * 2
+    finally:
+        for each in both:
+            each.kill()
+            each.wait()
+
+
 def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
     meeting = Meeting()
     parts = {1: part([[5], [6, 7]]), 0: part([[1, 2], []]), 2: part([[], [8]])}

@@ -1,11 +1,12 @@
 """Who trains: this process alone, or several under torch.distributed, which the user's script has set up (torchrun).
 
 What the trainers must agree on beside the dense gradients, which are DDP's: the attempt that the first of them begins
-at the servers, whether each has another batch, whether one met an overflow. It goes through a gloo group of its own, so
+at the servers, whether each has another batch, whether one met an overflow. It goes through gloo groups of its own, so
 it never meets the user's collectives.
 """
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from satrap.errors import ConfigError, StreamError
 
 Compress = Literal["float16", "bfloat16"]
+_PATIENCE = timedelta(days=7)  # with the first trainer's saves and restores; torch's own is half an hour
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
 
 
@@ -27,13 +29,15 @@ class Trainers:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.world = dist.get_world_size() if together else 1
-        self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+        several = self.world > 1
+        self._group = dist.new_group(backend="gloo") if several else None
+        self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None
 
-    def from_first(self, value: int) -> int:
+    def from_first(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         """What the first of them was given."""
         if self._group is not None:
             told = torch.tensor([value], dtype=torch.int64)
-            dist.broadcast(told, 0, group=self._group)
+            dist.broadcast(told, 0, group=group or self._group)
             value = int(told.item())
         return value
 
@@ -43,14 +47,15 @@ class Trainers:
             dist.broadcast(values, 0, group=self._group)
 
     def first_does(self, work: Callable[[], None], error: type[Exception]) -> None:
-        """The first of them does it while the others wait. If it fails, it raises there, and `error` at the others."""
+        """The first of them does it, for as long as it takes, while the others wait. If it fails, it raises there, and
+        `error` at the others."""
         caught: BaseException | None = None
         if self.rank == 0:
             try:
                 work()
             except BaseException as each:
                 caught = each
-        if not self.from_first(int(caught is None)):
+        if not self.from_first(int(caught is None), self._patient):
             raise caught or error("the first trainer could not do it; its own error says why")
 
     def all(self, flag: bool) -> bool:

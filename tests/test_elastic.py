@@ -219,7 +219,7 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
 
 
 class Told(Server):
-    """Between the question for its version and a save, it hears of the next one, as with buckets from one that saved."""
+    """Between the question for its version and a save it hears of the next one, as with buckets of one that saved."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=2)

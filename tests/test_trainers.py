@@ -34,7 +34,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """What each trainer printed."""
     given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
-    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None} | options
+    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None}
+    given |= {"overflow": None, "scaler": None} | options
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
     trainers = [
         subprocess.Popen(
@@ -217,6 +218,18 @@ def part(ids: list[list[int]]) -> Part:
     gradients = [float(id_) for t, table in enumerate(ids) for id_ in table for _ in range(t + 1)]
     counts = np.cumsum([0, *map(len, ids)]).astype(np.int64)
     return Part(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
+
+
+def test_an_overflow_that_one_trainer_alone_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's scaler for several trainers tells the others; with the common one it is refused."""
+    with serving(1) as services:
+        found = run(services, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
+    assert [each["scale"] for each in found] == [512.0, 512.0]
+    assert [each["lost"] for each in found] == [{"batches/overflow": 1}] * 2
+    assert found[0]["dense"] == found[1]["dense"]
+    with serving(1) as services, pytest.raises(AssertionError):
+        run(services, 2, tmp_path, batches=6, scaler="common", overflow=[1, 2])
+    assert "StreamError: 1 of 2 trainers found an overflow" in capfd.readouterr().err
 
 
 LATE = """

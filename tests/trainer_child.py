@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, loss_of, tables
@@ -23,6 +24,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], **where)
     model = DistributedDataParallel(Net())
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    scaler = scaler_of(job["scaler"])
     seen = []
     data: Any = batches(job["batches"])
     if job.get("file") is not None:
@@ -36,12 +38,17 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
                     break
                 extra = batch.inputs.extra
                 seen.append(extra["number"].to_pylist() if extra else batch.inputs.values.tolist())
-                loss_of(model, batch).backward()
+                if [rank, number] == job["overflow"]:  # of what is not DDP's
+                    batch.embeddings.register_hook(lambda gradient: gradient * np.inf)
+                scaler.scale(loss_of(model, batch)).backward()
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()
                     continue
                 if number % job["accumulate"] == 0:
-                    optimizer.step()
+                    if job["scaler"] == "sharded":
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
                     optimizer.zero_grad()
                 if run is not None:
                     run.save(every_steps=2)
@@ -54,6 +61,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
         "seen": seen,
         "resumed": began,
         "lost": embeddings.counters().lost,
+        "scale": scaler.get_scale(),
         "dense": [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()],
         "rows": {name: table.read(ids).values.tolist() for name, table in embeddings.tables.items()},
         "updated": {name: table.stats()["updated"] for name, table in embeddings.tables.items()},
@@ -61,6 +69,12 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     dist.barrier()
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()
+
+
+def scaler_of(kind: str | None) -> torch.amp.GradScaler:
+    if kind == "sharded":
+        return ShardedGradScaler("cpu", init_scale=1024.0)
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind is not None)
 
 
 if __name__ == "__main__":

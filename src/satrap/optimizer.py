@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from satrap.dense import DenseParameters
-from satrap.errors import ConfigError
+from satrap.errors import ConfigError, StreamError
 from satrap.features import Features
 from satrap.trainers import Trainers
 
@@ -93,13 +93,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found: Tensor | None = getattr(self, "found_inf", None)
-        if found is not None:
-            fine = found.item() == 0
-            if self._at_servers is None:
-                fine = self._embeddings.trainers.all(fine)  # else dense halves would part
-            if not fine:
-                self._embeddings.drop_reached("overflow")
-                return loss
+        if found is not None and self._overflowed(found.item() != 0):
+            self._embeddings.drop_reached("overflow")
+            return loss
         scale: Tensor | None = getattr(self, "grad_scale", None)
         inverse = 1.0 if scale is None else 1.0 / float(scale.item())
         if not self._known_same:
@@ -114,6 +110,20 @@ class HybridOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(grads, inverse)
         self.dense.step()
         return loss
+
+    def _overflowed(self, here: bool) -> bool:
+        """Whether a GradScaler found that, which all trainers must know together: their scales and dense halves would
+        part. DDP tells them of a dense gradient, but not of one of the embeddings."""
+        if self._at_servers is None:
+            trainers = self._embeddings.trainers
+            count = trainers.count(here)
+            if 0 < count < trainers.world:
+                raise StreamError(
+                    f"{count} of {trainers.world} trainers found an overflow in the gradients of their "
+                    "embeddings, and the GradScalers of the others do not know: use torch.distributed.fsdp."
+                    "sharded_grad_scaler.ShardedGradScaler, and call its unscale_(optimizer) before its step(optimizer)"
+                )
+        return here
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the dense gradients. Batches that a backward pass has reached and no step took are dropped."""

@@ -58,13 +58,16 @@ class Trainers:
         if not self.from_first(int(caught is None), self._patient):
             raise caught or error("the first trainer could not do it; its own error says why")
 
+    def count(self, flag: bool) -> int:
+        """At how many of them it is so."""
+        told = torch.tensor([int(flag)])
+        if self._group is not None:
+            dist.all_reduce(told, group=self._group)
+        return int(told.item())
+
     def all(self, flag: bool) -> bool:
         """Whether it is so at each of them."""
-        if self._group is not None:
-            told = torch.tensor([int(flag)])
-            dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
-            flag = bool(told.item())
-        return flag
+        return self.count(flag) == self.world
 
     def gather(self, data: bytes) -> list[bytes]:
         """What each of them gave, in the order of their ranks."""

@@ -12,6 +12,7 @@ from rpc_parts import DEADLINE_SECONDS, ByteProxy, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.keys import make_keys
+from satrap.rpc.values import PIECE_BYTES
 
 ANYWHERE = "tcp://127.0.0.1:0"
 MARK = b"the ids of this batch, sixty-four bytes that nobody should see!!"
@@ -53,6 +54,18 @@ def test_what_a_listener_sees(tmp_path: Path, secured: bool) -> None:
         assert len(proxy.seen) > 2 * ids.nbytes
         for secret in (MARK, (2 * ids[:8]).tobytes(), b"STRP"):
             assert (secret in proxy.seen) == (not secured)
+
+
+def test_arrays_of_all_lengths_cross_in_pieces(tmp_path: Path) -> None:
+    server, key = (Keys.read(path) for path in make_keys(tmp_path))
+    piece = PIECE_BYTES // 8
+    with (
+        Service(Served(), Calls, ANYWHERE, server) as service,
+        Client(Calls, service.address, key, deadline=DEADLINE_SECONDS) as client,
+    ):
+        for size in (0, 1, piece - 1, piece, piece + 1, 2 * piece, 40 * piece + 7):
+            ids = np.arange(size, dtype=np.uint64)
+            assert np.array_equal(client.call.double(ids), 2 * ids)
 
 
 def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:

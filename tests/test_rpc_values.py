@@ -15,7 +15,7 @@ from satrap.errors import CapacityError, ConfigError, DeadlineError, InputError,
 from satrap.rpc.faults import decode_error, encode_error
 from satrap.rpc.header import Origin
 from satrap.rpc.methods import methods_of
-from satrap.rpc.values import ArrayType, ValueType, decode, encode, read_type
+from satrap.rpc.values import ArrayType, ValueType, decode, encode, in_pieces, read_type
 
 DTYPES = [np.bool_, np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
 FLOATS = [np.float16, np.float32, np.float64]
@@ -70,17 +70,20 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-@given(st.lists(pairs(), max_size=6), st.integers(0, 7))
-def test_what_is_encoded_is_decoded(given: list[tuple[ValueType, Any]], shift: int) -> None:
+@given(st.lists(pairs(), max_size=6), st.integers(0, 7), st.integers(1, 100))
+def test_what_is_encoded_is_decoded(given: list[tuple[ValueType, Any]], shift: int, most: int) -> None:
     kinds, values = [kind for kind, _ in given], [value for _, value in given]
     frames = encode(kinds, values, name, InputError)
     assert len(frames) == 1 + sum(isinstance(value, np.ndarray) for value in values)
-    # A frame may lie anywhere in what was received.
-    moved = [memoryview(b" " * shift + bytes(frame))[shift:] for frame in frames]
-    found = decode(kinds, moved, name)
-    assert all(map(same, found, values))
-    for value in found:
-        assert not isinstance(value, np.ndarray) or (value.flags.aligned and not value.flags.writeable)
+    pieces = in_pieces(frames, most)
+    assert pieces[0] == frames[0] and all(len(piece) <= most for piece in pieces[1:])
+    for each in (frames, pieces):
+        # A frame may lie anywhere in what was received.
+        moved = [memoryview(b" " * shift + bytes(frame))[shift:] for frame in each]
+        found = decode(kinds, moved, name)
+        assert all(map(same, found, values))
+        for value in found:
+            assert not isinstance(value, np.ndarray) or (value.flags.aligned and not value.flags.writeable)
 
 
 @given(st.lists(pairs(), max_size=4), st.data())

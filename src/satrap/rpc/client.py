@@ -38,6 +38,7 @@ from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Limits
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.schedule import Schedule
+from satrap.rpc.values import in_pieces
 
 P = TypeVar("P")
 
@@ -111,6 +112,8 @@ class Client(Generic[P]):
                 f"{method.name}: an array of {most} bytes; a server takes at most {_MOST_FRAME_BYTES} in one: "
                 "smaller batches, or more servers"
             )
+        if self._keys is not None:
+            frames = in_pieces(frames)
         seconds = self._deadline
         if deadline is not None and deadline is not seconds:
             seconds = _check_seconds("deadline", deadline)

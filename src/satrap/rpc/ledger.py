@@ -34,8 +34,8 @@ class Limits:
     max_bytes: int = 1 << 30
     """Of those requests."""
     max_frame_bytes: int = 256 << 20
-    """Of one array. A connection that sends a larger one is cut before it is in memory."""
-    max_frames: int = 64
+    """Of one array. A connection that sends a larger frame is cut before it is in memory."""
+    max_frames: int = 2500
     """Of one message. The surplus is thrown away as it comes, and the request refused."""
 
     def __post_init__(self) -> None:

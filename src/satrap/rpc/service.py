@@ -40,6 +40,7 @@ from satrap.rpc.header import Header, Kind
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Ledger, Limits, Request, Verdict
 from satrap.rpc.methods import Method, methods_of
+from satrap.rpc.values import in_pieces
 
 _UNREAD = 64  # messages of one connection that wait, in either direction
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
@@ -301,6 +302,8 @@ class Service:
     def _succeed(self, request: Request, method: Method, result: object) -> None:
         try:
             frames = method.encode_result(result)
+            if self._gatekeeper is not None:
+                frames = in_pieces(frames)
         except RpcError as error:
             self._fail(request, error)
             return

@@ -8,6 +8,10 @@ A list of values becomes one JSON frame, then the bytes of each array, in order 
 that Satrap runs on. The JSON frame is a list with one item for every value: the value itself, or of an array its number
 of elements. Nothing else is ever decoded, no pickle in particular. Arrays are not copied on either side, and decoded
 ones are read-only.
+
+Where frames are encrypted, an array may come in several, one after the other (`in_pieces`): a frame is encrypted whole
+before it is sent and decrypted whole once it is there, so pieces are at work at both ends and on the way at once. To join
+them is a copy, a tenth of what is gained.
 """
 
 import json
@@ -27,6 +31,8 @@ from satrap.errors import ConfigError, RpcError, SatrapError
 Buffer = bytes | memoryview
 MAX_JSON_BYTES = 4 << 20
 """Values beside arrays are few; parsing takes some twenty times their bytes."""
+
+PIECE_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,14 @@ def encode(
     return frames
 
 
+def in_pieces(frames: Sequence[memoryview], most: int = PIECE_BYTES) -> list[memoryview]:
+    """The same with arrays of more bytes than `most` in several frames."""
+    pieces = list(frames[:1])
+    for frame in frames[1:]:
+        pieces += [frame[at : at + most] for at in range(0, max(1, len(frame)), most)]
+    return pieces
+
+
 def decode(wanted: Sequence[ValueType], frames: Sequence[Buffer], name: Callable[[int], str]) -> list[Any]:
     """The values that `encode` was given, or RpcError."""
     values = _parse(frames[0]) if frames else None
@@ -176,11 +190,25 @@ def decode(wanted: Sequence[ValueType], frames: Sequence[Buffer], name: Callable
         elif value is not None or not kind.optional:
             if at == len(frames):
                 raise RpcError(f"{name(i)} has no frame; wanted one for every array")
-            values[i] = _as_array(kind, frames[at], value, name(i))
-            at += 1
+            end = _end_of_array(kind, frames, at, value)
+            values[i] = _as_array(kind, _joined(frames[at:end]), value, name(i))
+            at = end
     if at != len(frames):
         raise RpcError(f"found {len(frames)} frames; wanted {at}")
     return values
+
+
+def _end_of_array(kind: ArrayType, frames: Sequence[Buffer], at: int, size: object) -> int:
+    missing = size * kind.dtype.itemsize if _is_int(size) else 0  # type: ignore[operator]
+    while (missing := missing - len(frames[at])) > 0 and at + 1 < len(frames):
+        at += 1
+    return at + 1
+
+
+def _joined(pieces: Sequence[Buffer]) -> Buffer:
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces]).data
 
 
 def _as_array(kind: ArrayType, frame: Buffer, size: object, name: str) -> NDArray[Any]:

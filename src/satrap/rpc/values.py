@@ -10,8 +10,8 @@ of elements. Nothing else is ever decoded, no pickle in particular. Arrays are n
 ones are read-only.
 
 Where frames are encrypted, an array may come in several, one after the other (`in_pieces`): a frame is encrypted whole
-before it is sent and decrypted whole once it is there, so pieces are at work at both ends and on the way at once. To join
-them is a copy, a tenth of what is gained.
+before it is sent and decrypted whole once it is there, so pieces are at work at both ends and on the way at once. To
+join them is a copy, a tenth of what is gained.
 """
 
 import json

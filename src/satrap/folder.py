@@ -25,7 +25,7 @@ import numpy as np
 from satrap._core import crc32c
 from satrap.checks import describe, is_path
 from satrap.errors import InputError, SnapshotError
-from satrap.manifest import FILE_NAME, Manifest, Origin, is_ours, temporary_name
+from satrap.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
 
 _PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
 _CHUNK = 1 << 20  # bytes that are summed and then written while they are still in the processor's cache
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
 class SnapshotFolder:
     """A folder while a save writes into it. Leaving the `with` block before `commit` removes what was written."""
 
-    def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Origin | None) -> None:
+    def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Since | None) -> None:
         """token: the id of the snapshot to come. config, seed: of its table. since: what changes start at."""
         self.path = path
         self._token = token

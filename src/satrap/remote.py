@@ -47,12 +47,7 @@ class RemoteTicket:
     """Of an update that was begun, and for whom: if it was interrupted, it goes on with these."""
     skipped: list[int] = field(default_factory=list)
     """Of each table: gradients of its update that were not finite and were left out."""
-    done: bool = False
-
-    @property
-    def used(self) -> bool:
-        """See Ticket."""
-        return self.done
+    used: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -169,7 +164,7 @@ class RemoteRows:
             except MovedError:
                 continue  # to other servers, with ids: each bucket knows whether it has applied them
         for ticket in tickets:
-            ticket.sums, ticket.done = None, True
+            ticket.sums, ticket.used = None, True
         if not sums.same_ids:
             self._forget(tickets)
 
@@ -216,11 +211,11 @@ class RemoteRows:
 
     def drop(self, ticket: RemoteTicket) -> None:
         """See Rows."""
-        if ticket.done:
+        if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
         if not ticket.split.used:
             self._split.drop(ticket.split)
-        ticket.sums, ticket.done = None, True
+        ticket.sums, ticket.used = None, True
         self._forget([ticket])
 
     def skip(self, step: int) -> None:

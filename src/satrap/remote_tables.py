@@ -19,7 +19,7 @@ from satrap.config import Table
 from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.folder import part_name, parts_of
 from satrap.servers import Servers
-from satrap.store import Rows
+from satrap.store import StoredRows
 
 
 class RemoteTable:
@@ -40,10 +40,10 @@ class RemoteTable:
             total.update(stats)
         return dict(total)
 
-    def read(self, ids: ArrayLike) -> Rows:
+    def read(self, ids: ArrayLike) -> StoredRows:
         """As `Store.read`."""
         values, state, present = self._asked("read", ids, lambda part: (self._number, part))
-        return Rows(values, state, present.reshape(-1))
+        return StoredRows(values, state, present.reshape(-1))
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
         """As `Store.lookup` without training, which is the `RemoteWorker`'s. Like `read` never rounded."""

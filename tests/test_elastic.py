@@ -83,7 +83,7 @@ def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Genera
         assert contents(worker) == contents(local)
         for each in worker.tables.values():
             each.check()
-        assert len(worker.servers) == TOUR[-1] and worker.servers.bucket_map.version > 50
+        assert len(worker.servers.view) == TOUR[-1] and worker.tables.layout > 50
 
 
 def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> None:
@@ -204,7 +204,7 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
         Mover(addresses[:1], addresses[:2]).run()
         with pytest.raises(SnapshotError, match="or save the whole table"):
             worker.tables["item"].save_changes(tmp_path / "refused", since=since["item"])
-        assert worker.tables.layout == worker.servers.bucket_map.version
+        assert worker.tables.layout == worker.servers.view.members.version
         folders = {name: [tmp_path / f"{name}-full", tmp_path / f"{name}-changes"] for name in worker.tables}
         since = {name: each.save(folders[name][0]) for name, each in worker.tables.items()}
         both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step + 1)

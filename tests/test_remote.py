@@ -218,7 +218,8 @@ def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
         worker.lookup(batch(range(20)), step=1)
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
-        again = worker.servers.each("save", worker.servers.origin(0), {1: (0, str(tmp_path / "a"), None, first)})
+        asked = {1: (0, str(tmp_path / "a"), None, first)}
+        again = worker.servers.each("save", 0, asked, view=worker.servers.view)
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
         assert table.save(tmp_path / "a") == first + 2, "one that the user asks for again is another"
@@ -294,7 +295,7 @@ def test_an_attempt_that_was_restored_is_not_the_next_one(tmp_path: Path) -> Non
         client.call.lookup(at[2], ids, offsets, 1, True, 0)
         assert client.call.restore(at[2], []) is True
         assert client.call.stats(at[2], 0)["rows"] == 4, "it came again"
-        client.call.begin(at[3])
+        client.call.begin_attempt(at[3])
         with pytest.raises(AttemptError):
             client.call.restore(at[3], [])
         assert client.call.restore(at[4], []) is True

@@ -210,7 +210,7 @@ class DenseParameters:
             shares = self._shares(rows, view)
             asked = {server: arguments(share) for server, share in shares.items()}
             try:
-                found = self._servers.each(method, self._servers.origin(step, view), asked, view=view)
+                found = self._servers.each(method, step, asked, view=view)
             except MovedError:
                 continue  # there is a newer view
             return [(share, found[server]) for server, share in shares.items()]

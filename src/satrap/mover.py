@@ -231,7 +231,7 @@ class Mover:
             number = after.addresses.index(address)
             answer = self._call(address).hello(Origin(), job.to_dict(), after.to_dict(), number, True)
             if answer["attempt"] < state["attempt"]:
-                self._call(address).begin(Origin(attempt=state["attempt"]))
+                self._call(address).begin_attempt(Origin(attempt=state["attempt"]))
             for table, lr in enumerate(state["lrs"]):
                 self._call(address).set_lr(
                     Origin(attempt=state["attempt"], map_version=after.version), table, float(lr)

@@ -123,7 +123,7 @@ class RemoteRows:
             if split.num_floats(server)
         }
         try:
-            return self._servers.each("lookup", self._servers.origin(step, view), asked, view=view)
+            return self._servers.each("lookup", step, asked, view=view)
         except MovedError:
             return None
 
@@ -193,7 +193,6 @@ class RemoteRows:
 
     def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: View) -> None:
         """number: the ticket's, if the servers may have it."""
-        origin = self._servers.origin(step, view)
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
             ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
@@ -205,9 +204,9 @@ class RemoteRows:
             for server in range(len(view))
             if len(sums.ids(server)) or self._servers.together
         }
-        found = self._servers.each("update", origin, asked, view=view)
+        found = self._servers.each("update", step, asked, view=view)
         lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
-        self._servers.each("update", origin, {server: arguments(server, 0) for server in lost}, view=view)
+        self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
 
     def drop(self, ticket: RemoteTicket) -> None:
         """See Rows."""
@@ -255,7 +254,7 @@ class RemoteRows:
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
         with suppress(MovedError):  # then they are forgotten
-            self._servers.each("drop", self._servers.origin(0, view), dict.fromkeys(holders, (numbers,)), view=view)
+            self._servers.each("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
 
     def _reach(self, step: int | None) -> int:
         with self._lock:

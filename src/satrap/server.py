@@ -96,7 +96,7 @@ class Server(MovingServer):
                 found |= {"members": served.members.to_dict(), "job": served.job.to_dict(), "state": served.state()}
             return found
 
-    def begin(self, origin: Origin) -> None:
+    def begin_attempt(self, origin: Origin) -> None:
         """See ServerCalls."""
         with self._pause():
             served = self._ready()

@@ -18,6 +18,7 @@ from benchmarks.cluster import cases, kinds, link, machines, network, plot, rest
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.link import Network, Shape
 from benchmarks.cluster.prediction import Alone, link_bytes, step_seconds
+from benchmarks.cluster.processes import talking, told
 from benchmarks.cluster.turn import Turn
 from benchmarks.machine import ROOT
 from benchmarks.records import complaints
@@ -232,8 +233,8 @@ def test_packets_cross_and_are_counted() -> None:
     )
     with machines.emulated(3) as made:
         here = made.addresses[0]
-        with machines.talking(made.command(0, [sys.executable, "-c", echo.format(here)])) as server:
-            assert machines.told(server) is True
+        with talking(made.command(0, [sys.executable, "-c", echo.format(here)])) as server:
+            assert told(server) is True
             made.reshape(Shape(gbit=1, delay_ms=30))
             command = made.command(2, [sys.executable, "-c", ask.format(here)])
             took = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -251,7 +252,7 @@ def test_machines_are_gone_with_their_driver() -> None:
     )
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        pids = machines.told(driver)
+        pids = told(driver)
     finally:
         driver.kill()
         driver.communicate()

@@ -6,7 +6,6 @@ dense gradients. A round measures every mode over every network with the same pr
 over the same machines with nothing slowed down. `probe.py` says what each network really carries.
 """
 
-import importlib.metadata
 import inspect
 import json
 import os
@@ -21,9 +20,11 @@ from typing import Any
 from benchmarks.clock import noise_between
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.link import Shape
-from benchmarks.cluster.machines import Machines, emulated, talking, tell, told
+from benchmarks.cluster.machines import Machines, emulated
 from benchmarks.cluster.prediction import ASYNC, HYBRID, SYNCHRONOUS, Alone, step_seconds
+from benchmarks.cluster.processes import peak_resident_with, read_cpu_of, talking, tell, told
 from benchmarks.cluster.turn import BATCH, Turn
+from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results, Round
 from benchmarks.train.workload import batches_file
@@ -47,8 +48,6 @@ def without_async() -> str | None:
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round."""
-    from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
-
     missing = without_async()
     modes = [mode for mode in MODES if mode != ASYNC or missing is None]
     with ExitStack() as stack:
@@ -85,7 +84,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         "lost_packets": rig.lost,
         "probes": probes,
         "peak_resident_bytes": peak,
-        "versions": {name: importlib.metadata.version(name) for name in ("satrap", "torch", "numpy", "pyzmq")},
+        "versions": versions("satrap", "torch", "numpy", "pyzmq"),
     }
 
 

@@ -180,30 +180,3 @@ def killables(tmp_path: Path, num_servers: int = 2, *how: Any) -> Iterator[list[
             each.end()
         for file in files:
             file.unlink(missing_ok=True)
-
-
-@contextmanager
-def killed_at_random(
-    tmp_path: Path, seed: int, num_kills: int, num_servers: int = 2
-) -> Iterator[tuple[list[Killable], threading.Event]]:
-    """Servers, killed and started again at random moments, and what is set when that is over."""
-    stop, over = threading.Event(), threading.Event()
-
-    def kill() -> None:
-        draw = np.random.default_rng(seed)
-        for _ in range(num_kills):
-            if stop.wait(draw.uniform(0.0, 0.2)):
-                break
-            victim = servers[int(draw.integers(num_servers))]
-            victim.kill()
-            victim.restart()
-        over.set()
-
-    with killables(tmp_path, num_servers) as servers:
-        killer = threading.Thread(target=kill)
-        killer.start()
-        try:
-            yield servers, over
-        finally:
-            stop.set()
-            killer.join()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import IDS, batch, killed_at_random, serving
+from cluster import IDS, batch, serving
+from faults import killed_at_random
 from loop import Net, batches, loss_of, rows, tables, train
 from one_row import ulp
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table

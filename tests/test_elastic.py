@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killed_at_random, remote, serving
+from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, remote, serving
+from faults import killed_at_random
 from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import NotReadyError, SnapshotError

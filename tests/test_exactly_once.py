@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from cluster import batch, both_step, contents, features, killed_at_random, one_table, remote, serving
+from cluster import batch, both_step, contents, features, one_table, remote, serving
+from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
 from satrap.calls import ServerCalls

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import satrap.host
-from cluster import features, killed_at_random, one_table, serving
+from cluster import features, one_table, serving
 from far_parts import KillableWorker, bits, dying, evaluate, running, send_through, source, train, working, write
+from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
 from satrap.calls import ServerCalls

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, batch, killables, killed_at_random, one_table, remote, serving
-from faults import at_random, stop_and_go
+from cluster import DEADLINE_SECONDS, batch, killables, one_table, remote, serving
+from faults import at_random, killed_at_random, stop_and_go
 from loop import batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.errors import CapacityError

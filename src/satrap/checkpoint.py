@@ -31,9 +31,10 @@ import torch
 from satrap.checks import kind_of
 from satrap.embeddings import Embeddings
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
+from satrap.folder import put_on_disk
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
-from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
+from satrap.runfolder import Entry, RunFolder, checksum
 from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
 from satrap.trainers import plain
 

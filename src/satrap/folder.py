@@ -136,7 +136,8 @@ class SnapshotFolder:
         self._committed = True
         os.fsync(self._fd)
         if self._made:
-            _sync_folder(self.path.parent)
+            with suppress(OSError):  # a parent that may not be opened is not ours to make durable
+                put_on_disk(self.path.parent)
         named = {file.name for file in manifest.files}
         self._sweep(lambda name: name not in named)
 
@@ -249,10 +250,10 @@ class ChecksumFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def _sync_folder(path: Path) -> None:
-    with suppress(OSError):  # a parent that may not be opened is not ours to make durable
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def put_on_disk(path: Path) -> None:
+    """Returns once the file or folder survives a crash of the machine."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -241,16 +240,3 @@ class FrameProxy:
                 self._held.append((until, lambda: to.send_multipart(frames)))
             else:
                 to.send_multipart(frames)
-
-
-def in_fork(body: Callable[[], None]) -> None:
-    """Runs the body in a fork and fails if it failed."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0

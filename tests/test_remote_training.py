@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cluster import DEADLINE_SECONDS, Killable, serving
-from loop import batches, job, loss_of, rows, train
+from loop import batches, bits, job, loss_of, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.mover import Mover
@@ -34,11 +34,6 @@ def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(embeddings.worker, RemoteWorker):
             stack.callback(embeddings.worker.servers.close)
         yield embeddings, model, optimizer
-
-
-def bits(embeddings: Any, model: torch.nn.Module) -> list[bytes]:
-    dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    return dense + [values.tobytes() for values in rows(embeddings).values()]
 
 
 @each_way

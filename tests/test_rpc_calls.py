@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forks import in_fork
 from rpc_parts import (
     DEADLINE_SECONDS,
     Calls,
     Served,
     eventually,
-    in_fork,
     raw_peer,
     request,
     server_process,

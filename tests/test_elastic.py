@@ -219,7 +219,7 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
 
 
 class Told(Server):
-    """Between the question for its version and a save, buckets come of one that has made the next, the first times."""
+    """Between the question for its version and a save it hears of the next one, as with buckets of one that saved."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=2)
@@ -242,9 +242,8 @@ def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(
         Service(told, ServerCalls, "tcp://127.0.0.1:0") as second,
         remote(table(), [services[0].address, second.address]) as worker,
     ):
-        both = [local, worker]
         for step in (1, 2):
-            for each in both:
+            for each in (local, worker):
                 looked = each.lookup(batch(EXACT[: 100 * step]), step=step)
                 each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
             told.times = 0

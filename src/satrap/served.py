@@ -118,7 +118,7 @@ class Served:
         self.engine.set_owners(owners, _NOBODY if self.number == NO_MEMBER else self.number)
 
 
-def plain(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
+def decoded(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
     """The gradients, in whichever form they came."""
     if coded is not None and gradients is None:
         return np.asarray(engine.decode_rows(offsets, coded))

@@ -26,7 +26,7 @@ from satrap.meeting import Part, joined
 from satrap.members import Members
 from satrap.moving_server import MovingServer
 from satrap.rpc import Origin
-from satrap.served import Kept, Served, num_floats, plain
+from satrap.served import Kept, Served, decoded, num_floats
 from satrap.tables import Tables
 
 MOST_TICKETS = 1024
@@ -147,7 +147,7 @@ class Server(MovingServer):
             if ticket != 0 and len(ids):
                 raise InputError(f"update: ticket {ticket} and {len(ids)} ids; wanted one of the two")
             kept = None if ticket == 0 else self._take(served, origin.trainer, ticket)
-            gradients = plain(served.engine, offsets if kept is None else kept.offsets, gradients, coded)
+            gradients = decoded(served.engine, offsets if kept is None else kept.offsets, gradients, coded)
             if kept is None and len(gradients) != num_floats(served.job, ids, offsets):
                 raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; wanted their rows' floats")
             if together == 0:

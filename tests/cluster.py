@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
-from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
 from satrap.features import Features
 from satrap.inputs import Inputs
@@ -24,6 +23,7 @@ from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 from satrap.servers import Servers
 from satrap.worker import Worker
 

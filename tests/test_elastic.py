@@ -20,7 +20,6 @@ import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
 from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, remote, serving
 from faults import killed_at_random
-from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import NotReadyError, SnapshotError
 from satrap.features import Features
@@ -29,6 +28,7 @@ from satrap.mover import Moved, Mover
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # how many servers there are, one after the other

@@ -18,12 +18,12 @@ from cluster import batch, both_step, contents, features, one_table, remote, ser
 from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
-from satrap.calls import ServerCalls
 from satrap.errors import ConfigError, SharedMemoryError
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 from satrap.store import Store
 
 

@@ -82,7 +82,7 @@ LAYERS = [
     "members",
     "job",
     "scaling",
-    "calls",
+    "server_calls",
     "meeting",
     "moving",
     "served",

@@ -13,7 +13,6 @@ import pytest
 import satrap.server
 from bag_oracle import draw_bags, follow
 from cluster import IDS, batch, both_step, contents, features, one_table, remote, serving
-from satrap.calls import ServerCalls
 from satrap.errors import (
     AttemptError,
     CapacityError,
@@ -28,6 +27,7 @@ from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Pending, Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 from satrap.servers import Servers
 
 

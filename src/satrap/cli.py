@@ -245,11 +245,11 @@ def _keys(folder: str) -> Iterator[str]:
 
 
 def _server(listen: str, keys: str | None, shared: str | None, threads: int | None) -> Iterator[str]:
-    from satrap.calls import ServerCalls
     from satrap.rpc import Limits
     from satrap.rpc.keys import Keys
     from satrap.rpc.service import Service
     from satrap.server import Server
+    from satrap.server_calls import ServerCalls
 
     ended = _told_to_end()
     server = Server(shared=shared, num_threads=threads)

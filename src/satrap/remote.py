@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
-from satrap.calls import Coded
 from satrap.engine import thread_count
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs
 from satrap.remote_tables import RemoteTables
+from satrap.server_calls import Coded
 from satrap.servers import Servers, View
 from satrap.worker import Floats, Worker, named_features
 

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap._core import Engine, Ticket
-from satrap.calls import Coded, Floats, Ids, Offsets
 from satrap.checks import check_integer
 from satrap.errors import InputError
 from satrap.job import Job
 from satrap.meeting import Meeting
 from satrap.members import Members
 from satrap.moving import Moving
+from satrap.server_calls import Coded, Floats, Ids, Offsets
 from satrap.store import Store
 from satrap.tables import Tables
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from satrap.calls import WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.checks import check_choice, check_integer
 from satrap.engine import attach_engine, open_engine, remove_unfinished, shared_note, thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
@@ -27,6 +26,7 @@ from satrap.members import Members
 from satrap.moving_server import MovingServer
 from satrap.rpc import Origin
 from satrap.served import Kept, Served, decoded, num_floats
+from satrap.server_calls import WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.tables import Tables
 
 MOST_TICKETS = 1024
@@ -34,7 +34,7 @@ MOST_TICKETS = 1024
 
 
 class Server(MovingServer):
-    """Satisfies `satrap.calls.ServerCalls`."""
+    """Satisfies `satrap.server_calls.ServerCalls`."""
 
     def __init__(
         self, *, shared: str | os.PathLike[str] | None = None, num_threads: int | None = None, simd: str = "auto"

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.calls import WIRES, ServerCalls
 from satrap.checks import check_choice
 from satrap.errors import AttemptError, DeadlineError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.job import Job
@@ -25,6 +24,7 @@ from satrap.members import Members, check_addresses
 from satrap.rpc import Origin
 from satrap.rpc.client import Client, Pending
 from satrap.rpc.keys import Keys
+from satrap.server_calls import WIRES, ServerCalls
 
 LAUNCH_ATTEMPTS = 1 << 16
 """Each launch of the trainers has as many attempts of its own: a restore begins one."""

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from cluster import batch, both_step, contents, features, one_table, remote, serving
-from faults import killed_at_random
+from cluster import batch, both_step, contents, features, killables, one_table, remote, serving
+from faults import killed_at_random, train_until
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
 from satrap.errors import ConfigError, SharedMemoryError
@@ -74,13 +74,7 @@ def test_killed_at_random_moments_no_update_is_lost_or_doubled(
         killed_at_random(tmp_path, seed, 6) as (servers, over),
         remote(features(), [each.address for each in servers]) as worker,
     ):
-        step = 0
-        while not over.is_set() or step < 30:
-            step += 1
-            both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
-        assert contents(worker) == contents(local)
-        for table in worker.tables.values():
-            table.check()
+        train_until(over, local, worker, rng, least=30)
 
 
 def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
@@ -112,7 +106,7 @@ def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
 def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path) -> None:
     """Real processes: a file is locked while its server lives."""
     with (
-        killed_at_random(tmp_path, 0, 0) as (servers, _),
+        killables(tmp_path) as servers,
         remote(one_table(), [each.address for each in servers]) as worker,
     ):
         worker.lookup(batch(range(20)), step=1)

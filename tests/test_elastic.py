@@ -233,9 +233,7 @@ class Told(Server):
         return super().save(origin, table, folder, since, version)
 
 
-def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
     local, told = LocalWorker(table(), num_threads=1), Told()
     with (
         serving(1) as services,

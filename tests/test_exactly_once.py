@@ -49,7 +49,7 @@ def test_a_network_that_misbehaves(
         assert repeated > 0, "no update came twice, so nothing was tested"
 
 
-def test_a_server_that_is_started_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
     """Between lookup and update, on the same rows: its tickets are gone, its rows are not."""
     local = LocalWorker(one_table(), num_threads=1)
     service = Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0")

@@ -111,9 +111,7 @@ def test_learning_rates(worker: RemoteWorker, rng: np.random.Generator) -> None:
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(satrap.server, "MOST_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
@@ -225,7 +223,7 @@ def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
         assert table.save(tmp_path / "a") == first + 2, "one that the user asks for again is another"
 
 
-def test_a_process_that_was_replaced_cannot_write(rng: np.random.Generator) -> None:
+def test_a_process_that_was_replaced_cannot_write() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         with remote(one_table(), addresses) as old:
@@ -282,7 +280,7 @@ def test_a_step_too_far_behind_is_refused_whole() -> None:
             assert contents(worker) == before
 
 
-def test_an_attempt_that_was_restored_is_not_the_next_one(tmp_path: Path) -> None:
+def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
     """A restore that comes again is done once; after another attempt began, it is a new one."""
     ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 4])
     with (

@@ -186,7 +186,7 @@ def test_a_part_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path) -
         assert bits(embeddings, model) == before
 
 
-def test_rows_of_an_earlier_run_are_not_trained_by_mistake(tmp_path: Path) -> None:
+def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         for again in (False, True):

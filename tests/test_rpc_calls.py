@@ -161,7 +161,7 @@ def test_a_patient_call_that_is_answered() -> None:
         assert served.num_runs == 1
 
 
-def test_a_server_that_comes_late_and_one_that_was_killed(seed: int) -> None:
+def test_a_server_that_comes_late_and_one_that_was_killed() -> None:
     """The call is begun, its server is killed while it runs, and another at the same address answers it."""
     with (
         server_process(ANYWHERE) as (first, address),

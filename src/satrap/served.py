@@ -61,7 +61,8 @@ class Served:
     restored: tuple[int, bool] | None = None
     """Under which map a restore began this attempt, and what it answered."""
     moving: Moving = field(init=False)
-    _owns_nothing: bool = False
+    owns_nothing: bool = False
+    """Then every step is finished here."""
 
     def __post_init__(self) -> None:
         self.moving = Moving(self.job, self.engine)
@@ -100,11 +101,6 @@ class Served:
             "lrs": [engine.lr(t) for t in tables],
         }
 
-    @property
-    def owns_nothing(self) -> bool:
-        """Then every step is finished here."""
-        return self._owns_nothing
-
     def owned(self) -> NDArray[np.bool_]:
         """Of each bucket of all tables, whether it is this server's."""
         assert self.members is not None
@@ -113,7 +109,7 @@ class Served:
 
     def _know_owners(self) -> None:
         assert self.members is not None
-        self._owns_nothing = not self.owned().any()
+        self.owns_nothing = not self.owned().any()
         owners = np.array(self.members.bucket_map.flat(), np.uint32)
         self.engine.set_owners(owners, _NOBODY if self.number == NO_MEMBER else self.number)
 

@@ -1,9 +1,10 @@
-"""What a result must say about where and from what it was measured: machine, commit, date. Read once per run.
+"""What a result must say about where and from what it was measured: machine, commit, versions, date.
 
 Nothing here names the machine or its folders, so that results can be published as they are.
 """
 
 import datetime
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -33,6 +34,11 @@ def describe_commit() -> str:
         return "unknown"
     changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return f"{commit}+changes" if changes else commit
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of what is installed here."""
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def now() -> str:

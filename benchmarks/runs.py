@@ -8,10 +8,12 @@ or whose contender is not installed, is left out with a line on stderr.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,20 +128,23 @@ def _run(run: Run, settings: Settings) -> dict[str, Any]:
 def _start(run: Run, job: dict[str, Any], python: Path) -> dict[str, Any]:
     threads = str(job["table"]["num_threads"] if "table" in job else job["num_threads"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    command = [str(python), "-m", "benchmarks.worker", json.dumps(job)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment | run.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"still running after {TIMEOUT_SECONDS} s") from error
-    if done.returncode != 0:
-        raise RunFailed(f"exit status {done.returncode}: {' | '.join(done.stderr.strip().splitlines()[-3:])}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return run_process([str(python), "-m", "benchmarks.worker", json.dumps(job)], environment | run.environment)
+
+
+def run_process(command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a process says in its last line. Whatever becomes of it, the processes that it started end with it."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"still running after {TIMEOUT_SECONDS} s") from None
+        finally:
+            with suppress(ProcessLookupError):  # nobody is left, as it should be
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        raise RunFailed(f"exit status {process.returncode}: {' | '.join(stderr.strip().splitlines()[-3:])}")
+    result: dict[str, Any] = json.loads(stdout.strip().splitlines()[-1])
     return result

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
-from satrap.calls import ServerCalls
 from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
 from satrap.features import Features
 from satrap.inputs import Inputs
@@ -24,6 +23,7 @@ from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 from satrap.servers import Servers
 from satrap.worker import Worker
 
@@ -180,30 +180,3 @@ def killables(tmp_path: Path, num_servers: int = 2, *how: Any) -> Iterator[list[
             each.end()
         for file in files:
             file.unlink(missing_ok=True)
-
-
-@contextmanager
-def killed_at_random(
-    tmp_path: Path, seed: int, num_kills: int, num_servers: int = 2
-) -> Iterator[tuple[list[Killable], threading.Event]]:
-    """Servers, killed and started again at random moments, and what is set when that is over."""
-    stop, over = threading.Event(), threading.Event()
-
-    def kill() -> None:
-        draw = np.random.default_rng(seed)
-        for _ in range(num_kills):
-            if stop.wait(draw.uniform(0.0, 0.2)):
-                break
-            victim = servers[int(draw.integers(num_servers))]
-            victim.kill()
-            victim.restart()
-        over.set()
-
-    with killables(tmp_path, num_servers) as servers:
-        killer = threading.Thread(target=kill)
-        killer.start()
-        try:
-            yield servers, over
-        finally:
-            stop.set()
-            killer.join()

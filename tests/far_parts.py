@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from cluster import DEADLINE_SECONDS, IDS, Killable, features
+from faults import at_random, kill
 from satrap import Embeddings, Parquet
 from satrap.far import FarWorker
 from satrap.host import Host
@@ -105,25 +106,10 @@ class KillableWorker(Killable):
 @contextmanager
 def dying(victims: list[Killable], seed: int, num_kills: int) -> Iterator[threading.Event]:
     """Kills one of them after another at random moments and starts it again; what is set when that is over."""
-    stop, over = threading.Event(), threading.Event()
-
-    def kill() -> None:
-        draw = np.random.default_rng(seed)
-        for _ in range(num_kills):
-            if stop.wait(draw.uniform(0.05, 0.4)):
-                break
-            victim = victims[int(draw.integers(len(victims)))]
-            victim.kill()
-            victim.restart()
-        over.set()
-
-    killer = threading.Thread(target=kill)
-    killer.start()
     try:
-        yield over
+        with at_random([kill(each) for each in victims], seed, num=num_kills, gap=0.4) as over:
+            yield over
     finally:
-        stop.set()
-        killer.join()
         for each in victims:
             each.end()
 

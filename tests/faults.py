@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from bag_oracle import draw_bags
-from cluster import Killable, both_step, contents
+from cluster import Killable, both_step, contents, killables
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 
@@ -83,6 +84,18 @@ def at_random(
     finally:
         stop.set()
         thread.join()
+
+
+@contextmanager
+def killed_at_random(
+    tmp_path: Path, seed: int, num_kills: int, num_servers: int = 2
+) -> Iterator[tuple[list[Killable], threading.Event]]:
+    """Servers, killed and started again at random moments, and what is set when that is over."""
+    with (
+        killables(tmp_path, num_servers) as servers,
+        at_random([kill(each) for each in servers], seed, num=num_kills, gap=0.2) as over,
+    ):
+        yield servers, over
 
 
 def train_until(

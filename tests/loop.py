@@ -62,6 +62,12 @@ def rows(embeddings: Embeddings) -> dict[str, np.ndarray]:
     return {name: store.read(np.arange(NUM_IDS, dtype=np.uint64)).values for name, store in embeddings.tables.items()}
 
 
+def bits(embeddings: Embeddings, model: torch.nn.Module) -> list[bytes]:
+    """Every parameter and the values of every row."""
+    dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return dense + [values.tobytes() for values in rows(embeddings).values()]
+
+
 def train(embeddings: Embeddings, model: Net, optimizer: HybridOptimizer, data: Any, **options: Any) -> list[float]:
     losses = []
     with embeddings.stream(data, **options) as stream:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -242,60 +240,3 @@ class FrameProxy:
                 self._held.append((until, lambda: to.send_multipart(frames)))
             else:
                 to.send_multipart(frames)
-
-
-class ByteProxy:
-    """Stands between one client and a server, byte by byte, and keeps what it saw."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._to = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.seen = bytearray()
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def __enter__(self) -> ByteProxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in (self._listener, *self._open):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        for thread in self._threads:
-            thread.join(DEADLINE_SECONDS)
-
-    def _accept(self) -> None:
-        try:
-            one, _ = self._listener.accept()
-        except OSError:
-            return
-        other = socket.create_connection(self._to)
-        self._open += [one, other]
-        for source, to in ((one, other), (other, one)):
-            self._threads.append(threading.Thread(target=self._pump, args=(source, to)))
-            self._threads[-1].start()
-
-    def _pump(self, source: socket.socket, to: socket.socket) -> None:
-        with suppress(OSError):
-            while part := source.recv(1 << 16):
-                self.seen += part
-                to.sendall(part)
-        with suppress(OSError):
-            to.shutdown(socket.SHUT_RDWR)
-
-
-def in_fork(body: Callable[[], None]) -> None:
-    """Runs the body in a fork and fails if it failed."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0

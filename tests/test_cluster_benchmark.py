@@ -54,7 +54,7 @@ def test_an_id_is_sent_once() -> None:
 
 def test_the_raw_peer_answers_with_as_many_floats() -> None:
     with servers.started("raw", {"dim": 4, "max_ids": 100}) as (port, _):
-        client = RawClient(int(port), 4, 100)
+        client = RawClient(port, 4, 100)
         rows = np.random.default_rng(3).random(400, np.float32)
         for count in (100, 1, 7):
             assert np.array_equal(client.lookup(np.arange(count, dtype=np.uint64)), rows[: 4 * count])

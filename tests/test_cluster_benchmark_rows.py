@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks import runs
 from benchmarks.cases import select_cases
 from benchmarks.cluster import cases, paddle, paddle_role, rounds, rows, tables, train, wire
 from benchmarks.cluster.__main__ import find_pythons, main, paced, parse_options
@@ -122,7 +123,7 @@ def test_what_a_process_started_ends_with_it() -> None:
             f"left = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, stderr=-3); "
             "left.stdout.readline(); print('{}')"
         )
-        assert rounds.run([sys.executable, "-c", leaves]) == {}
+        assert runs.run_process([sys.executable, "-c", leaves]) == {}
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(DEADLINE_SECONDS)
@@ -130,14 +131,14 @@ def test_what_a_process_started_ends_with_it() -> None:
 
 
 def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(runs, "TIMEOUT_SECONDS", 0.1)
     with pytest.raises(RunFailed, match=r"still running after 0\.1 s"):
-        rounds.run([sys.executable, "-c", "import time; time.sleep(600)"])
+        runs.run_process([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
 def test_a_failed_process_is_named_with_the_end_of_what_it_said() -> None:
     with pytest.raises(RunFailed, match=r"exit status 3: three"):
-        rounds.run([sys.executable, "-c", "import sys; print('three', file=sys.stderr); sys.exit(3)"])
+        runs.run_process([sys.executable, "-c", "import sys; print('three', file=sys.stderr); sys.exit(3)"])
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_updates_amid_evictions_are_applied_or_counted(num_threads: int, open_st
     assert np.all(read_back.values <= 0)
 
 
-def test_saves_amid_updates_hold_whole_rows(open_store: OpenStore, seed: int, tmp_path: Path) -> None:
+def test_saves_amid_updates_hold_whole_rows(open_store: OpenStore, tmp_path: Path) -> None:
     store = open_store(counting(), num_threads=2)
     num_ids = 2000
     ids = np.arange(num_ids, dtype=np.uint64)
@@ -293,7 +293,7 @@ def test_stores_take_their_threads_with_them() -> None:
     assert len(os.listdir("/proc/self/task")) <= before
 
 
-def test_a_store_that_is_dropped_while_another_thread_uses_it(seed: int) -> None:
+def test_a_store_that_is_dropped_while_another_thread_uses_it() -> None:
     """The last reference may go in any thread; results keep their memory."""
     rows: list[Any] = []
 

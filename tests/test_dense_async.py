@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import IDS, batch, killed_at_random, serving
+from cluster import IDS, batch, serving
+from faults import killed_at_random
 from loop import Net, batches, loss_of, rows, tables, train
 from one_row import ulp
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
@@ -326,7 +327,7 @@ def test_a_trainer_that_is_done_keeps_no_row_from_eviction() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_jobs_that_cannot_be(tmp_path: Path) -> None:
+def test_jobs_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="dense='async' and no servers"):
         Embeddings(tables(), dense="async")
     with pytest.raises(ConfigError, match="dense is 'late'"):

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killed_at_random, remote, serving
-from satrap.calls import ServerCalls
+from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, remote, serving
+from faults import killed_at_random
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import NotReadyError, SnapshotError
 from satrap.features import Features
@@ -28,9 +28,9 @@ from satrap.mover import Moved, Mover
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
-EXACTLY = SGD(lr=0.25)
 TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # how many servers there are, one after the other
 
 
@@ -84,7 +84,7 @@ def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Genera
         assert contents(worker) == contents(local)
         for each in worker.tables.values():
             each.check()
-        assert len(worker.servers) == TOUR[-1] and worker.servers.bucket_map.version > 50
+        assert len(worker.servers.view) == TOUR[-1] and worker.tables.layout > 50
 
 
 def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> None:
@@ -205,7 +205,7 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
         Mover(addresses[:1], addresses[:2]).run()
         with pytest.raises(SnapshotError, match="or save the whole table"):
             worker.tables["item"].save_changes(tmp_path / "refused", since=since["item"])
-        assert worker.tables.layout == worker.servers.bucket_map.version
+        assert worker.tables.layout == worker.servers.view.members.version
         folders = {name: [tmp_path / f"{name}-full", tmp_path / f"{name}-changes"] for name in worker.tables}
         since = {name: each.save(folders[name][0]) for name, each in worker.tables.items()}
         both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step + 1)
@@ -233,9 +233,7 @@ class Told(Server):
         return super().save(origin, table, folder, since, version)
 
 
-def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
     local, told = LocalWorker(table(), num_threads=1), Told()
     with (
         serving(1) as services,

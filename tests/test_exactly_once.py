@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from cluster import batch, both_step, contents, features, killed_at_random, one_table, remote, serving
+from cluster import batch, both_step, contents, features, killables, one_table, remote, serving
+from faults import killed_at_random, train_until
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
-from satrap.calls import ServerCalls
 from satrap.errors import ConfigError, SharedMemoryError
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 from satrap.store import Store
 
 
@@ -48,7 +49,7 @@ def test_a_network_that_misbehaves(
         assert repeated > 0, "no update came twice, so nothing was tested"
 
 
-def test_a_server_that_is_started_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
     """Between lookup and update, on the same rows: its tickets are gone, its rows are not."""
     local = LocalWorker(one_table(), num_threads=1)
     service = Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0")
@@ -73,13 +74,7 @@ def test_killed_at_random_moments_no_update_is_lost_or_doubled(
         killed_at_random(tmp_path, seed, 6) as (servers, over),
         remote(features(), [each.address for each in servers]) as worker,
     ):
-        step = 0
-        while not over.is_set() or step < 30:
-            step += 1
-            both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
-        assert contents(worker) == contents(local)
-        for table in worker.tables.values():
-            table.check()
+        train_until(over, local, worker, rng, least=30)
 
 
 def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
@@ -111,7 +106,7 @@ def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
 def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path) -> None:
     """Real processes: a file is locked while its server lives."""
     with (
-        killed_at_random(tmp_path, 0, 0) as (servers, _),
+        killables(tmp_path) as servers,
         remote(one_table(), [each.address for each in servers]) as worker,
     ):
         worker.lookup(batch(range(20)), step=1)

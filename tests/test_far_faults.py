@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import satrap.host
-from cluster import features, killed_at_random, one_table, serving
+from cluster import features, one_table, serving
 from far_parts import KillableWorker, bits, dying, evaluate, running, send_through, source, train, working, write
+from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
-from satrap.calls import ServerCalls
 from satrap.cli import main
 from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SourceError
 from satrap.far import FarWorker, WorkerAt
@@ -30,6 +30,7 @@ from satrap.job import Job
 from satrap.rpc import Service
 from satrap.rpc.keys import Keys, make_keys
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 from satrap.servers import Servers
 
 each_way = pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import killed_at_random, serving
+from cluster import serving
 from far_parts import KillableWorker, dying, working
+from faults import killed_at_random
 from loop import NUM_IDS
 from test_trainers import run
 

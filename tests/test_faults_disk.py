@@ -17,11 +17,11 @@ import pytest
 
 from cluster import DEADLINE_SECONDS, Killable, batch, contents, one_table, remote, serving
 from disk import small_disk
-from loop import batches, loss_of
+from loop import batches, bits, loss_of
 from satrap import Checkpoint, _core
 from satrap.errors import SharedMemoryError, SnapshotError
 from satrap.local import LocalWorker
-from test_remote_training import bits, running
+from test_remote_training import running
 from test_trainers import CHILD
 
 MEGABYTE, PAGE = 1 << 20, 4096

@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 
 from cluster import DEADLINE_SECONDS, batch, contents, killables, one_table, remote
-from loop import batches, job, loss_of
+from loop import batches, bits, job, loss_of
 from rpc_parts import eventually
 from satrap import Checkpoint
 from satrap.errors import AttemptError, DeadlineError
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
-from test_remote_training import bits
 
 SILENCE_SECONDS = 3.0
 

@@ -17,7 +17,7 @@ import pytest
 
 from cluster import batch, contents, features, killables, one_table, remote, serving
 from faults import at_random, stop_and_go, train_until
-from loop import batches, job, loss_of
+from loop import batches, bits, job, loss_of
 from rpc_parts import DEADLINE_SECONDS, Calls, Served
 from satrap import Checkpoint
 from satrap.errors import DeadlineError
@@ -26,7 +26,6 @@ from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Service
 from satrap.servers import Servers
-from test_remote_training import bits
 
 
 def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,39 +18,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from forks import DEADLINE_SECONDS, expect_refusal, in_fork
 from satrap import _core
 from satrap.config import SGD, Constant, Table
 from satrap.errors import ForkError
 from satrap.store import Store
 
-DEADLINE_SECONDS = 60
 TABLE = Table("forked", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=8)
 IDS = np.arange(5000, dtype=np.uint64)  # more than a call does alone
 GRADIENTS = -np.ones((len(IDS), TABLE.dim), np.float32)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-def in_fork(body: Callable[[], None]) -> None:
-    """Runs the body in a fork and fails if it failed, or hung; its traceback goes to stderr."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(DEADLINE_SECONDS)
-            body()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    _, ended = os.waitpid(child, 0)
-    assert ended == 0, f"the fork ended with {ended}"
-
-
-def expect_refusal(home: int, call: Callable[[], object]) -> None:
-    with pytest.raises(ForkError, match=f"in process {home} and this is its fork {os.getpid()}: .*'spawn'"):
-        call()
 
 
 @pytest.fixture(params=["anonymous", "shared"])

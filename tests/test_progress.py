@@ -360,7 +360,7 @@ def test_labels_of_several_heads_are_named() -> None:
     progress.step(batch, scores=np.zeros(2), labels=np.zeros(2))
 
 
-def test_a_terminal_that_goes_away_ends_no_training(tmp_path: Path) -> None:
+def test_a_terminal_that_goes_away_ends_no_training() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with suppress(BrokenPipeError), os.fdopen(writer, "w") as stream:

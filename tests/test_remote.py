@@ -13,7 +13,6 @@ import pytest
 import satrap.server
 from bag_oracle import draw_bags, follow
 from cluster import IDS, batch, both_step, contents, features, one_table, remote, serving
-from satrap.calls import ServerCalls
 from satrap.errors import (
     AttemptError,
     CapacityError,
@@ -28,6 +27,7 @@ from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Pending, Service
 from satrap.server import Server
+from satrap.server_calls import ServerCalls
 from satrap.servers import Servers
 
 
@@ -111,9 +111,7 @@ def test_learning_rates(worker: RemoteWorker, rng: np.random.Generator) -> None:
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(satrap.server, "MOST_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
@@ -218,13 +216,14 @@ def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
         worker.lookup(batch(range(20)), step=1)
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
-        again = worker.servers.each("save", worker.servers.origin(0), {1: (0, str(tmp_path / "a"), None, first)})
+        asked = {1: (0, str(tmp_path / "a"), None, first)}
+        again = worker.servers.each("save", 0, asked, view=worker.servers.view)
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
         assert table.save(tmp_path / "a") == first + 2, "one that the user asks for again is another"
 
 
-def test_a_process_that_was_replaced_cannot_write(rng: np.random.Generator) -> None:
+def test_a_process_that_was_replaced_cannot_write() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         with remote(one_table(), addresses) as old:
@@ -281,7 +280,7 @@ def test_a_step_too_far_behind_is_refused_whole() -> None:
             assert contents(worker) == before
 
 
-def test_an_attempt_that_was_restored_is_not_the_next_one(tmp_path: Path) -> None:
+def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
     """A restore that comes again is done once; after another attempt began, it is a new one."""
     ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 4])
     with (
@@ -294,7 +293,7 @@ def test_an_attempt_that_was_restored_is_not_the_next_one(tmp_path: Path) -> Non
         client.call.lookup(at[2], ids, offsets, 1, True, 0)
         assert client.call.restore(at[2], []) is True
         assert client.call.stats(at[2], 0)["rows"] == 4, "it came again"
-        client.call.begin(at[3])
+        client.call.begin_attempt(at[3])
         with pytest.raises(AttemptError):
             client.call.restore(at[3], [])
         assert client.call.restore(at[4], []) is True

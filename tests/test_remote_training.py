@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cluster import DEADLINE_SECONDS, Killable, serving
-from loop import batches, job, loss_of, rows, train
+from loop import batches, bits, job, loss_of, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.mover import Mover
@@ -34,11 +34,6 @@ def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(embeddings.worker, RemoteWorker):
             stack.callback(embeddings.worker.servers.close)
         yield embeddings, model, optimizer
-
-
-def bits(embeddings: Any, model: torch.nn.Module) -> list[bytes]:
-    dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    return dense + [values.tobytes() for values in rows(embeddings).values()]
 
 
 @each_way
@@ -191,7 +186,7 @@ def test_a_part_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path) -
         assert bits(embeddings, model) == before
 
 
-def test_rows_of_an_earlier_run_are_not_trained_by_mistake(tmp_path: Path) -> None:
+def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         for again in (False, True):

@@ -76,7 +76,7 @@ def test_a_server_under_mutated_frames_answers_a_good_client_and_does_not_grow(s
         assert process.poll() is None
 
 
-def test_a_flood_that_nobody_reads_is_bounded(seed: int) -> None:
+def test_a_flood_that_nobody_reads_is_bounded() -> None:
     """Large requests whose replies are never taken: some are refused as busy, replies are dropped, memory stays."""
     with (
         server_process(ANYWHERE, "max_requests=8", f"max_bytes={4 << 20}") as (process, address),

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forks import in_fork
 from rpc_parts import (
     DEADLINE_SECONDS,
     Calls,
     Served,
     eventually,
-    in_fork,
     raw_peer,
     request,
     server_process,
@@ -161,7 +161,7 @@ def test_a_patient_call_that_is_answered() -> None:
         assert served.num_runs == 1
 
 
-def test_a_server_that_comes_late_and_one_that_was_killed(seed: int) -> None:
+def test_a_server_that_comes_late_and_one_that_was_killed() -> None:
     """The call is begun, its server is killed while it runs, and another at the same address answers it."""
     with (
         server_process(ANYWHERE) as (first, address),

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.cluster.proxy import CountingProxy
 
-from rpc_parts import DEADLINE_SECONDS, ByteProxy, Calls, FrameProxy, Served
+from rpc_parts import DEADLINE_SECONDS, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.keys import make_keys
@@ -16,6 +17,17 @@ from satrap.rpc.values import PIECE_BYTES
 
 ANYWHERE = "tcp://127.0.0.1:0"
 MARK = b"the ids of this batch, sixty-four bytes that nobody should see!!"
+
+
+class Listener(CountingProxy):
+    """Keeps what it hears."""
+
+    def __init__(self, address: str) -> None:
+        self.heard = bytearray()
+        super().__init__(address)
+
+    def note(self, direction: str, data: memoryview) -> None:
+        self.heard += data
 
 
 @pytest.mark.parametrize(
@@ -47,13 +59,13 @@ def test_what_a_listener_sees(tmp_path: Path, secured: bool) -> None:
     ids = np.frombuffer(MARK * 2000, np.uint64)
     with (
         Service(Served(), Calls, ANYWHERE, keys[0]) as service,
-        ByteProxy(service.address) as proxy,
+        Listener(service.address) as proxy,
         Client(Calls, proxy.address, keys[1], deadline=DEADLINE_SECONDS) as client,
     ):
         assert np.array_equal(client.call.double(ids), 2 * ids)
-        assert len(proxy.seen) > 2 * ids.nbytes
+        assert len(proxy.heard) > 2 * ids.nbytes
         for secret in (MARK, (2 * ids[:8]).tobytes(), b"STRP"):
-            assert (secret in proxy.seen) == (not secured)
+            assert (secret in proxy.heard) == (not secured)
 
 
 def test_arrays_of_all_lengths_cross_in_pieces(tmp_path: Path) -> None:

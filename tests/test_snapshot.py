@@ -344,7 +344,7 @@ def test_changes_do_not_set_the_line_of_expiry_back(tmp_path: Path) -> None:
         each.check()
 
 
-def test_a_line_of_expiry_beyond_the_latest_step(tmp_path: Path) -> None:
+def test_a_line_of_expiry_beyond_the_latest_step() -> None:
     """As a foreign snapshot may have it: rows are stamped with the line, so the latest step follows it."""
     store = Store(Table("item", dim=1, expire_after=10), num_threads=1)
     store._engine.restore(0, version=2, latest_step=10, expire_before=18, lr=0.1)

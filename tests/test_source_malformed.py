@@ -423,7 +423,7 @@ def test_declarations_that_cannot_be_honoured(call: Callable[[], Any], message: 
         call()
 
 
-def test_replace_keeps_the_rest(tmp_path: Path) -> None:
+def test_replace_keeps_the_rest() -> None:
     data = Criteo("a", batch_size=7, dense=["I1"], ids={"ad": "C1"}, label_true="1")
     assert data.replace() == data and data.replace(path="b").replace(path="a") == data
     assert data.replace(batch_size=8).batch_size == 8 and data.replace(batch_size=8).dense == data.dense

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from forks import expect_refusal, in_fork
 from satrap import _core
 from satrap.errors import InputError, NonFiniteError, TicketError
 from satrap.inputs import Inputs
@@ -36,7 +37,6 @@ from splits import (
     make_split,
     rows_for,
 )
-from test_fork import expect_refusal, in_fork
 
 DEADLINE_SECONDS = 60.0
 

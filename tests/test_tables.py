@@ -50,7 +50,7 @@ def test_a_batch_does_to_each_table_what_its_own_calls_do(num_threads: int, rng:
         assert store.stats() == alone[name].stats()
 
 
-def test_the_store_of_a_table_is_one_of_the_batch(rng: np.random.Generator) -> None:
+def test_the_store_of_a_table_is_one_of_the_batch() -> None:
     tables = Tables(TABLES, num_threads=1)
     ids = as_ids([3, 3, 9])
     rows, ticket = tables["item"].lookup(ids, with_ticket=True)

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, batch, killables, killed_at_random, one_table, remote, serving
-from faults import at_random, stop_and_go
+from cluster import DEADLINE_SECONDS, batch, killables, one_table, remote, serving
+from faults import at_random, killed_at_random, stop_and_go
 from loop import batches, job, loss_of, rows
 from satrap import Inputs
-from satrap.errors import AttemptError, CapacityError
-from satrap.meeting import Meeting, Part, joined
+from satrap.errors import CapacityError
 
 CHILD = Path(__file__).with_name("trainer_child.py")
 
@@ -209,17 +208,6 @@ def test_synchronous_trainers_and_servers_that_stand_still(tmp_path: Path, seed:
         np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
 
 
-# -- the meeting -------------------------------------------------------------------------------------------------------
-
-
-def part(ids: list[list[int]]) -> Part:
-    """Of two tables of dims 1 and 2; an id's gradient is the id."""
-    flat = [id_ for table in ids for id_ in table]
-    gradients = [float(id_) for t, table in enumerate(ids) for id_ in table for _ in range(t + 1)]
-    counts = np.cumsum([0, *map(len, ids)]).astype(np.int64)
-    return Part(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
-
-
 def test_an_overflow_that_one_trainer_alone_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """torch's scaler for several trainers tells the others; with the common one it is refused."""
     with serving(1) as services:
@@ -256,39 +244,6 @@ def test_the_first_trainer_may_take_longer_than_torchs_groups_wait(tmp_path: Pat
         for each in both:
             each.kill()
             each.wait()
-
-
-def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
-    meeting = Meeting()
-    parts = {1: part([[5], [6, 7]]), 0: part([[1, 2], []]), 2: part([[], [8]])}
-    waiting = []
-    for rank, each in parts.items():
-        own, whole, everybody = meeting.arrive(4, rank, each, 3)
-        waiting.append(own)
-    assert whole is not None and everybody == waiting and not own.done()
-    one = joined(whole, [1, 2])
-    assert one.ids.tolist() == [1, 2, 5, 6, 7, 8] and one.offsets.tolist() == [0, 3, 6]
-    assert one.gradients.tolist() == [1, 2, 5, 6, 6, 7, 7, 8, 8]
-
-
-def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
-    meeting = Meeting()
-    first = meeting.arrive(1, 0, part([[1], []]), 2)[0]
-    again = meeting.arrive(1, 0, part([[3], []]), 2)[0]
-    last, whole, everybody = meeting.arrive(1, 1, part([[2], []]), 2)
-    assert whole is not None and [each.ids.tolist() for each in whole] == [[3], [2]]
-    assert everybody == [first, again, last]
-
-
-def test_trainers_of_another_number_and_attempts_that_end() -> None:
-    meeting = Meeting()
-    waiting = meeting.arrive(1, 0, part([[1], []]), 2)[0]
-    for trainer, together in ((1, 3), (2, 2)):
-        with pytest.raises(ValueError, match=f"trainer {trainer} of {together}; wanted one of 2"):
-            meeting.arrive(1, trainer, part([[1], []]), together)
-    meeting.refuse(lambda: AttemptError("attempt 2 has begun"))
-    assert isinstance(waiting.exception(), AttemptError)
-    assert meeting.arrive(1, 0, part([[1], []]), 2)[1] is None
 
 
 def test_rows_that_another_trainer_has_open_are_not_evicted() -> None:

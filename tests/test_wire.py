@@ -19,13 +19,13 @@ from bag_oracle import draw_bags
 from cluster import DEADLINE_SECONDS, IDS, batch, both_step, contents, features, one_table, remote, serving
 from loop import DIM, Net, batches, job, rows, train
 from satrap import Embeddings, _core
-from satrap.calls import ServerCalls
 from satrap.config import Adagrad, Table
 from satrap.errors import ConfigError, InputError
 from satrap.job import Job
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin
+from satrap.server_calls import ServerCalls
 from satrap.servers import Servers
 from satrap.tables import Tables
 

@@ -1,6 +1,5 @@
 """The kind `echo`: bytes per second through satrap.rpc beside a loop over plain sockets, in turns of a few steps."""
 
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from benchmarks.cluster import servers
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.processes import read_cpu_of
 from benchmarks.cluster.raw import RawClient
+from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results
 from benchmarks.workload import Floats, Ids, hashed_ids, row_numbers
@@ -35,9 +35,9 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         from satrap.rpc import Client
 
         (port, raw), (address, rpc) = (stack.enter_context(servers.started(name, told)) for name in ("raw", "rpc"))
-        plain = RawClient(int(port), dim, told["max_ids"])
+        plain = RawClient(port, dim, told["max_ids"])
         stack.callback(plain.close)
-        client = stack.enter_context(Client(servers.Rows, address))
+        client = stack.enter_context(Client(servers.Echo, address))
         contenders = {"rpc": client.call.lookup, "raw": plain.lookup}
         for lookup in contenders.values():
             run(lookup, (batches * num_warmup)[:num_warmup], dim)
@@ -54,7 +54,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         "streams": {f"echo:{name}": {**summarize(spent, num_bytes), **noise} for name, spent in seconds.items()},
         "bytes_per_batch": round(statistics.fmean(sizes)),
         "peak_resident_bytes": peak_resident_bytes(),
-        "versions": {name: importlib.metadata.version(name) for name in ("numpy", "pyzmq")},
+        "versions": versions("numpy", "pyzmq"),
     }
 
 

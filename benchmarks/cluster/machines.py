@@ -4,7 +4,6 @@ Nothing has a name that could be left behind: a namespace lives as long as the p
 as the switch. All of them are children, so whatever ends this process's group, by whatever signal, ends them.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.cluster.link import Shape
+from benchmarks.cluster.processes import talking, tell, told
 from benchmarks.cluster.switch import NETWORK, address_of
-from benchmarks.machine import ROOT
 
 TOOLS = ("ip", "nsenter", "unshare")
 
@@ -51,39 +50,6 @@ class Machines:
         tell(self._switch, asdict(shape))
         found: dict[str, Any] = told(self._switch)
         return found
-
-
-@contextmanager
-def talking(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """A process that is told lines and answers with lines; it ends when its stdin does, or is killed."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, **options)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield process
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def tell(process: "subprocess.Popen[str]", what: Any) -> None:
-    """A line of JSON to a process."""
-    assert process.stdin is not None
-    print(json.dumps(what), file=process.stdin, flush=True)
-
-
-def told(process: "subprocess.Popen[str]") -> Any:
-    """What the next line of a process says, as JSON."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{process.args!r} ended, with exit status {process.wait()}")
-    return json.loads(line)
 
 
 @contextmanager

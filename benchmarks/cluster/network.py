@@ -6,8 +6,6 @@ dense gradients. A round measures every mode over every network with the same pr
 over the same machines with nothing slowed down. `probe.py` says what each network really carries.
 """
 
-import importlib.metadata
-import inspect
 import json
 import os
 import statistics
@@ -21,10 +19,12 @@ from typing import Any
 from benchmarks.clock import noise_between
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.link import Shape
-from benchmarks.cluster.machines import Machines, emulated, talking, tell, told
+from benchmarks.cluster.machines import Machines, emulated
 from benchmarks.cluster.prediction import ASYNC, HYBRID, SYNCHRONOUS, Alone, step_seconds
+from benchmarks.cluster.processes import peak_resident_with, read_cpu_of, talking, tell, told
 from benchmarks.cluster.turn import BATCH, Turn
-from benchmarks.records import clean_rounds, judge, processes, spread, streams_of, worst_noise
+from benchmarks.machine import versions
+from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results, Round
 from benchmarks.train.workload import batches_file
 
@@ -37,31 +37,19 @@ PORT = 29500  # of gloo's meeting; the machine has no other process
 Crossed = list[list[float]]
 
 
-def without_async() -> str | None:
-    """Why there is no fully asynchronous training to compare with."""
-    import satrap
-
-    known = "dense" in inspect.signature(satrap.Embeddings.__init__).parameters
-    return None if known else "satrap.Embeddings has no option dense="
-
-
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round."""
-    from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
-
-    missing = without_async()
-    modes = [mode for mode in MODES if mode != ASYNC or missing is None]
     with ExitStack() as stack:
-        rig = Rig(stack, job, apart=ASYNC in modes)
-        for mode in (SYNCHRONOUS, ASYNC)[: 1 + (ASYNC in modes)]:
+        rig = Rig(stack, job)
+        for mode in (SYNCHRONOUS, ASYNC):
             rig.turn(mode, Shape(), num_warmup=rig.num_batches)  # makes the rows
         before = read_cpu_of(rig.pids)
-        lone = {mode: [rig.turn(mode, Shape())] for mode in ALONE if mode in modes}
+        lone = {mode: [rig.turn(mode, Shape())] for mode in ALONE}
         probes = {Shape().name: rig.probe(Shape())}
         took: dict[tuple[Shape, str], float] = {}
         for shape in SHAPES:
             probes[shape.name] = rig.probe(shape)
-            took |= {(shape, mode): rig.turn(mode, shape)["seconds"] for mode in modes}
+            took |= {(shape, mode): rig.turn(mode, shape)["seconds"] for mode in MODES}
         for mode, turns in lone.items():
             turns.append(rig.turn(mode, Shape()))
         noise = noise_between(before, read_cpu_of(rig.pids))
@@ -81,19 +69,17 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "streams": streams,
         "alone": {mode: asdict(each) for mode, each in alone.items()},
-        "not_run": {} if missing is None else {ASYNC: missing},
         "lost_packets": rig.lost,
         "probes": probes,
         "peak_resident_bytes": peak,
-        "versions": {name: importlib.metadata.version(name) for name in ("satrap", "torch", "numpy", "pyzmq")},
+        "versions": versions("satrap", "torch", "numpy", "pyzmq"),
     }
 
 
 class Rig:
     """The machines and what runs on them."""
 
-    def __init__(self, stack: ExitStack, job: Mapping[str, Any], *, apart: bool) -> None:
-        """apart: there is a server for fully asynchronous training too."""
+    def __init__(self, stack: ExitStack, job: Mapping[str, Any]) -> None:
         from benchmarks.cluster.command import satrap_server
         from satrap.rpc.keys import make_keys
 
@@ -110,7 +96,7 @@ class Rig:
                     lambda command: machines.command(SERVER, command),
                 )
             )
-            for name in ("sync", ASYNC)[: 1 + apart]
+            for name in ("sync", ASYNC)
         }
         answering = stack.enter_context(process(machines, SERVER, "probe", "serve", host=host, keys=server_key))
         asked = {"host": host, "address": told(answering), "port": told(answering), "keys": client_key}
@@ -132,14 +118,14 @@ class Rig:
         num_warmup = int(self._job["num_warmup"]) if num_warmup is None else num_warmup
         turn = Turn(mode=mode, num_warmup=num_warmup, num_steps=int(self._job["num_steps"]))
         self.machines.reshape(shape)
-        for each in self._trainers:
-            tell(each, asdict(turn))
-        found = [told(each) for each in self._trainers]
+        for trainer in self._trainers:
+            tell(trainer, asdict(turn))
+        found = [told(trainer) for trainer in self._trainers]
         counted = self.machines.reshape(Shape())
         self.lost += counted["lost"]
-        num_steps, lookups = turn.num_untimed + turn.num_steps, [each["lookups"] for each in found]
+        num_steps, lookups = turn.num_untimed + turn.num_steps, each(found, "lookups")
         crossed = per_step(counted["bytes"], num_steps, lookups)
-        return {"seconds": max(each["seconds"] for each in found), "crossed": crossed}
+        return {"seconds": max(each(found, "seconds")), "crossed": crossed}
 
     def probe(self, shape: Shape) -> dict[str, float]:
         """What such a network carries."""
@@ -167,21 +153,20 @@ def process(machines: Machines, machine: int, module: str, *arguments: str, **jo
 
 
 def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
-    """The record of one case, network by network. A figure is None where a side of it was not measured."""
+    """The record of one case, network by network."""
     timed = streams_of("network:", results)
     clean = clean_rounds(timed)
     record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
     record |= {"num_threads": case.num_threads, "batch": BATCH, "num_trainers": len(TRAINERS)}
     record["networks"] = {shape.name: asdict(shape) | of_network(shape, timed, clean) for shape in SHAPES}
     record["figures"] = {
-        f"{figure}/{name}": network[figure].get(HYBRID) or spread([None] * len(clean), clean)
+        f"{figure}/{name}": network[figure][HYBRID]
         for name, network in record["networks"].items()
         for figure in ("of_predicted", "ratio", "of_async")
     }
     rounds = [each for each in results["worker"] if each is not None]
-    record["not_run"] = rounds[0]["not_run"]
     for name in ("alone", "probes", "lost_packets"):
-        record[name] = [each[name] for each in rounds]
+        record[name] = each(rounds, name)
     record |= {"targets": judge(case, record), "clean_rounds": clean, "noise": worst_noise(timed)}
     return record | processes(results)
 
@@ -190,20 +175,17 @@ def of_network(shape: Shape, timed: Mapping[str, Sequence[Round]], clean: Sequen
     """By mode: milliseconds of a step and what was predicted, samples/s of all trainers, how many times those of
     staleness 0 they are and how many times they would be if every step took what was predicted, and their shares of
     the predicted ones and of the fully asynchronous ones."""
-    steps = {mode: timed[f"{shape.name}/{mode}"] for mode in MODES if f"{shape.name}/{mode}" in timed}
-    took = {mode: [None if each is None else each["ms"] for each in rounds] for mode, rounds in steps.items()}
-    expected = {
-        mode: [None if each is None else each["predicted_ms"] for each in rounds] for mode, rounds in steps.items()
-    }
-    first, nothing = SYNCHRONOUS, [None] * len(clean)
+    took, expected = (
+        {mode: each(timed[f"{shape.name}/{mode}"], figure) for mode in MODES} for figure in ("ms", "predicted_ms")
+    )
     figures = {
-        "step_ms": {mode: took[mode] for mode in steps},
-        "predicted_ms": {mode: expected[mode] for mode in steps},
-        "samples_per_s": {mode: over([1e3 * BATCH * len(TRAINERS)] * len(clean), took[mode]) for mode in steps},
-        "ratio": {mode: over(took[first], took[mode]) for mode in steps},
-        "predicted_ratio": {mode: over(expected[first], expected[mode]) for mode in steps},
-        "of_predicted": {mode: over(expected[mode], took[mode]) for mode in steps},
-        "of_async": {mode: over(took.get(ASYNC, nothing), took[mode]) for mode in steps},
+        "step_ms": took,
+        "predicted_ms": expected,
+        "samples_per_s": {mode: over([1e3 * BATCH * len(TRAINERS)] * len(clean), took[mode]) for mode in MODES},
+        "ratio": {mode: over(took[SYNCHRONOUS], took[mode]) for mode in MODES},
+        "predicted_ratio": {mode: over(expected[SYNCHRONOUS], expected[mode]) for mode in MODES},
+        "of_predicted": {mode: over(expected[mode], took[mode]) for mode in MODES},
+        "of_async": {mode: over(took[ASYNC], took[mode]) for mode in MODES},
     }
     return {name: {mode: spread(values, clean) for mode, values in by.items()} for name, by in figures.items()}
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster import raw
-from benchmarks.cluster.servers import Rows, SameRows
+from benchmarks.cluster.servers import Echo, SameRows
 from benchmarks.workload import Floats, Ids
 from satrap.rpc import Client, Keys, Service
 
@@ -26,7 +26,7 @@ NUM_TRIPS, NUM_BULKS = 50, 5
 def serve(host: str, keys: str) -> None:
     """Until the other side ends. Prints where both listen, a line each."""
     rows = np.ones(NUM_IDS * DIM, np.float32)
-    with Service(SameRows(rows, DIM), Rows, f"tcp://{host}:0", Keys.read(keys)) as service:
+    with Service(SameRows(rows, DIM), Echo, f"tcp://{host}:0", Keys.read(keys)) as service:
         print(json.dumps(service.address), flush=True)
         raw.serve(rows, DIM, host)
 
@@ -34,7 +34,7 @@ def serve(host: str, keys: str) -> None:
 def ask(host: str, port: int, address: str, keys: str) -> None:
     """Until stdin ends."""
     plain = raw.RawClient(port, DIM, NUM_IDS, host)
-    with Client(Rows, address, Keys.read(keys)) as client:
+    with Client(Echo, address, Keys.read(keys)) as client:
         while sys.stdin.readline():
             print(json.dumps(figures({"plain": plain.lookup, "keys": client.call.lookup})), flush=True)
 

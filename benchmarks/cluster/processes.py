@@ -1,11 +1,51 @@
-"""The CPU time and the memory of a round whose work is done by several processes: what any of them used is no noise."""
+"""The other processes of a round: they are told lines of JSON and answer with such; and the CPU time and the memory of
+all together: what any of them used is no noise.
+"""
 
+import json
 import os
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.clock import CpuCounters, peak_resident_bytes, read_cpu
+from benchmarks.machine import ROOT
+
+
+@contextmanager
+def talking(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    """A process that is told lines and answers with lines; it ends when its stdin does, or is killed."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, **options)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def tell(process: "subprocess.Popen[str]", what: Any) -> None:
+    """A line of JSON to a process."""
+    assert process.stdin is not None
+    print(json.dumps(what), file=process.stdin, flush=True)
+
+
+def told(process: "subprocess.Popen[str]") -> Any:
+    """What the next line of a process says, as JSON."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args!r} ended, with exit status {process.wait()}")
+    return json.loads(line)
 
 
 def read_cpu_of(others: Sequence[int]) -> CpuCounters | None:

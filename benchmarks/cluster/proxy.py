@@ -30,6 +30,11 @@ class CountingProxy:
         with self._lock:
             return dict(self._counts)
 
+    def note(self, direction: str, data: memoryview) -> None:
+        """Hears all that passes, before it does."""
+        with self._lock:
+            self._counts[direction] += len(data)
+
     def close(self) -> None:
         """Ends every connection and the threads."""
         _shut(self._listener)
@@ -69,8 +74,7 @@ class CountingProxy:
         memory = memoryview(bytearray(1 << 20))
         with suppress(OSError):  # one of the two is gone
             while got := source.recv_into(memory):
-                with self._lock:
-                    self._counts[direction] += got
+                self.note(direction, memory[:got])
                 target.sendall(memory[:got])
         _shut(source)
         _shut(target)

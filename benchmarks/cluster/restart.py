@@ -6,7 +6,6 @@ again. `away_s` is the time from the kill until it has them, with the right bits
 part of it until the new server listens, with all rows found again. Of each round the longest counts.
 """
 
-import importlib.metadata
 import os
 import signal
 import time
@@ -20,8 +19,10 @@ import numpy as np
 
 from benchmarks.clock import noise_between
 from benchmarks.cluster.cases import ClusterCase
-from benchmarks.cluster.command import satrap_server
+from benchmarks.cluster.command import ANYWHERE, satrap_server
+from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
 from benchmarks.cluster.rows import GRADIENT
+from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results
 from benchmarks.workload import BATCH_IDS, SAMPLES, total_rows
@@ -32,8 +33,6 @@ FIGURES = ("away_s", "listens_s")
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round: `num_steps` kills."""
     from benchmarks.cluster import tables
-    from benchmarks.cluster.command import ANYWHERE
-    from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
     from satrap.features import Features
 
     rows, dim, num_threads = (int(job[key]) for key in ("rows", "dim", "num_threads"))
@@ -63,7 +62,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "streams": {"restart:server": longest | noise},
         "peak_resident_bytes": peak,
-        "versions": {name: importlib.metadata.version(name) for name in ("satrap", "numpy", "pyzmq")},
+        "versions": versions("satrap", "numpy", "pyzmq"),
     }
 
 

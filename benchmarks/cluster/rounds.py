@@ -1,20 +1,14 @@
 """Running the rounds of a case: in each a worker process and then its peers, one after another."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cluster.cases import ClusterCase
-from benchmarks.machine import ROOT
-from benchmarks.runs import TIMEOUT_SECONDS, Results, RunFailed, say
+from benchmarks.runs import Results, RunFailed, run_process, say
 
 
 def run_rounds(
@@ -36,27 +30,10 @@ def run_rounds(
             try:
                 # Made here and not in the process, which may be killed.
                 with tempfile.TemporaryDirectory(prefix="satrap-bench-", dir=tmpfs) as memory:
-                    results[label].append(run([*command, json.dumps(job | {"tmpfs": memory})]))
+                    results[label].append(run_process([*command, json.dumps(job | {"tmpfs": memory})]))
             except RunFailed as failure:
                 results[label].append(None)
                 failures.append(f"{case.name}: {label} failed in round {number + 1}: {failure}")
                 say(failures[-1])
     done = {label: rounds for label, rounds in results.items() if any(rounds)}
     return (done if "worker" in done else {}), failures
-
-
-def run(command: Sequence[str]) -> dict[str, Any]:
-    """What a process says in its last line. Whatever becomes of it, the processes that it started end with it."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise RunFailed(f"still running after {TIMEOUT_SECONDS} s") from None
-        finally:
-            with suppress(ProcessLookupError):  # nobody is left, as it should be
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode != 0:
-        raise RunFailed(f"exit status {process.returncode}: {' | '.join(stderr.strip().splitlines()[-3:])}")
-    result: dict[str, Any] = json.loads(stdout.strip().splitlines()[-1])
-    return result

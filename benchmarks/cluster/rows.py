@@ -2,7 +2,6 @@
 few steps; Paddle's parameter server (`paddle.py`) does the same batches after them, in processes of its own.
 """
 
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,9 @@ import numpy as np
 
 from benchmarks.clock import noise_between
 from benchmarks.cluster.cases import ClusterCase
+from benchmarks.cluster.command import satrap_server
+from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
+from benchmarks.machine import versions
 from benchmarks.records import Figure, clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results
 from benchmarks.train.figures import against
@@ -25,8 +27,6 @@ GRADIENT = 1e-3
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round of ours."""
     from benchmarks.cluster import tables
-    from benchmarks.cluster.command import satrap_server
-    from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
     from satrap.features import Features
     from satrap.local import LocalWorker
     from satrap.remote import RemoteWorker
@@ -56,7 +56,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         "streams": {f"rows:{name}": {**summarize(spent), **noise} for name, spent in seconds.items()},
         "unique_share": round(statistics.fmean(unique) / BATCH_IDS, 3),
         "peak_resident_bytes": peak,
-        "versions": {name: importlib.metadata.version(name) for name in ("satrap", "numpy", "pyzmq")},
+        "versions": versions("satrap", "numpy", "pyzmq"),
     }
 
 

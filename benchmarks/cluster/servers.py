@@ -1,10 +1,9 @@
 """The server process of a contender: `python -m benchmarks.cluster.servers '<job as JSON>'` serves until stdin ends.
 
-Its first line on stdout is where it serves. `started` starts one and ends it.
+Its first line on stdout is where it serves, as JSON. `started` starts one and ends it.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cluster import raw
-from benchmarks.machine import ROOT
+from benchmarks.cluster.processes import talking, told
 
 
-class Rows(Protocol):
+class Echo(Protocol):
     """What the servers of `echo` do."""
 
     def lookup(self, ids: NDArray[np.uint64]) -> NDArray[np.float32]: ...
@@ -34,24 +33,11 @@ class SameRows:
 
 
 @contextmanager
-def started(contender: str, job: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def started(contender: str, job: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
     """Where a server serves, and its process id."""
     command = [sys.executable, "-m", "benchmarks.cluster.servers", json.dumps({**job, "contender": contender})]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        place = process.stdout.readline().strip()
-        if not place:
-            raise RuntimeError(f"the server of {contender} ended before it served")
-        yield place, process.pid
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with talking(command) as process:
+        yield told(process), process.pid
 
 
 def main() -> None:
@@ -63,8 +49,8 @@ def main() -> None:
     from satrap.rpc import Service
 
     served = SameRows(rows, int(job["dim"]))
-    with Service(served, Rows, "tcp://127.0.0.1:0", num_threads=int(job["num_threads"])) as service:
-        print(service.address, flush=True)
+    with Service(served, Echo, "tcp://127.0.0.1:0", num_threads=int(job["num_threads"])) as service:
+        print(json.dumps(service.address), flush=True)
         sys.stdin.read()
 
 

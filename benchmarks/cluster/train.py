@@ -5,7 +5,6 @@ The two modes share the server's rows and have each a model and batches of their
 first. A turn ends when its last update is applied.
 """
 
-import importlib.metadata
 import math
 import statistics
 import time
@@ -16,7 +15,10 @@ from typing import Any
 
 from benchmarks.clock import noise_between
 from benchmarks.cluster.cases import ClusterCase
+from benchmarks.cluster.command import satrap_server
+from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
 from benchmarks.cluster.rows import unmeasured
+from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results
 from benchmarks.train.cases import BOTTOM, TOPS
@@ -50,8 +52,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from benchmarks.cluster import tables
-    from benchmarks.cluster.command import satrap_server
-    from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
     from satrap import Embeddings
     from satrap.remote import RemoteWorker
 
@@ -79,7 +79,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "streams": {f"train:{label}": {**summarize(mode, num_steps), **noise} for label, mode in modes.items()},
         "peak_resident_bytes": peak,
-        "versions": {name: importlib.metadata.version(name) for name in ("satrap", "torch", "numpy", "pyzmq")},
+        "versions": versions("satrap", "torch", "numpy", "pyzmq"),
     }
 
 

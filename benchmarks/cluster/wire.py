@@ -5,7 +5,6 @@ send that knows of no repetition: for each id of each sample 8 bytes, its float3
 worker and trainer there are the block and its gradient, whose size is known; here both are one process.
 """
 
-import importlib.metadata
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,10 @@ import numpy as np
 
 from benchmarks.clock import peak_resident_bytes
 from benchmarks.cluster.cases import ClusterCase
+from benchmarks.cluster.command import satrap_server
+from benchmarks.cluster.proxy import CountingProxy
 from benchmarks.cluster.rows import GRADIENT
+from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of
 from benchmarks.runs import Results
 from benchmarks.workload import NUM_FEATURES, SAMPLES, batch_file
@@ -33,15 +35,13 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "streams": {f"bytes:{wire}": count(job, wire) for wire in WIRES},
         "peak_resident_bytes": peak_resident_bytes(),
-        "versions": {name: importlib.metadata.version(name) for name in ("satrap", "numpy", "pyzmq")},
+        "versions": versions("satrap", "numpy", "pyzmq"),
     }
 
 
 def count(job: Mapping[str, Any], wire: str) -> dict[str, Any]:
     """Bytes of a sample: the mean over some steps."""
     from benchmarks.cluster import tables
-    from benchmarks.cluster.command import satrap_server
-    from benchmarks.cluster.proxy import CountingProxy
     from satrap.features import Features
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from satrap.checks import check_integer, flat, known_keys, require_mapping, set_field
+from satrap.checks import check_integer, flat, known_keys, set_field
 from satrap.config import Table
 from satrap.errors import ConfigError
 from satrap.features import Features
@@ -54,7 +54,7 @@ class Assignment:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The assignment that `to_dict` wrote."""
-        given = known_keys(cls, "Assignment", require_mapping("Assignment", data))
+        given = known_keys(cls, "Assignment", data)
         given["features"] = Features.from_dict(given["features"])
         given["further"] = tuple(Table.from_dict(table) for table in given.get("further", ()))
         if not isinstance(given["servers"], list):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from satrap.checks import check_integer, known_keys, require_mapping
+from satrap.checks import check_integer, known_keys
 from satrap.errors import ConfigError
 
 MOST_SERVERS = 65535
@@ -91,7 +91,7 @@ class BucketMap:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The map that `to_dict` wrote."""
-        given = known_keys(cls, "BucketMap", require_mapping("BucketMap", data))
+        given = known_keys(cls, "BucketMap", data)
         owners = given.pop("owners", None)
         if not isinstance(owners, list) or not all(
             isinstance(table, list) and all(type(owner) is int for owner in table) for table in owners

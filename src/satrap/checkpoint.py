@@ -31,11 +31,12 @@ import torch
 from satrap.checks import kind_of
 from satrap.embeddings import Embeddings
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
+from satrap.folder import put_on_disk
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
-from satrap.runfolder import Entry, RunFolder, checksum, put_on_disk
+from satrap.runfolder import Entry, RunFolder, checksum
 from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
-from satrap.trainers import plain
+from satrap.trainers import unwrapped
 
 _STATE = "state.safetensors"
 
@@ -71,7 +72,7 @@ class Checkpoint:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name} is {value!r}; wanted an integer, 1 or more")
         self._home = RunFolder(os.fspath(path))
-        self._objects = {"model": plain(model), "optimizer": optimizer, **(further or {})}
+        self._objects = {"model": unwrapped(model), "optimizer": optimizer, **(further or {})}
         self._embeddings, self._data = embeddings, data
         self._keep, self._full_every = keep, full_every
         embeddings.follow(data)

@@ -142,19 +142,19 @@ def require_mapping(where: str, data: object) -> Mapping[str, Any]:
     return data
 
 
-def known_keys(cls: Any, where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def known_keys(cls: Any, where: str, data: object) -> dict[str, Any]:
     """`data` as keyword arguments of `cls`: every key known, every required one there."""
-    known = [each.name for each in fields(cls)]
-    for key in data:
+    known, given = [each.name for each in fields(cls)], dict(require_mapping(where, data))
+    for key in given:
         if key in known:
             continue
         if not known:
             raise ConfigError(f"{where}: unknown key {key!r}; {cls.__name__} has none: remove it")
         raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
     for each in fields(cls):
-        if each.name not in data and each.default is MISSING and each.default_factory is MISSING:
+        if each.name not in given and each.default is MISSING and each.default_factory is MISSING:
             raise ConfigError(f"{where}: the key {each.name!r} is missing; add it")
-    return dict(data)
+    return given
 
 
 def kind_from_dict(where: str, data: object, kinds: tuple[type[Config], ...]) -> Config:

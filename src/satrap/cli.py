@@ -1,46 +1,33 @@
-"""The command `satrap`. `satrap doctor` says what is installed, what the core runs on, what bounds a short run here;
-`satrap run` runs a script on a cluster; `satrap keys`, `satrap server` and `satrap worker` are its parts, by hand.
+"""The command `satrap`: what its commands are given, and what does them. `satrap doctor` looks at this machine; `satrap
+run` runs a script on a cluster; `satrap keys`, `satrap server` and `satrap worker` are its parts, by hand.
 
-The only file that reads the command line. Prints plain lines; a number that was not measured here is not printed.
+The only file that reads the command line. Prints plain lines.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from satrap import _core
 from satrap.checks import check_integer
-from satrap.config import Table
 from satrap.errors import ConfigError, SatrapError
-from satrap.inputs import Inputs
 from satrap.place import Place
 
 if TYPE_CHECKING:
     from satrap.cluster.supervisor import Plan
 
-_PACKAGES = (
-    *("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq"),
-    "ray",
-)
 _RAY_OPTIONS = (
     *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
 )
 _RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
 _CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
-_NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +83,9 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
     """What a command that prints lines has to say."""
     match given.command:
         case "doctor":
-            return _doctor(given.dim, run=not given.no_run)
+            from satrap.doctor import examine
+
+            return examine(given.dim, run=not given.no_run)
         case "keys":
             return _keys(given.folder)
         case "scale":
@@ -246,34 +235,6 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
             return 130
 
 
-def _doctor(dim: int, *, run: bool) -> Iterator[str]:
-    yield f"python {platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
-    for package in _PACKAGES:
-        yield f"{package:12} {_version(package)}"
-    yield f"SIMD         {_core.simd_paths()[0]} (this machine has {', '.join(_core.simd_paths())})"
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield f"cores        {cores} for this process"
-    yield f"memory       {memory / 2**30:.1f} GiB, {_available() / 2**30:.1f} GiB available"
-    yield f"huge pages   {_huge_pages()}"
-    if _version("torch") == "not installed":
-        yield "torch is not installed: tables work, training does not; pip install torch"
-        return
-    import torch
-
-    from satrap.threads import spare_cores
-
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield f"devices      {', '.join(devices) or 'none'}"
-    beside = spare_cores()
-    how = f"{cores}, between the steps of the dense network" + (
-        f"; with staleness {beside} beside it" if beside else ""
-    )
-    yield f"threads      torch {torch.get_num_threads()}, tables {how}"
-    if run:
-        yield from _short_run(dim)
-
-
 def _keys(folder: str) -> Iterator[str]:
     if not folder:
         raise ConfigError("the folder is ''; wanted the name of one for the two key files")
@@ -284,11 +245,11 @@ def _keys(folder: str) -> Iterator[str]:
 
 
 def _server(listen: str, keys: str | None, shared: str | None, threads: int | None) -> Iterator[str]:
-    from satrap.calls import ServerCalls
     from satrap.rpc import Limits
     from satrap.rpc.keys import Keys
     from satrap.rpc.service import Service
     from satrap.server import Server
+    from satrap.server_calls import ServerCalls
 
     ended = _told_to_end()
     server = Server(shared=shared, num_threads=threads)
@@ -322,76 +283,3 @@ def _told_to_end() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     return ended
-
-
-def _short_run(dim: int) -> Iterator[str]:
-    """A few steps of a DLRM on random ids, stage by stage."""
-    import torch
-
-    from satrap.embeddings import Embeddings
-    from satrap.models import DLRM
-
-    tables = {f"f{i}": Table(f"f{i}", dim=dim) for i in range(_NUM_FEATURES)}
-    embeddings = Embeddings(tables)
-    model = DLRM(13, embeddings)
-    optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters()))
-    rng = np.random.default_rng(0)
-    batches = [
-        Inputs(
-            names=embeddings.features.names,
-            values=rng.integers(0, _ROWS // _NUM_FEATURES, _NUM_FEATURES * _BATCH, dtype=np.uint64),
-            batch_size=_BATCH,
-            dense=rng.standard_normal((_BATCH, 13)).astype(np.float32),
-            label=rng.integers(0, 2, _BATCH).astype(np.float32),
-        )
-        for _ in range(_STEPS)
-    ]
-    for _ in range(2):  # the first pass meets new rows and cold caches
-        seconds = {"forward and backward": 0.0, "dense optimizer": 0.0}
-        began = time.perf_counter()
-        with embeddings.stream(batches, overlap=False) as stream:
-            for batch in stream:
-                start = time.perf_counter()
-                loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                    model(batch.dense, batch.embeddings), batch.label
-                )
-                optimizer.zero_grad()
-                loss.backward()
-                middle = time.perf_counter()
-                seconds["forward and backward"] += middle - start
-                before = stream.seconds.update
-                optimizer.step()
-                seconds["dense optimizer"] += time.perf_counter() - middle - (stream.seconds.update - before)
-            took = stream.seconds
-            seconds |= {"read": took.read, "lookup": took.lookup, "update": took.update}
-        total = time.perf_counter() - began
-    yield (
-        f"short run    {_STEPS * _BATCH / total:,.0f} samples/s: DLRM, {_NUM_FEATURES} features of dim {dim}, "
-        f"batches of {_BATCH}, ids in memory"
-    )
-    for stage, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        yield f"  {stage:22} {1000 * spent / _STEPS:7.1f} ms a step {100 * spent / total:5.0f} %"
-    yield f"bounded by {max(seconds, key=lambda stage: seconds[stage])}"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _available() -> int:
-    with open("/proc/meminfo") as file:
-        line = next(line for line in file if line.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024
-
-
-def _huge_pages() -> str:
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
-            text = file.read()
-    except OSError:
-        return "not known to this kernel"
-    chosen = text.partition("[")[2].partition("]")[0]
-    return "never: large tables will be slower" if chosen == "never" else chosen

@@ -54,7 +54,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _Share:
     """The rows that one server owns."""
 
     rows: NDArray[np.int64]
@@ -170,8 +170,8 @@ class DenseParameters:
             raise NonFiniteError(f"step {step}: the gradient of dense parameter {number} holds NaN or infinity")
         lrs = [*self._servers.lrs[: -len(self.tables)], *gradients.lrs]
 
-        def arguments(part: _Part) -> tuple[Any, ...]:
-            return 0, part.ids, part.offsets, values[part.rows].reshape(-1), lrs, 0
+        def arguments(share: _Share) -> tuple[Any, ...]:
+            return 0, share.ids, share.offsets, values[share.rows].reshape(-1), lrs, 0
 
         self._asked("update", step, gradients.rows, arguments)
 
@@ -192,28 +192,28 @@ class DenseParameters:
         """Start and rows, summed."""
         assert self._start is not None
 
-        def arguments(part: _Part) -> tuple[Any, ...]:
-            return part.ids, part.offsets, oldest_open, train, 0
+        def arguments(share: _Share) -> tuple[Any, ...]:
+            return share.ids, share.offsets, oldest_open, train, 0
 
         values = np.empty(self._start.shape, np.float32)
-        for part, found in self._asked("lookup", step, np.arange(self._first[-1]), arguments):
-            values[part.rows] = found[0].reshape(-1, DIM)
+        for share, found in self._asked("lookup", step, np.arange(self._first[-1]), arguments):
+            values[share.rows] = found[0].reshape(-1, DIM)
         values += self._start.numpy()
         return values
 
     def _asked(
-        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[[_Part], tuple[Any, ...]]
-    ) -> list[tuple[_Part, Any]]:
-        """Of each owner of some of the rows its part, and what it answers."""
+        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[[_Share], tuple[Any, ...]]
+    ) -> list[tuple[_Share, Any]]:
+        """Of each owner of some of the rows its share, and what it answers."""
         while True:
             view = self._servers.view
-            parts = self._parts(rows, view)
-            asked = {server: arguments(part) for server, part in parts.items()}
+            shares = self._shares(rows, view)
+            asked = {server: arguments(share) for server, share in shares.items()}
             try:
-                found = self._servers.each(method, self._servers.origin(step, view), asked, view=view)
+                found = self._servers.each(method, step, asked, view=view)
             except MovedError:
                 continue  # there is a newer view
-            return [(part, found[server]) for server, part in parts.items()]
+            return [(share, found[server]) for server, share in shares.items()]
 
     @torch.no_grad()
     def _write(self, values: Tensor) -> None:
@@ -235,7 +235,7 @@ class DenseParameters:
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
 
-    def _parts(self, rows: NDArray[np.int64], view: "View") -> dict[int, _Part]:
+    def _shares(self, rows: NDArray[np.int64], view: "View") -> dict[int, _Share]:
         """Rows, rising, by their owners. A row's id is its number."""
         ids, job = rows.astype(np.uint64), self._servers.job.tables
         ends = np.searchsorted(rows, self._group_first)
@@ -244,12 +244,12 @@ class DenseParameters:
         for table, (begin, end) in enumerate(pairwise(ends), num_others):
             buckets = _core.bucket_of(ids[begin:end], job[table].resolved_num_buckets)
             owners[begin:end] = np.array(view.members.bucket_map.owners[table])[buckets]
-        parts = {}
+        shares = {}
         for server in np.unique(owners).tolist():
             mine = rows[owners == server]
             offsets = np.concatenate([np.zeros(num_others, np.int64), np.searchsorted(mine, self._group_first)])
-            parts[server] = _Part(mine, mine.astype(np.uint64), offsets.astype(np.int64))
-        return parts
+            shares[server] = _Share(mine, mine.astype(np.uint64), offsets.astype(np.int64))
+        return shares
 
 
 def require_free_names(tables: Sequence[Table]) -> None:

@@ -30,7 +30,7 @@ from satrap.rpc.keys import Keys
 from satrap.servers import Servers
 from satrap.sources.declared import source_to_dict
 from satrap.worker import Floats, LookedUp
-from satrap.worker_calls import WorkerCalls, columns_from_bytes
+from satrap.worker_calls import WorkerCalls, as_one, columns_from_bytes
 
 DEADLINE_SECONDS = 150.0
 """Of a call: it may have to wait for a server as long as a call of ours does, once for what was skipped and once for
@@ -86,18 +86,18 @@ class WorkerAt:
         with self._greeting:
             self.call.hello(self.servers.origin(0), self._assignment)
             with self._naming():
-                for number, stream in list(self._streams.items()):
-                    self._open(number, stream)
+                for stream, batches in list(self._streams.items()):
+                    self._open(stream, batches)
 
-    def begin(self, stream: "FarBatches") -> int:
-        """Opens a new stream; returns its number."""
-        number = next(self._numbers)
-        self.ask(lambda: self._open(number, stream))
-        self._streams[number] = stream
-        return number
+    def begin(self, batches: "FarBatches") -> int:
+        """Opens a stream of these; returns its number."""
+        stream = next(self._numbers)
+        self.ask(lambda: self._open(stream, batches))
+        self._streams[stream] = batches
+        return stream
 
-    def _open(self, number: int, stream: "FarBatches") -> None:
-        self.call.open(self.servers.origin(0), number, stream.source, stream.start().to_dict())
+    def _open(self, stream: int, batches: "FarBatches") -> None:
+        self.call.open(self.servers.origin(0), stream, batches.source, batches.start().to_dict())
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -107,11 +107,11 @@ class WorkerAt:
         except SourceError as error:
             raise SourceError(f"the worker at {self.address} cannot read it: {error}") from error
 
-    def end(self, number: int) -> None:
-        """Closes a stream. A worker that cannot be told forgets it with the attempt."""
-        if self._streams.pop(number, None) is not None:
+    def end(self, stream: int) -> None:
+        """Closes it. A worker that cannot be told forgets it with the attempt."""
+        if self._streams.pop(stream, None) is not None:
             with suppress(SatrapError):
-                self.farewell.close_stream(self.servers.origin(0), number)
+                self.farewell.close_stream(self.servers.origin(0), stream)
 
     def close(self) -> None:
         """Ends the connection."""
@@ -170,12 +170,8 @@ class FarBatches(Iterator[FarInputs]):
         self._lost = (0, 0)
         self._ended = False
         self._lock = threading.Lock()
-        self._number = at.begin(self)
-
-    @property
-    def number(self) -> int:
-        """The stream's."""
-        return self._number
+        self.stream = at.begin(self)
+        """The number by which the worker knows these."""
 
     @property
     def skipped(self) -> int:
@@ -209,7 +205,7 @@ class FarBatches(Iterator[FarInputs]):
         told: dict[str, Any] = {"found": "nothing"}
         while told["found"] == "nothing":
             told, dense, label, extra = self.at.ask(
-                lambda: self.at.call.read(self.at.servers.origin(0), self._number, number, self.settled)
+                lambda: self.at.call.read(self.at.servers.origin(0), self.stream, number, self.settled)
             )
         skipped, dropped = told["lost"]
         self._lost = skipped, dropped
@@ -251,7 +247,7 @@ class FarBatches(Iterator[FarInputs]):
     def close(self) -> None:
         """Ends the reading."""
         self._ended = True
-        self.at.end(self._number)
+        self.at.end(self.stream)
 
 
 class FarRows:
@@ -300,13 +296,13 @@ class FarRows:
         if not any(far):
             self._near.update(tickets, gradients, step, lrs, scale)
             return
-        if not all(far) or len({ticket.batches.number for ticket in tickets}) > 1:
+        if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
             raise TicketError("update of a batch: the tickets are of several streams; update those of each alone")
         servers, batches = self._at.servers, tickets[0].batches
-        origin, stream = servers.origin(step), batches.number
+        origin, stream = servers.origin(step), batches.stream
         rates = dict(zip(self._names, servers.lrs, strict=True)) | {self._names[table]: lr for table, lr in lrs}
         parts = [[block, *sequences] for block, sequences in gradients]
-        flat = [_flat(each) for each in parts]
+        flat = [as_one(each, np.float32) for each in parts]
         present = [[part is not None for part in each] for each in parts]
         numbers = [ticket.number for ticket in tickets]
 
@@ -334,7 +330,7 @@ class FarRows:
         ticket.used = True
         ticket.batches.settle(ticket.number)
         with suppress(NotReadyError, RpcError):  # it has nothing of it any more, or hears with the next batch
-            self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.number, ticket.number)
+            self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
 
 
 class FarWorker(RemoteWorker):
@@ -395,7 +391,7 @@ class FarWorker(RemoteWorker):
         origin, batches, number = self.servers.origin(step or 0), inputs.batches, inputs.number
         since = oldest_open or step or 0
         rows, sequences, masks, cut = self.at.ask(
-            lambda: self.at.call.lookup(origin, batches.number, number, batches.settled, since, train)
+            lambda: self.at.call.lookup(origin, batches.stream, number, batches.settled, since, train)
         )
         self._far.count(cut)
         batches.looked_up(number, train)
@@ -413,8 +409,3 @@ class FarWorker(RemoteWorker):
             at, line = at + n * each.floats, line + n * shape[1]
         ticket = FarTicket(batches, number, n) if train else None
         return LookedUp(block=block, sequences=found, masks=flags, ticket=ticket)
-
-
-def _flat(parts: list[Floats | None]) -> Floats:
-    there = [np.ascontiguousarray(part).reshape(-1) for part in parts if part is not None]
-    return there[0] if len(there) == 1 else np.concatenate(there) if there else np.zeros(0, np.float32)

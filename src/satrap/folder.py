@@ -25,7 +25,7 @@ import numpy as np
 from satrap._core import crc32c
 from satrap.checks import describe, is_path
 from satrap.errors import InputError, SnapshotError
-from satrap.manifest import FILE_NAME, Manifest, Origin, is_ours, temporary_name
+from satrap.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
 
 _PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
 _CHUNK = 1 << 20  # bytes that are summed and then written while they are still in the processor's cache
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
 class SnapshotFolder:
     """A folder while a save writes into it. Leaving the `with` block before `commit` removes what was written."""
 
-    def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Origin | None) -> None:
+    def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Since | None) -> None:
         """token: the id of the snapshot to come. config, seed: of its table. since: what changes start at."""
         self.path = path
         self._token = token
@@ -136,7 +136,8 @@ class SnapshotFolder:
         self._committed = True
         os.fsync(self._fd)
         if self._made:
-            _sync_folder(self.path.parent)
+            with suppress(OSError):  # a parent that may not be opened is not ours to make durable
+                put_on_disk(self.path.parent)
         named = {file.name for file in manifest.files}
         self._sweep(lambda name: name not in named)
 
@@ -249,10 +250,10 @@ class ChecksumFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def _sync_folder(path: Path) -> None:
-    with suppress(OSError):  # a parent that may not be opened is not ours to make durable
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def put_on_disk(path: Path) -> None:
+    """Returns once the file or folder survives a crash of the machine."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

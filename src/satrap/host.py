@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from satrap.assignment import Assignment
 from satrap.engine import thread_count
@@ -26,7 +25,7 @@ from satrap.rpc import Origin
 from satrap.rpc.keys import Keys
 from satrap.servers import Servers
 from satrap.sources.declared import source_from_dict
-from satrap.worker_calls import Bytes, Flags, Floats, columns_as_bytes
+from satrap.worker_calls import Bytes, Flags, Floats, as_one, columns_as_bytes
 
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is told that there is none yet
 _CALLS = 8  # of one trainer at a time: two streams, each reading and at two things at its tables, and its own thread
@@ -161,8 +160,8 @@ class Host:
             names = list(found.sequences)
             return (
                 found.block.reshape(-1),
-                _joined([found.sequences[name] for name in names], np.float32),
-                _joined([found.masks[name] for name in names], np.bool_),
+                as_one([found.sequences[name] for name in names], np.float32),
+                as_one([found.masks[name] for name in names], np.bool_),
                 _cut(seat.worker, inputs),
             )
 
@@ -300,11 +299,6 @@ def _update(worker: RemoteWorker, batches: list[Held], step: int, lrs: dict[str,
     for each in batches:
         each.inputs = each.ticket = each.gradients = None
         each.answer = answer
-
-
-def _joined(arrays: list[NDArray[Any]], kind: type) -> NDArray[Any]:
-    flat = [np.ascontiguousarray(each).reshape(-1) for each in arrays]
-    return flat[0] if len(flat) == 1 else np.concatenate(flat) if flat else np.zeros(0, kind)
 
 
 def _parted(

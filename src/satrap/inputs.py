@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.checks import check_integer, known_keys, require_mapping, set_field
+from satrap.checks import check_integer, known_keys, set_field
 
 _MAX_COUNT = 2**63 - 1
 
@@ -41,7 +41,7 @@ class Position:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The position that `to_dict` wrote."""
-        return cls(**known_keys(cls, "Position", require_mapping("Position", data)))
+        return cls(**known_keys(cls, "Position", data))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from satrap.checks import check_integer, check_kind, flat, known_keys, require_mapping, set_field
+from satrap.checks import check_integer, check_kind, flat, known_keys, set_field
 from satrap.config import Ftrl, Table
 from satrap.errors import ConfigError
 
@@ -38,7 +38,7 @@ class Job:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The job that `to_dict` wrote."""
-        given = known_keys(cls, "Job", require_mapping("Job", data))
+        given = known_keys(cls, "Job", data)
         if not isinstance(given["tables"], list):
             raise ConfigError(f"Job: tables is a {type(given['tables']).__name__}; wanted a list of them")
         given["tables"] = tuple(Table.from_dict(table) for table in given["tables"])

@@ -43,7 +43,7 @@ def temporary_name(token: str) -> str:
     return f"manifest-{token}.tmp"
 
 
-class Origin(NamedTuple):
+class Since(NamedTuple):
     """The snapshot that changes start at."""
 
     version: int

@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from satrap.calls import Numbers, ServerCalls
 from satrap.checks import check_number
 from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError
 from satrap.job import Job
@@ -36,6 +35,7 @@ from satrap.rpc import Origin
 from satrap.rpc.client import Client
 from satrap.rpc.keys import Keys
 from satrap.served import NO_MEMBER
+from satrap.server_calls import Numbers, ServerCalls
 
 T = TypeVar("T")
 
@@ -231,7 +231,7 @@ class Mover:
             number = after.addresses.index(address)
             answer = self._call(address).hello(Origin(), job.to_dict(), after.to_dict(), number, True)
             if answer["attempt"] < state["attempt"]:
-                self._call(address).begin(Origin(attempt=state["attempt"]))
+                self._call(address).begin_attempt(Origin(attempt=state["attempt"]))
             for table, lr in enumerate(state["lrs"]):
                 self._call(address).set_lr(
                     Origin(attempt=state["attempt"], map_version=after.version), table, float(lr)

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from satrap.calls import Coded, Floats, Ids, Numbers
 from satrap.door import Door
 from satrap.errors import InputError, MovedError, NotReadyError
 from satrap.members import Members
 from satrap.moving import Companions, Piece
 from satrap.rpc import Origin
+from satrap.server_calls import Coded, Floats, Ids, Numbers
 
 
 class MovingServer(Door):
-    """The part of `satrap.calls.ServerCalls` that moves buckets."""
+    """The part of `satrap.server_calls.ServerCalls` that moves buckets."""
 
     def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
         """See ServerCalls."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from satrap.checks import check_integer, known_keys, require_mapping, set_field
+from satrap.checks import check_integer, known_keys, set_field
 from satrap.errors import ConfigError
 
 MOST_LAUNCHES = 2**16 - 2
@@ -52,7 +52,7 @@ class Place:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The place that `to_dict` wrote."""
-        return cls(**known_keys(cls, "Place", require_mapping("Place", data)))
+        return cls(**known_keys(cls, "Place", data))
 
 
 _here: Place | None = None

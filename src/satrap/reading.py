@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from satrap.checks import check_integer, known_keys, require_mapping
+from satrap.checks import check_integer, known_keys
 from satrap.errors import InputError
 from satrap.features import Features
 from satrap.inputs import Inputs, Position
@@ -44,7 +44,7 @@ class Start:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Start":
         """The start that `to_dict` wrote."""
-        given = known_keys(cls, "Start", require_mapping("Start", data))
+        given = known_keys(cls, "Start", data)
         if given["position"] is not None:
             given["position"] = Position.from_dict(given["position"])
         if given["lost"] is not None:

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
-from satrap.calls import Coded
 from satrap.engine import thread_count
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs
 from satrap.remote_tables import RemoteTables
+from satrap.server_calls import Coded
 from satrap.servers import Servers, View
 from satrap.worker import Floats, Worker, named_features
 
@@ -47,12 +47,7 @@ class RemoteTicket:
     """Of an update that was begun, and for whom: if it was interrupted, it goes on with these."""
     skipped: list[int] = field(default_factory=list)
     """Of each table: gradients of its update that were not finite and were left out."""
-    done: bool = False
-
-    @property
-    def used(self) -> bool:
-        """See Ticket."""
-        return self.done
+    used: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -128,7 +123,7 @@ class RemoteRows:
             if split.num_floats(server)
         }
         try:
-            return self._servers.each("lookup", self._servers.origin(step, view), asked, view=view)
+            return self._servers.each("lookup", step, asked, view=view)
         except MovedError:
             return None
 
@@ -169,7 +164,7 @@ class RemoteRows:
             except MovedError:
                 continue  # to other servers, with ids: each bucket knows whether it has applied them
         for ticket in tickets:
-            ticket.sums, ticket.done = None, True
+            ticket.sums, ticket.used = None, True
         if not sums.same_ids:
             self._forget(tickets)
 
@@ -198,7 +193,6 @@ class RemoteRows:
 
     def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: View) -> None:
         """number: the ticket's, if the servers may have it."""
-        origin = self._servers.origin(step, view)
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
             ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
@@ -210,17 +204,17 @@ class RemoteRows:
             for server in range(len(view))
             if len(sums.ids(server)) or self._servers.together
         }
-        found = self._servers.each("update", origin, asked, view=view)
+        found = self._servers.each("update", step, asked, view=view)
         lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
-        self._servers.each("update", origin, {server: arguments(server, 0) for server in lost}, view=view)
+        self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
 
     def drop(self, ticket: RemoteTicket) -> None:
         """See Rows."""
-        if ticket.done:
+        if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
         if not ticket.split.used:
             self._split.drop(ticket.split)
-        ticket.sums, ticket.done = None, True
+        ticket.sums, ticket.used = None, True
         self._forget([ticket])
 
     def skip(self, step: int) -> None:
@@ -260,7 +254,7 @@ class RemoteRows:
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
         with suppress(MovedError):  # then they are forgotten
-            self._servers.each("drop", self._servers.origin(0, view), dict.fromkeys(holders, (numbers,)), view=view)
+            self._servers.each("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
 
     def _reach(self, step: int | None) -> int:
         with self._lock:

@@ -19,7 +19,7 @@ from satrap.config import Table
 from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.folder import part_name, parts_of
 from satrap.servers import Servers
-from satrap.store import Rows
+from satrap.store import StoredRows
 
 
 class RemoteTable:
@@ -40,10 +40,10 @@ class RemoteTable:
             total.update(stats)
         return dict(total)
 
-    def read(self, ids: ArrayLike) -> Rows:
+    def read(self, ids: ArrayLike) -> StoredRows:
         """As `Store.read`."""
         values, state, present = self._asked("read", ids, lambda part: (self._number, part))
-        return Rows(values, state, present.reshape(-1))
+        return StoredRows(values, state, present.reshape(-1))
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
         """As `Store.lookup` without training, which is the `RemoteWorker`'s. Like `read` never rounded."""
@@ -72,7 +72,7 @@ class RemoteTable:
             parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(view))))
             asked = {server: arguments(part) for server, part in enumerate(parts)}
             try:
-                found = self._servers.each(method, self._servers.origin(0, view), asked, view=view)
+                found = self._servers.each(method, 0, asked, view=view)
                 break
             except MovedError:
                 continue
@@ -131,12 +131,12 @@ class RemoteTable:
         """The version that each server has made. None at all, or different ones: buckets moved meanwhile, so that not
         all of them are saved, or a server was told of a version by one that had made it before."""
         view = self._servers.view
-        origin, every = self._servers.origin(0, view), range(len(view))
+        every = range(len(view))
         try:
-            made = self._servers.each("version", origin, dict.fromkeys(every, (self._number,)), view=view)
+            made = self._servers.each("version", 0, dict.fromkeys(every, (self._number,)), view=view)
             version = 1 + max(made.values())  # servers that came later have made fewer
             asked = dict.fromkeys(every, (self._number, folder, since, version))
-            found = self._servers.each("save", origin, asked, patient=True, view=view)
+            found = self._servers.each("save", 0, asked, view=view, patient=True)
         except MovedError:
             if len(self._servers.view) != len(view):
                 for server in every:
@@ -164,7 +164,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
     @property
     def layout(self) -> int:
         """As `Tables.layout`."""
-        return self._servers.bucket_map.version
+        return self._servers.view.members.version
 
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
         """As `Tables.restore`, but the tables may have been used: what they held goes."""

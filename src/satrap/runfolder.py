@@ -22,6 +22,7 @@ import numpy as np
 
 from satrap._core import crc32c
 from satrap.errors import CheckpointError
+from satrap.folder import put_on_disk
 from satrap.inputs import Position
 
 MANIFEST, _FORMAT, _FORMAT_VERSION = "checkpoint.json", "satrap-checkpoint", 2
@@ -252,12 +253,3 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 def checksum(data: bytes) -> int:
     """CRC-32C of some bytes."""
     return crc32c(np.frombuffer(data, np.uint8), 0)
-
-
-def put_on_disk(path: Path) -> None:
-    """Returns once the file or folder survives a crash of the machine."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -22,14 +22,14 @@ from satrap.datafiles import Columns, as_batch, in_threads, pyarrow_or_error, sc
 from satrap.engine import Place
 from satrap.errors import ChangesError, InputError, SnapshotError
 from satrap.folder import ChecksumFile, SnapshotFolder
-from satrap.manifest import DataFile, FileKind, Kind, Manifest, Origin
+from satrap.manifest import DataFile, FileKind, Kind, Manifest, Since
 
 _BATCH_BYTES = 16 << 20  # of a record batch, unless one bucket alone is larger: what a thread holds in memory
 _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
 _MAX_FILES = 64
 
 
-def save_table(place: Place, path: Path, since: Origin | None = None) -> Manifest:
+def save_table(place: Place, path: Path, since: Since | None = None) -> Manifest:
     """Writes the table, or what changed since a snapshot, into the folder."""
     table = place.table
     token = secrets.token_hex(8)
@@ -54,7 +54,7 @@ class _Saver:
     folder: Path
     kind: Kind
     id: str
-    since: Origin | None
+    since: Since | None
     arrow: Any = field(default_factory=pyarrow_or_error)
     state_dim: int = field(init=False)
     bucket_bytes: int = field(init=False)

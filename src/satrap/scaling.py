@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from satrap.bucketmap import MOST_SERVERS
 from satrap.checks import check_integer, check_number
 from satrap.errors import ConfigError
 
@@ -64,8 +65,8 @@ class Bounds:
     """After a change."""
 
     def __post_init__(self) -> None:
-        check_integer("Bounds", "min_servers", self.min_servers, 1, 65535)
-        check_integer("Bounds", "max_servers", self.max_servers, self.min_servers, 65535)
+        check_integer("Bounds", "min_servers", self.min_servers, 1, MOST_SERVERS)
+        check_integer("Bounds", "max_servers", self.max_servers, self.min_servers, MOST_SERVERS)
         check_integer("Bounds", "patience", self.patience, 1, 1000)
         check_number("Bounds", "pause_seconds", self.pause_seconds, 0.0)
         for name in ("memory", "work"):

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap._core import Engine, Ticket
-from satrap.calls import Coded, Floats, Ids, Offsets
 from satrap.checks import check_integer
 from satrap.errors import InputError
 from satrap.job import Job
 from satrap.meeting import Meeting
 from satrap.members import Members
 from satrap.moving import Moving
+from satrap.server_calls import Coded, Floats, Ids, Offsets
 from satrap.store import Store
 from satrap.tables import Tables
 
@@ -61,7 +61,8 @@ class Served:
     restored: tuple[int, bool] | None = None
     """Under which map a restore began this attempt, and what it answered."""
     moving: Moving = field(init=False)
-    _owns_nothing: bool = False
+    owns_nothing: bool = False
+    """Then every step is finished here."""
 
     def __post_init__(self) -> None:
         self.moving = Moving(self.job, self.engine)
@@ -100,11 +101,6 @@ class Served:
             "lrs": [engine.lr(t) for t in tables],
         }
 
-    @property
-    def owns_nothing(self) -> bool:
-        """Then every step is finished here."""
-        return self._owns_nothing
-
     def owned(self) -> NDArray[np.bool_]:
         """Of each bucket of all tables, whether it is this server's."""
         assert self.members is not None
@@ -113,12 +109,12 @@ class Served:
 
     def _know_owners(self) -> None:
         assert self.members is not None
-        self._owns_nothing = not self.owned().any()
+        self.owns_nothing = not self.owned().any()
         owners = np.array(self.members.bucket_map.flat(), np.uint32)
         self.engine.set_owners(owners, _NOBODY if self.number == NO_MEMBER else self.number)
 
 
-def plain(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
+def decoded(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
     """The gradients, in whichever form they came."""
     if coded is not None and gradients is None:
         return np.asarray(engine.decode_rows(offsets, coded))

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from satrap.calls import WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.checks import check_choice, check_integer
 from satrap.engine import attach_engine, open_engine, remove_unfinished, shared_note, thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
@@ -26,7 +25,8 @@ from satrap.meeting import Part, joined
 from satrap.members import Members
 from satrap.moving_server import MovingServer
 from satrap.rpc import Origin
-from satrap.served import Kept, Served, num_floats, plain
+from satrap.served import Kept, Served, decoded, num_floats
+from satrap.server_calls import WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.tables import Tables
 
 MOST_TICKETS = 1024
@@ -34,7 +34,7 @@ MOST_TICKETS = 1024
 
 
 class Server(MovingServer):
-    """Satisfies `satrap.calls.ServerCalls`."""
+    """Satisfies `satrap.server_calls.ServerCalls`."""
 
     def __init__(
         self, *, shared: str | os.PathLike[str] | None = None, num_threads: int | None = None, simd: str = "auto"
@@ -96,7 +96,7 @@ class Server(MovingServer):
                 found |= {"members": served.members.to_dict(), "job": served.job.to_dict(), "state": served.state()}
             return found
 
-    def begin(self, origin: Origin) -> None:
+    def begin_attempt(self, origin: Origin) -> None:
         """See ServerCalls."""
         with self._pause():
             served = self._ready()
@@ -147,7 +147,7 @@ class Server(MovingServer):
             if ticket != 0 and len(ids):
                 raise InputError(f"update: ticket {ticket} and {len(ids)} ids; wanted one of the two")
             kept = None if ticket == 0 else self._take(served, origin.trainer, ticket)
-            gradients = plain(served.engine, offsets if kept is None else kept.offsets, gradients, coded)
+            gradients = decoded(served.engine, offsets if kept is None else kept.offsets, gradients, coded)
             if kept is None and len(gradients) != num_floats(served.job, ids, offsets):
                 raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; wanted their rows' floats")
             if together == 0:

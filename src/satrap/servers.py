@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.bucketmap import BucketMap
-from satrap.calls import WIRES, ServerCalls
 from satrap.checks import check_choice
 from satrap.errors import AttemptError, DeadlineError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.job import Job
@@ -26,6 +24,7 @@ from satrap.members import Members, check_addresses
 from satrap.rpc import Origin
 from satrap.rpc.client import Client, Pending
 from satrap.rpc.keys import Keys
+from satrap.server_calls import WIRES, ServerCalls
 
 LAUNCH_ATTEMPTS = 1 << 16
 """Each launch of the trainers has as many attempts of its own: a restore begins one."""
@@ -121,19 +120,11 @@ class Servers:
             if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
                 raise AttemptError(f"launch {newest // LAUNCH_ATTEMPTS} has begun: this process is of launch {launch}")
             self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
-            self.all("begin")
+            self.all("begin_attempt")
 
     def reach(self) -> None:
         """Raises unless every server answers within a call's deadline, and is this job's."""
         self._greeted(commit=False)
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    @property
-    def bucket_map(self) -> BucketMap:
-        """Of now."""
-        return self.view.members.bucket_map
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -148,26 +139,27 @@ class Servers:
     def each(
         self,
         method: str,
-        origin: Origin,
+        step: int,
         arguments: Mapping[int, tuple[Any, ...]],
         *,
+        view: View,
         patient: bool = False,
-        view: View | None = None,
     ) -> dict[int, Any]:
         """Calls the servers named, all at once, and returns what each answered. One that was restarted meanwhile is
         greeted and called again, and one whose buckets are on the move when they may be called; a ticket that it does
         not know any more comes back as the TicketError. Any other error is raised once all have answered, so that none
         works on, or one has not within its deadline.
 
-        patient: they may take as long as they need; only silence of a call's deadline is an error, and errors name
-            their servers.
+        step: 0: the call belongs to none.
         view: that the call was made for. MovedError: there is a newer one, and all is to be done again with that. What
             some servers have done, they do not do twice.
+        patient: they may take as long as they need; only silence of a call's deadline is an error, and errors name
+            their servers.
         """
-        of = view or self.view
+        origin = self.origin(step, view)
 
         def begin(server: int) -> Pending:
-            return of.clients[server].begin(method, origin, *arguments[server], patient=patient)
+            return view.clients[server].begin(method, origin, *arguments[server], patient=patient)
 
         pending = {server: begin(server) for server in arguments}
         trouble = {server: _Trouble(time.monotonic() + self._deadline) for server in arguments}
@@ -179,7 +171,7 @@ class Servers:
                     continue
                 del pending[server]
                 try:
-                    if self._answered(of, server, call, trouble[server], found):
+                    if self._answered(view, server, call, trouble[server], found):
                         continue
                     pending[server] = begin(server)
                 except SatrapError as error:
@@ -188,7 +180,7 @@ class Servers:
                         pending.clear()  # the others may take long
                         break
         if failed:
-            raise self._failure(of, failed, patient)
+            raise self._failure(view, failed, patient)
         return found
 
     def all(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
@@ -201,7 +193,7 @@ class Servers:
             view = self.view
             asked = dict.fromkeys(range(len(view)), arguments)
             try:
-                found = self.each(method, self.origin(step, view), asked, patient=patient, view=view)
+                found = self.each(method, step, asked, view=view, patient=patient)
             except MovedError:
                 continue  # there is a newer view
             return [found[server] for server in asked]

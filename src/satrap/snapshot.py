@@ -17,7 +17,7 @@ from satrap.datafiles import batches, in_threads, items, mapped_file, pyarrow_or
 from satrap.engine import Place, native_config, thread_count
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.folder import parts_of, read_manifest
-from satrap.manifest import DataFile, Kind, Manifest, Origin
+from satrap.manifest import DataFile, Kind, Manifest, Since
 
 _MOST_READS = 100  # of a folder that others save into
 
@@ -39,10 +39,10 @@ class History:
         """The id of the snapshot of that version, if known."""
         return self._ids.get(version)
 
-    def find(self, where: str, since: object) -> Origin:
+    def find(self, where: str, since: object) -> Since:
         """The snapshot of version `since`, or an error that names those there are."""
         if isinstance(since, int) and not isinstance(since, bool) and (since in self._ids or 2 <= since <= self._first):
-            return Origin(since, self.id_of(since))
+            return Since(since, self.id_of(since))
         known = ", ".join(map(str, sorted(self._ids))) or "none yet"
         raise SnapshotError(
             f"{where}: since is {since!r}; wanted the version of a snapshot that this store has saved, loaded or "

@@ -5,7 +5,6 @@ No pickle: reading a file runs no code. What can be neither tensor nor JSON is r
 
 import json
 import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,18 +44,19 @@ def load_state(path: Path) -> Any:
 
 def state_bytes(state: Any) -> bytes:
     """The file that `save_state` would write."""
-    with tempfile.TemporaryDirectory(prefix="satrap-state-") as folder:
-        path = Path(folder) / "state"
-        save_state(path, state)
-        return path.read_bytes()
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    tree = _flatten(state, "state", tensors)
+    return bytes(save(tensors, metadata={"tree": json.dumps(tree)}))
 
 
 def state_of(data: bytes) -> Any:
     """The state in such bytes."""
-    with tempfile.TemporaryDirectory(prefix="satrap-state-") as folder:
-        path = Path(folder) / "state"
-        path.write_bytes(data)
-        return load_state(path)
+    from safetensors.torch import load
+
+    end = 8 + int.from_bytes(data[:8], "little")  # of the header, which `load` keeps to itself
+    return _build(json.loads(json.loads(data[8:end])["__metadata__"]["tree"]), load(data))
 
 
 def _flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

@@ -30,7 +30,7 @@ from satrap.snapshot import History, Snapshot, fill_levels
 _PathLike = str | os.PathLike[str]
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """What `Store.read` found: one line for each id asked for."""
 
     values: NDArray[np.float32]
@@ -227,7 +227,7 @@ class Store:
         # The other tables of the engine have no gradient in this call; any rate will do for them.
         update(self._where, self._engine, ticket, gradient_array, step, [rate] * self._place.num_tables)
 
-    def read(self, ids: ArrayLike) -> Rows:
+    def read(self, ids: ArrayLike) -> StoredRows:
         """The rows themselves, as they are; changes nothing.
 
         Returns `values` float32 [n, dim], `state` float32 [n, state_dim] and `present` bool [n]. An id without a row
@@ -238,7 +238,7 @@ class Store:
         state = np.zeros((len(id_array), self.state_dim), np.float32)
         present = np.zeros(len(id_array), np.bool_)
         self._engine.read(self._place.index, id_array, values, state, present)
-        return Rows(values, state, present)
+        return StoredRows(values, state, present)
 
     # -- what is in it -----------------------------------------------------------------------------------------------
 
@@ -299,8 +299,7 @@ class Store:
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
-            origin = self._snapshots.find(self._where, since)
-            return self._snapshots.add(save_table(self._place, folder, since=origin))
+            return self._snapshots.add(save_table(self._place, folder, since=self._snapshots.find(self._where, since)))
 
     @classmethod
     def load(

@@ -108,6 +108,6 @@ class Trainers:
             )
 
 
-def plain(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself, if it is wrapped for several trainers."""
     return model.module if isinstance(model, DistributedDataParallel) else model

@@ -125,7 +125,7 @@ class LookedUp:
 
 
 class Worker:
-    """The features of a model over the tables that it owns."""
+    """The features of a model over rows that lie somewhere."""
 
     def __init__(self, features: Features, rows: Rows) -> None:
         """rows: of the tables of these features."""

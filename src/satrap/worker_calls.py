@@ -10,7 +10,7 @@ Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_si
 features.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,6 +82,12 @@ class WorkerCalls(Protocol):
     def signature(self, origin: Origin, source: dict[str, Any]) -> dict[str, Any]:
         """As `Source.signature`, of the files as the worker sees them."""
         ...
+
+
+def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:
+    """Those that are there, flat and one after the other."""
+    there = [np.ascontiguousarray(each).reshape(-1) for each in arrays if each is not None]
+    return there[0] if len(there) == 1 else np.concatenate(there) if there else np.zeros(0, dtype)
 
 
 def columns_as_bytes(columns: Mapping[str, Any]) -> Bytes | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from satrap.checks import check_integer, known_keys, require_mapping, set_field
+from satrap.checks import check_integer, known_keys, set_field
 from satrap.errors import ConfigError
 from satrap.place import MOST_LAUNCHES
 
@@ -57,7 +57,7 @@ class Membership:
         """What the file says; None if there is none."""
         try:
             data: Any = json.loads(path.read_bytes())
-            return cls(**known_keys(cls, "Membership", require_mapping("Membership", data)))
+            return cls(**known_keys(cls, "Membership", data))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, ConfigError) as error:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from satrap.calls import ServerCalls
 from satrap.cluster.supervisor import Event, Moved, Wanted
 from satrap.errors import ConfigError, SatrapError
 from satrap.mover import Mover
 from satrap.rpc import Client, Origin
 from satrap.rpc.keys import Keys
 from satrap.scaling import Bounds, Figures, Past, decide
+from satrap.server_calls import ServerCalls
 
 _REQUEST = "servers-wanted"
 _WINDOW_SECONDS = 10.0

@@ -18,19 +18,7 @@ from satrap.cluster.command import Command, Script
 from satrap.cluster.membership import Membership
 from satrap.cluster.output import Output
 from satrap.cluster.resizer import Resizer
-from satrap.cluster.supervisor import (
-    End,
-    Event,
-    Finish,
-    Move,
-    Order,
-    Plan,
-    Process,
-    Say,
-    Start,
-    Stop,
-    Supervisor,
-)
+from satrap.cluster.supervisor import End, Event, Finish, Move, Plan, Process, Say, Start, Stop, Supervisor
 from satrap.errors import ConfigError
 
 _EVENT_SECONDS = 0.5  # how late a Ctrl-C may be heard
@@ -93,30 +81,23 @@ def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Ou
                     membership = supervisor.membership
                     membership.write(file)
                 for order in orders:
-                    if isinstance(order, Finish):
-                        return order.status
-                    if isinstance(order, Move):
-                        resizer.move(order.now, order.wanted)
-                    else:
-                        _carry_out(order, script, plan, membership, launcher, output)
+                    match order:
+                        case Say(text):
+                            output.say(text)
+                        case Start(process, address):
+                            launcher.start(Command(process, address, script, plan, membership))
+                        case End(process, how):
+                            launcher.end(process, how)
+                        case Move(now, wanted):
+                            resizer.move(now, wanted)
+                        case Finish(status):
+                            return status
                 events = [*launcher.events(_EVENT_SECONDS), *resizer.events(), *_taken(stops)]
                 orders = [order for event in events for order in supervisor.handle(event, time.monotonic())]
     finally:
         resizer.close()
         launcher.close()
         launcher.forget(membership.name)
-
-
-def _carry_out(
-    order: Order, script: Script, plan: Plan, membership: Membership, launcher: Launcher, output: Output
-) -> None:
-    match order:
-        case Say(text):
-            output.say(text)
-        case End(process, how):
-            launcher.end(process, how)
-        case Start(process, address):
-            launcher.start(Command(process, address, script, plan, membership))
 
 
 @contextmanager

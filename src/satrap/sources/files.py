@@ -23,7 +23,6 @@ from satrap.hashing import pyarrow_for
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
 _MAGIC = re.compile(r"[*?\[]")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
-_READ_BYTES = 1 << 20  # of one request when an fsspec file is read from start to end
 
 
 @dataclass(frozen=True, slots=True)

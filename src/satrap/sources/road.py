@@ -283,7 +283,6 @@ class Batches(Iterator[Inputs]):
 
     def __init__(self, road: Road) -> None:
         self._counts = Counts()
-        self._road = road
         self._batches = road.batches(self._counts)
 
     def __iter__(self) -> "Batches":

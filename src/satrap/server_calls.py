@@ -43,7 +43,7 @@ class ServerCalls(Protocol):
         `expire_before` and `lrs`. The origin says nothing."""
         ...
 
-    def begin(self, origin: Origin) -> None:
+    def begin_attempt(self, origin: Origin) -> None:
         """Begins the origin's attempt: calls of older ones are refused from now on, and no update of it was applied."""
         ...
 

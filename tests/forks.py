@@ -1,0 +1,36 @@
+"""What the tests of forks share: a body that runs in one, and what it must be told there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+
+import pytest
+
+from satrap.errors import ForkError
+
+DEADLINE_SECONDS = 60
+
+
+def in_fork(body: Callable[[], None]) -> None:
+    """Runs the body in a fork and fails if it failed, or hung; its traceback goes to stderr."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(DEADLINE_SECONDS)
+            body()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    assert ended == 0, f"the fork ended with {ended}"
+
+
+def expect_refusal(home: int, call: Callable[[], object]) -> None:
+    with pytest.raises(ForkError, match=f"in process {home} and this is its fork {os.getpid()}: .*'spawn'"):
+        call()

@@ -1,0 +1,50 @@
+"""The updates that make one step: joined by rank whoever was late, and nobody left to wait. No socket, no thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from satrap.errors import AttemptError
+from satrap.meeting import Meeting, Part, joined
+
+
+def part(ids: list[list[int]]) -> Part:
+    """Of two tables of dims 1 and 2; an id's gradient is the id."""
+    flat = [id_ for table in ids for id_ in table]
+    gradients = [float(id_) for t, table in enumerate(ids) for id_ in table for _ in range(t + 1)]
+    counts = np.cumsum([0, *map(len, ids)]).astype(np.int64)
+    return Part(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
+
+
+def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
+    meeting = Meeting()
+    parts = {1: part([[5], [6, 7]]), 0: part([[1, 2], []]), 2: part([[], [8]])}
+    waiting = []
+    for rank, each in parts.items():
+        own, whole, everybody = meeting.arrive(4, rank, each, 3)
+        waiting.append(own)
+    assert whole is not None and everybody == waiting and not own.done()
+    one = joined(whole, [1, 2])
+    assert one.ids.tolist() == [1, 2, 5, 6, 7, 8] and one.offsets.tolist() == [0, 3, 6]
+    assert one.gradients.tolist() == [1, 2, 5, 6, 6, 7, 7, 8, 8]
+
+
+def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
+    meeting = Meeting()
+    first = meeting.arrive(1, 0, part([[1], []]), 2)[0]
+    again = meeting.arrive(1, 0, part([[3], []]), 2)[0]
+    last, whole, everybody = meeting.arrive(1, 1, part([[2], []]), 2)
+    assert whole is not None and [each.ids.tolist() for each in whole] == [[3], [2]]
+    assert everybody == [first, again, last]
+
+
+def test_trainers_of_another_number_and_attempts_that_end() -> None:
+    meeting = Meeting()
+    waiting = meeting.arrive(1, 0, part([[1], []]), 2)[0]
+    for trainer, together in ((1, 3), (2, 2)):
+        with pytest.raises(ValueError, match=f"trainer {trainer} of {together}; wanted one of 2"):
+            meeting.arrive(1, trainer, part([[1], []]), together)
+    meeting.refuse(lambda: AttemptError("attempt 2 has begun"))
+    assert isinstance(waiting.exception(), AttemptError)
+    assert meeting.arrive(1, 0, part([[1], []]), 2)[1] is None

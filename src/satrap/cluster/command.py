@@ -53,10 +53,21 @@ class Command:
 
     process: Process
     address: str | None
-    """Where it was before; None: nowhere yet."""
+    """Where it was before; None: it finds nothing of what was before."""
     script: Script
     plan: Plan
     membership: Membership
+
+    def listen(self, host: str, rows: Path) -> str:
+        """Where it listens on this host: where it was; but a server without its rows, or one that was elsewhere, at
+        another port, and empty: who finds a server where it was finds its rows."""
+        is_here = self.address is not None and self.address.rpartition(":")[0] == f"tcp://{host}"
+        is_server = self.process.role is Role.SERVER
+        if self.address is not None and is_here and (rows.exists() or not is_server):
+            return self.address
+        if is_server:
+            rows.unlink(missing_ok=True)
+        return f"tcp://{host}:0"
 
     def arguments(self, spot: Spot) -> list[str]:
         """What follows `satrap`."""
@@ -76,6 +87,7 @@ class Command:
             rank=self.process.number,
             world=self.plan.trainers,
             launch=self.process.start,
+            first_launch=self.membership.first_launch,
             servers=self.membership.servers,
             workers=self.membership.workers,
             keys=None if spot.keys is None else str(spot.keys),

@@ -6,7 +6,7 @@ from pathlib import Path
 from satrap.cluster.children import Children, How
 from satrap.cluster.command import Command, Spot
 from satrap.cluster.output import Output
-from satrap.cluster.supervisor import Event, Process
+from satrap.cluster.supervisor import Event, Process, Role
 from satrap.errors import ConfigError
 
 
@@ -29,18 +29,19 @@ class LocalLauncher:
         """See Launcher."""
         name, process = command.membership.name, command.process
         meeting = (self._folder / f"meeting-{name}-{process.start}").absolute()
+        rows = self._memory / f"satrap-{name}-{process.number}"
         spot = Spot(
-            listen=command.address or "tcp://127.0.0.1:0",
-            rows=self._memory / f"satrap-{name}-{process.number}",
+            listen=command.listen("127.0.0.1", rows),
+            rows=rows,
             script=command.script.path,
             meeting=f"file://{meeting}",
         )
         self._output.begin(process)
-        self._children.start(process, command.arguments(spot))
+        self._children.start(process, command.arguments(spot), rows if process.role is Role.SERVER else None)
 
-    def end(self, process: Process, how: How) -> None:
+    def end(self, process: Process, how: How, for_good: bool) -> None:
         """See Launcher."""
-        self._children.end(process, how)
+        self._children.end(process, how, for_good)
 
     def events(self, timeout: float) -> list[Event]:
         """See Launcher."""

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from runs import (
-    DEADLINE_SECONDS,
     JOB,
     SATRAP,
     finished,
     is_left,
     nothing_is_left,
     num_checkpoints,
+    said,
     same,
+    scale,
+    scaled,
     started,
     until,
 )
@@ -119,26 +120,6 @@ def lose(folder: Path, run: subprocess.Popen[str], server: int) -> None:
     os.kill(children(run)[f"server {server}"], signal.SIGKILL)
 
 
-def scaled(folder: Path, run: subprocess.Popen[str], servers: int) -> None:
-    """Returns once it has as many."""
-    scale = [str(SATRAP), "scale", "--servers", str(servers), "--folder", str(folder / "run")]
-    assert "asked for" in subprocess.run(scale, capture_output=True, text=True, check=True).stdout
-    said(run, f"buckets are moved: {servers} server")
-
-
-def said(run: subprocess.Popen[str], text: str) -> None:
-    """Returns once it has said so."""
-    assert run.stderr is not None
-    late = threading.Timer(DEADLINE_SECONDS, run.kill)
-    late.start()
-    try:
-        while text not in (line := run.stderr.readline()):
-            assert line, f"{text!r} was not said; {finished(run)}"
-    finally:
-        late.cancel()
-        late.join()
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_server_lost_with_its_rows_after_buckets_have_moved(
     tmp_path: Path, undisturbed: dict[str, np.ndarray], victim: int
@@ -158,6 +139,25 @@ def test_a_server_lost_with_its_rows_after_buckets_have_moved(
         scaled(tmp_path, run, 3)
         scaled(tmp_path, run, 1)
         until(lambda: len(list((tmp_path / "memory").iterdir())) == 1, run)  # those that left give their memory back
+        (tmp_path / "hold").unlink()
+        status, out, err = finished(run)
+    assert (status, out) == (0, "began\nresumed\n"), err
+    same(tmp_path, undisturbed)
+    nothing_is_left(tmp_path, [])
+
+
+def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
+    """It stands still, so that the move is under way."""
+    (tmp_path / "hold").touch()
+    with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        os.kill(children(run)["server 0"], signal.SIGSTOP)
+        scale(tmp_path, 2)
+        said(run, "server 1 listens at")
+        lose(tmp_path, run, 0)
+        said(run, "rows of a server are lost: all servers begin empty")
+        said(run, "launch 2: 2 trainers")
+        assert {"server 0", "server 1"} <= children(run).keys()
         (tmp_path / "hold").unlink()
         status, out, err = finished(run)
     assert (status, out) == (0, "began\nresumed\n"), err

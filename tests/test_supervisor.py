@@ -371,7 +371,7 @@ def test_a_server_that_finds_no_place() -> None:
     first, second = machine.started[-2:]
     machine.happen(Ready(first, machine.address(first)))
     machine.happen(NoPlace(second, "no room for server 2"))
-    assert machine.said[-1] == "no room for server 2; there stay 1 server"
+    assert machine.said[-1] == "no room for server 2; it goes on with 1 server"
     assert machine.told == {first} and machine.moving is None
     machine.obeyed()
     machine.happen(Wanted(2, "asked for"))

@@ -51,6 +51,7 @@ class _Keeper:
         self._children = Children()
         self._host: str = ray.util.get_node_ip_address()
         self._listener: socket.socket | None = None
+        self._folder: Path | None = None  # of its keys
 
     def meet(self) -> str:
         """Where the trainers meet: at this one, on a port that is theirs from now on."""
@@ -63,7 +64,7 @@ class _Keeper:
             raise ConfigError(f"memory is {os.fspath(memory)!r}, which cannot be written to at {self._host}")
         process, node = command.process, ray.get_runtime_context().get_node_id()
         rows = memory / f"satrap-{command.membership.name}-{node[:12]}-{process.role}-{process.number}"
-        folder = rows.with_suffix(".keys")
+        folder = self._folder = rows.with_suffix(".keys")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         for name, key in keys.items():
@@ -91,7 +92,10 @@ class _Keeper:
 
     def reports(self) -> list[Report]:
         """What the child did; waits a little for it."""
-        return self._children.reports(_REPORT_SECONDS)
+        reports = self._children.reports(_REPORT_SECONDS)
+        if self._folder is not None and any(isinstance(report, Gone) for report in reports):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return reports
 
 
 def _forget(memory: Path, name: str) -> None:
@@ -120,7 +124,7 @@ class RayLauncher:
         """memory: a folder in shared memory, on every node. seconds: within which Ray must find a place."""
         self._output, self._plan, self._needs, self._memory, self._seconds = output, plan, needs, memory, seconds
         self._groups: dict[Role, PlacementGroup] = {}
-        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of the servers there are, by their numbers
+        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of the servers that stay, by their numbers
         self._kept: dict[Any, _Kept] = {}  # by what Ray will answer next
         self._meeting: Any = None
         with tempfile.TemporaryDirectory() as folder:
@@ -165,6 +169,8 @@ class RayLauncher:
         for kept in self._kept.values():
             if kept.command.process == process:
                 kept.was_told, kept.for_good = True, kept.for_good or for_good
+                if for_good and self._is_first(process.number):
+                    del self._bundles[process.number]  # the next one waits there until this one is gone
                 if kept.is_placed:
                     kept.keeper.end.remote(process, how, for_good)
                 else:
@@ -204,11 +210,15 @@ class RayLauncher:
             self._bundles[number] = (first, free[0]) if free else (placement_group(own), 0)
         return self._bundles[number]
 
+    def _is_first(self, number: int) -> bool:
+        """Whether a server has one of the places that the run began with."""
+        return number in self._bundles and self._bundles[number][0] == self._groups[Role.SERVER]
+
     def _give_back(self, process: Process) -> None:
-        """A server does not come again."""
-        group, _ = self._bundles.pop(process.number)
-        if group != self._groups[Role.SERVER]:
-            remove_placement_group(group)
+        """A server is gone for good."""
+        found = self._bundles.pop(process.number, None)
+        if found is not None and found[0] != self._groups[Role.SERVER]:
+            remove_placement_group(found[0])
 
     def _give_up(self, kept: _Kept) -> NoPlace:
         """Ray has found no place for it in time."""

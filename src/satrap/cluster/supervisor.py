@@ -377,7 +377,7 @@ class Supervisor:
             return self._fail(event.why, 1)
         self._future = None
         left = [alive.process for alive in self._of(Role.SERVER) if alive.process.number not in self._members]
-        stay = Say(f"{event.why}; there stay {_count(len(self._members), 'server')}")
+        stay = Say(f"{event.why}; it goes on with {_count(len(self._members), 'server')}")
         orders: list[Order] = [stay, *(End(process, "terminate", for_good=True) for process in left)]
         if self._moving:  # it was there, and has taken rows with it
             self._lost = True

@@ -165,7 +165,7 @@ def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undistur
     nothing_is_left(tmp_path, [])
 
 
-def test_workers_read_and_one_is_killed(tmp_path: Path) -> None:
+def test_workers_read_and_one_is_killed_and_then_a_server_is_lost(tmp_path: Path) -> None:
     rng, n = np.random.default_rng(0), 640
     columns: dict[str, Any] = {name: rng.integers(0, 30, n, dtype=np.uint64) for name in ("user", "item")}
     columns |= {name: rng.standard_normal(n) for name in ("d0", "d1")}
@@ -177,13 +177,19 @@ def test_workers_read_and_one_is_killed(tmp_path: Path) -> None:
         folder = tmp_path / workers
         folder.mkdir()
         arguments = (str(folder), "0", "0", str(tmp_path / "data.parquet"))
+        if workers == "1":
+            (folder / "hold").touch()
         with started(folder, JOB, "--trainers", "2", "--workers", workers, arguments=arguments) as run:
             if workers == "1":
                 until(lambda folder=folder: num_checkpoints(folder) >= 2, run)  # type: ignore[misc]
                 os.kill(children(run)["worker"], signal.SIGKILL)
+                said(run, "worker 0 was ended by signal 9")
+                until(lambda folder=folder: num_checkpoints(folder) >= 6, run)  # type: ignore[misc]
+                lose(folder, run, 0)
+                said(run, "launch 2: 2 trainers")
+                (folder / "hold").unlink()
             status, _, err = finished(run)
         assert status == 0, err
-        assert (workers == "0") == ("worker 0 was ended by signal 9" not in err)
         nothing_is_left(folder, [])
         with np.load(folder / "end.npz") as found:
             wanted = wanted or dict(found)

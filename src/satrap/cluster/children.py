@@ -60,7 +60,7 @@ class _Child:
     popen: subprocess.Popen[bytes]
     fd: int
     """Of the process."""
-    rows: Path | None
+    rows: Path
     for_good: bool = False
     said: bytes = b""
     """The beginning of what a server or worker printed, until it says where it listens."""
@@ -77,12 +77,10 @@ class Children:
         self._children: dict[Process, _Child] = {}
         self._selector = selectors.DefaultSelector()
 
-    def start(
-        self, process: Process, arguments: Sequence[str], rows: Path | None = None, pass_fds: Sequence[int] = ()
-    ) -> None:
+    def start(self, process: Process, arguments: Sequence[str], rows: Path, pass_fds: Sequence[int] = ()) -> None:
         """Starts `satrap ARGUMENTS...`. Only one thread may call this, and it lives as long as they shall.
 
-        rows: the shared-memory file that it makes.
+        rows: the shared-memory file that a server makes.
         """
         popen = subprocess.Popen(
             [sys.executable, "-u", "-m", "satrap", "--die-with", str(os.getpid()), *arguments],
@@ -174,7 +172,7 @@ class Children:
             os.killpg(child.popen.pid, signal.SIGKILL)
         self._selector.unregister(child.fd)
         os.close(child.fd)
-        if child.for_good and child.rows is not None:
+        if child.for_good:
             child.rows.unlink(missing_ok=True)
         del self._children[child.process]
         if child.was_told and status == -signal.SIGKILL:

@@ -58,15 +58,12 @@ class Command:
     plan: Plan
     membership: Membership
 
-    def listen(self, host: str, rows: Path) -> str:
-        """Where it listens on this host: where it was; but a server without its rows, or one that was elsewhere, at
-        another port, and empty: who finds a server where it was finds its rows."""
+    def listen(self, host: str, has_rows: bool) -> str:
+        """Where it listens on this host: where it was, but a server only with its rows: who finds it there finds them.
+        One that listens elsewhere is to begin empty."""
         is_here = self.address is not None and self.address.rpartition(":")[0] == f"tcp://{host}"
-        is_server = self.process.role is Role.SERVER
-        if self.address is not None and is_here and (rows.exists() or not is_server):
+        if self.address is not None and is_here and (has_rows or self.process.role is not Role.SERVER):
             return self.address
-        if is_server:
-            rows.unlink(missing_ok=True)
         return f"tcp://{host}:0"
 
     def arguments(self, spot: Spot) -> list[str]:

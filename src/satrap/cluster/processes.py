@@ -6,7 +6,7 @@ from pathlib import Path
 from satrap.cluster.children import Children, How
 from satrap.cluster.command import Command, Spot
 from satrap.cluster.output import Output
-from satrap.cluster.supervisor import Event, Process, Role
+from satrap.cluster.supervisor import Event, Process
 from satrap.errors import ConfigError
 
 
@@ -29,15 +29,18 @@ class LocalLauncher:
         """See Launcher."""
         name, process = command.membership.name, command.process
         meeting = (self._folder / f"meeting-{name}-{process.start}").absolute()
-        rows = self._memory / f"satrap-{name}-{process.number}"
+        rows = self._memory / f"satrap-{name}-{process.role}-{process.number}"
+        listen = command.listen("127.0.0.1", rows.exists())
+        if listen != command.address:
+            rows.unlink(missing_ok=True)
         spot = Spot(
-            listen=command.listen("127.0.0.1", rows),
+            listen=listen,
             rows=rows,
             script=command.script.path,
             meeting=f"file://{meeting}",
         )
         self._output.begin(process)
-        self._children.start(process, command.arguments(spot), rows if process.role is Role.SERVER else None)
+        self._children.start(process, command.arguments(spot), rows)
 
     def end(self, process: Process, how: How, for_good: bool) -> None:
         """See Launcher."""

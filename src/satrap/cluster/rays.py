@@ -70,18 +70,20 @@ class _Keeper:
         for name, key in keys.items():
             with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(key)
+        listen = command.listen(self._host, rows.exists())
+        if listen != command.address:
+            rows.unlink(missing_ok=True)
         listener = None if self._listener is None else self._listener.fileno()
         spot = Spot(
-            listen=command.listen(self._host, rows),
+            listen=listen,
             rows=rows,
             script=Path.cwd() / command.script.path.name,  # Ray has brought its folder
             keys=folder / next(iter(keys)),
             meeting=meeting,
             listener=listener,
         )
-        is_server = process.role is Role.SERVER
         fds = () if listener is None else (listener,)
-        self._children.start(process, command.arguments(spot), rows if is_server else None, fds)
+        self._children.start(process, command.arguments(spot), rows, fds)
         if self._listener is not None:
             self._listener.close()
         return []

@@ -128,14 +128,23 @@ def test_whoever_is_killed_it_ends_in_the_bits_of_one_machine(
 
 
 def test_servers_join_and_leave(tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]) -> None:
-    """Two of them take all that the nodes have beside the trainers; so a third is refused, and one that comes after one
-    has left has its place."""
-    (tmp_path / "hold").touch()
+    """Two of them take all that the nodes have beside the trainers; so a third is refused, while training goes on, and
+    one that comes after one has left has its place."""
+    (tmp_path / "job").mkdir()
+    script = tmp_path / "job/job.py"
+    text = JOB.read_text().replace("step == 30", "step in (20, 35)").replace('"hold"', 'f"hold-{embeddings.step}"')
+    script.write_text(text)
+    (tmp_path / "job/loop.py").write_text(JOB.with_name("loop.py").read_text())
+    for step in (20, 35):
+        (tmp_path / f"hold-{step}").touch()
     options = on(cluster, "--trainers", "2", "--server-cpus", "2", "--placement-seconds", "10")
-    with started(tmp_path, JOB, *options, arguments=(str(tmp_path), "100")) as run:
+    with started(tmp_path, script, *options, arguments=(str(tmp_path), "100")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
         scaled(tmp_path, run, 2)
         scale(tmp_path, 3)
+        said(run, "3 servers instead of 2: asked for by satrap scale")
+        (tmp_path / "hold-20").unlink()
+        until(lambda: num_checkpoints(tmp_path) >= 7, run)
         said(run, "Ray found no place for server 2 with 2 CPU, within 10 s")
         scaled(tmp_path, run, 1)
         scaled(tmp_path, run, 2)
@@ -143,7 +152,7 @@ def test_servers_join_and_leave(tmp_path: Path, cluster: Any, one_machine: dict[
         pids = children(tmp_path)
         assert "server 3" in pids
         os.kill(pids["server 3"], signal.SIGKILL)
-        (tmp_path / "hold").unlink()
+        (tmp_path / "hold-35").unlink()
         status, out, err = finished(run)
     assert (status, out) == (0, "began\n"), err
     assert "server 3 was ended by signal 9: it is started again" in err and "no longer where it was" not in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,30 @@ def until(what: Callable[[], object], of: subprocess.Popen[str] | None = None) -
         assert time.monotonic() < deadline, "it took too long"
         assert of is None or of.poll() is None, finished(of)
         time.sleep(0.01)
+
+
+def scale(folder: Path, servers: int) -> None:
+    command = [str(SATRAP), "scale", "--servers", str(servers), "--folder", str(folder / "run")]
+    assert "asked for" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def scaled(folder: Path, run: subprocess.Popen[str], servers: int) -> None:
+    """Returns once it has as many."""
+    scale(folder, servers)
+    said(run, f"buckets are moved: {servers} server")
+
+
+def said(run: subprocess.Popen[str], text: str) -> None:
+    """Returns once it has said so."""
+    assert run.stderr is not None
+    late = threading.Timer(DEADLINE_SECONDS, run.kill)
+    late.start()
+    try:
+        while text not in (line := run.stderr.readline()):
+            assert line, f"{text!r} was not said; {finished(run)}"
+    finally:
+        late.cancel()
+        late.join()
 
 
 def is_left(pid: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runs import JOB, SATRAP, finished, is_left, num_checkpoints, same, started, until
+from runs import JOB, SATRAP, finished, is_left, num_checkpoints, said, same, scale, scaled, started, until
 from satrap.cluster.resources import Resources, size_in_bytes
 from satrap.errors import ConfigError
 
@@ -84,6 +84,10 @@ def children(folder: Path) -> dict[str, int]:
     return found
 
 
+def servers_of(folder: Path) -> set[str]:
+    return {name for name in children(folder) if name.startswith("server")}
+
+
 def actor_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
@@ -123,6 +127,39 @@ def test_whoever_is_killed_it_ends_in_the_bits_of_one_machine(
     assert not secrets
 
 
+def test_servers_join_and_leave(tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]) -> None:
+    """Two of them take all that the nodes have beside the trainers; so a third is refused, while training goes on, and
+    one that comes after one has left has its place."""
+    (tmp_path / "job").mkdir()
+    script = tmp_path / "job/job.py"
+    text = JOB.read_text().replace("step == 30", "step in (20, 35)").replace('"hold"', 'f"hold-{embeddings.step}"')
+    script.write_text(text)
+    (tmp_path / "job/loop.py").write_text(JOB.with_name("loop.py").read_text())
+    for step in (20, 35):
+        (tmp_path / f"hold-{step}").touch()
+    options = on(cluster, "--trainers", "2", "--server-cpus", "2", "--placement-seconds", "10")
+    with started(tmp_path, script, *options, arguments=(str(tmp_path), "100")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        scaled(tmp_path, run, 2)
+        scale(tmp_path, 3)
+        said(run, "3 servers instead of 2: asked for by satrap scale")
+        (tmp_path / "hold-20").unlink()
+        until(lambda: num_checkpoints(tmp_path) >= 7, run)
+        said(run, "Ray found no place for server 2 with 2 CPU, within 10 s")
+        scaled(tmp_path, run, 1)
+        scaled(tmp_path, run, 2)
+        until(lambda: len(list((tmp_path / "memory").glob("*-server-[0-9]"))) == 2, run)
+        pids = children(tmp_path)
+        assert "server 3" in pids
+        os.kill(pids["server 3"], signal.SIGKILL)
+        (tmp_path / "hold-35").unlink()
+        status, out, err = finished(run)
+    assert (status, out) == (0, "began\n"), err
+    assert "server 3 was ended by signal 9: it is started again" in err and "no longer where it was" not in err
+    same(tmp_path, one_machine)
+    nothing_of_it_is_left(tmp_path, list(pids.values()))
+
+
 def test_a_node_that_is_lost_takes_its_server_and_the_run_goes_on_from_the_checkpoint(
     tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
 ) -> None:
@@ -132,17 +169,22 @@ def test_a_node_that_is_lost_takes_its_server_and_the_run_goes_on_from_the_check
     (tmp_path / "run/run.json").write_text('{"name": "before", "launch": 4}')
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/satrap-before-0-server-0").write_text("of a driver that was killed")
+    (tmp_path / "hold").touch()
     with started(tmp_path, JOB, *SIZES, *options, arguments=(str(tmp_path), "100")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 2, run)
+        for number in (3, 1, 2):
+            scaled(tmp_path, run, number)
+        until(lambda: {"server 0", "server 3"} == servers_of(tmp_path), run)
         pids = children(tmp_path)
         on_lost = [each for each in (tmp_path / "memory").iterdir() if lost.node_id[:12] in each.name]
-        assert sorted(each.suffix for each in on_lost) == ["", ".keys"], "one server"
+        assert sorted(each.suffix for each in on_lost) == ["", ".keys"], "one server, in the place of one that left"
         trainers = [Path(f"/proc/{pids[name]}/environ").read_text() for name in ("trainer 0", "trainer 1")]
         assert sorted(each.partition("CUDA_VISIBLE_DEVICES=")[2][0] for each in trainers) == ["0", "1"]
-        servers = [pids[name] for name in ("server 0", "server 1")]
+        servers = [pids[name] for name in ("server 0", "server 3")]
         (server,) = (pid for pid in servers if lost.node_id[:12] in Path(f"/proc/{pid}/cmdline").read_text())
         os.kill(actor_of(server), signal.SIGKILL)  # a machine takes all of its processes at once
         cluster.remove_node(lost, allow_graceful=False)
+        (tmp_path / "hold").unlink()
         status, out, err = finished(run)
     assert status == 0, err
     assert "is no longer where it was: the trainers start again from the last checkpoint" in err
@@ -201,7 +243,7 @@ def test_a_node_without_the_folder_for_rows(tmp_path: Path, cluster: Any) -> Non
 def test_a_place_that_is_lost_and_not_found_again_ends_the_run(tmp_path: Path, cluster: Any) -> None:
     with started(tmp_path, JOB, *on(cluster, "--placement-seconds", "0.01")) as run:
         status, _, err = finished(run)
-    assert status == 1 and "Ray found no place any more for server 0 with 1 CPU, within 0.01 s" in err
+    assert status == 1 and "Ray found no place for server 0 with 1 CPU, within 0.01 s" in err
     assert "Traceback" not in err
     nothing_of_it_is_left(tmp_path, [])
 

@@ -16,7 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runs import JOB, SATRAP, finished, is_left, nothing_is_left, num_checkpoints, same, started, until
+from runs import (
+    JOB,
+    SATRAP,
+    finished,
+    is_left,
+    nothing_is_left,
+    num_checkpoints,
+    said,
+    same,
+    scale,
+    scaled,
+    started,
+    until,
+)
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
@@ -88,12 +101,8 @@ def test_more_servers_and_fewer_while_it_trains(tmp_path: Path, undisturbed: dic
     (tmp_path / "hold").touch()
     with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        assert run.stderr is not None
         for number in (3, 2):
-            scale = [str(SATRAP), "scale", "--servers", str(number), "--folder", str(tmp_path / "run")]
-            assert "asked for" in subprocess.run(scale, capture_output=True, text=True, check=True).stdout
-            while f"buckets are moved: {number} servers" not in run.stderr.readline():
-                assert run.poll() is None
+            scaled(tmp_path, run, number)
             if number == 3:
                 assert {"server 0", "server 1", "server 2"} <= children(run).keys()
                 os.kill(children(run)["server 2"], signal.SIGKILL)
@@ -104,7 +113,59 @@ def test_more_servers_and_fewer_while_it_trains(tmp_path: Path, undisturbed: dic
     nothing_is_left(tmp_path, [])
 
 
-def test_workers_read_and_one_is_killed(tmp_path: Path) -> None:
+def lose(folder: Path, run: subprocess.Popen[str], server: int) -> None:
+    """It dies, and its rows are gone, as with a machine."""
+    (rows,) = (folder / "memory").glob(f"satrap-*-{server}")
+    rows.unlink()
+    os.kill(children(run)[f"server {server}"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_lost_with_its_rows_after_buckets_have_moved(
+    tmp_path: Path, undisturbed: dict[str, np.ndarray], victim: int
+) -> None:
+    """The others name it still, where it was. It comes back elsewhere, and buckets can move again."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB.read_text().replace("step == 30", "step in (30, 60)"))
+    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    (tmp_path / "hold").touch()
+    with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        scaled(tmp_path, run, 2)
+        lose(tmp_path, run, victim)
+        said(run, f"server {victim} is no longer where it was: the trainers start again from the last checkpoint")
+        said(run, "launch 2: 2 trainers")
+        until(lambda: num_checkpoints(tmp_path) >= 12, run)
+        scaled(tmp_path, run, 3)
+        scaled(tmp_path, run, 1)
+        until(lambda: len(list((tmp_path / "memory").iterdir())) == 1, run)  # those that left give their memory back
+        (tmp_path / "hold").unlink()
+        status, out, err = finished(run)
+    assert (status, out) == (0, "began\nresumed\n"), err
+    same(tmp_path, undisturbed)
+    nothing_is_left(tmp_path, [])
+
+
+def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
+    """It stands still, so that the move is under way."""
+    (tmp_path / "hold").touch()
+    with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
+        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        os.kill(children(run)["server 0"], signal.SIGSTOP)
+        scale(tmp_path, 2)
+        said(run, "server 1 listens at")
+        lose(tmp_path, run, 0)
+        said(run, "rows of a server are lost: all servers begin empty")
+        said(run, "launch 2: 2 trainers")
+        assert {"server 0", "server 1"} <= children(run).keys()
+        (tmp_path / "hold").unlink()
+        status, out, err = finished(run)
+    assert (status, out) == (0, "began\nresumed\n"), err
+    same(tmp_path, undisturbed)
+    nothing_is_left(tmp_path, [])
+
+
+def test_workers_read_and_one_is_killed_and_then_a_server_is_lost(tmp_path: Path) -> None:
     rng, n = np.random.default_rng(0), 640
     columns: dict[str, Any] = {name: rng.integers(0, 30, n, dtype=np.uint64) for name in ("user", "item")}
     columns |= {name: rng.standard_normal(n) for name in ("d0", "d1")}
@@ -116,20 +177,28 @@ def test_workers_read_and_one_is_killed(tmp_path: Path) -> None:
         folder = tmp_path / workers
         folder.mkdir()
         arguments = (str(folder), "0", "0", str(tmp_path / "data.parquet"))
+        if workers == "1":
+            (folder / "hold").touch()
         with started(folder, JOB, "--trainers", "2", "--workers", workers, arguments=arguments) as run:
             if workers == "1":
                 until(lambda folder=folder: num_checkpoints(folder) >= 2, run)  # type: ignore[misc]
                 os.kill(children(run)["worker"], signal.SIGKILL)
+                said(run, "worker 0 was ended by signal 9")
+                until(lambda folder=folder: num_checkpoints(folder) >= 6, run)  # type: ignore[misc]
+                lose(folder, run, 0)
+                said(run, "launch 2: 2 trainers")
+                (folder / "hold").unlink()
             status, _, err = finished(run)
         assert status == 0, err
-        assert (workers == "0") == ("worker 0 was ended by signal 9" not in err)
         nothing_is_left(folder, [])
         with np.load(folder / "end.npz") as found:
             wanted = wanted or dict(found)
             assert int(found["step"]) == 40 and all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["trainer 0", "server 0"])
+def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path, victim: str) -> None:
+    """Whether the rows are still there or not; and that all is lost is said."""
     script = tmp_path / "job.py"
     text = JOB.read_text().replace("every_steps=5", "every_steps=10**6")
     script.write_text(
@@ -139,9 +208,14 @@ def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path
     with started(tmp_path, script, arguments=(str(tmp_path), "40")) as run:
         assert run.stdout is not None
         assert [run.stdout.readline() for _ in range(4)] == ["began\n", "1\n", "2\n", "3\n"]
-        os.kill(children(run)["trainer 0"], signal.SIGKILL)
+        if victim == "server 0":
+            lose(tmp_path, run, 0)
+        else:
+            os.kill(children(run)[victim], signal.SIGKILL)
         status, out, err = finished(run)
     assert status == 0, err
+    assert f"{victim} is no longer where it was" in err or "trainer 0 was ended by signal 9" in err
+    assert "launch 2 begins at step 0: there was no checkpoint to resume, so all is lost that was trained since" in err
     again = out[out.index("began") :].split()
     assert again == ["began", *map(str, range(1, 41))], "the tables were emptied, too, or the rows would be refused"
     nothing_is_left(tmp_path, [])

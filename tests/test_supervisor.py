@@ -22,6 +22,7 @@ from satrap.cluster.supervisor import (
     Finish,
     Move,
     Moved,
+    NoPlace,
     Order,
     Plan,
     Process,
@@ -50,7 +51,8 @@ class Machine:
         self.moving: tuple[str, ...] | None = None
         self.was_at: dict[tuple[Role, int], str] = {}
         self.moves = dict[tuple[Role, int], int]()
-        self.known: object = None  # to the trainers
+        self.known: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # to the trainers
+        self.rows = set[int]()  # the servers that have their share of them
         self.obey(self.supervisor.begin(self.now))
 
     def obey(self, orders: list[Order]) -> None:
@@ -62,6 +64,7 @@ class Machine:
                 case End(process, _):
                     self.told.add(process)
                 case Move(now, wanted):
+                    self.rows |= self.numbers(wanted)
                     assert self.moving is None and now == self.supervisor.membership.servers and now != wanted
                     assert {*now, *wanted} <= set(self.was_at.values())
                     self.moving = wanted
@@ -84,19 +87,29 @@ class Machine:
             assert process.start == max(self.launches, default=process.start - 1) + (process.start not in self.launches)
             assert all(each.start == process.start for each in self.alive if each.role is Role.TRAINER)
             self.launches[process.start] = self.launches.get(process.start, 0) + 1
-        elif process.start > 1 and address is not None:
+            servers = self.numbers(self.known[0])
+            assert servers <= self.rows or not servers & self.rows, "all have what the launch before left, or none"
+            self.rows |= servers
+        elif address is not None:
             assert address == self.was_at[process.role, process.number], "where callers know it"
+        elif process.role is Role.SERVER:
+            self.rows.discard(process.number)
         self.alive.add(process)
 
     def address(self, process: Process) -> str:
         machine = self.moves.get((process.role, process.number), 0) + 1
         return f"tcp://127.0.0.{machine}:{1000 * (process.role is Role.WORKER) + process.number + 1}"
 
+    def numbers(self, servers: tuple[str, ...]) -> set[int]:
+        return {number for (role, number), at in self.was_at.items() if role is Role.SERVER and at in servers}
+
     def addresses(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return self.supervisor.membership.servers, self.supervisor.membership.workers
 
     def move(self, role: Role, number: int) -> None:
-        """Its next start is on another machine."""
+        """Its next start is on another machine, where its rows are not."""
+        if role is Role.SERVER:
+            self.rows.discard(number)
         self.moves[role, number] = self.moves.get((role, number), 0) + 1
 
     def happen(self, event: Event) -> None:
@@ -105,7 +118,7 @@ class Machine:
             self.was_at[event.process.role, event.process.number] = event.address
         elif isinstance(event, Moved):
             self.moving = None
-        elif isinstance(event, Ended):
+        elif isinstance(event, Ended | NoPlace):
             self.alive.discard(event.process)
             self.ready.discard(event.process)
         self.obey(self.supervisor.handle(event, self.now))
@@ -131,6 +144,11 @@ class Machine:
         while due := sorted(self.told & self.alive, key=str):
             self.happen(Ended(due[0], -signal.SIGTERM))
 
+    def all_begin_again(self) -> None:
+        """Trainers end, servers too if they must begin empty, and all are there again."""
+        self.obeyed()
+        self.all_ready()
+
     def trainers(self) -> list[Process]:
         return sorted((each for each in self.alive if each.role is Role.TRAINER), key=lambda each: each.number)
 
@@ -155,7 +173,8 @@ def test_whatever_happens_the_run_goes_on_or_ends(
             break
         if waiting and chance < 0.5:
             one = draw.choice(sorted(waiting, key=str))
-            machine.happen(Ready(one, machine.address(one)))
+            found = Ready(one, machine.address(one)) if draw.random() < 0.9 else NoPlace(one, "no room")
+            machine.happen(found)
         elif chance < 0.6:
             if machine.moving is not None and draw.random() < 0.7:
                 machine.happen(Moved(draw.choice([None, None, "a server is silent"])))
@@ -214,15 +233,16 @@ def test_one_that_comes_back_elsewhere_begins_a_new_launch(role: Role) -> None:
     machine.end(role, 0, -9, after=5.0)
     assert not machine.told, "it may come back where it was"
     machine.all_ready()
-    assert machine.told and machine.finished is None
-    machine.obeyed()
+    assert machine.told == {each for each in machine.started if each.role is Role.TRAINER} and machine.finished is None
+    machine.all_begin_again()
     assert [each.start for each in machine.trainers()] == [2, 2], "however soon it was: it was not the script"
-    assert f"{role} 0 is no longer where it was: the trainers start again" in machine.said[-2]
+    assert f"{role} 0 is no longer where it was: the trainers start again from the last checkpoint" in machine.said
+    assert ("rows of a server are lost: all servers begin empty" in machine.said) == (role is Role.SERVER)
     assert machine.addresses()[role is Role.WORKER][0] == machine.address(Process(role, 0, 2))
     machine.move(role, 0)
     machine.end(role, 0, -9)
     machine.all_ready()
-    machine.obeyed()
+    machine.all_begin_again()
     assert [each.start for each in machine.trainers()] == [3, 3]
 
 
@@ -234,6 +254,7 @@ def test_a_machine_lost_with_a_server_and_a_trainer() -> None:
     machine.obeyed()
     assert not machine.trainers(), "they wait for the server, whose address they would not know"
     machine.all_ready()
+    machine.all_begin_again()
     assert [each.start for each in machine.trainers()] == [2, 2]
 
 
@@ -312,6 +333,61 @@ def test_more_servers_and_fewer_while_trainers_run() -> None:
     assert machine.finished == 1 and "giving up" in machine.said[-1]
 
 
+def test_a_machine_that_is_lost_while_buckets_move() -> None:
+    """All begin empty, as many as were wanted; the move that was under way has nothing to do any more."""
+    machine = training(servers=2, workers=0)
+    machine.happen(Wanted(3, "asked for"))
+    machine.all_ready()
+    assert machine.moving is not None
+    machine.move(Role.SERVER, 1)
+    machine.end(Role.SERVER, 1, -9)
+    machine.all_ready()
+    machine.obeyed()
+    starts = [each for each in machine.started[-3:] if each.role is Role.SERVER]
+    assert [each.number for each in starts] == [0, 1, 2] and not machine.rows
+    machine.all_ready()
+    assert len(machine.supervisor.membership.servers) == 3 and max(machine.launches) == 2
+    machine.happen(Wanted(2, "asked for"))
+    assert "not now, buckets are being moved" in machine.said[-1], "the one before must give up first"
+    machine.happen(Moved("a server is silent"))
+    machine.happen(Wanted(2, "asked for"))
+    machine.happen(Moved())
+    assert len(machine.supervisor.membership.servers) == 2 and machine.finished is None
+
+
+def test_a_server_that_is_lost_before_anybody_used_it() -> None:
+    machine = Machine(Plan(servers=2, workers=1, trainers=1))
+    server = machine.started[0]
+    machine.happen(Ready(server, machine.address(server)))
+    machine.move(Role.SERVER, 0)
+    machine.end(Role.SERVER, 0, -9)
+    machine.all_ready()
+    assert len(machine.trainers()) == 1 and not machine.told
+
+
+def test_a_server_that_finds_no_place() -> None:
+    machine = training(servers=1, workers=0)
+    machine.happen(Wanted(3, "asked for"))
+    first, second = machine.started[-2:]
+    machine.happen(Ready(first, machine.address(first)))
+    machine.happen(NoPlace(second, "no room for server 2"))
+    assert machine.said[-1] == "no room for server 2; it goes on with 1 server"
+    assert machine.told == {first} and machine.moving is None
+    machine.obeyed()
+    machine.happen(Wanted(2, "asked for"))
+    machine.all_ready()
+    machine.move(Role.SERVER, 3)
+    machine.end(Role.SERVER, 3, -9)
+    machine.happen(NoPlace(machine.started[-1], "no room for server 3"))  # which had rows already
+    machine.obeyed()
+    machine.all_ready()
+    assert [each.start for each in machine.trainers()] == [2, 2] and len(machine.supervisor.membership.servers) == 1
+    machine.end(Role.SERVER, 0, -9)
+    machine.happen(NoPlace(machine.started[-1], "no room for server 0"))
+    machine.obeyed()
+    assert machine.finished == 1 and machine.said[-1] == "no room for server 0"
+
+
 def test_stopping_twice_kills() -> None:
     machine = training()
     machine.happen(Stop("SIGINT"))
@@ -331,7 +407,7 @@ def test_a_run_goes_on_from_the_launches_before_it() -> None:
 @pytest.mark.parametrize(("option", "value"), [("servers", 0), ("trainers", 0), ("workers", -1), ("restarts", 1.5)])
 def test_impossible_plans_are_refused(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"run: {option} is {value}"):
-        replace(Plan(servers=1, workers=0, trainers=1), **{option: value})  # type: ignore[arg-type]
+        replace(Plan(servers=1, workers=0, trainers=1), **{option: value})
 
 
 def test_the_file_is_whole_or_refused(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,9 @@ from satrap.errors import ConfigError, SatrapError
 from satrap.place import Place
 
 if TYPE_CHECKING:
+    from satrap.cluster.resizer import Resizer
     from satrap.cluster.supervisor import Plan
+    from satrap.rpc.keys import Keys
 
 _RAY_OPTIONS = (
     *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
@@ -148,14 +149,12 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     from satrap.cluster.command import Script
     from satrap.cluster.output import Output
     from satrap.cluster.processes import LocalLauncher
-    from satrap.cluster.resizer import Resizer
     from satrap.cluster.run import folder_of_one_run, run
     from satrap.cluster.supervisor import Plan
-    from satrap.scaling import Bounds
 
     plan = Plan(servers=given.servers, workers=given.workers, trainers=given.trainers, restarts=given.restarts)
     if given.cluster == "ray":
-        return _run_on_ray(given, replace(plan, resizable=False), arguments)
+        return _run_on_ray(given, plan, arguments)
     if alone := [name for name in _RAY_OPTIONS if getattr(given, name) is not None]:
         raise ConfigError(f"--{alone[0].replace('_', '-')} is of --cluster ray: add that, or leave this out")
     cores = len(os.sched_getaffinity(0))
@@ -167,12 +166,20 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
         server_threads=max(1, cores // plan.servers),
     )
     with folder_of_one_run(given.folder):
-        most = given.max_servers
-        bounds = None if most is None else Bounds(min_servers=min(given.servers, most), max_servers=most)
-        limit = None if given.server_gib is None else given.server_gib * 2**30
-        output, resizer = Output(given.folder / "logs"), Resizer(given.folder, bounds=bounds, limit_bytes=limit)
+        output, resizer = Output(given.folder / "logs"), _resizer(given)
         launcher = LocalLauncher(given.folder, output, given.memory)
         return run(script, plan, given.folder, launcher, output, resizer)
+
+
+def _resizer(given: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Resizer":
+    """memory_bytes: that each server was given; 0: its machine's."""
+    from satrap.cluster.resizer import Resizer
+    from satrap.scaling import Bounds
+
+    most = given.max_servers
+    bounds = None if most is None else Bounds(min_servers=min(given.servers, most), max_servers=most)
+    limit = memory_bytes if given.server_gib is None else given.server_gib * 2**30
+    return Resizer(given.folder, keys, bounds, limit or None)
 
 
 def _scale(folder: Path, servers: int) -> Iterator[str]:
@@ -200,12 +207,8 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
         raise ConfigError(f"--cluster ray needs Ray ({error}): pip install 'satrap[ray]'") from error
     from satrap.cluster.command import Script
     from satrap.cluster.output import Output
-    from satrap.cluster.resizer import Resizer
     from satrap.cluster.resources import Needs, Resources, size_in_bytes
     from satrap.cluster.run import folder_of_one_run, run
-
-    if given.max_servers is not None:
-        raise ConfigError("--max-servers is of --cluster local: on Ray a run keeps the servers that it began with")
 
     def resources(role: str) -> Resources:
         memory = getattr(given, f"{role}_memory")
@@ -224,13 +227,18 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
         worker_threads=needs.worker.cpus,
         server_threads=needs.server.cpus,
     )
-    seconds = 60.0 if given.placement_seconds is None else given.placement_seconds
+    where = {
+        "address": given.address,
+        "memory": given.memory,
+        "seconds": 60.0 if given.placement_seconds is None else given.placement_seconds,
+        "most_servers": given.max_servers or 0,
+    }
     with folder_of_one_run(given.folder):
         output = Output(given.folder / "logs")
         try:
-            where = {"address": given.address, "memory": given.memory, "seconds": seconds}
             with on_ray(script, plan, needs, output, **where) as launcher:
-                return run(script, plan, given.folder, launcher, output, Resizer(given.folder))
+                resizer = _resizer(given, launcher.keys, needs.server.memory_bytes)
+                return run(script, plan, given.folder, launcher, output, resizer)
         except KeyboardInterrupt:  # before it began
             return 130
 

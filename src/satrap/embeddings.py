@@ -271,8 +271,14 @@ class Embeddings(torch.nn.Module):
         """Servers outlive the processes that train on them."""
         if isinstance(self.worker, LocalWorker):
             return
-        latest = self.worker.servers.latest_step
-        if latest > self.step == 0 and here() is not None:
+        place, latest = here(), self.worker.servers.latest_step
+        if place is not None and place.launch > place.first_launch and self.step == 0:
+            warnings.warn(
+                f"launch {place.launch} begins at step 0: there was no checkpoint to resume, so all is lost that was "
+                f"trained since launch {place.first_launch}",
+                stacklevel=3,
+            )
+        if latest > self.step == 0 and place is not None:
             # Of a launch before this one that ended without a checkpoint: the run begins again.
             self.trainers.first_does(self.worker.tables.clear, StreamError)
             self.join_attempt()

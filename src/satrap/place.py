@@ -25,6 +25,8 @@ class Place:
     """How often the trainers were started, this time included."""
     servers: tuple[str, ...]
     """Their addresses, in order."""
+    first_launch: int = 1
+    """Of this run: a later one goes on from a checkpoint, if there is one."""
     workers: tuple[str, ...] = ()
     """Those of the embedding workers; none: each trainer is its own."""
     keys: str | None = None
@@ -38,6 +40,7 @@ class Place:
         check_integer("Place", "world", self.world, 1, 2**32 - 1)
         check_integer("Place", "rank", self.rank, 0, self.world - 1)
         check_integer("Place", "launch", self.launch, 1, MOST_LAUNCHES)
+        check_integer("Place", "first_launch", self.first_launch, 1, self.launch)
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not self.servers:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from satrap.cluster.supervisor import Process, Ready, Role
@@ -59,6 +60,8 @@ class _Child:
     popen: subprocess.Popen[bytes]
     fd: int
     """Of the process."""
+    rows: Path
+    for_good: bool = False
     said: bytes = b""
     """The beginning of what a server or worker printed, until it says where it listens."""
     listens: bool = False
@@ -74,8 +77,11 @@ class Children:
         self._children: dict[Process, _Child] = {}
         self._selector = selectors.DefaultSelector()
 
-    def start(self, process: Process, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
-        """Starts `satrap ARGUMENTS...`. Only one thread may call this, and it lives as long as they shall."""
+    def start(self, process: Process, arguments: Sequence[str], rows: Path, pass_fds: Sequence[int] = ()) -> None:
+        """Starts `satrap ARGUMENTS...`. Only one thread may call this, and it lives as long as they shall.
+
+        rows: the shared-memory file that a server makes.
+        """
         popen = subprocess.Popen(
             [sys.executable, "-u", "-m", "satrap", "--die-with", str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
@@ -85,7 +91,7 @@ class Children:
             start_new_session=True,  # Ctrl-C is the supervisor's alone to hear
             pass_fds=pass_fds,
         )
-        child = _Child(process, popen, os.pidfd_open(popen.pid))
+        child = _Child(process, popen, os.pidfd_open(popen.pid), rows)
         self._children[process] = child
         self._selector.register(child.fd, selectors.EVENT_READ, (child, "gone"))
         for name, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
@@ -94,12 +100,12 @@ class Children:
             self._selector.register(pipe.fileno(), selectors.EVENT_READ, (child, name))
             child.pipes.append(pipe.fileno())
 
-    def end(self, process: Process, how: How) -> None:
-        """Tells a process to end; kills it if it does not within some seconds."""
+    def end(self, process: Process, how: How, for_good: bool = False) -> None:
+        """Tells a process to end; kills it if it does not within some seconds. for_good: its rows are removed then."""
         child = self._children.get(process)
         if child is None:
             return
-        child.was_told = True
+        child.was_told, child.for_good = True, child.for_good or for_good
         child.popen.send_signal(_SIGNALS[how])
         if child.kill_at is None:
             child.kill_at = time.monotonic() + GRACE_SECONDS
@@ -166,6 +172,8 @@ class Children:
             os.killpg(child.popen.pid, signal.SIGKILL)
         self._selector.unregister(child.fd)
         os.close(child.fd)
+        if child.for_good:
+            child.rows.unlink(missing_ok=True)
         del self._children[child.process]
         if child.was_told and status == -signal.SIGKILL:
             status = -signal.SIGTERM

@@ -53,10 +53,18 @@ class Command:
 
     process: Process
     address: str | None
-    """Where it was before; None: nowhere yet."""
+    """Where it was before; None: it finds nothing of what was before."""
     script: Script
     plan: Plan
     membership: Membership
+
+    def listen(self, host: str, has_rows: bool) -> str:
+        """Where it listens on this host: where it was, but a server only with its rows: who finds it there finds them.
+        One that listens elsewhere is to begin empty."""
+        is_here = self.address is not None and self.address.rpartition(":")[0] == f"tcp://{host}"
+        if self.address is not None and is_here and (has_rows or self.process.role is not Role.SERVER):
+            return self.address
+        return f"tcp://{host}:0"
 
     def arguments(self, spot: Spot) -> list[str]:
         """What follows `satrap`."""
@@ -76,6 +84,7 @@ class Command:
             rank=self.process.number,
             world=self.plan.trainers,
             launch=self.process.start,
+            first_launch=self.membership.first_launch,
             servers=self.membership.servers,
             workers=self.membership.workers,
             keys=None if spot.keys is None else str(spot.keys),

@@ -23,12 +23,15 @@ class Membership:
     """Of the run: what its files in shared memory are called."""
     launch: int = 0
     """How often trainers were started."""
+    first_launch: int = 1
+    """Of this run; those before it were of earlier ones in its folder."""
     servers: tuple[str, ...] = ()
     """Their addresses, in the order that trainers know; empty: not known yet."""
     workers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_integer("Membership", "launch", self.launch, 0, MOST_LAUNCHES)
+        check_integer("Membership", "first_launch", self.first_launch, 1, MOST_LAUNCHES + 1)
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not (isinstance(self.name, str) and self.name.isalnum()):

@@ -29,18 +29,22 @@ class LocalLauncher:
         """See Launcher."""
         name, process = command.membership.name, command.process
         meeting = (self._folder / f"meeting-{name}-{process.start}").absolute()
+        rows = self._memory / f"satrap-{name}-{process.role}-{process.number}"
+        listen = command.listen("127.0.0.1", rows.exists())
+        if listen != command.address:
+            rows.unlink(missing_ok=True)
         spot = Spot(
-            listen=command.address or "tcp://127.0.0.1:0",
-            rows=self._memory / f"satrap-{name}-{process.number}",
+            listen=listen,
+            rows=rows,
             script=command.script.path,
             meeting=f"file://{meeting}",
         )
         self._output.begin(process)
-        self._children.start(process, command.arguments(spot))
+        self._children.start(process, command.arguments(spot), rows)
 
-    def end(self, process: Process, how: How) -> None:
+    def end(self, process: Process, how: How, for_good: bool) -> None:
         """See Launcher."""
-        self._children.end(process, how)
+        self._children.end(process, how, for_good)
 
     def events(self, timeout: float) -> list[Event]:
         """See Launcher."""

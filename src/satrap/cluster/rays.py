@@ -6,7 +6,8 @@ RayLauncher.events <── what it said, ready, gone ──────── _K
 Ray itself         ──── the actor or its node died ─────> Gone, as if by SIGKILL
 
 Ray carries orders and reports, never rows. A role's processes have a bundle each in a placement group, so one that is
-started again is on the same node, as long as there is that node. The only file that imports Ray.
+started again is on the same node, as long as there is that node. A server that joins later takes the bundle of one that
+has left, or has a group of its own, which goes with it. The only file that imports Ray.
 """
 
 import logging
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from satrap.cluster.children import GRACE_SECONDS, Children, Gone, How, Report
 from satrap.cluster.command import Command, Script, Spot
 from satrap.cluster.output import Output
 from satrap.cluster.resources import Needs, amounts
-from satrap.cluster.supervisor import Event, Plan, Process, Role
+from satrap.cluster.supervisor import Event, NoPlace, Plan, Process, Role
 from satrap.errors import ConfigError, SatrapError
-from satrap.rpc.keys import make_keys
+from satrap.rpc.keys import Keys, make_keys
 
 _REPORT_SECONDS = 0.5  # a keeper that waits for its child hears an order that late
 _CONNECT_SECONDS = 10.0
@@ -50,6 +51,7 @@ class _Keeper:
         self._children = Children()
         self._host: str = ray.util.get_node_ip_address()
         self._listener: socket.socket | None = None
+        self._folder: Path | None = None  # of its keys
 
     def meet(self) -> str:
         """Where the trainers meet: at this one, on a port that is theirs from now on."""
@@ -62,41 +64,40 @@ class _Keeper:
             raise ConfigError(f"memory is {os.fspath(memory)!r}, which cannot be written to at {self._host}")
         process, node = command.process, ray.get_runtime_context().get_node_id()
         rows = memory / f"satrap-{command.membership.name}-{node[:12]}-{process.role}-{process.number}"
-        folder = rows.with_suffix(".keys")
+        folder = self._folder = rows.with_suffix(".keys")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         for name, key in keys.items():
             with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(key)
+        listen = command.listen(self._host, rows.exists())
+        if listen != command.address:
+            rows.unlink(missing_ok=True)
         listener = None if self._listener is None else self._listener.fileno()
         spot = Spot(
-            listen=self._listen(command, rows),
+            listen=listen,
             rows=rows,
             script=Path.cwd() / command.script.path.name,  # Ray has brought its folder
             keys=folder / next(iter(keys)),
             meeting=meeting,
             listener=listener,
         )
-        self._children.start(process, command.arguments(spot), () if listener is None else (listener,))
+        fds = () if listener is None else (listener,)
+        self._children.start(process, command.arguments(spot), rows, fds)
         if self._listener is not None:
             self._listener.close()
         return []
 
-    def _listen(self, command: Command, rows: Path) -> str:
-        """Its address before, unless that was elsewhere: who finds a server there finds its rows."""
-        before = command.address
-        is_here = before is not None and before.rpartition(":")[0] == f"tcp://{self._host}"
-        if before is not None and is_here and (command.process.role is not Role.SERVER or rows.exists()):
-            return before
-        return f"tcp://{self._host}:0"
-
-    def end(self, process: Process, how: How) -> None:
+    def end(self, process: Process, how: How, for_good: bool) -> None:
         """Tells the child to end."""
-        self._children.end(process, how)
+        self._children.end(process, how, for_good)
 
     def reports(self) -> list[Report]:
         """What the child did; waits a little for it."""
-        return self._children.reports(_REPORT_SECONDS)
+        reports = self._children.reports(_REPORT_SECONDS)
+        if self._folder is not None and any(isinstance(report, Gone) for report in reports):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return reports
 
 
 def _forget(memory: Path, name: str) -> None:
@@ -115,6 +116,7 @@ class _Kept:
     since: float
     is_placed: bool = False
     was_told: bool = False
+    for_good: bool = False
 
 
 class RayLauncher:
@@ -124,10 +126,13 @@ class RayLauncher:
         """memory: a folder in shared memory, on every node. seconds: within which Ray must find a place."""
         self._output, self._plan, self._needs, self._memory, self._seconds = output, plan, needs, memory, seconds
         self._groups: dict[Role, PlacementGroup] = {}
+        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of the servers that stay, by their numbers
         self._kept: dict[Any, _Kept] = {}  # by what Ray will answer next
         self._meeting: Any = None
         with tempfile.TemporaryDirectory() as folder:
             self._keys = {path.name: path.read_bytes() for path in make_keys(folder)}
+            self.keys = Keys.read(Path(folder) / "client.key")
+            """With which servers of the run can be called."""
 
     def place(self) -> None:
         """Reserves what the run needs, or raises."""
@@ -140,7 +145,7 @@ class RayLauncher:
         for group in self._groups.values():
             while not group.wait(1):  # a Ctrl-C is heard in between
                 if time.monotonic() > deadline:
-                    raise self._no_place(f"for {self._needs.asked(self._plan)}")
+                    raise ConfigError(self._no_place(self._needs.asked(self._plan)))
 
     def forget(self, name: str) -> None:
         """See Launcher."""
@@ -161,23 +166,24 @@ class RayLauncher:
         self._output.begin(command.process)
         self._keep(command, time.monotonic())
 
-    def end(self, process: Process, how: How) -> None:
+    def end(self, process: Process, how: How, for_good: bool) -> None:
         """See Launcher."""
         for kept in self._kept.values():
             if kept.command.process == process:
-                kept.was_told = True
+                kept.was_told, kept.for_good = True, kept.for_good or for_good
+                if for_good and self._is_first(process.number):
+                    del self._bundles[process.number]  # the next one waits there until this one is gone
                 if kept.is_placed:
-                    kept.keeper.end.remote(process, how)
+                    kept.keeper.end.remote(process, how, for_good)
                 else:
                     ray.kill(kept.keeper)
 
     def events(self, timeout: float) -> list[Event]:
         """See Launcher."""
         late = time.monotonic() - self._seconds
-        for kept in self._kept.values():
-            if not kept.is_placed and kept.since < late:
-                process = kept.command.process
-                raise self._no_place(f"any more for {process} with {self._needs.of(process.role)}")
+        waiting = {ref: kept for ref, kept in self._kept.items() if not (kept.is_placed or kept.was_told)}
+        if overdue := [ref for ref, kept in waiting.items() if kept.since < late]:
+            return [self._give_up(self._kept.pop(ref)) for ref in overdue]
         ray.wait(list(self._kept), num_returns=1, timeout=timeout)
         done, _ = ray.wait(list(self._kept), num_returns=len(self._kept), timeout=0)
         return self._output.hear([report for ref in done for report in self._answer(ref)])
@@ -188,11 +194,41 @@ class RayLauncher:
             ray.kill(kept.keeper)
         if gone := [kept.keeper.reports.remote() for kept in self._kept.values()]:
             ray.wait(gone, num_returns=len(gone), timeout=GRACE_SECONDS)
-        for group in self._groups.values():
+        for group in {*self._groups.values(), *(group for group, _ in self._bundles.values())}:
             with suppress(RayError):
                 remove_placement_group(group)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _bundle(self, role: Role, number: int) -> tuple[PlacementGroup, int]:
+        """Where a process has its place."""
+        first = self._groups[role]
+        if role is not Role.SERVER:
+            return first, number
+        if number not in self._bundles:
+            taken = {index for group, index in self._bundles.values() if group == first}
+            free = [index for index in range(self._plan.servers) if index not in taken]
+            own = [self._needs.server.bundle()]
+            self._bundles[number] = (first, free[0]) if free else (placement_group(own), 0)
+        return self._bundles[number]
+
+    def _is_first(self, number: int) -> bool:
+        """Whether a server has one of the places that the run began with."""
+        return number in self._bundles and self._bundles[number][0] == self._groups[Role.SERVER]
+
+    def _give_back(self, process: Process) -> None:
+        """A server is gone for good."""
+        found = self._bundles.pop(process.number, None)
+        if found is not None and found[0] != self._groups[Role.SERVER]:
+            remove_placement_group(found[0])
+
+    def _give_up(self, kept: _Kept) -> NoPlace:
+        """Ray has found no place for it in time."""
+        process = kept.command.process
+        ray.kill(kept.keeper)
+        if process.role is Role.SERVER:
+            self._give_back(process)
+        return NoPlace(process, self._no_place(f"{process} with {self._needs.of(process.role)}"))
 
     def _keep(self, command: Command, since: float) -> None:
         process, role = command.process, command.process.role
@@ -204,7 +240,7 @@ class RayLauncher:
                 num_gpus=needs.gpus,
                 memory=needs.memory_bytes or None,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[role], process.number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(*self._bundle(role, process.number)),
             )
             .remote()
         )
@@ -231,6 +267,8 @@ class RayLauncher:
             reports = [self._lost(kept, error)]
         if any(isinstance(report, Gone) for report in reports):
             ray.kill(kept.keeper)
+            if kept.for_good:
+                self._give_back(kept.command.process)
         else:
             self._kept[kept.keeper.reports.remote()] = kept
         return reports
@@ -250,28 +288,37 @@ class RayLauncher:
         self._output.say(f"{process}: its actor is gone: {str(error).strip().splitlines()[-1].strip()}")
         return Gone(process, -signal.SIGKILL, False)
 
-    def _no_place(self, what: str) -> ConfigError:
+    def _no_place(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
         count = sum(node["Alive"] for node in ray.nodes())
-        return ConfigError(
-            f"Ray found no place {what}, within {self._seconds:g} s: its nodes ({count}) have {amounts(total)}, "
+        return (
+            f"Ray found no place for {what}, within {self._seconds:g} s: its nodes ({count}) have {amounts(total)}, "
             f"of which {amounts(free)} are free; ask for less, add nodes, or wait longer (--placement-seconds)"
         )
 
 
 @contextmanager
 def on_ray(
-    script: Script, plan: Plan, needs: Needs, output: Output, *, address: str | None, memory: Path, seconds: float
+    script: Script,
+    plan: Plan,
+    needs: Needs,
+    output: Output,
+    *,
+    address: str | None,
+    memory: Path,
+    seconds: float,
+    most_servers: int,
 ) -> Iterator[RayLauncher]:
     """A launcher whose processes are placed on the Ray cluster at the address, or on a Ray of this machine that is
-    started for the run and ends with it."""
+    started for the run, with room for so many servers, and ends with it."""
     brought, logs = script.path.absolute().parent, output.folder.absolute()
     left = [f"/{logs.relative_to(brought)}"] if logs.is_relative_to(brought) else []
     if not seconds > 0:
         raise ConfigError(f"placement-seconds is {seconds}; wanted more than 0")
     how: dict[str, Any] = {"runtime_env": {"working_dir": str(brought), "excludes": left}}
     if address is None:
-        cpus = max(len(os.sched_getaffinity(0)), needs.cpus(plan))  # as on one machine they share the cores
+        needed = needs.cpus(replace(plan, servers=max(plan.servers, most_servers)))
+        cpus = max(len(os.sched_getaffinity(0)), needed)  # as on one machine they share the cores
         how |= {"address": "local", "num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
     else:
         _check_address(address)

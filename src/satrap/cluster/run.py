@@ -33,8 +33,9 @@ class Launcher(Protocol):
     def start(self, command: Command) -> None:
         """Starts a process. It has the address that it had before, or its rows are gone."""
 
-    def end(self, process: Process, how: How) -> None:
-        """Tells a process to end; kills it if it does not within some seconds."""
+    def end(self, process: Process, how: How, for_good: bool) -> None:
+        """Tells a process to end; kills it if it does not within some seconds. for_good: its place and its rows are
+        given back."""
 
     def events(self, timeout: float) -> list[Event]:
         """What happened; waits that long for it."""
@@ -67,7 +68,8 @@ def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Ou
     """Runs the script to its end; returns the exit status. The folder is this run's: see `folder_of_one_run`."""
     file = folder / "run.json"
     before = Membership.read(file)
-    membership = Membership(name=secrets.token_hex(4), launch=0 if before is None else before.launch)
+    launch = 0 if before is None else before.launch
+    membership = Membership(name=secrets.token_hex(4), launch=launch, first_launch=launch + 1)
     membership.write(file)
     if before is not None:
         launcher.forget(before.name)
@@ -86,8 +88,8 @@ def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Ou
                             output.say(text)
                         case Start(process, address):
                             launcher.start(Command(process, address, script, plan, membership))
-                        case End(process, how):
-                            launcher.end(process, how)
+                        case End(process, how, for_good):
+                            launcher.end(process, how, for_good)
                         case Move(now, wanted):
                             resizer.move(now, wanted)
                         case Finish(status):

@@ -6,9 +6,11 @@
 
 A server or worker that ends is started again at its address: a server finds its rows in shared memory, trainers wait
 for it. One that listens elsewhere then (its machine was lost) has no rows, and trainers do not know it: their launch
-ends. A trainer that ends badly takes its launch with it, too, because the trainers' dense halves must stay alike: the
-next launch resumes the last checkpoint, once all servers and workers listen. Launches are counted, on disk before they
-begin; the servers refuse an older one's calls, so a process that was paused, or cut off, cannot write any more.
+ends. The other servers still name the lost one, and buckets may have moved, so all servers begin empty before the next
+launch: what they hold was to be replaced by the checkpoint anyway. A trainer that ends badly takes its launch with it,
+too, because the trainers' dense halves must stay alike: the next launch resumes the last checkpoint, once all servers
+and workers listen. Launches are counted, on disk before they begin; the servers refuse an older one's calls, so a
+process that was paused, or cut off, cannot write any more.
 
 While trainers run, there may be more servers or fewer: new ones are started, then buckets are moved, then those that
 own none any more are ended.
@@ -67,6 +69,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class NoPlace:
+    """An event: no machine has room for a process, which did not begin."""
+
+    process: Process
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """An event: there should be as many servers."""
 
@@ -94,7 +104,7 @@ class Start:
 
     process: Process
     address: str | None = None
-    """Where it must listen; None: where it can."""
+    """Where it was, and listens again if what it had is still there. None: a new one, which finds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,8 @@ class End:
 
     process: Process
     how: Literal["interrupt", "terminate", "kill"]
+    for_good: bool = False
+    """It is not started again while the run goes on: its place and its rows are given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,7 @@ class Finish:
     status: int
 
 
-Event = Ready | Ended | Wanted | Moved | Stop
+Event = Ready | Ended | NoPlace | Wanted | Moved | Stop
 Order = Start | End | Move | Say | Finish
 
 
@@ -141,8 +153,6 @@ class Plan:
     restarts: int = 3
     """How often in a row a process is started again that lived for less than `settled_seconds`."""
     settled_seconds: float = 300.0
-    resizable: bool = True
-    """Whether there may be more servers or fewer while it trains."""
     early_seconds: float = 60.0
     """A launch that ends by itself within them is not tried again: it is the script, most likely."""
 
@@ -155,6 +165,7 @@ class _Phase(Enum):
     STARTING = "servers and workers are starting"
     TRAINING = "the trainers run"
     REGROUPING = "a launch failed; it is being ended"
+    EMPTYING = "servers are being ended, to begin empty"
     ENDING = "the run is ending"
 
 
@@ -162,6 +173,8 @@ class _Phase(Enum):
 class _Alive:
     process: Process
     since: float
+    address: str | None = None
+    """Where it was before."""
     ready: bool = False
 
 
@@ -189,6 +202,8 @@ class Supervisor:
         self._members = list(range(plan.servers))  # servers by their numbers, in the order that trainers know
         self._future: list[int] | None = None  # what they are to be, while that is being done
         self._moving = False  # that was ordered
+        self._used = False  # servers have been given rows since they began empty
+        self._lost = False  # and one has come back without
         self._failures = 0  # of moves, in a row
         self._starts: Counter[tuple[Role, int]] = Counter()
         self._short: Counter[tuple[Role, int]] = Counter()  # short lives in a row
@@ -216,6 +231,10 @@ class Supervisor:
         del self._alive[event.process.role, event.process.number]
         if self._phase is _Phase.ENDING:
             return self._wind_down()
+        if self._phase is _Phase.EMPTYING and event.process.role is Role.SERVER:
+            return self._begin_empty(now)
+        if isinstance(event, NoPlace):
+            return self._no_place(event, now)
         if event.process.role is Role.TRAINER:
             return self._trainer_ended(alive, event.status, now)
         if event.process.role is Role.SERVER and event.process.number not in (*self._members, *(self._future or ())):
@@ -226,19 +245,27 @@ class Supervisor:
 
     def _ready(self, alive: _Alive, address: str, now: float) -> list[Order]:
         alive.ready = True
-        process = alive.process
-        before = self._addresses.get((process.role, process.number))
+        process, elsewhere = alive.process, alive.address not in (None, address)
         self._addresses[process.role, process.number] = address
         self._know_members()
         orders: list[Order] = [Say(f"{process} listens at {address}")]
-        if self._phase is _Phase.TRAINING and before not in (None, address):
-            self._trouble = _Trouble([f"{process} is no longer where it was"], own=False)
-            orders += self._regroup()
-        if self._phase is _Phase.STARTING:
+        if elsewhere and (process.role is Role.WORKER or process.number in self._members or self._moving):
+            self._lost |= process.role is Role.SERVER and self._used
+            orders += self._part(f"{process} is no longer where it was", now)
+        elif self._phase is _Phase.STARTING:
             orders += self._go_on(now)
         if self._phase is not _Phase.ENDING and self._future is not None and not self._moving:
             orders += self._move()
         return orders
+
+    def _part(self, why: str, now: float) -> list[Order]:
+        """Trainers cannot go on with the servers and workers that they know."""
+        if self._phase is _Phase.STARTING:
+            return self._go_on(now)
+        if self._phase is not _Phase.TRAINING:
+            return []
+        self._trouble = _Trouble([why], own=False)
+        return self._regroup()
 
     def _know_members(self) -> None:
         """What the trainers of the next launch are to know."""
@@ -250,11 +277,30 @@ class Supervisor:
 
     def _go_on(self, now: float) -> list[Order]:
         """What servers and workers that are ready make possible."""
+        if self._lost:
+            return self._empty()
         if not self._all_ready(Role.SERVER, self._members):
             return []
         started = {number for role, number in self._alive if role is Role.WORKER}
         orders = [self._start(Role.WORKER, each, now) for each in range(self._plan.workers) if each not in started]
         return list(orders) or (self._launch(now) if self._all_ready(Role.WORKER, range(self._plan.workers)) else [])
+
+    def _empty(self) -> list[Order]:
+        """Ends all servers. As many as were wanted begin then: there is nothing to be moved."""
+        self._phase, self._failures = _Phase.EMPTYING, 0
+        self._members, self._future = self._future or self._members, None
+        orders = [
+            End(alive.process, "kill", for_good=alive.process.number not in self._members)
+            for alive in self._of(Role.SERVER)
+        ]
+        return [Say("rows of a server are lost: all servers begin empty"), *orders]
+
+    def _begin_empty(self, now: float) -> list[Order]:
+        """Once all are gone."""
+        if any(self._of(Role.SERVER)):
+            return []
+        self._phase, self._used, self._lost = _Phase.STARTING, False, False
+        return [self._start(Role.SERVER, number, now) for number in self._members]
 
     def _all_ready(self, role: Role, numbers: Iterable[int]) -> bool:
         return all((role, each) in self._alive and self._alive[role, each].ready for each in numbers)
@@ -276,16 +322,14 @@ class Supervisor:
     def _start(self, role: Role, number: int, now: float, address: str | None = None) -> Start:
         self._starts[role, number] += 1
         process = Process(role, number, self._starts[role, number])
-        self._alive[role, number] = _Alive(process, now)
+        self._alive[role, number] = _Alive(process, now, address)
         return Start(process, address)
 
     # -- more servers, or fewer ---------------------------------------------------------------------------------------
 
     def _resize(self, wanted: Wanted, now: float) -> list[Order]:
         have = len(self._members)
-        if not self._plan.resizable:
-            return [Say(f"{_count(wanted.servers, 'server')} wanted: this run cannot change their number")]
-        if self._phase is not _Phase.TRAINING or self._future is not None:
+        if self._phase is not _Phase.TRAINING or self._future is not None or self._moving:
             return [Say(f"{_count(wanted.servers, 'server')} wanted: not now, {self._busy()}")]
         if not 1 <= wanted.servers <= MOST_PROCESSES or wanted.servers == have:
             return [Say(f"{_count(wanted.servers, 'server')} wanted, and there are {have}: nothing is done")]
@@ -296,12 +340,12 @@ class Supervisor:
         return [said, *(self._start(Role.SERVER, each, now) for each in new), *([] if new else self._move())]
 
     def _busy(self) -> str:
-        return self._phase.value if self._future is None else "buckets are being moved"
+        return "buckets are being moved" if self._future is not None or self._moving else self._phase.value
 
     def _move(self) -> list[Order]:
         """Once all that take part are there."""
         assert self._future is not None
-        if not all((Role.SERVER, each) in self._addresses for each in self._future):
+        if self._lost or not all((Role.SERVER, each) in self._addresses for each in self._future):
             return []
         now, wanted = (
             tuple(self._addresses[Role.SERVER, each] for each in numbers) for numbers in (self._members, self._future)
@@ -311,7 +355,7 @@ class Supervisor:
 
     def _moved(self, failure: str | None) -> list[Order]:
         self._moving = False
-        if self._phase is _Phase.ENDING or self._future is None:
+        if self._phase is _Phase.ENDING or self._future is None or (failure is not None and self._lost):
             return []
         if failure is not None:
             self._failures += 1
@@ -324,13 +368,26 @@ class Supervisor:
         ended = [self._alive[Role.SERVER, each].process for each in gone if (Role.SERVER, each) in self._alive]
         return [
             Say(f"buckets are moved: {_count(len(self._members), 'server')}"),
-            *(End(process, "terminate") for process in ended),
+            *(End(process, "terminate", for_good=True) for process in ended),
         ]
+
+    def _no_place(self, event: NoPlace, now: float) -> list[Order]:
+        """A server that was to come does not: training goes on without."""
+        if event.process.role is not Role.SERVER or event.process.number in self._members:
+            return self._fail(event.why, 1)
+        self._future = None
+        left = [alive.process for alive in self._of(Role.SERVER) if alive.process.number not in self._members]
+        stay = Say(f"{event.why}; it goes on with {_count(len(self._members), 'server')}")
+        orders: list[Order] = [stay, *(End(process, "terminate", for_good=True) for process in left)]
+        if self._moving:  # it was there, and has taken rows with it
+            self._lost = True
+            orders += self._part(f"{event.process} is gone", now)
+        return orders
 
     # -- trainers -----------------------------------------------------------------------------------------------------
 
     def _launch(self, now: float) -> list[Order]:
-        self._phase, self._trouble = _Phase.TRAINING, _Trouble()
+        self._phase, self._trouble, self._used = _Phase.TRAINING, _Trouble(), True
         self.membership = self.membership.next_launch()
         launch, orders = self.membership.launch, list[Order]()
         for number in range(self._plan.trainers):

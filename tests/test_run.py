@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from runs import JOB, SATRAP, finished, is_left, nothing_is_left, num_checkpoints, same, started, until
+from satrap.cluster.resizer import Resizer, ask_for
+from satrap.cluster.run import folder_of_one_run
+from satrap.cluster.supervisor import Event, Wanted
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
@@ -217,6 +221,9 @@ def test_compressed_gradients(tmp_path: Path) -> None:
         (["nowhere.py"], "there is no script 'nowhere.py'"),
         ([str(JOB), "--servers", "0"], "run: servers is 0; wanted"),
         ([str(JOB), "--max-servers", "0"], "Bounds: min_servers is 0"),
+        ([str(JOB), "--max-servers", "2", "--server-gib", "0"], "server-gib is 0.0; wanted a size above 0"),
+        ([str(JOB), "--max-servers", "2", "--server-gib", "nan"], "server-gib is nan; wanted"),
+        ([str(JOB), "--server-gib", "2"], "there is --server-gib and no --max-servers"),
         ([str(JOB), "--memory", "nowhere"], "memory is 'nowhere'; wanted a folder"),
         ([str(JOB), "--folder", str(JOB)], "cannot be used: "),
     ],
@@ -224,6 +231,51 @@ def test_compressed_gradients(tmp_path: Path) -> None:
 def test_bad_options_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
     done = subprocess.run([str(SATRAP), "run", *options], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_a_run_that_was_begun_to_outlive_its_terminal(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with started(tmp_path, JOB, arguments=(str(tmp_path), "40")) as run:
+            until(lambda: num_checkpoints(tmp_path) >= 1, run)
+            run.send_signal(signal.SIGHUP)
+            (tmp_path / "hold").unlink()
+            status, _, err = finished(run)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert status == 0, err
+
+
+def test_nobody_is_asked_for_servers_who_has_ended(tmp_path: Path) -> None:
+    scale = [str(SATRAP), "scale", "--servers", "2", "--folder", str(tmp_path / "run")]
+    script = tmp_path / "job.py"
+    script.write_text("")
+    with started(tmp_path, script) as run:
+        assert finished(run)[0] == 0
+    told = subprocess.run(scale, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (1, "") and "has ended: begin it with as many --servers" in told.stderr
+
+
+def test_orders_of_many_at_once_are_whole(tmp_path: Path) -> None:
+    """Whoever comes last is heard, and nobody fails or is heard in part."""
+    (tmp_path / "run.json").touch()
+    resizer, heard = Resizer(tmp_path), list[Event]()
+    with folder_of_one_run(tmp_path):
+
+        def ask() -> None:
+            for i in range(100):
+                ask_for(tmp_path, 1000 + i)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for each in threads:
+            each.start()
+        while any(each.is_alive() for each in threads):
+            heard += resizer.events()
+        heard += resizer.events()
+    assert all(isinstance(each, Wanted) and each.servers >= 1000 for each in heard)
+    assert isinstance(heard[-1], Wanted) and heard[-1].servers == 1099
+    assert not resizer.events()
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:

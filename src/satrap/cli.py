@@ -7,6 +7,7 @@ The only file that reads the command line. Prints plain lines; a number that was
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
@@ -39,6 +40,7 @@ _RAY_OPTIONS = (
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
 )
 _RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
+_AGAIN = "; run again, it ends what it began"
 _CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
@@ -86,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SatrapError as error:
         print(f"satrap: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"satrap: interrupted{_AGAIN if given.command == 'move' else ''}", file=sys.stderr)
+        return 130
     from satrap.cluster.trainer import train
 
     train(Place.from_dict(json.loads(given.place)), given.script, script_arguments, given.listener)
@@ -165,6 +170,10 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     from satrap.scaling import Bounds
 
     plan = Plan(servers=given.servers, workers=given.workers, trainers=given.trainers, restarts=given.restarts)
+    gib = given.server_gib
+    if gib is not None and (given.max_servers is None or not 0 < gib < math.inf):
+        why = f"server-gib is {gib}" if given.max_servers is not None else "there is --server-gib and no --max-servers"
+        raise ConfigError(f"run: {why}; wanted a size above 0, for --max-servers to add servers by")
     if given.cluster == "ray":
         return _run_on_ray(given, replace(plan, resizable=False), arguments)
     if alone := [name for name in _RAY_OPTIONS if getattr(given, name) is not None]:
@@ -180,7 +189,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     with folder_of_one_run(given.folder):
         most = given.max_servers
         bounds = None if most is None else Bounds(min_servers=min(given.servers, most), max_servers=most)
-        limit = None if given.server_gib is None else given.server_gib * 2**30
+        limit = None if gib is None else gib * 2**30
         output, resizer = Output(given.folder / "logs"), Resizer(given.folder, bounds=bounds, limit_bytes=limit)
         launcher = LocalLauncher(given.folder, output, given.memory)
         return run(script, plan, given.folder, launcher, output, resizer)

@@ -43,7 +43,8 @@ class Trainers:
             dist.broadcast(values, 0, group=self._group)
 
     def first_does(self, work: Callable[[], None], error: type[Exception]) -> None:
-        """The first of them does it while the others wait. If it fails, it raises there, and `error` at the others."""
+        """The first of them does it while all others wait. If it fails, it raises there, and `error` at the others."""
+        self.all(True)  # none of them still calls what it changes
         caught: BaseException | None = None
         if self.rank == 0:
             try:

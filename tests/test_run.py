@@ -194,6 +194,24 @@ def test_a_script_that_fails_ends_the_run_with_its_own_error(tmp_path: Path) -> 
     nothing_is_left(tmp_path, [])
 
 
+def test_runs_in_folders_of_like_names_do_not_meet(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"run#{number}?").mkdir()
+    first, second = (tmp_path / f"run#{number}?" for number in (1, 2))
+    (first / "hold").touch()
+    with started(first, JOB, "--trainers", "2", arguments=(str(first), "80")) as run:
+        until(lambda: num_checkpoints(first) >= 1, run)
+        assert not [each for each in tmp_path.iterdir() if each.is_file()]
+        with started(second, JOB, "--trainers", "2", arguments=(str(second), "40")) as other:
+            status, _, err = finished(other)
+            assert status == 0, err
+        (first / "hold").unlink()
+        status, _, err = finished(run)
+    assert status == 0, err
+    for folder in (first, second):
+        nothing_is_left(folder, [])
+
+
 def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.read_text().replace("embeddings.parallel(Net())", "Net()"))

@@ -56,6 +56,8 @@ def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[s
 def test_a_bad_dim_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--dim", "0"]) == 1
     assert capsys.readouterr().err.startswith("satrap: ")
+    assert main(["doctor", "--dim", "65536"]) == 1
+    assert "the short run would take some" in capsys.readouterr().err
 
 
 def test_a_mover_that_is_interrupted_says_what_to_do() -> None:

@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 
@@ -54,6 +56,25 @@ def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[s
 def test_a_bad_dim_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--dim", "0"]) == 1
     assert capsys.readouterr().err.startswith("satrap: ")
+    assert main(["doctor", "--dim", "65536"]) == 1
+    assert "the short run would take some" in capsys.readouterr().err
+
+
+def test_a_mover_that_is_interrupted_says_what_to_do() -> None:
+    command = os.path.join(os.path.dirname(sys.executable), "satrap")
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # who listens, and says nothing
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
+        child = subprocess.Popen(
+            [command, "move", "--now", address, "--wanted", address], stderr=subprocess.PIPE, text=True
+        )
+        signal.signal(signal.SIGINT, before)
+        assert child.stderr is not None
+        nobody.settimeout(60)
+        nobody.accept()[0].close()
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=60)[1] == "satrap: interrupted; run again, it ends what it began\n"
+        assert child.returncode == 130
 
 
 def test_a_reader_that_has_seen_enough() -> None:

@@ -306,7 +306,7 @@ def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generat
             both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
             for now, wanted in ((addresses[:1], addresses), (addresses, addresses[:2]), (addresses[:2], addresses[1:])):
                 Mover(now, wanted, breath=0.0).run()
-        for given in (addresses[:1], addresses[1:]):
+        for given in (addresses[:1], addresses[1:], addresses):
             with remote(features(), given) as worker:
                 assert worker.servers.addresses == tuple(addresses[1:])
                 assert contents(worker) == contents(local)

@@ -22,7 +22,7 @@ from cluster import DEADLINE_SECONDS, batch, contents, killables, one_table, rem
 from loop import batches, bits, job, loss_of
 from rpc_parts import eventually
 from satrap import Checkpoint
-from satrap.errors import AttemptError, DeadlineError
+from satrap.errors import AttemptError, ChangesError, DeadlineError
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 
@@ -180,6 +180,20 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
         worker.tables.restore({"t": [tmp_path / "a"]})
         assert contents(worker) == saved
         step([worker], 2)
+
+
+def test_a_server_killed_in_a_save_of_changes_once_its_part_is_there(tmp_path: Path) -> None:
+    """Its answer is lost. Started again it does not know the changes any more, and says that, whatever it finds."""
+    with killables(tmp_path) as servers, remote(one_table(), [each.address for each in servers]) as worker:
+        table = worker.tables["t"]
+        step([worker], 1)
+        since = table.save(tmp_path / "a")
+        step([worker], 2)
+        table.save_changes(tmp_path / "b", since=since)
+        servers[1].kill()
+        servers[1].restart()
+        with pytest.raises(ChangesError, match="changes since version 2 are not all known"):
+            table.save_changes(tmp_path / "b", since=since)
 
 
 def test_changes_that_a_server_started_again_does_not_know_are_saved_whole(tmp_path: Path) -> None:

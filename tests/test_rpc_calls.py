@@ -55,6 +55,21 @@ def test_every_type_goes_there_and_back(
     assert same(back, options)
 
 
+def test_a_client_interrupted_while_it_connects_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(host: str, port: int) -> str:
+        raise KeyboardInterrupt
+
+    with Service(Served(), Calls, ANYWHERE) as service:
+        client = Client(Calls, service.address)
+        monkeypatch.setattr("satrap.rpc.client.join_address", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:  # whose frames hold what was half made
+            client.call.nothing()
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(DEADLINE_SECONDS)
+        assert not closing.is_alive() and caught.value is not None
+
+
 def test_large_arrays_are_read_only_views(shared: Client[Calls]) -> None:
     ids = np.random.default_rng(1).integers(0, 2**64, 500_000, dtype=np.uint64)
     doubled = shared.call.double(ids)

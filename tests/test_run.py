@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from runs import (
     started,
     until,
 )
+from satrap.cluster.resizer import Resizer, ask_for
+from satrap.cluster.run import folder_of_one_run
+from satrap.cluster.supervisor import Event, Wanted
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
@@ -264,6 +268,24 @@ def test_a_script_that_fails_ends_the_run_with_its_own_error(tmp_path: Path) -> 
     nothing_is_left(tmp_path, [])
 
 
+def test_runs_in_folders_of_like_names_do_not_meet(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"run#{number}?").mkdir()
+    first, second = (tmp_path / f"run#{number}?" for number in (1, 2))
+    (first / "hold").touch()
+    with started(first, JOB, "--trainers", "2", arguments=(str(first), "80")) as run:
+        until(lambda: num_checkpoints(first) >= 1, run)
+        assert not [each for each in tmp_path.iterdir() if each.is_file()]
+        with started(second, JOB, "--trainers", "2", arguments=(str(second), "40")) as other:
+            status, _, err = finished(other)
+            assert status == 0, err
+        (first / "hold").unlink()
+        status, _, err = finished(run)
+    assert status == 0, err
+    for folder in (first, second):
+        nothing_is_left(folder, [])
+
+
 def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.read_text().replace("embeddings.parallel(Net())", "Net()"))
@@ -272,6 +294,17 @@ def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
         status, _, err = finished(run)
     assert status == 1
     assert "so their models would part: wrap the model before the optimizer is made" in err
+
+
+def test_a_checkpoint_that_not_all_trainers_see_is_not_taken_for_none(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.read_text().replace('"checkpoints"', 'f"checkpoints-{embeddings.trainers.rank}"'))
+    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    for attempt in (1, 2):
+        with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
+            status, _, err = finished(run)
+        assert status == attempt - 1, err
+    assert "some trainers see a checkpoint and others see none; here is " in err, err
 
 
 def test_compressed_gradients(tmp_path: Path) -> None:
@@ -291,6 +324,9 @@ def test_compressed_gradients(tmp_path: Path) -> None:
         (["nowhere.py"], "there is no script 'nowhere.py'"),
         ([str(JOB), "--servers", "0"], "run: servers is 0; wanted"),
         ([str(JOB), "--max-servers", "0"], "Bounds: min_servers is 0"),
+        ([str(JOB), "--max-servers", "2", "--server-gib", "0"], "server-gib is 0.0; wanted a size above 0"),
+        ([str(JOB), "--max-servers", "2", "--server-gib", "nan"], "server-gib is nan; wanted"),
+        ([str(JOB), "--server-gib", "2"], "there is --server-gib and no --max-servers"),
         ([str(JOB), "--memory", "nowhere"], "memory is 'nowhere'; wanted a folder"),
         ([str(JOB), "--folder", str(JOB)], "cannot be used: "),
     ],
@@ -298,6 +334,51 @@ def test_compressed_gradients(tmp_path: Path) -> None:
 def test_bad_options_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
     done = subprocess.run([str(SATRAP), "run", *options], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_a_run_that_was_begun_to_outlive_its_terminal(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with started(tmp_path, JOB, arguments=(str(tmp_path), "40")) as run:
+            until(lambda: num_checkpoints(tmp_path) >= 1, run)
+            run.send_signal(signal.SIGHUP)
+            (tmp_path / "hold").unlink()
+            status, _, err = finished(run)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert status == 0, err
+
+
+def test_nobody_is_asked_for_servers_who_has_ended(tmp_path: Path) -> None:
+    scale = [str(SATRAP), "scale", "--servers", "2", "--folder", str(tmp_path / "run")]
+    script = tmp_path / "job.py"
+    script.write_text("")
+    with started(tmp_path, script) as run:
+        assert finished(run)[0] == 0
+    told = subprocess.run(scale, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (1, "") and "has ended: begin it with as many --servers" in told.stderr
+
+
+def test_orders_of_many_at_once_are_whole(tmp_path: Path) -> None:
+    """Whoever comes last is heard, and nobody fails or is heard in part."""
+    (tmp_path / "run.json").touch()
+    resizer, heard = Resizer(tmp_path), list[Event]()
+    with folder_of_one_run(tmp_path):
+
+        def ask() -> None:
+            for i in range(100):
+                ask_for(tmp_path, 1000 + i)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for each in threads:
+            each.start()
+        while any(each.is_alive() for each in threads):
+            heard += resizer.events()
+        heard += resizer.events()
+    assert all(isinstance(each, Wanted) and each.servers >= 1000 for each in heard)
+    assert isinstance(heard[-1], Wanted) and heard[-1].servers == 1099
+    assert not resizer.events()
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:

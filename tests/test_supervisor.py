@@ -265,7 +265,8 @@ def test_trainers_start_again_together_once_all_are_gone() -> None:
     assert {each.number for each in machine.told} == {2} and max(machine.launches) == 1
     machine.happen(Ended(Process(Role.TRAINER, 2, 1), 1))  # it missed the other first
     assert [each.start for each in machine.trainers()] == [2, 2, 2]
-    assert "trainer 1 was ended by signal 9, trainer 2 ended with status 1" in machine.said[-2]
+    told = "trainer 1 was ended by signal 9, trainer 2 ended with status 1, after trainer 0 had ended with status 0: "
+    assert told in machine.said[-2]
     machine.happen(Ended(Process(Role.TRAINER, 1, 1), 0))  # of the launch before
     assert len(machine.trainers()) == 3
 

@@ -108,6 +108,35 @@ def test_synchronous_trainers_are_one_on_the_joined_batch(world: int, overlap: b
     assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
 
 
+WAITED_FOR = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from satrap.trainers import Trainers
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+trainers = Trainers()
+if rank == 0:
+    (folder / "first").touch()
+else:
+    while not (folder / "first").exists():
+        time.sleep(0.1)
+    (folder / "second").touch()
+
+def work():
+    assert (folder / "second").exists(), "the other one may still call what this changes"
+
+trainers.first_does(work, RuntimeError)
+dist.destroy_process_group()
+"""
+
+
+def test_what_the_first_does_it_does_once_all_others_wait(tmp_path: Path) -> None:
+    trainers = [subprocess.Popen([sys.executable, "-c", WAITED_FOR, str(rank), str(tmp_path)]) for rank in (0, 1)]
+    assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
+
+
 def test_a_step_that_all_drop_and_data_that_ends_unevenly(tmp_path: Path) -> None:
     with serving(2) as services:
         found = run(services, 2, tmp_path, batches=9, dropped=[[None, 2]])

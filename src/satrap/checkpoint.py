@@ -148,6 +148,12 @@ class Checkpoint:
         trainers = self._embeddings.trainers
         with self._home.newest() as chain:
             if not trainers.all(bool(chain)):
+                if not trainers.all(not chain):
+                    here = chain[-1].folder if chain else "no checkpoint"
+                    raise CheckpointError(
+                        f"some trainers see a checkpoint and others see none; here is {here}: give a folder that all "
+                        "machines share"
+                    )
                 return False
             newest, error = chain[-1], None
             try:

@@ -6,6 +6,7 @@ The only file that reads the command line. Prints plain lines.
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ _RAY_OPTIONS = (
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
 )
 _RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
+_AGAIN = "; run again, it ends what it began"
 _CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
 
 
@@ -74,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SatrapError as error:
         print(f"satrap: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"satrap: interrupted{_AGAIN if given.command == 'move' else ''}", file=sys.stderr)
+        return 130
     from satrap.cluster.trainer import train
 
     train(Place.from_dict(json.loads(given.place)), given.script, script_arguments, given.listener)
@@ -153,6 +158,10 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     from satrap.cluster.supervisor import Plan
 
     plan = Plan(servers=given.servers, workers=given.workers, trainers=given.trainers, restarts=given.restarts)
+    gib = given.server_gib
+    if gib is not None and (given.max_servers is None or not 0 < gib < math.inf):
+        why = f"server-gib is {gib}" if given.max_servers is not None else "there is --server-gib and no --max-servers"
+        raise ConfigError(f"run: {why}; wanted a size above 0, for --max-servers to add servers by")
     if given.cluster == "ray":
         return _run_on_ray(given, plan, arguments)
     if alone := [name for name in _RAY_OPTIONS if getattr(given, name) is not None]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from satrap import _core
 from satrap.config import Table
+from satrap.errors import ConfigError
 from satrap.inputs import Inputs
 
 _PACKAGES = (
@@ -48,6 +49,12 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
     )
     yield f"threads      torch {torch.get_num_threads()}, tables {how}"
     if run:
+        needed = (2 * _ROWS + 6 * _NUM_FEATURES * _BATCH) * 4 * dim  # rows and their states; a batch in all its forms
+        if needed > _available() / 2:
+            raise ConfigError(
+                f"--dim {dim}: the short run would take some {needed / 2**30:.1f} GiB, and {_available() / 2**30:.1f} "
+                "are available; name a smaller dim, or --no-run"
+            )
         yield from _short_run(dim)
 
 

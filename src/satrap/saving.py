@@ -34,9 +34,11 @@ def save_table(place: Place, path: Path, since: Since | None = None) -> Manifest
     table = place.table
     token = secrets.token_hex(8)
     kind: Kind = "full" if since is None else "changes"
+    saver = _Saver(place=place, folder=path, kind=kind, id=token, since=since)
+    saver.require_removals()  # whatever the folder holds of a save that a process before this one was killed in
     try:
         with SnapshotFolder(path, token, table.to_dict(), place.seed, since) as folder:
-            manifest = _Saver(place=place, folder=path, kind=kind, id=token, since=since).run()
+            manifest = saver.run()
             folder.commit(manifest)
     except OSError as error:
         raise SnapshotError(
@@ -62,7 +64,6 @@ class _Saver:
 
     def run(self) -> Manifest:
         place, engine, index = self.place, self.place.engine, self.place.index
-        self._require_removals()
         self.state_dim = engine.state_dim(index)
         row_bytes = place.table.dim * (4 if place.table.dtype == "float32" else 2) + 4 * self.state_dim + 12
         self.bucket_bytes = engine.num_rows(index) * row_bytes // engine.num_buckets(index) + 1
@@ -77,7 +78,7 @@ class _Saver:
         files.append(self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets))
         if self.since is not None:
             files.append(self._write("removed", f"removed-{self.id}.arrow", 0, buckets))
-            self._require_removals()  # still, after all of them were read
+            self.require_removals()  # still, after all of them were read
         return Manifest(
             kind=self.kind,
             id=self.id,
@@ -96,8 +97,9 @@ class _Saver:
             files=tuple(files),
         )
 
-    def _require_removals(self) -> None:
-        """The ids of rows that went are remembered up to a bound, by one process; beyond, changes are incomplete."""
+    def require_removals(self) -> None:
+        """Raises if the changes are not all known: the ids of rows that went are remembered up to a bound, by one
+        process."""
         oldest = self.place.engine.removed_since(self.place.index)
         if self.since is not None and self.since.version < oldest:
             # The id of a snapshot is known unless an earlier process saved it.

@@ -107,8 +107,8 @@ class Servers:
             raise
 
     def _begin(self, *, first: bool, launch: int) -> None:
-        for server in range(len(self.view)):
-            self._learn(self.view, server)
+        while any(self._learn(self.view, server) for server in range(len(self.view))):
+            pass  # there may be fewer in the newer view
         self.reach()  # all of them, before one is this job's
         found = self._greeted()
         self.latest_step: int = max(each["latest_step"] for each in found)

@@ -49,6 +49,7 @@ class Trainers:
     def first_does(self, work: Callable[[], None], error: type[Exception]) -> None:
         """The first of them does it, for as long as it takes, while the others wait. If it fails, it raises there, and
         `error` at the others."""
+        self.all(True)  # none of them still calls what it changes
         caught: BaseException | None = None
         if self.rank == 0:
             try:

@@ -44,16 +44,22 @@ class Membership:
     def write(self, path: Path) -> None:
         """Into the file, whole or not at all, on disk when this returns."""
         new = path.with_name(f".{path.name}.new")
-        with open(new, "w") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            with open(new, "w") as file:
+                json.dump(asdict(self), file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}), and no launch begins without it: make room, or name "
+                "another --folder"
+            ) from error
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

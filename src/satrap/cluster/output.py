@@ -24,6 +24,7 @@ class Output:
         self.folder = folder
         self._stdout, self._stderr = sys.stdout, sys.stderr
         self._begins: dict[Process, int] = {}  # in its log file
+        self._missing: dict[Path, int] = {}  # bytes that a log file had no room for
 
     def path(self, process: Process) -> Path:
         """Of its log file."""
@@ -31,7 +32,9 @@ class Output:
 
     def begin(self, process: Process) -> None:
         """It is started."""
-        self._begins[process] = self._log(process, f"--- {process}, start {process.start}\n".encode())
+        self._log(process, f"--- {process}, start {process.start}\n".encode())
+        path = self.path(process)
+        self._begins[process] = path.stat().st_size if path.exists() else 0
 
     def hear(self, reports: Iterable[Report]) -> list[Event]:
         """Writes down what was reported; returns what the supervisor must know of it. Of processes that went together
@@ -64,17 +67,27 @@ class Output:
         if failed:
             self.say(f"{process}: its log is {self.path(process)}")
 
-    def _log(self, process: Process, data: bytes) -> int:
-        """Returns how long the file is then."""
-        with open(self.path(process), "ab") as file:
-            file.write(data)
-            return file.tell()
+    def _log(self, process: Process, data: bytes) -> None:
+        """A run does not end because a disk is full: what finds no room is counted, which is told here and there."""
+        path = self.path(process)
+        missing = self._missing.pop(path, 0)
+        note = f"\n--- up to {missing} bytes are missing here: they could not be written\n".encode() if missing else b""
+        try:
+            with open(path, "ab") as file:
+                file.write(note + data)
+        except OSError as error:
+            self._missing[path] = missing + len(data)
+            if not missing:
+                self.say(f"{path} cannot be written ({error.strerror}): until it can, what {process} says is not in it")
 
     def _tail(self, process: Process, begin: int) -> list[str]:
-        with open(self.path(process), "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(begin, size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        try:
+            with open(self.path(process), "rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(begin, size - _TAIL_BYTES))
+                return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError:  # it was never written, or somebody removed it
+            return []
 
     def say(self, text: str) -> None:
         """A line of the run's own."""

@@ -5,7 +5,10 @@ figures that servers and trainers show (`satrap.scaling`). Servers may take long
 threads; what happened is an event.
 """
 
+import fcntl
+import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,11 +57,10 @@ class Resizer:
         with suppress(queue.Empty):
             while True:
                 found.append(self._events.get_nowait())
-        request = self._folder / _REQUEST
-        with suppress(FileNotFoundError, ValueError):
-            text = request.read_text()
-            request.unlink()
-            found.append(Wanted(int(text), "asked for by satrap scale"))
+        taken = self._folder / f".{_REQUEST}-taken"
+        with suppress(OSError, ValueError):
+            os.replace(self._folder / _REQUEST, taken)  # so that one that comes now is the next
+            found.append(Wanted(int(taken.read_text()), "asked for by satrap scale"))
         return found
 
     def close(self) -> None:
@@ -93,16 +95,36 @@ class Resizer:
     def _loads(self, addresses: Sequence[str]) -> dict[str, dict[str, float]]:
         found = {}
         for address in addresses:
+            if self._closed.is_set():
+                break
             client = Client(ServerCalls, address, keys=self._keys, deadline=_LOAD_SECONDS)
             with suppress(SatrapError), client:
                 found[address] = client.call.load(Origin())
         return found
 
 
+def _is_free(folder: Path) -> bool:
+    """Whether no run is in it now; see `satrap.cluster.run.folder_of_one_run`."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
 def ask_for(folder: Path, servers: int) -> None:
-    """Asks the run in the folder for as many servers."""
+    """Asks the run that is at work in the folder for as many servers."""
     if not (folder / "run.json").exists():
         raise ConfigError(f"there is no run in {str(folder)!r}; wanted the --folder of one")
-    new = folder / f".{_REQUEST}"
-    new.write_text(str(servers))
-    new.replace(folder / _REQUEST)
+    if _is_free(folder):
+        raise ConfigError(f"the run in {str(folder)!r} has ended: begin it with as many --servers")
+    new = folder / f".{_REQUEST}-{secrets.token_hex(4)}"
+    try:
+        new.write_text(str(servers))
+        new.replace(folder / _REQUEST)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"{str(folder)!r} cannot be written ({error.strerror}): nothing was asked for") from error

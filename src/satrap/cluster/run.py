@@ -110,7 +110,8 @@ def _stops() -> Iterator[list[Stop]]:
     def note(number: int, _: object) -> None:
         found.append(Stop(signal.Signals(number).name))
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # whoever began this wants it to outlive the terminal
+    numbers = (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,)))
     before = [signal.signal(number, note) for number in numbers]
     try:
         yield found

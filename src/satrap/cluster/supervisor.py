@@ -186,6 +186,8 @@ class _Trouble:
     status: int = 1
     own: bool = True
     """Each that failed ended by itself: no signal, no machine."""
+    done: list[str] = field(default_factory=list)
+    """Those that had ended well before: the others may have missed them."""
 
 
 class Supervisor:
@@ -401,6 +403,7 @@ class Supervisor:
         orders: list[Order] = []
         if self._phase is _Phase.TRAINING:
             if status == 0:
+                self._trouble.done.append(f"after {alive.process} had ended with status 0")
                 return [] if left else self._end(0)
             self._note(alive, status)
             orders = self._regroup()
@@ -419,7 +422,7 @@ class Supervisor:
         self._trouble.lines.append(f"{alive.process} {_ending(status)}")
 
     def _relaunch(self, since: float, now: float) -> list[Order]:
-        told = ", ".join(self._trouble.lines)
+        told = ", ".join([*self._trouble.lines, *self._trouble.done])
         if self._trouble.own and now - since < self._plan.early_seconds:
             return self._fail(f"{told}, soon after it began: see above; the run ends", self._trouble.status)
         if self._gave_up(Role.TRAINER, 0, since, now):

@@ -24,10 +24,9 @@ def train(place: Place, script: str, arguments: Sequence[str], listener: int | N
         if torch.cuda.is_available():
             torch.cuda.set_device(place.rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        how: dict[str, Any] = {"init_method": place.meeting}
-        if place.meeting is not None and place.meeting.startswith("tcp://"):
-            how = {"store": _store(place, place.meeting, listener)}
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world, **how)
+        assert place.meeting is not None
+        store = _store(place, place.meeting, listener)
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=store)
     stand(place)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
@@ -42,7 +41,12 @@ def train(place: Place, script: str, arguments: Sequence[str], listener: int | N
 
 
 def _store(place: Place, meeting: str, listener: int | None) -> Any:
-    """Where the trainers find each other. The port was bound before anybody was told of it: nobody else can take it."""
+    """Where the trainers find each other. A port was bound before anybody was told of it: nobody else can take it. A
+    file is named as it is: in a URL what follows a # or ? would be lost, and another run might meet there, too."""
+    if meeting.startswith("file://"):
+        store = dist.FileStore(meeting.removeprefix("file://"), place.world)  # type: ignore[attr-defined]
+        store.set_timeout(dist.default_pg_timeout)
+        return store
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     first: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
     return dist.TCPStore(host, int(port), place.world, **first)  # type: ignore[attr-defined]

@@ -146,7 +146,7 @@ class Client(Generic[P]):
             connections = list(self._connections)
         for connection in connections:
             connection.close()
-        self._context.term()
+        self._context.destroy(0)  # and a socket whose making was interrupted, or this would wait for it for ever
 
     def _connection(self, seconds: float) -> "_Connection":
         if os.getpid() != self._process:

@@ -24,7 +24,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], **where)
     model = DistributedDataParallel(Net())
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    scaler = scaler_of(job["scaler"])
+    scaler = scaler_of(job.get("scaler"))
     seen = []
     data: Any = batches(job["batches"])
     if job.get("file") is not None:
@@ -38,14 +38,14 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
                     break
                 extra = batch.inputs.extra
                 seen.append(extra["number"].to_pylist() if extra else batch.inputs.values.tolist())
-                if [rank, number] == job["overflow"]:  # of what is not DDP's
+                if [rank, number] == job.get("overflow"):  # of what is not DDP's
                     batch.embeddings.register_hook(lambda gradient: gradient * np.inf)
                 scaler.scale(loss_of(model, batch)).backward()
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()
                     continue
                 if number % job["accumulate"] == 0:
-                    if job["scaler"] == "sharded":
+                    if job.get("scaler") == "sharded":
                         scaler.unscale_(optimizer)
                     scaler.step(optimizer)
                     scaler.update()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from satrap.errors import AttemptError, MovedError, NotReadyError
+from satrap.errors import AttemptError, ConfigError, MovedError, NotReadyError
 from satrap.rpc import Origin
 from satrap.served import Served
 
@@ -23,6 +23,7 @@ class Door:
         self._paused = False  # none begins
         self._work_seconds = 0.0
         self._served: Served | None = None
+        self._turn = self._mover = 0  # of the newest mover; once there is a job, its `Served` knows the turn
 
     def _ready(self) -> Served:
         if self._served is None or not self._served.greeted:
@@ -80,6 +81,15 @@ class Door:
             raise MovedError(
                 f"the call is of bucket map {origin.map_version} and the server at {served.members.version}"
             )
+
+    def _newest_turn(self) -> int:
+        return self._turn if self._served is None else self._served.turn
+
+    def _require_turn(self, origin: Origin) -> None:
+        """Of a mover's call."""
+        newest = self._newest_turn()
+        if origin.step < newest:
+            raise ConfigError(f"another mover is at work: turn {newest} has begun after this one's, {origin.step}")
 
     def _other_attempt(self, served: Served, origin: Origin) -> AttemptError:
         return AttemptError(

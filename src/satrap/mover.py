@@ -15,6 +15,9 @@ Before 3 it is as if nothing had happened: the source owns them, and thaws them 
 After 3 the rows stay where they were until 6, so 2 to 5 can be done again; what the target held before 5 counts for
 nothing. So whoever dies, a source, a target or the mover, 1 to 6 are done again from the newest map that any server
 knows, and each step that was done already does nothing. What no call may see half done, a server does while none runs.
+
+There is one mover at a time: before it asks how far the one before came, it begins a turn at all servers, and whoever
+is of an earlier turn is refused from then on.
 """
 
 import secrets
@@ -28,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from satrap.checks import check_number
-from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError
+from satrap.errors import AttemptError, DeadlineError, NotReadyError
 from satrap.job import Job
 from satrap.members import Members, check_addresses
 from satrap.rpc import Origin
@@ -58,7 +61,7 @@ class Moved:
 
 
 class Mover:
-    """See the file's docstring. One at a time."""
+    """See the file's docstring."""
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Mover:
         self._keys, self._deadline, self._group_bytes = keys, deadline, group_bytes
         self._breath = check_number("Mover", "breath", breath, 0.0)
         self._clients: dict[str, Client[ServerCalls]] = {}
+        self._turn = 0
         self._num_buckets = self._num_rows = self._num_bytes = 0
         self._longest = 0.0
 
@@ -91,19 +95,19 @@ class Mover:
         """Returns when it is done. Raises if a server does not answer, and may be run again."""
         began = time.monotonic()
         with ExitStack() as self._open:
-            job, members = self._newest()
+            job, members = self._begin()
             self._settle(job, members)  # what an earlier run has begun
             new = [address for address in self._wanted if address not in members.addresses]
             if new:
-                members = self._settle(job, members.joined(new))
+                members = self._settle(job, members.joined(new), members)
             servers = [members.addresses.index(address) for address in self._wanted]
             to = {bucket: members.addresses[server] for bucket, server in members.bucket_map.spread(servers).items()}
             for group in self._groups(members, to):
                 at = time.monotonic()
-                members = self._settle(job, members.moved({bucket: to[bucket] for bucket in group}))
+                members = self._settle(job, members.moved({bucket: to[bucket] for bucket in group}), members)
                 time.sleep(self._breath * (time.monotonic() - at))
             if members.addresses != self._wanted:
-                members = self._settle(job, members.only(self._wanted))
+                members = self._settle(job, members.only(self._wanted), members)
             self._clients.clear()
         seconds = time.monotonic() - began
         return Moved(self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest, members.version)
@@ -114,13 +118,34 @@ class Mover:
             self._clients[address] = self._open.enter_context(client)
         return self._clients[address].call
 
-    def _newest(self) -> tuple[Job, Members]:
-        """Of what the servers of now know, and those that an earlier run has added."""
-        found = [self._call(address).members(Origin(), 0) for address in dict.fromkeys((*self._now, *self._wanted))]
-        newest = max(found, key=lambda answer: int(answer["version"]))
-        if newest["version"] == 0:
-            raise NotReadyError(f"none of {', '.join(self._now)} has a job yet: a trainer's hello gives them one")
-        return Job.from_dict(newest["job"]), Members.from_dict(newest["members"])
+    def _begin(self) -> tuple[Job, Members]:
+        """Begins a turn at all servers: those of now, and those that an earlier run has added. Returns the newest that
+        they know then, which nobody else changes any more."""
+        _, _, found = self._newest()
+        self._turn, mover = 1 + max(answer["turn"] for answer in found.values()), 1 + secrets.randbits(62)
+        told: list[str] = []
+        while new := [address for address in found if address not in told]:
+            for address in new:
+                self._call(address).begin_turn(self._origin(), mover)
+            told += new
+            job, members, found = self._newest()
+        return job, members
+
+    def _newest(self) -> tuple[Job, Members, dict[str, Any]]:
+        """What the servers answered, of all that any of them knows."""
+        found: dict[str, Any] = {}
+        new = list(dict.fromkeys((*self._now, *self._wanted)))
+        while new:
+            found |= {address: self._call(address).members(Origin(), 0) for address in new}
+            newest = max(found.values(), key=lambda answer: int(answer["version"]))
+            if newest["version"] == 0:
+                raise NotReadyError(f"none of {', '.join(self._now)} has a job yet: a trainer's hello gives them one")
+            members = Members.from_dict(newest["members"])
+            new = [address for address in members.addresses if address not in found]
+        return Job.from_dict(newest["job"]), members, found
+
+    def _origin(self, map_version: int = 0) -> Origin:
+        return Origin(step=self._turn, map_version=map_version)
 
     def _groups(self, members: Members, to: Mapping[int, str]) -> Iterator[list[int]]:
         """Buckets that move together: of one server to one other, and not too large."""
@@ -138,9 +163,9 @@ class Mover:
         self._known(address)
         return int(self._call(address).load(Origin())["bytes"])
 
-    def _settle(self, job: Job, after: Members) -> Members:
-        """Until all servers are of these."""
-        self._patiently(f"map {after.version}", partial(self._once, job, after))
+    def _settle(self, job: Job, after: Members, before: Members | None = None) -> Members:
+        """Until all servers are of these. before: None if an earlier run began this, and some may know."""
+        self._patiently(f"map {after.version}", partial(self._once, job, after, before))
         return after
 
     def _patiently(self, what: str, do: Callable[[], T]) -> T:
@@ -157,17 +182,12 @@ class Mover:
 
     # -- one change of the map ---------------------------------------------------------------------------------------
 
-    def _once(self, job: Job, after: Members) -> None:
+    def _once(self, job: Job, after: Members, before: Members | None) -> None:
         """One try at 1 to 6."""
         known = {address: self._known(address) for address in (*self._now, *self._wanted, *after.addresses)}
-        before = after
-        for each in known.values():
-            if each.version and each.version == after.version - 1:
-                before = each.members
-            elif each.version > after.version:
-                raise ConfigError(
-                    f"a server is at map {each.version} and not {after.version}: another mover is at work"
-                )
+        if before is None:
+            older = [each.members for each in known.values() if each.version and each.version == after.version - 1]
+            before = older[-1] if older else after
         for address in before.addresses:
             known.setdefault(address, self._known(address))
         self._welcome(job, known, [address for address in after.addresses if address not in before.addresses], after)
@@ -192,16 +212,16 @@ class Mover:
             self._num_buckets += sum(map(len, moves.values()))
         for address in known:
             if address in before.addresses:
-                self._call(address).forget(Origin(map_version=after.version))
+                self._call(address).forget(self._origin(after.version))
 
     def _copy(
         self, before: Members, after: Members, source: str, target: str, buckets: Numbers, move: int, *, frozen: bool
     ) -> None:
         """1 and 2."""
         if frozen:
-            self._call(source).freeze(Origin(map_version=before.version), move, buckets)
+            self._call(source).freeze(self._origin(before.version), move, buckets)
         state = self._call(source).members(Origin(), 0)["state"]
-        self._call(target).receive(Origin(), move, buckets, state)
+        self._call(target).receive(self._origin(), move, buckets, state)
         for table in range(len(state["versions"])):
             begin, total = 0, 1
             while begin < total:
@@ -221,7 +241,7 @@ class Mover:
         members = Members.from_dict(answer["members"])
         number = members.number(address)
         if not answer["greeted"] and number is not None:
-            self._call(address).hello(Origin(), answer["job"], answer["members"], number, True)
+            self._call(address).hello(self._origin(), answer["job"], answer["members"], number, True)
         return _Known(members.version, members, answer["state"])
 
     def _welcome(self, job: Job, known: "Mapping[str, _Known]", new: list[str], after: Members) -> None:
@@ -229,7 +249,7 @@ class Mover:
         state = next(each.state for address, each in known.items() if each.version and address not in new)
         for address in new:
             number = after.addresses.index(address)
-            answer = self._call(address).hello(Origin(), job.to_dict(), after.to_dict(), number, True)
+            answer = self._call(address).hello(self._origin(), job.to_dict(), after.to_dict(), number, True)
             if answer["attempt"] < state["attempt"]:
                 self._call(address).begin_attempt(Origin(attempt=state["attempt"]))
             for table, lr in enumerate(state["lrs"]):
@@ -239,7 +259,7 @@ class Mover:
 
     def _tell(self, address: str, after: Members, move: int) -> None:
         number = after.number(address)
-        self._call(address).change(Origin(), after.to_dict(), NO_MEMBER if number is None else number, move)
+        self._call(address).change(self._origin(), after.to_dict(), NO_MEMBER if number is None else number, move)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from satrap.door import Door
-from satrap.errors import InputError, MovedError, NotReadyError
+from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
 from satrap.members import Members
 from satrap.moving import Companions, Piece
 from satrap.rpc import Origin
@@ -17,10 +17,21 @@ from satrap.server_calls import Coded, Floats, Ids, Numbers
 class MovingServer(Door):
     """The part of `satrap.server_calls.ServerCalls` that moves buckets."""
 
+    def begin_turn(self, origin: Origin, mover: int) -> None:
+        """See ServerCalls."""
+        with self._pause():
+            self._require_turn(origin)
+            if origin.step == self._newest_turn() and mover != self._mover:
+                raise ConfigError(f"another mover is at work: it has begun turn {origin.step}, too")
+            self._turn, self._mover = origin.step, mover
+            if self._served is not None:
+                self._served.begin_turn(origin.step)
+
     def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
         """See ServerCalls."""
         with self._pause():
             served = self._ready()
+            self._require_turn(origin)
             self._require_map(served, origin)
             served.moving.check(buckets)
             if not served.owned()[buckets].all():
@@ -65,6 +76,7 @@ class MovingServer(Door):
         """See ServerCalls."""
         with self._changed:
             served = self._ready()
+            self._require_turn(origin)
             served.moving.check(buckets)
             if served.owned()[buckets].any():
                 raise InputError("receive: some of these buckets are this server's already")
@@ -112,6 +124,7 @@ class MovingServer(Door):
         after = Members.from_dict(members)
         with self._pause():
             served = self._ready()
+            self._require_turn(origin)
             before = served.members
             assert before is not None
             if after == before and server == served.number:
@@ -135,6 +148,7 @@ class MovingServer(Door):
             with self._changed:
                 served = self._ready()
                 assert served.members is not None
+                self._require_turn(origin)
                 if origin.map_version != served.members.version or served.moving.coming_move:
                     return  # it came late
                 served.engine.forget(bucket)

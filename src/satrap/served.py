@@ -48,6 +48,8 @@ class Served:
     number: int
     """Which of the members this is."""
     num_servers: int
+    turn: int = 0
+    """Of the newest mover."""
     members: Members | None = None
     greeted: bool = False
     """Whether somebody of the job has said hello since the process began."""
@@ -69,7 +71,7 @@ class Served:
         if self.members is None and (note := bytes(self.engine.note())):
             found = json.loads(note)
             self.members, self.number = Members.from_dict(found["members"]), found["number"]
-            self.num_servers = len(self.members.addresses)
+            self.num_servers, self.turn = len(self.members.addresses), max(self.turn, found["turn"])
             self._know_owners()
 
     def store(self, table: int) -> Store:
@@ -80,7 +82,7 @@ class Served:
     def follow(self, members: Members, number: int) -> None:
         """These are the members from now on, and this is which of them. No call may run."""
         changed = self.members is not None and self.members.version != members.version
-        self.engine.set_note(json.dumps({"members": members.to_dict(), "number": number}).encode())
+        self._note(members, number, self.turn)
         self.members, self.number, self.num_servers = members, number, len(members.addresses)
         self._know_owners()
         if changed:
@@ -88,6 +90,12 @@ class Served:
             self.saved.clear()
             for store in self.tables.values():
                 store.forget_saves()
+
+    def begin_turn(self, turn: int) -> None:
+        """That mover is the newest."""
+        if self.members is not None:
+            self._note(self.members, self.number, turn)
+        self.turn = turn
 
     def state(self) -> dict[str, Any]:
         """The numbers that a server which takes buckets over, or joins, must reach."""
@@ -106,6 +114,9 @@ class Served:
         assert self.members is not None
         found: NDArray[np.bool_] = np.array(self.members.bucket_map.flat()) == self.number
         return found
+
+    def _note(self, members: Members, number: int, turn: int) -> None:
+        self.engine.set_note(json.dumps({"members": members.to_dict(), "number": number, "turn": turn}).encode())
 
     def _know_owners(self) -> None:
         assert self.members is not None

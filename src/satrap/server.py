@@ -68,6 +68,8 @@ class Server(MovingServer):
         if found != needed:
             raise ConfigError(f"hello: the bucket map is of {found} buckets, and the tables have {needed}")
         with self._changed:
+            if origin.step:
+                self._require_turn(origin)
             if self._served is None:
                 if not commit:
                     return {"attempt": 0, "latest_step": 0, "lrs": [table.optimizer.lr for table in wanted.tables]}
@@ -75,7 +77,7 @@ class Server(MovingServer):
             served = self._served
             self._agree(served, wanted, given, server)
             if commit:
-                if served.members is None or served.members.version != given.version:
+                if served.members != given:
                     served.follow(given, server)
                 served.greeted = True
         return {
@@ -89,9 +91,9 @@ class Server(MovingServer):
         with self._changed:
             served = self._served
             if served is None or served.members is None:
-                return {"version": 0}
+                return {"version": 0, "turn": self._newest_turn()}
             served.moving.thaw_if_left(time.monotonic())
-            found: dict[str, Any] = {"version": served.members.version, "greeted": served.greeted}
+            found: dict[str, Any] = {"version": served.members.version, "greeted": served.greeted, "turn": served.turn}
             if served.members.version > than:
                 found |= {"members": served.members.to_dict(), "job": served.job.to_dict(), "state": served.state()}
             return found
@@ -286,13 +288,13 @@ class Server(MovingServer):
             shared=self._shared,
             note={"server": number, "num_servers": num_servers},
         )
-        return Served(job, Tables.in_engine(places), places[0].engine, number, num_servers)
+        return Served(job, Tables.in_engine(places), places[0].engine, number, num_servers, self._newest_turn())
 
     def _anew(self, old: Served, origin: Origin) -> Served:
         """The same with empty tables; until it is there, there are none."""
         job, members, number, num_servers = old.job, old.members, old.number, old.num_servers
         assert members is not None
-        self._served = None
+        self._served, self._turn = None, old.turn
         self._let_go(old, origin)
         del old.tables, old.engine, old.moving  # and with them the rows
         if self._shared is not None:
@@ -316,17 +318,18 @@ class Server(MovingServer):
     def _agree(self, served: Served, job: Job, given: Members, server: int) -> None:
         """Raises unless hello is said to the right server, by somebody who knows of its members."""
         differences, known = job.differences(served.job), served.members
+        idle = not (served.owned().any() or server in given.bucket_map.flat()) if known is not None else False
         same_map = known is None or known.version == given.version
         here, there = (server, len(given.addresses)), (served.number, served.num_servers)
-        if same_map and here != there:
+        if same_map and not idle and here != there:
             differences.append(f"server: number {here[0]} of {here[1]} here, {there[0]} of {there[1]} there")
-        elif known is not None and same_map and known.bucket_map != given.bucket_map:
+        elif known is not None and same_map and not idle and known.bucket_map != given.bucket_map:
             differences.append(f"bucket map {given.version}: other owners")
         if differences:
             raise ConfigError(f"the server belongs to another job: {'; '.join(differences)}")
         if known is not None and known.version > given.version:
             raise MovedError(f"hello: the bucket map is of version {given.version}; the server's is {known.version}")
-        if not same_map and (served.owned().any() or server in given.bucket_map.flat()):
+        if not same_map and not idle:
             raise MovedError(f"hello: the server has not changed to map {given.version} yet: ask again")
 
     def _keep(self, served: Served, trainer: int, number: int, kept: Kept) -> None:

@@ -38,9 +38,9 @@ class ServerCalls(Protocol):
 
     def members(self, origin: Origin, than: int) -> dict[str, Any]:
         """What this server knows: `version` of the map (0: it has no job), `greeted` (whether it was told of its job
-        since it was started); and if that version is higher than `than` the `members`, the `job`, and its `state`:
-        `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each table `versions`,
-        `expire_before` and `lrs`. The origin says nothing."""
+        since it was started), `turn` (of the newest mover); and if that version is higher than `than` the `members`, the
+        `job`, and its `state`: `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each table
+        `versions`, `expire_before` and `lrs`. The origin says nothing."""
         ...
 
     def begin_attempt(self, origin: Origin) -> None:
@@ -120,7 +120,13 @@ class ServerCalls(Protocol):
         """Walks the table; AssertionError if an invariant is broken."""
         ...
 
-    # -- what a `satrap.mover` calls. Buckets are numbered over all tables; a move is a number that it drew. ----------
+    # -- what a `satrap.mover` calls. Buckets are numbered over all tables; a move is a number that it drew. The step of
+    # the origin is the mover's turn: once a later one has begun, calls that change something are refused, hello too.
+
+    def begin_turn(self, origin: Origin, mover: int) -> None:
+        """The turn of a mover of that number begins; its step is higher than those before. Returns once no call of an
+        earlier one runs."""
+        ...
 
     def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
         """Until these have left, or another move begins, calls that would change them are refused (MovedError); returns

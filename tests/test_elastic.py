@@ -219,7 +219,7 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
 
 
 class Told(Server):
-    """Between the question for its version and a save, buckets come from one that has made the next, the first times."""
+    """Between the question for its version and a save, buckets come from one that made the next, the first times."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=2)
@@ -237,21 +237,24 @@ def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     local, told = LocalWorker(table(), num_threads=1), Told()
-    with serving(1) as services, Service(told, ServerCalls, "tcp://127.0.0.1:0") as second:
-        with remote(table(), [services[0].address, second.address]) as worker:
-            both = [local, worker]
-            for step in (1, 2):
-                for each in both:
-                    looked = each.lookup(batch(EXACT[: 100 * step]), step=step)
-                    each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
-                told.times = 0
-                if step == 1:
-                    since = worker.tables["t"].save(tmp_path / "whole")
-                else:
-                    worker.tables["t"].save_changes(tmp_path / "changes", since=since)
-                assert told.times == 2
-            wanted = contents(local, EXACT)
-            assert contents(worker, EXACT) == wanted
+    with (
+        serving(1) as services,
+        Service(told, ServerCalls, "tcp://127.0.0.1:0") as second,
+        remote(table(), [services[0].address, second.address]) as worker,
+    ):
+        both = [local, worker]
+        for step in (1, 2):
+            for each in both:
+                looked = each.lookup(batch(EXACT[: 100 * step]), step=step)
+                each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+            told.times = 0
+            if step == 1:
+                since = worker.tables["t"].save(tmp_path / "whole")
+            else:
+                worker.tables["t"].save_changes(tmp_path / "changes", since=since)
+            assert told.times == 2
+        wanted = contents(local, EXACT)
+        assert contents(worker, EXACT) == wanted
     restored = LocalWorker(table(), num_threads=1)
     restored.tables.restore({"t": [tmp_path / "whole", tmp_path / "changes"]})
     assert contents(restored, EXACT) == wanted

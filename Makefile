@@ -13,6 +13,7 @@ stub = $(shell $(bin)/python -c 'import pathlib, satrap._core as c; print(pathli
 fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
+export CTEST_PARALLEL_LEVEL = $(JOBS)
 
 .PHONY: setup test core-test check bench demo format stub reference clean
 .DEFAULT_GOAL := setup

@@ -1,6 +1,6 @@
 """One of several trainers that do not wait for each other, as torchrun starts it: prints a line of JSON when it begins
 a batch that it was told to wait at (it goes on with the next line of its input), one at the end of its data, and one
-when all are at theirs. Arguments: rank, world, rendezvous file, and the job as JSON.
+when all are at theirs. Each other line of its input is a job: rank, world, rendezvous file, and what it is, as JSON.
 
 With "whole" the model is one parameter whose gradients are whole numbers, so that their sum is exact.
 """
@@ -84,10 +84,10 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     found |= {"dense": dense(model), "lost": embeddings.counters().lost}
     found["stats"] = embeddings.tables["dense.0"].stats()
     dist.barrier()
-    say(found)
     assert isinstance(embeddings.worker, RemoteWorker)
     embeddings.worker.servers.close()
     dist.destroy_process_group()
+    say(found)
 
 
 def dense(model: torch.nn.Module) -> list[list[float]]:
@@ -95,4 +95,5 @@ def dense(model: torch.nn.Module) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    for line in sys.stdin:
+        main(*json.loads(line))

@@ -14,7 +14,7 @@ from satrap import Checkpoint
 def main(servers: list[str], run: str, save_at: int) -> None:
     torch.set_num_threads(1)
     embeddings, model, optimizer = job(staleness=2, deterministic=True, servers=servers)
-    data = batches(100_000)
+    data = batches(20_000)
     checkpoint = Checkpoint(run, model, optimizer, embeddings, data)
     for batch in embeddings.stream(data):
         optimizer.zero_grad()

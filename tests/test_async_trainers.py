@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +10,28 @@ import numpy as np
 import pytest
 
 from async_child import NUM_WHOLE, gradient
-from cluster import DEADLINE_SECONDS, serving
+from cluster import serving
+from trainers import Trainers, said
 
-CHILD = Path(__file__).with_name("async_child.py")
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    with Trainers(2, Path(__file__).with_name("async_child.py")) as found:
+        yield found
 
 
-@contextmanager
-def started(services: Sequence[Any], folder: Path, **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two trainers. Who hangs is killed at the deadline, and ends without having said what is waited for."""
+def job(services: Sequence[Any], **options: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"servers": [each.address for each in services], "staleness": 0, "overlap": False}
-    given |= {"whole": False, "epochs": 1, "wait_at": None, "checkpoint": None, "every": None} | options
-    meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
-    trainers = [
-        subprocess.Popen(
-            [sys.executable, str(CHILD), str(rank), "2", str(meeting), json.dumps(given)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    timers = [threading.Timer(DEADLINE_SECONDS, each.kill) for each in trainers]
-    for timer in timers:
-        timer.start()
-    try:
-        yield trainers
-    finally:
-        for timer in timers:
-            timer.cancel()
-            timer.join()
-        for each in trainers:
-            each.kill()
-            each.communicate()
+    return given | {"whole": False, "epochs": 1, "wait_at": None, "checkpoint": None, "every": None} | options
 
 
-def said(trainer: subprocess.Popen[str]) -> dict[str, Any]:
-    """Its next line."""
-    assert trainer.stdout is not None
-    line = trainer.stdout.readline()
-    assert line, "it ended, or was killed at the deadline"
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-def run(services: Sequence[Any], folder: Path, **options: Any) -> tuple[list[int], list[dict[str, Any]]]:
+def run(
+    trainers: Trainers, services: Sequence[Any], folder: Path, **options: Any
+) -> tuple[list[int], list[dict[str, Any]]]:
     """The steps of each trainer, and what it found."""
-    with started(services, folder, **options) as trainers:
-        steps = [said(each)["steps"] for each in trainers]
-        return steps, [said(each) for each in trainers]
+    with trainers.at_work(2, folder, job(services, **options)) as both:
+        steps = [said(each)["steps"] for each in both]
+        return steps, [said(each) for each in both]
 
 
 def summed(steps: Sequence[int]) -> list[float]:
@@ -75,9 +44,9 @@ def summed(steps: Sequence[int]) -> list[float]:
 
 
 @pytest.mark.parametrize(("staleness", "overlap"), [(0, False), (3, True)])
-def test_every_update_is_applied_once(staleness: int, overlap: bool, tmp_path: Path) -> None:
+def test_every_update_is_applied_once(trainers: Trainers, staleness: int, overlap: bool, tmp_path: Path) -> None:
     with serving(2) as services:
-        steps, found = run(services, tmp_path, whole=True, batches=41, staleness=staleness, overlap=overlap)
+        steps, found = run(trainers, services, tmp_path, whole=True, batches=41, staleness=staleness, overlap=overlap)
     assert steps == [21, 20], "each trains to its own end"
     for each in found:
         assert each["dense"] == [summed(steps)] and each["lost"] == {}
@@ -85,13 +54,13 @@ def test_every_update_is_applied_once(staleness: int, overlap: bool, tmp_path: P
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_none_waits_for_one_that_is_slow(waiting: int, tmp_path: Path) -> None:
+def test_none_waits_for_one_that_is_slow(trainers: Trainers, waiting: int, tmp_path: Path) -> None:
     """It stands at its first batch until the other one's two epochs are over."""
     with (
         serving(2) as services,
-        started(services, tmp_path, whole=True, batches=12, epochs=2, wait_at=[waiting, 1]) as trainers,
+        trainers.at_work(2, tmp_path, job(services, whole=True, batches=12, epochs=2, wait_at=[waiting, 1])) as both,
     ):
-        slow, other = trainers[waiting], trainers[1 - waiting]
+        slow, other = both[waiting], both[1 - waiting]
         assert said(slow) == {"at": 1}
         assert said(other) == {"steps": 12}
         assert slow.stdin is not None
@@ -101,28 +70,28 @@ def test_none_waits_for_one_that_is_slow(waiting: int, tmp_path: Path) -> None:
         assert said(slow)["dense"] == said(other)["dense"] == [summed([12, 12])]
 
 
-def test_together_they_learn_from_the_first_ones_start(tmp_path: Path) -> None:
+def test_together_they_learn_from_the_first_ones_start(trainers: Trainers, tmp_path: Path) -> None:
     with serving(2) as services:
-        _, found = run(services, tmp_path, batches=60, epochs=4, staleness=2, overlap=True)
+        _, found = run(trainers, services, tmp_path, batches=60, epochs=4, staleness=2, overlap=True)
     assert found[0]["began"] != found[1]["began"] and found[0]["dense"] == found[1]["dense"]
     for each in found:
         assert np.mean(each["losses"][-20:]) < 0.75 * np.mean(each["losses"][:20])
 
 
-def test_a_checkpoint_of_both(tmp_path: Path) -> None:
+def test_a_checkpoint_of_both(trainers: Trainers, tmp_path: Path) -> None:
     """They save at ends of their own, and both go on from there, on other servers."""
     folder = tmp_path / "run"
     with serving(2) as services:
-        steps, first = run(services, tmp_path, batches=9, checkpoint=str(folder))
+        steps, first = run(trainers, services, tmp_path, batches=9, checkpoint=str(folder))
     with serving(3) as services:
-        again, rest = run(services, tmp_path, batches=9, checkpoint=str(folder))
+        again, rest = run(trainers, services, tmp_path, batches=9, checkpoint=str(folder))
     assert steps == [5, 4] and not any(each["resumed"] for each in first)
     assert again == [5, 5] and all(each["resumed"] and not each["losses"] for each in rest)
     assert all(each["began"] == each["dense"] == first[0]["dense"] for each in rest)
 
 
-def test_saves_at_other_steps_are_refused(tmp_path: Path) -> None:
+def test_saves_at_other_steps_are_refused(trainers: Trainers, tmp_path: Path) -> None:
     with serving(1) as services:
-        _, found = run(services, tmp_path, batches=6, checkpoint=str(tmp_path / "run"), every=[2, 3])
+        _, found = run(trainers, services, tmp_path, batches=6, checkpoint=str(tmp_path / "run"), every=[2, 3])
     for each in found:
         assert each["refused"] == "the trainers save at steps [2, 3] with every_steps [2, 3]: save at the same ones"

@@ -54,7 +54,7 @@ def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
     while not (run / "end.npz").exists():
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        if kills < 6:
+        if kills < 4:
             for _ in range(rng.randint(1, 6)):  # so many steps, and then somewhere in the next
                 child.stdout.readline()
             try:

@@ -87,7 +87,7 @@ def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
 def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
     """After many a batch, at a moment of the trainer's."""
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
-    data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=3)
+    data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
     with serving(2) as services, working() as (worker,):

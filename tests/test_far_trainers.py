@@ -4,6 +4,7 @@ that look up themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from cluster import serving
 from far_parts import KillableWorker, dying, working
 from faults import killed_at_random
 from loop import NUM_IDS
-from test_trainers import run
+from trainers import Trainers
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    with Trainers(2) as found:
+        yield found
 
 
 @pytest.fixture
@@ -39,45 +46,49 @@ def both(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_two_trainers_have_the_bits_of_two_without_workers(tmp_path: Path, file: str, num_workers: int) -> None:
+def test_two_trainers_have_the_bits_of_two_without_workers(
+    trainers: Trainers, tmp_path: Path, file: str, num_workers: int
+) -> None:
     """Synchronous, with drops, over two epochs that end unevenly."""
     options: dict[str, Any] = {"batches": 0, "file": file, "dropped": [[None, 2], [0, 5]], "epochs": 2}
     with serving(2) as services:
-        wanted = run(services, 2, tmp_path, **options)
+        wanted = trainers.run(services, 2, tmp_path, **options)
     with serving(2) as services, working(num_workers) as workers:
-        found = run(services, 2, tmp_path, workers=[each.address for each in workers], overlap=True, **options)
+        found = trainers.run(services, 2, tmp_path, workers=[each.address for each in workers], overlap=True, **options)
         assert [len(each.host._seats) for each in workers] == [2 // num_workers] * num_workers
     assert found == wanted
     numbers = [number for each in found for batch in each["seen"] for number in batch]
     assert len(set(numbers)) > 200 and any("batches/uneven" in each["lost"] for each in found)
 
 
-def test_trainers_resume_with_workers_what_was_begun_without(tmp_path: Path, file: str) -> None:
+def test_trainers_resume_with_workers_what_was_begun_without(trainers: Trainers, tmp_path: Path, file: str) -> None:
     options: dict[str, Any] = {"batches": 0, "file": file}
     with serving(2) as services:
-        whole = run(services, 2, tmp_path, **options)
+        whole = trainers.run(services, 2, tmp_path, **options)
     with serving(2) as services:
-        first = run(services, 2, tmp_path, checkpoint=str(tmp_path / "run"), until=6, **options)
+        first = trainers.run(services, 2, tmp_path, checkpoint=str(tmp_path / "run"), until=6, **options)
     with serving(1) as services, working(2) as workers:
         where: dict[str, Any] = {
             "workers": [each.address for each in workers],
             "checkpoint": str(tmp_path / "run"),
         }
-        rest = run(services, 2, tmp_path, **where, **options)
+        rest = trainers.run(services, 2, tmp_path, **where, **options)
     for before, after, once in zip(first, rest, whole, strict=True):
         assert after["resumed"] and before["seen"][:4] + after["seen"] == once["seen"]
         assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
-def test_everything_is_killed_under_two_trainers(tmp_path: Path, file: str, seed: int, staleness: int) -> None:
+def test_everything_is_killed_under_two_trainers(
+    trainers: Trainers, tmp_path: Path, file: str, seed: int, staleness: int
+) -> None:
     """Two servers and the worker that the trainers share. Stale ones are applied in any order, but each once."""
     options: dict[str, Any] = {"batches": 0, "file": file, "epochs": 5, "staleness": staleness}
     with serving(2) as services:
-        wanted = run(services, 2, tmp_path, **options)
+        wanted = trainers.run(services, 2, tmp_path, **options)
     worker = KillableWorker()
     with killed_at_random(tmp_path, seed, 3) as (servers, _), dying([worker], seed, 4):
-        found = run(servers, 2, tmp_path, workers=[worker.address], overlap=True, **options)
+        found = trainers.run(servers, 2, tmp_path, workers=[worker.address], overlap=True, **options)
     assert [each["seen"] for each in found] == [each["seen"] for each in wanted]
     assert [each["updated"] for each in found] == [each["updated"] for each in wanted]
     if staleness == 0:

@@ -23,7 +23,7 @@ from satrap import Checkpoint, _core
 from satrap.errors import SharedMemoryError, SnapshotError
 from satrap.local import LocalWorker
 from test_remote_training import running
-from test_trainers import CHILD
+from trainers import CHILD
 
 MEGABYTE, PAGE = 1 << 20, 4096
 
@@ -152,16 +152,13 @@ def test_a_full_disk_under_several_trainers_is_told_by_all(tmp_path: Path) -> No
             "until": None,
         }
         given |= {"batches": 8, "epochs": 1, "accumulate": 1, "staleness": 0, "overlap": False, "dropped": []}
-        command = [sys.executable, str(CHILD)]
-        trainers = [
-            subprocess.Popen(
-                [*command, str(rank), "2", str(tmp_path / "meeting"), json.dumps(given)],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        command, pipe = [sys.executable, str(CHILD)], subprocess.PIPE
+        trainers = [subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) for _ in range(2)]
         try:
+            for rank, each in enumerate(trainers):
+                assert each.stdin is not None
+                each.stdin.write(json.dumps([rank, 2, str(tmp_path / "meeting"), given]) + "\n")
+                each.stdin.flush()
             told = [each.communicate(timeout=2 * DEADLINE_SECONDS)[1] for each in trainers]
         finally:
             for trainer in trainers:

@@ -202,8 +202,8 @@ def test_a_run_that_is_ended_leaves_nothing(tmp_path: Path, cluster: Any, whose:
     for folder in (told, killed):
         folder.mkdir()
     with (
-        started(told, JOB, *options, arguments=(str(told), "100000", "4")) as first,
-        started(killed, JOB, *options, arguments=(str(killed), "100000", "4")) as second,
+        started(told, JOB, *options, arguments=(str(told), "20000", "4")) as first,
+        started(killed, JOB, *options, arguments=(str(killed), "20000", "4")) as second,
     ):
         until(lambda: num_checkpoints(told) >= 1, first)
         until(lambda: num_checkpoints(killed) >= 1, second)

@@ -227,7 +227,7 @@ def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> None:
-    with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "100000", "4")) as run:
+    with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "20000", "4")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
         pids = list(children(run).values())
         run.send_signal(number)
@@ -382,7 +382,7 @@ def test_orders_of_many_at_once_are_whole(tmp_path: Path) -> None:
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    with started(tmp_path, JOB, arguments=(str(tmp_path), "100000", "4")) as run:
+    with started(tmp_path, JOB, arguments=(str(tmp_path), "20000", "4")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
         with started(tmp_path, JOB) as other:
             status, _, err = finished(other)

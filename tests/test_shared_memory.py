@@ -219,7 +219,7 @@ def assert_equal_rows(path: Path, acknowledged: int) -> tuple[int, int]:
 
 def test_kill_9_amid_updates(path: Path, rng: np.random.Generator) -> None:
     torn = updates = 0
-    for round_ in range(16):
+    for round_ in range(10):
         with child("count", path) as process:
             lines = kill_amid(process, rng, int(rng.integers(1, 6)))
         updates += len(lines)
@@ -227,7 +227,7 @@ def test_kill_9_amid_updates(path: Path, rng: np.random.Generator) -> None:
         assert most <= updates + round_ + 1, "more updates than were ever begun"
         torn += least != most
         gc.collect()
-    print(f"{torn} of 16 kills left buckets of two ages")
+    print(f"{torn} of 10 kills left buckets of two ages")
     assert torn > 0, "no kill came amid an update: the test shows nothing"
 
 
@@ -235,7 +235,7 @@ def test_kill_9_amid_insertion_and_eviction(path: Path, rng: np.random.Generator
     everyone = np.arange(5000, dtype=np.uint64)
     shares = [CHURN.capacity // 4] * 4 if CHURN.capacity else []
     latest = 0
-    for _ in range(12):
+    for _ in range(8):
         with child("churn", path, int(rng.integers(2**32))) as process:
             lines = kill_amid(process, rng, int(rng.integers(1, 40)))
         store = Store.attach(path, num_threads=1)
@@ -255,7 +255,7 @@ def test_kill_9_amid_insertion_and_eviction(path: Path, rng: np.random.Generator
 def test_kill_9_amid_growth(path: Path, rng: np.random.Generator) -> None:
     """Rows are born whole: acknowledged ones are all there, and every row holds its initial values."""
     acknowledged: list[int] = []
-    for _ in range(10):
+    for _ in range(8):
         with child("grow", path) as process:
             acknowledged += [int(line.split()[1]) for line in kill_amid(process, rng, int(rng.integers(1, 20)))]
         store = Store.attach(path, num_threads=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +20,13 @@ from faults import at_random, killed_at_random, stop_and_go
 from loop import batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.errors import CapacityError
+from trainers import Trainers
 
-CHILD = Path(__file__).with_name("trainer_child.py")
 
-
-def run(
-    services: Sequence[Any],
-    world: int,
-    folder: Path,
-    meanwhile: Callable[[list[subprocess.Popen[str]]], object] = lambda trainers: None,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    """What each trainer printed."""
-    given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
-    given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None}
-    given |= {"overflow": None, "scaler": None} | options
-    meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
-    trainers = [
-        subprocess.Popen(
-            [sys.executable, str(CHILD), str(rank), str(world), str(meeting), json.dumps(given)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        meanwhile(trainers)
-        told = [each.communicate(timeout=2 * DEADLINE_SECONDS)[0] for each in trainers]
-    finally:
-        for each in trainers:
-            each.kill()
-            each.wait()
-    assert [each.returncode for each in trainers] == [0] * world
-    return [json.loads(each) for each in told]
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    with Trainers(3) as found:
+        yield found
 
 
 def join(parts: list[Inputs]) -> Inputs:
@@ -94,9 +68,11 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
 
 
 @pytest.mark.parametrize(("world", "overlap"), [(2, False), (3, True)])
-def test_synchronous_trainers_are_one_on_the_joined_batch(world: int, overlap: bool, tmp_path: Path) -> None:
+def test_synchronous_trainers_are_one_on_the_joined_batch(
+    trainers: Trainers, world: int, overlap: bool, tmp_path: Path
+) -> None:
     with serving(2) as services:
-        found = run(services, world, tmp_path, batches=6 * world, overlap=overlap)
+        found = trainers.run(services, world, tmp_path, batches=6 * world, overlap=overlap)
     assert all(len(each["seen"]) == 6 for each in found)
     assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world, "each batch is one's"
     assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
@@ -137,9 +113,9 @@ def test_what_the_first_does_it_does_once_all_others_wait(tmp_path: Path) -> Non
     assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
 
 
-def test_a_step_that_all_drop_and_data_that_ends_unevenly(tmp_path: Path) -> None:
+def test_a_step_that_all_drop_and_data_that_ends_unevenly(trainers: Trainers, tmp_path: Path) -> None:
     with serving(2) as services:
-        found = run(services, 2, tmp_path, batches=9, dropped=[[None, 2]])
+        found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]])
     assert [len(each["seen"]) for each in found] == [4, 4], "nine batches are four for each, and one that one has more"
     assert [each["lost"] for each in found] == [{"batches/zero_grad": 1, "batches/uneven": 1}, {"batches/zero_grad": 1}]
     embeddings, _ = alone(found, 9, without=(2,))
@@ -148,10 +124,10 @@ def test_a_step_that_all_drop_and_data_that_ends_unevenly(tmp_path: Path) -> Non
         np.testing.assert_allclose(np.array(found[0]["rows"][name])[known], values[known], rtol=1e-4, atol=1e-6)
 
 
-def test_epochs_that_end_unevenly_and_a_save_between(tmp_path: Path) -> None:
+def test_epochs_that_end_unevenly_and_a_save_between(trainers: Trainers, tmp_path: Path) -> None:
     """A batch that one has more takes no step: both are at the same one in the second epoch, and at the save."""
     with serving(2) as services:
-        found = run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
+        found = trainers.run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
     assert [len(each["seen"]) for each in found] == [4, 4]
     assert [each["lost"] for each in found] == [{"batches/uneven": 2}, {}]
     _, model = alone(found, 5)
@@ -160,16 +136,16 @@ def test_epochs_that_end_unevenly_and_a_save_between(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
-def test_drops_of_some(tmp_path: Path, dropped: list[Any]) -> None:
+def test_drops_of_some(trainers: Trainers, tmp_path: Path, dropped: list[Any]) -> None:
     with serving(2) as services:
-        found = run(services, 2, tmp_path, batches=6, dropped=dropped)
+        found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped)
     assert all(len(each["seen"]) == 3 for each in found)
     assert all(each["rows"] == found[0]["rows"] for each in found)
 
 
-def test_a_micro_batch_that_is_dropped_leaves_the_others_of_its_step(tmp_path: Path) -> None:
+def test_a_micro_batch_that_is_dropped_leaves_the_others_of_its_step(trainers: Trainers, tmp_path: Path) -> None:
     with serving(2) as services:
-        found = run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
+        found = trainers.run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
     known = {json.dumps(each.values.tolist()): each for each in batches(8)}
     kept = [[known[json.dumps(each["seen"][k])] for each in found] for k in (1, 2, 3)]
     updated = dict.fromkeys(found[0]["updated"], 0)
@@ -180,9 +156,9 @@ def test_a_micro_batch_that_is_dropped_leaves_the_others_of_its_step(tmp_path: P
     assert found[0]["updated"] == updated
 
 
-def test_stale_trainers_apply_each_update_once(tmp_path: Path) -> None:
+def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Path) -> None:
     with serving(2) as services:
-        found = run(services, 2, tmp_path, batches=20, staleness=3, overlap=True)
+        found = trainers.run(services, 2, tmp_path, batches=20, staleness=3, overlap=True)
     known = {json.dumps(each.values.tolist()): each for each in batches(20)}
     updated = dict.fromkeys(found[0]["updated"], 0)
     for each in found:
@@ -196,56 +172,58 @@ def test_stale_trainers_apply_each_update_once(tmp_path: Path) -> None:
     assert all(each["dense"] == found[0]["dense"] for each in found)
 
 
-def test_trainers_resume_together_on_other_servers(tmp_path: Path) -> None:
+def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path: Path) -> None:
     """Bit for bit: each goes on at its own position, all at the same step."""
     folder = tmp_path / "run"
     with serving(2) as services:
-        whole = run(services, 2, tmp_path, batches=16)
+        whole = trainers.run(services, 2, tmp_path, batches=16)
     with serving(2) as services:
-        first = run(services, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
+        first = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
     with serving(3) as services:
-        rest = run(services, 2, tmp_path, batches=16, checkpoint=str(folder))
+        rest = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder))
     assert not any(each["resumed"] for each in first) and all(each["resumed"] for each in rest)
     for before, after, once in zip(first, rest, whole, strict=True):
         assert before["seen"][:4] + after["seen"] == once["seen"]
         assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
 
 
-def test_servers_that_are_killed_under_synchronous_trainers(tmp_path: Path, seed: int) -> None:
+def test_servers_that_are_killed_under_synchronous_trainers(trainers: Trainers, tmp_path: Path, seed: int) -> None:
     """Half of a step may wait there, and half of it be applied."""
     with killed_at_random(tmp_path, seed, 8) as (servers, _):
-        found = run(servers, 2, tmp_path, batches=120)
-    embeddings, model = alone(found, 120)
+        found = trainers.run(servers, 2, tmp_path, batches=600)
+    embeddings, model = alone(found, 600)
     for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
         torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-3, atol=1e-5)
     for name, values in rows(embeddings).items():
         np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
 
 
-def test_synchronous_trainers_and_servers_that_stand_still(tmp_path: Path, seed: int) -> None:
+def test_synchronous_trainers_and_servers_that_stand_still(trainers: Trainers, tmp_path: Path, seed: int) -> None:
     """At random moments, for a while: the others wait."""
     with killables(tmp_path) as servers:
 
-        def stop_some(trainers: list[subprocess.Popen[str]]) -> None:
-            faults = [*(stop_and_go(each, 0.8) for each in servers), *(stop_and_go(each, 0.8) for each in trainers)]
+        def stop_some(processes: list[subprocess.Popen[str]]) -> None:
+            faults = [*(stop_and_go(each, 0.8) for each in servers), *(stop_and_go(each, 0.8) for each in processes)]
             with at_random(faults, seed, num=10) as over:
                 assert over.wait(DEADLINE_SECONDS)
 
-        found = run(servers, 2, tmp_path, stop_some, batches=120)
-    embeddings, _ = alone(found, 120)
+        found = trainers.run(servers, 2, tmp_path, stop_some, batches=600)
+    embeddings, _ = alone(found, 600)
     for name, values in rows(embeddings).items():
         np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
 
 
-def test_an_overflow_that_one_trainer_alone_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_overflow_that_one_trainer_alone_has(
+    trainers: Trainers, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """torch's scaler for several trainers tells the others; with the common one it is refused."""
     with serving(1) as services:
-        found = run(services, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
+        found = trainers.run(services, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
     assert [each["scale"] for each in found] == [512.0, 512.0]
     assert [each["lost"] for each in found] == [{"batches/overflow": 1}] * 2
     assert found[0]["dense"] == found[1]["dense"]
-    with serving(1) as services, pytest.raises(AssertionError):
-        run(services, 2, tmp_path, batches=6, scaler="common", overflow=[1, 2])
+    with serving(1) as services, Trainers(2) as others, pytest.raises(AssertionError, match="it ended"):
+        others.run(services, 2, tmp_path, batches=6, scaler="common", overflow=[1, 2])
     assert "StreamError: 1 of 2 trainers found an overflow" in capfd.readouterr().err
 
 

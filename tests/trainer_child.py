@@ -1,5 +1,5 @@
 """One of several trainers, as torchrun starts it: trains a job under DDP with its rows on servers, and prints what came
-of it as one line of JSON. Arguments: rank, world, rendezvous file, and the job as JSON.
+of it as one line of JSON. Each line of its input is a job: rank, world, rendezvous file, and what it is, as JSON.
 """
 
 import json
@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, loss_of, tables
 from satrap import Checkpoint, Embeddings, Parquet
+from satrap.far import FarWorker
+from satrap.remote import RemoteWorker
 
 
 def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
@@ -67,8 +69,12 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
         "updated": {name: table.stats()["updated"] for name, table in embeddings.tables.items()},
     }
     dist.barrier()
-    print(json.dumps(found), flush=True)
+    if isinstance(embeddings.worker, FarWorker):
+        embeddings.worker.close()
+    elif isinstance(embeddings.worker, RemoteWorker):
+        embeddings.worker.servers.close()
     dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
 
 
 def scaler_of(kind: str | None) -> torch.amp.GradScaler:
@@ -78,4 +84,5 @@ def scaler_of(kind: str | None) -> torch.amp.GradScaler:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    for line in sys.stdin:
+        main(*json.loads(line))

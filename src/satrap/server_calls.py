@@ -38,9 +38,9 @@ class ServerCalls(Protocol):
 
     def members(self, origin: Origin, than: int) -> dict[str, Any]:
         """What this server knows: `version` of the map (0: it has no job), `greeted` (whether it was told of its job
-        since it was started), `turn` (of the newest mover); and if that version is higher than `than` the `members`, the
-        `job`, and its `state`: `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each table
-        `versions`, `expire_before` and `lrs`. The origin says nothing."""
+        since it was started), `turn` (of the newest mover); and if that version is higher than `than` the `members`,
+        the `job`, and its `state`: `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each
+        table `versions`, `expire_before` and `lrs`. The origin says nothing."""
         ...
 
     def begin_attempt(self, origin: Origin) -> None:

@@ -1,0 +1,92 @@
+"""Trainers for tests: processes that have imported torch, which takes them longer than most jobs, and do one job after
+another. They end well when the last test is over; a test that fails costs all of them, and the next one has others.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster import DEADLINE_SECONDS
+
+CHILD = Path(__file__).with_name("trainer_child.py")
+
+
+class Trainers:
+    """As many as a test has at most."""
+
+    def __init__(self, most: int, child: Path = CHILD) -> None:
+        self._most, self._child = most, child
+        self._start()
+
+    def __enter__(self) -> Trainers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._processes:
+            each.communicate(timeout=DEADLINE_SECONDS)
+        assert [each.returncode for each in self._processes] == [0] * self._most
+
+    def run(
+        self,
+        services: Sequence[Any],
+        world: int,
+        folder: Path,
+        meanwhile: Callable[[list[subprocess.Popen[str]]], object] = lambda trainers: None,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """What each of so many found in a job of trainer_child.py."""
+        given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
+        given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None}
+        with self.at_work(world, folder, given | options) as trainers:
+            meanwhile(trainers)
+            return [said(each) for each in trainers]
+
+    @contextmanager
+    def at_work(self, world: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
+        """So many, which have been given a job. Who hangs is killed, without having said what is waited for."""
+        meeting, trainers = folder / f"meeting-{len(list(folder.iterdir()))}", self._processes[:world]
+        timers = [threading.Timer(2 * DEADLINE_SECONDS, each.kill) for each in trainers]
+        for timer in timers:
+            timer.start()
+        try:
+            for rank, each in enumerate(trainers):
+                assert each.stdin is not None
+                each.stdin.write(json.dumps([rank, world, str(meeting), job]) + "\n")
+                each.stdin.flush()
+            yield trainers
+        except BaseException:
+            self._kill()
+            self._start()
+            raise
+        finally:
+            for timer in timers:
+                timer.cancel()
+                timer.join()
+
+    def _start(self) -> None:
+        command = [sys.executable, str(self._child)]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(self._most)
+        ]
+
+    def _kill(self) -> None:
+        for each in self._processes:
+            each.kill()
+            each.communicate()
+
+
+def said(trainer: subprocess.Popen[str]) -> dict[str, Any]:
+    """Its next line."""
+    assert trainer.stdout is not None
+    line = trainer.stdout.readline()
+    assert line, "it ended, or was killed at the deadline"
+    found: dict[str, Any] = json.loads(line)
+    return found

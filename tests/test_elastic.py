@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, remote, serving
+from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killables, remote, serving
 from faults import killed_at_random
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
-from satrap.errors import NotReadyError, SnapshotError
+from satrap.errors import ConfigError, NotReadyError, SnapshotError
 from satrap.features import Features
 from satrap.local import LocalWorker
 from satrap.mover import Moved, Mover
@@ -372,6 +372,89 @@ def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPa
         for name, each in worker.tables.items():
             each.check()
             assert each.stats()["rows"] == local.tables[name].stats()["rows"]
+
+
+def test_a_mover_that_slept_while_another_moved_is_refused(
+    monkeypatch: pytest.MonkeyPatch, seed: int, rng: np.random.Generator
+) -> None:
+    """Asleep before one of its calls, now this and now that, while another one does what it wants."""
+    local, slept, refused = LocalWorker(features(), num_threads=1), 0, 0
+    begin, mine = Client.begin, threading.get_ident()
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        addresses = [each.address for each in services]
+        with Training(local, worker, rng):
+            for num_calls in range(seed % 12, 1000, 12):
+                left, others = [num_calls], addresses[: 2 + slept % 2]
+
+                def interrupted(
+                    self: Client[Any], *arguments: Any, left: list[int] = left, others: list[str] = others, **named: Any
+                ) -> Any:
+                    if threading.get_ident() == mine:
+                        left[0] -= 1
+                        if left[0] == -1:
+                            Mover(addresses, others, group_bytes=500, breath=0.0).run()
+                    return begin(self, *arguments, **named)
+
+                monkeypatch.setattr(Client, "begin", interrupted)
+                try:
+                    Mover(addresses, addresses[1:], group_bytes=500, breath=0.0).run()
+                except ConfigError as error:
+                    assert "another mover is at work" in str(error)
+                    refused += 1
+                monkeypatch.setattr(Client, "begin", begin)
+                if left[0] >= 0:
+                    break  # it was done before
+                slept += 1
+        assert contents(worker) == contents(local) and slept > 5 and refused > slept // 2
+        for each in worker.tables.values():
+            each.check()
+
+
+def test_turns_outlive_the_server(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Killed, or begun anew by a clear: a mover of before is refused."""
+    buckets = np.array([0], np.uint32)
+    with killables(tmp_path, 1) as servers, remote(features(), [servers[0].address]) as worker:
+        for _ in range(2):
+            Mover([servers[0].address], [servers[0].address]).run()
+        servers[0].kill()
+        servers[0].restart()
+        worker.tables["item"].stats()  # greets it
+        with Client(ServerCalls, servers[0].address) as client:
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="another mover is at work: turn 2 has begun after this one's, 1"):
+                    client.call.freeze(Origin(step=1, map_version=1), 7, buckets)
+                worker.tables.clear()
+            with pytest.raises(ConfigError, match="has begun turn 2, too"):
+                client.call.begin_turn(Origin(step=2), 12)
+
+
+def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator) -> None:
+    local, caught = LocalWorker(features(), num_threads=1), list[BaseException]()
+    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+        addresses = [each.address for each in services]
+
+        def move(number: int) -> None:
+            draw = np.random.default_rng([seed, number])
+            for _ in range(40):
+                wanted = [str(each) for each in draw.permutation(addresses)[: draw.integers(1, 4)]]
+                try:
+                    Mover(addresses, wanted, deadline=DEADLINE_SECONDS, group_bytes=500, breath=0.0).run()
+                except ConfigError as error:
+                    if "another mover is at work" not in str(error):
+                        caught.append(error)
+                except BaseException as error:
+                    caught.append(error)
+
+        movers = [threading.Thread(target=move, args=(number,)) for number in range(3)]
+        with Training(local, worker, rng):
+            for each in movers:
+                each.start()
+            for each in movers:
+                each.join(DEADLINE_SECONDS)
+        Mover(addresses, addresses[:2], breath=0.0).run()
+        assert contents(worker) == contents(local) and caught == []
+        for table in worker.tables.values():
+            table.check()
 
 
 def test_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:

@@ -153,10 +153,11 @@ class Machine:
         return sorted((each for each in self.alive if each.role is Role.TRAINER), key=lambda each: each.number)
 
 
-def training(servers: int = 2, workers: int = 1, trainers: int = 2, restarts: int = 3) -> Machine:
-    machine = Machine(Plan(servers=servers, workers=workers, trainers=trainers, restarts=restarts))
+def training(**plan: int) -> Machine:
+    whole = Plan(**{"servers": 2, "workers": 1, "trainers": 2} | plan)
+    machine = Machine(whole)
     machine.all_ready()
-    assert len(machine.trainers()) == trainers
+    assert len(machine.trainers()) == whole.trainers
     return machine
 
 
@@ -312,7 +313,7 @@ def test_more_servers_and_fewer_while_trainers_run() -> None:
     machine.all_ready()
     assert machine.moving == tuple(f"tcp://127.0.0.1:{n}" for n in (1, 2, 3, 4))
     machine.happen(Wanted(3, "too soon"))
-    assert "not now, buckets are being moved" in machine.said[-1]
+    assert "refused, buckets are being moved; ask again" in machine.said[-1]
     machine.happen(Moved("a server is silent"))
     assert machine.moving is not None and machine.supervisor.membership.servers == machine.moving[:2]
     machine.happen(Moved())
@@ -334,6 +335,15 @@ def test_more_servers_and_fewer_while_trainers_run() -> None:
     assert machine.finished == 1 and "giving up" in machine.said[-1]
 
 
+def test_no_more_servers_than_there_may_be() -> None:
+    machine = training(servers=2, workers=0, max_servers=3)
+    machine.happen(Wanted(4, "asked for"))
+    assert "4 servers wanted: refused, there may be 3 at most" in machine.said[-1] and machine.moving is None
+    machine.happen(Wanted(3, "asked for"))
+    machine.all_ready()
+    assert machine.moving is not None and len(machine.moving) == 3
+
+
 def test_a_machine_that_is_lost_while_buckets_move() -> None:
     """All begin empty, as many as were wanted; the move that was under way has nothing to do any more."""
     machine = training(servers=2, workers=0)
@@ -349,7 +359,7 @@ def test_a_machine_that_is_lost_while_buckets_move() -> None:
     machine.all_ready()
     assert len(machine.supervisor.membership.servers) == 3 and max(machine.launches) == 2
     machine.happen(Wanted(2, "asked for"))
-    assert "not now, buckets are being moved" in machine.said[-1], "the one before must give up first"
+    assert "refused, buckets are being moved" in machine.said[-1], "the one before must give up first"
     machine.happen(Moved("a server is silent"))
     machine.happen(Wanted(2, "asked for"))
     machine.happen(Moved())

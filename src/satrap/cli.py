@@ -56,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worker.add_argument("--threads", type=int, help="of a call (default: the cores)")
     _add_run(commands)
     own, script_arguments = _split(sys.argv[1:] if arguments is None else arguments)
-    given = parser.parse_args(own)
+    given, unknown = parser.parse_known_args(own)
+    if unknown:
+        hint = "; arguments of the script go behind --" if given.command == "run" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         if given.die_with is not None:
             from satrap.cluster.children import die_with
@@ -112,7 +115,7 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "--workers", type=int, default=0, metavar="N", help="that read and look up (default: the trainers)"
     )
     run.add_argument("--trainers", type=int, default=1, metavar="N", help="that run the script (default 1)")
-    run.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of its logs (default satrap-run)")
+    run.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of this run alone (default satrap-run)")
     run.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for the rows (default /dev/shm)")
     run.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row, soon after a start (default 3)")
     run.add_argument("--max-servers", type=int, metavar="N", help="add servers by memory and work, up to so many")
@@ -157,7 +160,13 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     from satrap.cluster.run import folder_of_one_run, run
     from satrap.cluster.supervisor import Plan
 
-    plan = Plan(servers=given.servers, workers=given.workers, trainers=given.trainers, restarts=given.restarts)
+    plan = Plan(
+        servers=given.servers,
+        workers=given.workers,
+        trainers=given.trainers,
+        restarts=given.restarts,
+        max_servers=given.max_servers,
+    )
     gib = given.server_gib
     if gib is not None and (given.max_servers is None or not 0 < gib < math.inf):
         why = f"server-gib is {gib}" if given.max_servers is not None else "there is --server-gib and no --max-servers"
@@ -195,7 +204,7 @@ def _scale(folder: Path, servers: int) -> Iterator[str]:
     from satrap.cluster.resizer import ask_for
 
     ask_for(folder, check_integer("scale", "servers", servers, 1, 65535))
-    yield f"asked for {servers} servers; the run says what comes of it"
+    yield f"asked for {servers} server{'s'[: servers != 1]}; the run says what comes of it"
 
 
 def _move(now: Sequence[str], wanted: Sequence[str], keys: str | None) -> Iterator[str]:

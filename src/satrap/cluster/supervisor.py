@@ -153,6 +153,8 @@ class Plan:
     restarts: int = 3
     """How often in a row a process is started again that lived for less than `settled_seconds`."""
     settled_seconds: float = 300.0
+    max_servers: int | None = None
+    """To which the run's figures, or the user, may raise their number; None: to any."""
     early_seconds: float = 60.0
     """A launch that ends by itself within them is not tried again: it is the script, most likely."""
 
@@ -332,7 +334,9 @@ class Supervisor:
     def _resize(self, wanted: Wanted, now: float) -> list[Order]:
         have = len(self._members)
         if self._phase is not _Phase.TRAINING or self._future is not None or self._moving:
-            return [Say(f"{_count(wanted.servers, 'server')} wanted: not now, {self._busy()}")]
+            return [Say(f"{_count(wanted.servers, 'server')} wanted: refused, {self._busy()}; ask again after that")]
+        if wanted.servers > (most := self._plan.max_servers or MOST_PROCESSES):
+            return [Say(f"{_count(wanted.servers, 'server')} wanted: refused, there may be {most} at most")]
         if not 1 <= wanted.servers <= MOST_PROCESSES or wanted.servers == have:
             return [Say(f"{_count(wanted.servers, 'server')} wanted, and there are {have}: nothing is done")]
         number = max(each for role, each in self._starts if role is Role.SERVER) + 1

@@ -34,6 +34,8 @@ def train(place: Place, script: str, arguments: Sequence[str], listener: int | N
         runpy.run_path(script, run_name="__main__")
         if place.world > 1 and dist.is_initialized():
             dist.all_reduce(torch.zeros(1))  # who is done first stays until nobody needs it
+    except KeyboardInterrupt:  # the run's end, which says so itself; where the script was is of no interest
+        raise SystemExit(130) from None
     finally:
         # torch's threads let go of a tensor with Python's lock in hand; one that asks for it after Python has ended
         # aborts the process, as of torch 2.13.

@@ -410,6 +410,14 @@ def test_a_mover_that_slept_while_another_moved_is_refused(
             each.check()
 
 
+def test_servers_are_called_what_the_first_trainer_calls_them() -> None:
+    with serving(2) as services:
+        addresses = [each.address for each in services]
+        others = [each.replace("127.0.0.1", "localhost") for each in addresses]
+        with remote(table(), addresses), remote(table(), others), Client(ServerCalls, addresses[0]) as client:
+            assert client.call.members(Origin(), 0)["members"]["addresses"] == addresses
+
+
 def test_turns_outlive_the_server(tmp_path: Path, rng: np.random.Generator) -> None:
     """Killed, or begun anew by a clear: a mover of before is refused."""
     buckets = np.array([0], np.uint32)

@@ -68,16 +68,17 @@ class Server(MovingServer):
         if found != needed:
             raise ConfigError(f"hello: the bucket map is of {found} buckets, and the tables have {needed}")
         with self._changed:
-            if origin.step:
+            if by_mover := origin.step > 0:
                 self._require_turn(origin)
             if self._served is None:
                 if not commit:
                     return {"attempt": 0, "latest_step": 0, "lrs": [table.optimizer.lr for table in wanted.tables]}
                 self._served = self._empty(wanted, server, len(given.addresses))
             served = self._served
-            self._agree(served, wanted, given, server)
+            self._agree(served, wanted, given, server, by_mover)
             if commit:
-                if served.members != given:
+                known = served.members
+                if known is None or known.version != given.version or (by_mover and known != given):
                     served.follow(given, server)
                 served.greeted = True
         return {
@@ -315,15 +316,17 @@ class Server(MovingServer):
             served.oldest_open[origin.trainer] = given
             return min(origin.step, *served.oldest_open.values())
 
-    def _agree(self, served: Served, job: Job, given: Members, server: int) -> None:
-        """Raises unless hello is said to the right server, by somebody who knows of its members."""
+    def _agree(self, served: Served, job: Job, given: Members, server: int, by_mover: bool) -> None:
+        """Raises unless hello is said to the right server, by somebody who knows of its members. A mover may tell one
+        that owns nothing of others than one that was replaced did."""
         differences, known = job.differences(served.job), served.members
-        idle = not (served.owned().any() or server in given.bucket_map.flat()) if known is not None else False
+        idle = known is not None and not (served.owned().any() or server in given.bucket_map.flat())
         same_map = known is None or known.version == given.version
+        must_agree = same_map and not (idle and by_mover)
         here, there = (server, len(given.addresses)), (served.number, served.num_servers)
-        if same_map and not idle and here != there:
+        if must_agree and here != there:
             differences.append(f"server: number {here[0]} of {here[1]} here, {there[0]} of {there[1]} there")
-        elif known is not None and same_map and not idle and known.bucket_map != given.bucket_map:
+        elif known is not None and must_agree and known.bucket_map != given.bucket_map:
             differences.append(f"bucket map {given.version}: other owners")
         if differences:
             raise ConfigError(f"the server belongs to another job: {'; '.join(differences)}")

@@ -180,12 +180,16 @@ def test_an_error_reaches_the_user_with_its_stage(mode: str, stage: str) -> None
 
 
 @each_way
-def test_closing_in_the_middle_leaves_no_thread(mode: str) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_closing_in_the_middle_leaves_no_thread(mode: str, interrupted: bool) -> None:
+    """Interrupted: a Ctrl-C that came when the lock was taken and what it is for had not begun leaves it taken."""
     before = set(threading.enumerate())
     tables = Tables()
     pipeline = make(numbers(1000), Gate(3), tables, mode)
     pipeline.next()
     pipeline.submit(tables.update(1))
+    if interrupted:
+        pipeline._changed.acquire()
     pipeline.close()
     pipeline.close()
     assert set(threading.enumerate()) == before

@@ -107,6 +107,7 @@ class Pipeline(Generic[Item]):
         self._state: _State[Item] = _State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._living = 0  # of them
         if overlap:
             work: dict[str, Callable[[], None]] = {"read": self._read_ahead}
             if remote and gate.apart:
@@ -114,7 +115,9 @@ class Pipeline(Generic[Item]):
             else:
                 work["tables"] = partial(self._work, _TABLES)
             for name, each in work.items():
-                self._threads.append(threading.Thread(target=each, name=f"satrap-{name}", daemon=True))
+                target = partial(self._live, each)
+                self._threads.append(threading.Thread(target=target, name=f"satrap-{name}", daemon=True))
+            self._living = len(self._threads)
             for thread in self._threads:
                 thread.start()
             atexit.register(self.close)  # a script that ends in the middle of a stream
@@ -223,13 +226,16 @@ class Pipeline(Generic[Item]):
 
     def close(self) -> None:
         """Ends the threads; whatever was not updated stays so. Safe to call twice."""
+        until = time.monotonic() + _CLOSE_SECONDS
         with self._changed:
             self._state.closed = True
             self._changed.notify_all()
+            # Waits here, which lets go of the lock altogether: a Ctrl-C may have come when it was just taken.
+            self._changed.wait_for(lambda: self._living == 0, _CLOSE_SECONDS)
         atexit.unregister(self.close)
         threads, self._threads = self._threads, []
         for thread in threads:
-            thread.join(_CLOSE_SECONDS)
+            thread.join(max(0.1, until - time.monotonic()))
         left = [thread.name for thread in threads if thread.is_alive()]
         if left:
             self._inputs = iter(())  # a source that runs cannot be closed
@@ -360,6 +366,14 @@ class Pipeline(Generic[Item]):
         self.seconds.update += time.perf_counter() - began
 
     # -- the threads --------------------------------------------------------------------------------------------------
+
+    def _live(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            with self._changed:
+                self._living -= 1
+                self._changed.notify_all()
 
     def _read_ahead(self) -> None:
         try:

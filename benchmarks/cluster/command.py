@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.cluster.processes import end
+
 ANYWHERE = "tcp://127.0.0.1:0"
 
 
@@ -32,8 +34,4 @@ def satrap_server(
     finally:
         process.terminate()
         process.stdout.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)

@@ -26,11 +26,16 @@ def talking(command: Sequence[str], **options: Any) -> Iterator["subprocess.Pope
     finally:
         process.stdin.close()
         process.stdout.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Waits for a process that was told to end; kills it if it does not."""
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def tell(process: "subprocess.Popen[str]", what: Any) -> None:

@@ -7,8 +7,10 @@ With "whole" the model is one parameter whose gradients are whole numbers, so th
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +39,15 @@ def gradient(rank: int, step: int) -> Tensor:
     return 2.0 * ((torch.arange(NUM_WHOLE) * (3 + rank) + 5 * step) % 11)
 
 
+def summed(steps: Sequence[int]) -> list[float]:
+    """What whole gradients make of a parameter that began at 0."""
+    total = np.zeros(NUM_WHOLE, np.float32)
+    for rank, last in enumerate(steps):
+        for step in range(1, last + 1):
+            total -= gradient(rank, step).numpy() / 2
+    return [float(each) for each in total]
+
+
 def data_of(job: dict[str, Any]) -> list[Inputs]:
     """Labels that the dense numbers tell."""
     made = batches(job["batches"])
@@ -57,8 +68,8 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], servers=job["servers"], dense="async")
     model: Any = Whole() if job["whole"] else Net()
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=1.0 if job["whole"] else 0.2))
-    data = data_of(job)
-    run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data) if job["checkpoint"] else None
+    data = data_of(job)[: world * job["lengths"][rank]] if job["lengths"] else data_of(job)
+    run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, keep=100) if job["checkpoint"] else None
     resumed = run is not None and run.resume()
     found: dict[str, Any] = {"resumed": resumed, "began": dense(model), "losses": [], "refused": None}
     for _ in range(job["epochs"]):
@@ -77,7 +88,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
             except CheckpointError as error:
                 found["refused"] = str(error)
     say({"steps": embeddings.step})
-    if run is not None and not job["every"]:
+    if run is not None:
         run.save()
     dist.barrier()
     embeddings.drain()

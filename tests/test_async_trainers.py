@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_child import NUM_WHOLE, gradient
+from async_child import summed
 from cluster import serving
 from trainers import Trainers, said
 
@@ -22,7 +23,8 @@ def trainers() -> Iterator[Trainers]:
 
 def job(services: Sequence[Any], **options: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"servers": [each.address for each in services], "staleness": 0, "overlap": False}
-    return given | {"whole": False, "epochs": 1, "wait_at": None, "checkpoint": None, "every": None} | options
+    given |= {"whole": False, "epochs": 1, "wait_at": None, "checkpoint": None, "every": None, "lengths": None}
+    return given | options
 
 
 def run(
@@ -32,15 +34,6 @@ def run(
     with trainers.at_work(2, folder, job(services, **options)) as both:
         steps = [said(each)["steps"] for each in both]
         return steps, [said(each) for each in both]
-
-
-def summed(steps: Sequence[int]) -> list[float]:
-    """What whole gradients make of a parameter that began at 0."""
-    total = np.zeros(NUM_WHOLE, np.float32)
-    for rank, last in enumerate(steps):
-        for step in range(1, last + 1):
-            total -= gradient(rank, step).numpy() / 2
-    return [float(each) for each in total]
 
 
 @pytest.mark.parametrize(("staleness", "overlap"), [(0, False), (3, True)])
@@ -90,8 +83,32 @@ def test_a_checkpoint_of_both(trainers: Trainers, tmp_path: Path) -> None:
     assert all(each["began"] == each["dense"] == first[0]["dense"] for each in rest)
 
 
+@pytest.mark.parametrize("lengths", [[9, 3], [3, 9]])
+def test_one_that_is_done_takes_part_in_the_others_saves(
+    trainers: Trainers, lengths: list[int], tmp_path: Path
+) -> None:
+    """What they save then has all of its batches, and goes on where the others were."""
+    folder = tmp_path / "run"
+    options: dict[str, Any] = {"whole": True, "batches": 18, "lengths": lengths, "every": [2, 2]}
+    with serving(2) as services:
+        steps, first = run(trainers, services, tmp_path, checkpoint=str(folder), **options)
+    assert steps == lengths and all(each["dense"] == [summed(lengths)] for each in first)
+    saved = sorted(folder.iterdir())
+    assert [each.name.partition("-")[2] for each in saved] == [f"step-{step}" for step in (2, 4, 6, 8, 9)]
+    for checkpoint in saved[3:]:
+        shutil.rmtree(checkpoint)
+    with serving(3) as services:
+        again, rest = run(trainers, services, tmp_path, checkpoint=str(folder), **options)
+    so_far = [min(length, 6) for length in lengths]
+    assert again == [6 if length == 3 else 9 for length in lengths]
+    for each in rest:
+        assert each["began"] == [summed(so_far)] and each["dense"] == [summed(lengths)] and each["lost"] == {}
+
+
 def test_saves_at_other_steps_are_refused(trainers: Trainers, tmp_path: Path) -> None:
     with serving(1) as services:
         _, found = run(trainers, services, tmp_path, batches=6, checkpoint=str(tmp_path / "run"), every=[2, 3])
     for each in found:
-        assert each["refused"] == "the trainers save at steps [2, 3] with every_steps [2, 3]: save at the same ones"
+        assert each["refused"] == (
+            "the trainers save into ['run', 'run'] at steps [2, 3] with every_steps [2, 3]: save alike"
+        )

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from async_child import summed
 from runs import (
     JOB,
     SATRAP,
@@ -34,6 +35,8 @@ from runs import (
 from satrap.cluster.resizer import Resizer, ask_for
 from satrap.cluster.run import folder_of_one_run
 from satrap.cluster.supervisor import Event, Wanted
+
+ASYNC = JOB.with_name("async_job.py")
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
@@ -198,6 +201,22 @@ def test_workers_read_and_one_is_killed_and_then_a_server_is_lost(tmp_path: Path
         with np.load(folder / "end.npz") as found:
             wanted = wanted or dict(found)
             assert int(found["step"]) == 40 and all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_trainer_that_is_done_stays_for_what_the_others_save(tmp_path: Path, seed: int) -> None:
+    """Without one word of its script; and when one is killed meanwhile, every update is applied once."""
+    draw, lengths = np.random.default_rng(seed), [40, 7]
+    options = ("--servers", "2", "--trainers", "2")
+    for alive in (False, True):
+        with started(tmp_path, ASYNC, *options, arguments=(str(tmp_path), "40,7", "4")) as run:
+            if not alive:
+                until(lambda: num_checkpoints(tmp_path) >= 3, run)
+                os.kill(children(run)[f"trainer {draw.integers(2)}"], signal.SIGKILL)
+            status, _, err = finished(run)
+        assert status == 0, err
+    for rank in range(2):
+        step, weight = json.loads((tmp_path / f"resumed-{rank}").read_text())
+        assert (step, weight) == (40, summed(lengths))
 
 
 @pytest.mark.parametrize("victim", ["trainer 0", "server 0"])

@@ -34,11 +34,13 @@ from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotEr
 from satrap.folder import put_on_disk
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
+from satrap.place import before_end
 from satrap.runfolder import Entry, RunFolder, checksum
 from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
 from satrap.trainers import unwrapped
 
 _STATE = "state.safetensors"
+_ENDED = 0  # told instead of every_steps
 
 
 class Checkpoint:
@@ -69,8 +71,7 @@ class Checkpoint:
         if taken:
             raise CheckpointError(f"further holds {sorted(taken)}; these are saved anyway: take other names")
         for name, value in (("keep", keep), ("full_every", full_every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"{name} is {value!r}; wanted an integer, 1 or more")
+            _require_count(name, value)
         self._home = RunFolder(os.fspath(path))
         self._objects = {"model": unwrapped(model), "optimizer": optimizer, **(further or {})}
         self._embeddings, self._data = embeddings, data
@@ -81,29 +82,50 @@ class Checkpoint:
         self._since_full = 0
         self._saved_step = -1
         self._source: Mapping[str, Any] | None = None
+        if embeddings.apart:
+            before_end(self._stay)
 
     def save(self, *, every_steps: int | None = None) -> bool:
         """Writes a checkpoint; returns whether it did. every_steps: only if the step is a multiple, once.
 
-        Several trainers all call it, at the same step; the first one writes. Those with dense="async" may end at steps
-        of their own, and call it then without every_steps.
+        Several trainers all call it, at the same step; the first one writes. Those with dense="async" may come at steps
+        of their own, and one that calls it without every_steps takes part in what the others save until all do so.
         """
-        step, trainers = self._embeddings.step, self._embeddings.trainers
+        if every_steps is not None:
+            _require_count("every_steps", every_steps)
+        step = self._embeddings.step
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             return False
+        while not self._take_part(every_steps):
+            pass
+        self._saved_step = step
+        return True
+
+    def _stay(self) -> None:
+        """Takes part in what the others save until all are at the end of their scripts."""
+        while not self._take_part(_ENDED):
+            pass
+
+    def _take_part(self, every_steps: int | None) -> bool:
+        """One save of all trainers; whether it is what this one came for."""
+        trainers, together = self._embeddings.trainers, not self._embeddings.apart
         with self._embeddings.paused():
             position = self._embeddings.position_of(self._data)
-            told = json.dumps([step, every_steps, None if position is None else position.to_dict()]).encode()
-            steps, every, positions = zip(*map(json.loads, trainers.gather(told)), strict=True)  # so all are paused
-            if len(set(every)) > 1 or (every_steps is not None and len(set(steps)) > 1):
+            own = [self._home.name, self._embeddings.step, every_steps, position and position.to_dict()]
+            told = trainers.gather(json.dumps(own).encode(), patient=True)  # so all are paused
+            homes, steps, every, positions = zip(*map(json.loads, told), strict=True)
+            if set(every) == {_ENDED}:
+                return True
+            going_on = set(every) if together else set(every) - {None, _ENDED}
+            if len(set(homes)) > 1 or len(going_on) > 1 or (together and len(set(steps)) > 1):
                 raise CheckpointError(
-                    f"the trainers save at steps {list(steps)} with every_steps {list(every)}: save at the same ones"
+                    f"the trainers save into {list(homes)} at steps {list(steps)} with every_steps {list(every)}: save "
+                    "alike"
                 )
             self._embeddings.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
             trainers.first_does(lambda: self._write(max(steps), positions, randoms), CheckpointError)
-        self._saved_step = step
-        return True
+        return every_steps in going_on or (every_steps is None and not going_on)
 
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
         with self._home.new(step) as folder:
@@ -270,6 +292,11 @@ class Checkpoint:
                 "folder"
             )
         return state
+
+
+def _require_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{name} is {value!r}; wanted an integer, 1 or more")
 
 
 def _random_state() -> dict[str, Any]:

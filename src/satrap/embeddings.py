@@ -88,13 +88,14 @@ class Embeddings(torch.nn.Module):
         self.deterministic = deterministic
         self.trainers = Trainers()
         check_choice("Embeddings", "dense", dense, ("sync", "async"))
-        self._apart = dense == "async"
+        self.apart = dense == "async"
+        """Whether trainers step without each other."""
         self._require_possible(servers)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         rows = RowsAt(shared, servers, keys, wire, workers)
         self._open = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
-        self._worker = None if self._apart else self._open()
+        self._worker = None if self.apart else self._open()
         self._dense: DenseParameters | None = None
         self._step = 0
         self._past = Counters()  # of the training streams that ended
@@ -106,10 +107,10 @@ class Embeddings(torch.nn.Module):
 
     def _require_possible(self, servers: Sequence[str] | None) -> None:
         """Raises if some options do not go together."""
-        if self.deterministic and (self.staleness > 0 or self._apart) and self.trainers.world > 1:
-            how = "dense='async'" if self._apart else f"staleness {self.staleness}"
+        if self.deterministic and (self.staleness > 0 or self.apart) and self.trainers.world > 1:
+            how = "dense='async'" if self.apart else f"staleness {self.staleness}"
             raise ConfigError(f"deterministic=True with {how} is for one trainer; here are several")
-        if self._apart:
+        if self.apart:
             require_free_names(self.features.tables)
             if servers is None and here() is None:
                 raise ConfigError("dense='async' and no servers: name those that are to hold the dense parameters")
@@ -156,7 +157,7 @@ class Embeddings(torch.nn.Module):
         it, once."""
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; wanted a torch.optim.Optimizer")
-        self._optimizer = HybridOptimizer(dense, self, self._open_with(dense) if self._apart else None)
+        self._optimizer = HybridOptimizer(dense, self, self._open_with(dense) if self.apart else None)
         return self._optimizer
 
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
@@ -166,7 +167,7 @@ class Embeddings(torch.nn.Module):
 
         compress: the type that the gradients cross the network in, by DDP's own hook; None: as they are.
         """
-        return model if self._apart else self.trainers.parallel(model, compress)
+        return model if self.apart else self.trainers.parallel(model, compress)
 
     def _open_with(self, dense: torch.optim.Optimizer) -> DenseParameters:
         if self._dense is not None:

@@ -4,7 +4,7 @@ A script is the same alone and on a cluster. Alone there is no place; in a run, 
 workers, keys) is the run's. Values only; who starts a trainer sets them before its script begins.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -59,6 +59,7 @@ class Place:
 
 
 _here: Place | None = None
+_before_end: list[Callable[[], None]] = []
 
 
 def here() -> Place | None:
@@ -70,3 +71,15 @@ def stand(place: Place) -> None:
     """This process stands there from now on."""
     global _here
     _here = place
+
+
+def before_end(work: Callable[[], None]) -> None:
+    """Have it done when the script is over; whoever is in no run ends without."""
+    if _here is not None:
+        _before_end.append(work)
+
+
+def end() -> None:
+    """The script is over."""
+    for work in _before_end:
+        work()

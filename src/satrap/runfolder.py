@@ -106,6 +106,11 @@ class RunFolder:
             weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
         self._path = Path(path.removeprefix("file://"))
 
+    @property
+    def name(self) -> str:
+        """Its last part, the same wherever the folder is seen from."""
+        return Path(self._remote_path if self._remote is not None else self._path.absolute()).name
+
     @contextmanager
     def new(self, step: int) -> Iterator[Path]:
         """A hidden folder for a checkpoint of the step; removed unless it is published. One save at a time."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from satrap.errors import ConfigError, StreamError
 
 Compress = Literal["float16", "bfloat16"]
-_PATIENCE = timedelta(days=7)  # with the first trainer's saves and restores; torch's own is half an hour
+PATIENCE = timedelta(days=7)  # with what takes one of them longer than the others; torch's own is half an hour
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
 
 
@@ -31,7 +31,7 @@ class Trainers:
         self.world = dist.get_world_size() if together else 1
         several = self.world > 1
         self._group = dist.new_group(backend="gloo") if several else None
-        self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None
+        self._patient = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
 
     def from_first(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         """What the first of them was given."""
@@ -70,17 +70,18 @@ class Trainers:
         """Whether it is so at each of them."""
         return self.count(flag) == self.world
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """What each of them gave, in the order of their ranks."""
+    def gather(self, data: bytes, *, patient: bool = False) -> list[bytes]:
+        """What each of them gave, in the order of their ranks. patient: one may come much later than another."""
         if self._group is None:
             return [data]
+        group = self._patient if patient else self._group
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
         most = int(max(size.item() for size in sizes))
         own = torch.zeros(most, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(found, own, group=self._group)
+        dist.all_gather(found, own, group=group)
         return [each[: int(size.item())].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
 
     def parallel(self, model: nn.Module, compress: Compress | None) -> nn.Module:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from satrap.place import Place, stand
+from satrap.place import Place, end, stand
+from satrap.trainers import PATIENCE
 
 
 def train(place: Place, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
@@ -27,19 +28,29 @@ def train(place: Place, script: str, arguments: Sequence[str], listener: int | N
         assert place.meeting is not None
         store = _store(place, place.meeting, listener)
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=store)
+        everybody = dist.new_group(backend="gloo", timeout=PATIENCE)
     stand(place)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        _run(script)
         if place.world > 1 and dist.is_initialized():
-            dist.all_reduce(torch.zeros(1))  # who is done first stays until nobody needs it
+            end()
+            dist.all_reduce(torch.zeros(1), group=everybody)  # who is done first stays until nobody needs it
     except KeyboardInterrupt:  # the run's end, which says so itself; where the script was is of no interest
         raise SystemExit(130) from None
     finally:
         # torch's threads let go of a tensor with Python's lock in hand; one that asks for it after Python has ended
         # aborts the process, as of torch 2.13.
         time.sleep(_SETTLE_SECONDS if place.world > 1 else 0.0)
+
+
+def _run(script: str) -> None:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as exit:
+        if exit.code:
+            raise
 
 
 def _store(place: Place, meeting: str, listener: int | None) -> Any:

@@ -317,7 +317,7 @@ def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_not_all_trainers_see_is_not_taken_for_none(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(JOB.read_text().replace('"checkpoints"', 'f"checkpoints-{embeddings.trainers.rank}"'))
+    script.write_text(JOB.read_text().replace('"checkpoints"', 'f"{embeddings.trainers.rank}/checkpoints"'))
     (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
     for attempt in (1, 2):
         with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:

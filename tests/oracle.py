@@ -208,7 +208,7 @@ class Oracle:
 
     def adopt(self, store: Store) -> None:
         """Take over the store's content. A lookup that raised CapacityError may have inserted some of its rows."""
-        engine, index, num_buckets = store._engine, store._place.index, len(self.sightings)
+        engine, index, num_buckets = store._engine, store._slot.index, len(self.sightings)
         self.counters.update({name: store.stats()[name] for name in COUNTERS})
         rows = engine.export_rows(index, 0, num_buckets, 0)
         read = store.read(rows["id"])

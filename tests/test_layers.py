@@ -113,6 +113,7 @@ LAYERS = [
     "cluster.membership",
     "cluster.supervisor",
     "cluster.children",
+    "cluster.terminal",
     "cluster.output",
     "cluster.resizer",
     "cluster.command",

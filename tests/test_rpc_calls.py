@@ -126,6 +126,21 @@ def test_a_deadline_without_a_server_says_so() -> None:
     assert str(caught.value).startswith(f"Calls.add at {address}: no connection within 0.2 s; is a server running")
 
 
+def test_one_that_waits_long_for_a_server_is_told_so_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.rpc.client._NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("satrap.rpc.client._CONNECT_SECONDS", 0.1)
+    with Service(Served(), Calls, ANYWHERE) as service:
+        address = service.address
+    told = r"no connection within 0\.1 s; is a server running there, .* It is waited for until 0\.5 s are over"
+    with (
+        Client(Calls, address) as client,
+        pytest.warns(UserWarning, match=told) as warned,
+        pytest.raises(DeadlineError, match=r"no connection within 0\.5 s"),
+    ):
+        client.within(0.5).add(1)
+    assert len(warned) == 1
+
+
 def test_a_deadline_with_a_server_says_so() -> None:
     served = Served()
     with Service(served, Calls, ANYWHERE, num_threads=1) as service, Client(Calls, service.address) as client:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -19,6 +20,7 @@ import pytest
 
 from async_child import summed
 from runs import (
+    DEADLINE_SECONDS,
     JOB,
     SATRAP,
     finished,
@@ -80,7 +82,7 @@ def test_whoever_is_killed_it_ends_in_the_same_bits(
             os.kill(children(run)[str(draw.choice(victims))], signal.SIGKILL)
         status, _, err = finished(run)
     assert status == 0, err
-    assert "was ended by signal 9" in err
+    assert "was ended by signal 9" in err and re.search(r"launch \d+ goes on after step \d+, from /.*-step-\d+", err)
     same(tmp_path, undisturbed)
     nothing_is_left(tmp_path, [])
 
@@ -367,6 +369,23 @@ def test_a_run_that_was_begun_to_outlive_its_terminal(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert status == 0, err
+
+
+@pytest.mark.parametrize("reads", ["never", "no more"])
+def test_a_run_goes_on_though_nobody_reads_what_it_says(tmp_path: Path, reads: str) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("for step in range(30):\n    print(step, 'x' * 100_000, flush=True)\nraise SystemExit(7)")
+    with started(tmp_path, script) as run:
+        assert run.stdout is not None and run.stderr is not None
+        if reads == "no more":
+            run.stdout.close()
+            run.stdout = None
+        assert run.wait(DEADLINE_SECONDS) == 7
+        told = run.stderr.read()
+        shown = run.stdout.read() if run.stdout is not None else ""
+    assert "trainer 0 ended with status 7" in told
+    assert len(shown) < 2_000_000
+    assert (tmp_path / "run" / "logs" / "trainer-0.log").stat().st_size > 3_000_000
 
 
 def test_nobody_is_asked_for_servers_who_has_ended(tmp_path: Path) -> None:

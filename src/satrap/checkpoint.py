@@ -20,6 +20,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotEr
 from satrap.folder import put_on_disk
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
-from satrap.place import before_end
+from satrap.place import before_end, here
 from satrap.runfolder import Entry, RunFolder, checksum
 from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
 from satrap.trainers import unwrapped
@@ -171,9 +172,9 @@ class Checkpoint:
         with self._home.newest() as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
-                    here = chain[-1].folder if chain else "no checkpoint"
+                    found = chain[-1].folder if chain else "no checkpoint"
                     raise CheckpointError(
-                        f"some trainers see a checkpoint and others see none; here is {here}: give a folder that all "
+                        f"some trainers see a checkpoint and others see none; here is {found}: give a folder that all "
                         "machines share"
                     )
                 return False
@@ -190,6 +191,8 @@ class Checkpoint:
             self._embeddings.join_attempt()
             self._embeddings.resume_at(newest.step, self._data, newest.positions[trainers.rank])
             self._saved_step = newest.step
+        if (place := here()) is not None and place.rank == 0:  # of a run, which begins its launches by itself
+            print(f"launch {place.launch} goes on after step {newest.step}, from {newest.folder}", file=sys.stderr)
         return True
 
     def _fitting(self, entry: Entry) -> Any:
@@ -239,20 +242,20 @@ class Checkpoint:
 
     def _require_same_source(self, entry: Entry) -> None:
         """A position means something only where the blocks come in the same order."""
-        here = self._signature()
-        if not any(entry.positions) or entry.source is None or here is None:
+        now = self._signature()
+        if not any(entry.positions) or entry.source is None or now is None:
             return
         lines = [
-            f"{name} is {entry.source.get(name)!r} in the checkpoint and {here.get(name)!r} here"
-            for name in sorted((entry.source.keys() | here.keys()) - {"files"})
-            if entry.source.get(name) != here.get(name)
+            f"{name} is {entry.source.get(name)!r} in the checkpoint and {now.get(name)!r} here"
+            for name in sorted((entry.source.keys() | now.keys()) - {"files"})
+            if entry.source.get(name) != now.get(name)
         ]
         # Files may have come behind those that were there, if blocks are not dealt out over all of them.
-        were, are = entry.source.get("files", ()), here.get("files", ())
-        for i in range(max(len(were), len(are)) if here.get("shuffle") else len(were)):
-            was, now = (list(files[i]) if i < len(files) else None for files in (were, are))
-            if was != now:
-                lines.append(f"file {i} (name, bytes) is {was} in the checkpoint and {now} here")
+        were, are = entry.source.get("files", ()), now.get("files", ())
+        for i in range(max(len(were), len(are)) if now.get("shuffle") else len(were)):
+            was, is_ = (list(files[i]) if i < len(files) else None for files in (were, are))
+            if was != is_:
+                lines.append(f"file {i} (name, bytes) is {was} in the checkpoint and {is_} here")
                 break
         if lines:
             raise CheckpointError(

@@ -183,10 +183,9 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
         worker_threads=max(1, cores // plan.servers),
         server_threads=max(1, cores // plan.servers),
     )
-    with folder_of_one_run(given.folder):
-        output, resizer = Output(given.folder / "logs"), _resizer(given)
+    with folder_of_one_run(given.folder), Output(given.folder / "logs") as output:
         launcher = LocalLauncher(given.folder, output, given.memory)
-        return run(script, plan, given.folder, launcher, output, resizer)
+        return run(script, plan, given.folder, launcher, output, _resizer(given))
 
 
 def _resizer(given: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Resizer":
@@ -251,8 +250,7 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
         "seconds": 60.0 if given.placement_seconds is None else given.placement_seconds,
         "most_servers": given.max_servers or 0,
     }
-    with folder_of_one_run(given.folder):
-        output = Output(given.folder / "logs")
+    with folder_of_one_run(given.folder), Output(given.folder / "logs") as output:
         try:
             with on_ray(script, plan, needs, output, **where) as launcher:
                 resizer = _resizer(given, launcher.keys, needs.server.memory_bytes)

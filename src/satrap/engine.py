@@ -1,7 +1,7 @@
 """From tables to the native engine: makes or re-attaches the one `_core.Engine` that holds the rows of some tables.
 
 Takes `Table` configurations and a store's own settings, checks the settings, and flattens each table into the names
-that the core knows. `Place` says where in an engine one table lives; `store` and `snapshot` work with it. Training
+that the core knows. `Slot` says where in an engine one table lives; `store` and `snapshot` work with it. Training
 lookups are numbered here, because all tables of an engine share their steps. `look_up` and `update` are the calls that
 one table and many make alike; the ids, offsets and gradients that they take were checked before. Nothing here saves.
 """
@@ -45,8 +45,8 @@ _SHARED_FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One table's place in an engine."""
+class Slot:
+    """One table's slot in an engine."""
 
     engine: _core.Engine
     """Holds the rows, of other tables too."""
@@ -65,11 +65,11 @@ def open_engine(
     *,
     seed: int,
     num_threads: int | None,
-    simd: str,
+    simd: str = "auto",
     shared: str | os.PathLike[str] | None,
     complete: bool = True,
     note: Mapping[str, int] | None = None,
-) -> list[Place]:
+) -> list[Slot]:
     """A new engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless it is
     complete, the file is not attached before `set_complete(True)`: whoever makes it has more to put into it. The file
     keeps the note: see `shared_note`."""
@@ -84,16 +84,16 @@ def open_engine(
         path = _shared_path("shared", shared)
         blob = _shared_blob(tables, seed, {} if note is None else note)
     engine = _core.Engine(configs, seed, threads, _simd(simd), path, blob, complete)
-    return _places(engine, tables, seed)
+    return _slots(engine, tables, seed)
 
 
-def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd: str) -> list[Place]:
+def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd: str = "auto") -> list[Slot]:
     """The engine whose rows lie in the shared-memory file at `path`, made by an earlier process."""
     path = _shared_path("path", path)
     threads, simd = thread_count(num_threads), _simd(simd)
     tables, seed, _ = _read_shared_blob(path, _core.Engine.shared_config(path))
     engine = _core.Engine.attach(path, [native_config(table) for table in tables], seed, threads, simd)
-    return _places(engine, tables, seed)
+    return _slots(engine, tables, seed)
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> bool:
@@ -123,7 +123,7 @@ def lookup_step(
     return at, at if oldest_open is None else oldest_open
 
 
-class Stepped(Protocol):
+class Numbered(Protocol):
     """What numbers steps."""
 
     @property
@@ -133,7 +133,7 @@ class Stepped(Protocol):
 
 
 def given_step(
-    where: str, engine: Stepped, *, train: bool, step: int | None, oldest_open: int | None
+    where: str, engine: Numbered, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int | None, int | None]:
     """What the caller gave of a lookup's step and oldest open step, checked."""
     if not train:
@@ -257,9 +257,9 @@ def _set_initial(config: _core.TableConfig, table: Table) -> None:
             config.initial, config.initial_a, config.initial_b = "constant", 0.0, 0.0
 
 
-def _places(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Place]:
+def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:
     return [
-        Place(engine=engine, index=i, num_tables=len(tables), table=table, seed=seed) for i, table in enumerate(tables)
+        Slot(engine=engine, index=i, num_tables=len(tables), table=table, seed=seed) for i, table in enumerate(tables)
     ]
 
 

@@ -97,6 +97,6 @@ class LocalWorker(Worker):
         """Empty tables. The options are those of `Store`."""
         if not isinstance(features, Features):
             raise ConfigError(f"features is a {type(features).__name__}; wanted a satrap.features.Features of it")
-        places = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
-        self.tables = Tables.in_engine(places)
-        super().__init__(features, LocalRows(features, places[0].engine))
+        slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
+        self.tables = Tables.in_engine(slots)
+        super().__init__(features, LocalRows(features, slots[0].engine))

@@ -26,8 +26,8 @@ _NONE = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of one table on their way, and the last piece's sightings."""
+class Parcel:
+    """Rows of one table on their way, and the last parcel's sightings."""
 
     ids: NDArray[np.uint64]
     steps: NDArray[np.uint32]
@@ -95,7 +95,7 @@ class Moving:
         self.engine.freeze(self.leaving, False)
         self.leaving, self.leaving_move, self._drawn = _NONE, 0, None
 
-    def piece(self, buckets: Buckets, table: int, begin: int) -> tuple[Piece, int]:
+    def parcel(self, buckets: Buckets, table: int, begin: int) -> tuple[Parcel, int]:
         """The rows of a table from the one of that number on, and how many there are in all."""
         columns = self._columns(buckets, table)
         config = native_config(self.job.tables[table])
@@ -103,7 +103,7 @@ class Moving:
         total, most = len(columns["id"]), max(1, MOST_BYTES // row_bytes)
         part = slice(begin, begin + most)
         last = slice(0, None) if begin + most >= total else slice(0, 0)
-        return Piece(
+        return Parcel(
             columns["id"][part],
             columns["step"][part],
             np.ascontiguousarray(columns["values"][part]).view(np.uint8).reshape(-1),
@@ -153,14 +153,14 @@ class Moving:
         if move == 0 or move != self.coming_move:
             raise NotReadyError(f"this server does not expect rows of move {move}: begin again")
 
-    def take(self, table: int, piece: Piece) -> None:
+    def take(self, table: int, parcel: Parcel) -> None:
         """Into the table. What comes twice is there once."""
         config = self.job.tables[table]
         dtype = np.float32 if config.dtype == "float32" else np.uint16
-        values = piece.values.view(dtype).reshape(-1, config.dim)
-        state = piece.state.reshape(len(piece.ids), -1) if len(piece.ids) else piece.state.reshape(0, 1)
-        self.engine.import_rows(table, piece.ids, piece.steps, values, state)
-        self.engine.import_sightings(table, piece.sighted, piece.sighted_at, piece.counts, clear=False)
+        values = parcel.values.view(dtype).reshape(-1, config.dim)
+        state = parcel.state.reshape(len(parcel.ids), -1) if len(parcel.ids) else parcel.state.reshape(0, 1)
+        self.engine.import_rows(table, parcel.ids, parcel.steps, values, state)
+        self.engine.import_sightings(table, parcel.sighted, parcel.sighted_at, parcel.counts, clear=False)
 
     def accompany(self, with_them: Companions, oldest_open: dict[int, int]) -> None:
         """All has come, but for the map that says so."""

@@ -9,7 +9,7 @@ import numpy as np
 from satrap.door import Door
 from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
 from satrap.members import Members
-from satrap.moving import Companions, Piece
+from satrap.moving import Companions, Parcel
 from satrap.rpc import Origin
 from satrap.server_calls import Coded, Floats, Ids, Numbers
 
@@ -49,15 +49,15 @@ class MovingServer(Door):
             if not np.isin(still, served.moving.leaving).all():
                 raise NotReadyError("copy_out: some of these buckets are in use here: freeze them")
             served.moving.renew(time.monotonic())
-            piece, total = served.moving.piece(buckets, table, begin)
+            parcel, total = served.moving.parcel(buckets, table, begin)
         return (
-            piece.ids,
-            piece.steps,
-            piece.values,
-            piece.state,
-            piece.sighted,
-            piece.sighted_at,
-            piece.counts,
+            parcel.ids,
+            parcel.steps,
+            parcel.values,
+            parcel.state,
+            parcel.sighted,
+            parcel.sighted_at,
+            parcel.counts,
             total,
         )
 
@@ -107,7 +107,7 @@ class MovingServer(Door):
         with self._working(None) as served:  # so the map does not change meanwhile
             served.store(table)
             served.moving.require(move)
-            served.moving.take(table, Piece(ids, steps, values, state, sighted, sighted_at, counts))
+            served.moving.take(table, Parcel(ids, steps, values, state, sighted, sighted_at, counts))
 
     def companions_in(
         self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers

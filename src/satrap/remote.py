@@ -60,10 +60,10 @@ class RemoteRows:
 
     remote = True
 
-    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None, simd: str) -> None:
+    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None) -> None:
         tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)
-        self._split = _core.Split(tables, named_features(features), self.num_threads, simd)
+        self._split = _core.Split(tables, named_features(features), self.num_threads, "auto")
         self._servers = servers
         self._skipped: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
         # Not from 1: of a process before this one that was killed, lookups may be on their way.
@@ -266,15 +266,13 @@ class RemoteRows:
 class RemoteWorker(Worker):
     """The features of a model over tables on servers."""
 
-    def __init__(
-        self, features: Features, servers: Servers, *, num_threads: int | None = None, simd: str = "auto"
-    ) -> None:
+    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None = None) -> None:
         """servers: of a job that begins with these features' tables."""
         if tuple(features.tables) != servers.job.tables[: len(features.tables)]:
             raise ConfigError("the servers' job has other tables than the features: make it of features.tables")
         self.servers = servers
         self.tables = RemoteTables(servers)
-        self._remote = RemoteRows(features, servers, num_threads=num_threads, simd=simd)
+        self._remote = RemoteRows(features, servers, num_threads=num_threads)
         super().__init__(features, self._remote)
 
     def renew(self, inputs: Inputs) -> RemoteTicket:

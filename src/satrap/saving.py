@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from satrap.datafiles import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
-from satrap.engine import Place
+from satrap.engine import Slot
 from satrap.errors import ChangesError, InputError, SnapshotError
 from satrap.folder import ChecksumFile, SnapshotFolder
 from satrap.manifest import DataFile, FileKind, Kind, Manifest, Since
@@ -29,15 +29,15 @@ _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more thr
 _MAX_FILES = 64
 
 
-def save_table(place: Place, path: Path, since: Since | None = None) -> Manifest:
+def save_table(slot: Slot, path: Path, since: Since | None = None) -> Manifest:
     """Writes the table, or what changed since a snapshot, into the folder."""
-    table = place.table
+    table = slot.table
     token = secrets.token_hex(8)
     kind: Kind = "full" if since is None else "changes"
-    saver = _Saver(place=place, folder=path, kind=kind, id=token, since=since)
+    saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since)
     saver.require_removals()  # whatever the folder holds of a save that a process before this one was killed in
     try:
-        with SnapshotFolder(path, token, table.to_dict(), place.seed, since) as folder:
+        with SnapshotFolder(path, token, table.to_dict(), slot.seed, since) as folder:
             manifest = saver.run()
             folder.commit(manifest)
     except OSError as error:
@@ -52,7 +52,7 @@ def save_table(place: Place, path: Path, since: Since | None = None) -> Manifest
 class _Saver:
     """One save. Writes data files; whoever made the folder removes them if it fails."""
 
-    place: Place
+    slot: Slot
     folder: Path
     kind: Kind
     id: str
@@ -63,9 +63,9 @@ class _Saver:
     """Of the rows of one bucket, on average."""
 
     def run(self) -> Manifest:
-        place, engine, index = self.place, self.place.engine, self.place.index
+        slot, engine, index = self.slot, self.slot.engine, self.slot.index
         self.state_dim = engine.state_dim(index)
-        row_bytes = place.table.dim * (4 if place.table.dtype == "float32" else 2) + 4 * self.state_dim + 12
+        row_bytes = slot.table.dim * (4 if slot.table.dtype == "float32" else 2) + 4 * self.state_dim + 12
         self.bucket_bytes = engine.num_rows(index) * row_bytes // engine.num_buckets(index) + 1
         try:
             version = engine.begin_version(index)
@@ -74,7 +74,7 @@ class _Saver:
         buckets = engine.num_buckets(index)
         ranges = self._file_ranges()
         names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(ranges)]
-        files = in_threads(place.engine.num_threads, lambda each: self._write("rows", *each), names)
+        files = in_threads(slot.engine.num_threads, lambda each: self._write("rows", *each), names)
         files.append(self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets))
         if self.since is not None:
             files.append(self._write("removed", f"removed-{self.id}.arrow", 0, buckets))
@@ -85,8 +85,8 @@ class _Saver:
             version=version,
             since=None if self.since is None else self.since.version,
             since_id=None if self.since is None else self.since.id,
-            config=place.table.to_dict(),
-            seed=place.seed,
+            config=slot.table.to_dict(),
+            seed=slot.seed,
             expire_before=engine.expire_before(index),
             latest_step=engine.latest_step,  # read last: neither the line nor a stamp in the files is later
             lr=engine.lr(index),
@@ -100,7 +100,7 @@ class _Saver:
     def require_removals(self) -> None:
         """Raises if the changes are not all known: the ids of rows that went are remembered up to a bound, by one
         process."""
-        oldest = self.place.engine.removed_since(self.place.index)
+        oldest = self.slot.engine.removed_since(self.slot.index)
         if self.since is not None and self.since.version < oldest:
             # The id of a snapshot is known unless an earlier process saved it.
             why = (
@@ -109,23 +109,23 @@ class _Saver:
                 else f"so many rows went that their ids are remembered since version {oldest} only"
             )
             raise ChangesError(
-                f"table {self.place.table.name!r}: the changes since version {self.since.version} are not all known: "
+                f"table {self.slot.table.name!r}: the changes since version {self.since.version} are not all known: "
                 f"{why}: save the whole table"
             )
 
     def _file_ranges(self) -> list[tuple[int, int]]:
         """Buckets of each rows file: of about equal size, as many for each thread, one file for a small table."""
-        buckets = self.place.engine.num_buckets(self.place.index)
+        buckets = self.slot.engine.num_buckets(self.slot.index)
         total = self.bucket_bytes * buckets
         wanted = -(-total // _FILE_BYTES) if total > _BATCH_BYTES else 1
         if total > _BATCH_BYTES:
-            wanted = -(-wanted // self.place.engine.num_threads) * self.place.engine.num_threads
-        files = min(wanted, max(_MAX_FILES, self.place.engine.num_threads), buckets)
+            wanted = -(-wanted // self.slot.engine.num_threads) * self.slot.engine.num_threads
+        files = min(wanted, max(_MAX_FILES, self.slot.engine.num_threads), buckets)
         return [(buckets * i // files, buckets * (i + 1) // files) for i in range(files)]
 
     def _write(self, kind: FileKind, name: str, begin: int, end: int) -> DataFile:
         arrow = self.arrow
-        schema = schema_of(arrow, kind, self.kind, self.id, self.place.table, self.state_dim)
+        schema = schema_of(arrow, kind, self.kind, self.id, self.slot.table, self.state_dim)
         rows = 0
         with (
             ChecksumFile(self.folder / name) as file,
@@ -140,7 +140,7 @@ class _Saver:
 
     def _export(self, kind: FileKind, begin: int, end: int) -> Iterator[Columns]:
         """The lines of one file, whole buckets at a time, nothing for buckets without any."""
-        engine, index = self.place.engine, self.place.index
+        engine, index = self.slot.engine, self.slot.index
         since = 0 if self.since is None else self.since.version
         step = max(1, _BATCH_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
         for first in range(begin, end, step):

@@ -36,13 +36,11 @@ MOST_TICKETS = 1024
 class Server(MovingServer):
     """Satisfies `satrap.server_calls.ServerCalls`."""
 
-    def __init__(
-        self, *, shared: str | os.PathLike[str] | None = None, num_threads: int | None = None, simd: str = "auto"
-    ) -> None:
+    def __init__(self, *, shared: str | os.PathLike[str] | None = None, num_threads: int | None = None) -> None:
         """shared: the shared-memory file of the rows. One that is there is attached, rows and job; else it is made when
         the job is known."""
         thread_count(num_threads)
-        self._shared, self._num_threads, self._simd = shared, num_threads, simd
+        self._shared, self._num_threads = shared, num_threads
         super().__init__()
         # A file that is not whole is of a server that was killed in a hello or restore, which will come again.
         if shared is not None and Path(shared).exists() and not remove_unfinished(shared):
@@ -51,9 +49,9 @@ class Server(MovingServer):
                 raise ConfigError(
                     f"shared-memory file {os.fspath(shared)!r} is no server's; wanted one that `satrap server` made"
                 )
-            places = attach_engine(shared, num_threads=num_threads, simd=simd)
-            job = Job(tables=tuple(place.table for place in places), seed=places[0].seed)
-            self._served = Served(job, Tables.in_engine(places), places[0].engine, note["server"], note["num_servers"])
+            slots = attach_engine(shared, num_threads=num_threads)
+            job = Job(tables=tuple(slot.table for slot in slots), seed=slots[0].seed)
+            self._served = Served(job, Tables.in_engine(slots), slots[0].engine, note["server"], note["num_servers"])
         elif shared is not None and not os.access(Path(shared).absolute().parent, os.W_OK):
             raise ConfigError(f"shared is {os.fspath(shared)!r}; wanted a file in a folder that can be written to")
 
@@ -281,15 +279,14 @@ class Server(MovingServer):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _empty(self, job: Job, number: int, num_servers: int) -> Served:
-        places = open_engine(
+        slots = open_engine(
             job.tables,
             seed=job.seed,
             num_threads=self._num_threads,
-            simd=self._simd,
             shared=self._shared,
             note={"server": number, "num_servers": num_servers},
         )
-        return Served(job, Tables.in_engine(places), places[0].engine, number, num_servers, self._newest_turn())
+        return Served(job, Tables.in_engine(slots), slots[0].engine, number, num_servers, self._newest_turn())
 
     def _anew(self, old: Served, origin: Origin) -> Served:
         """The same with empty tables; until it is there, there are none."""

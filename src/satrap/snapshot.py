@@ -14,7 +14,7 @@ from satrap._core import bucket_of, crc32c
 from satrap.arrays import as_lr
 from satrap.config import Table
 from satrap.datafiles import batches, in_threads, items, mapped_file, pyarrow_or_error, schema_of
-from satrap.engine import Place, native_config, thread_count
+from satrap.engine import Slot, native_config, thread_count
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.folder import parts_of, read_manifest
 from satrap.manifest import DataFile, Kind, Manifest, Since
@@ -104,17 +104,17 @@ class Snapshot:
             )
         return cls(path, manifest, table, thread_count(num_threads))
 
-    def require_same_table(self, place: Place) -> None:
+    def require_same_table(self, slot: Slot) -> None:
         """Raises unless it is of a table configured alike."""
-        differ = self.manifest.differences(place.table.to_dict(), place.seed)
+        differ = self.manifest.differences(slot.table.to_dict(), slot.seed)
         if differ:
-            raise SnapshotError(f"table {place.table.name!r}: {self.path} is of another table: {'; '.join(differ)}")
+            raise SnapshotError(f"table {slot.table.name!r}: {self.path} is of another table: {'; '.join(differ)}")
 
-    def require_next(self, place: Place, history: History) -> None:
+    def require_next(self, slot: Slot, history: History) -> None:
         """Raises unless these changes start where the table is."""
-        where = f"table {place.table.name!r}"
-        self.require_same_table(place)
-        version = place.engine.version(place.index)
+        where = f"table {slot.table.name!r}"
+        self.require_same_table(slot)
+        version = slot.engine.version(slot.index)
         since, known = self.manifest.since, history.id_of(version)
         if version != since:
             raise SnapshotError(
@@ -126,7 +126,7 @@ class Snapshot:
                 f"{where} is at version {version} of the snapshot {known}, but {self.path} continues another one of "
                 f"that version, {self.manifest.since_id}: they come from different runs; load a full snapshot"
             )
-        if _changed_since(place, version):
+        if _changed_since(slot, version):
             raise SnapshotError(
                 f"{where} was changed after version {version}, so the changes in {self.path} would not reproduce "
                 "the table they were taken from; load a full snapshot"
@@ -142,17 +142,17 @@ class Snapshot:
             return f": they are older than the table; apply the changes since version {version}"
         return f"; apply the changes since version {version} first, or load a full snapshot"
 
-    def fill(self, place: Place, owned: NDArray[np.bool_] | None = None) -> None:
+    def fill(self, slot: Slot, owned: NDArray[np.bool_] | None = None) -> None:
         """Puts everything into the table: an empty one, or the one that the changes start at, with no sightings.
 
         owned: of each bucket whether it is wanted; None: all are.
         """
-        manifest, engine, index = self.manifest, place.engine, place.index
+        manifest, engine, index = self.manifest, slot.engine, slot.index
         rows_before = engine.num_rows(index)
         try:
             for kind in ("removed", "rows", "sightings"):  # what went comes first: no bucket may overflow on the way
                 files = [each for each in self._files if each.file.kind == kind]
-                in_threads(place.engine.num_threads, lambda each: self._import(place, each, owned), files)
+                in_threads(slot.engine.num_threads, lambda each: self._import(slot, each, owned), files)
         except (SatrapError, MemoryError) as error:
             if manifest.kind == "full":
                 raise
@@ -165,8 +165,8 @@ class Snapshot:
             raise SnapshotError(f"{self.path} holds {manifest.rows} rows of {found} ids; wanted one each")
         engine.restore(index, manifest.version, manifest.latest_step, manifest.expire_before, manifest.lr)
 
-    def _import(self, place: Place, mapped: _Mapped, owned: NDArray[np.bool_] | None) -> None:
-        engine, index = place.engine, place.index
+    def _import(self, slot: Slot, mapped: _Mapped, owned: NDArray[np.bool_] | None) -> None:
+        engine, index = slot.engine, slot.index
         for columns in batches(mapped.reader):
             if owned is not None:
                 wanted = owned[np.asarray(bucket_of(columns["id"], self.manifest.num_buckets))]
@@ -224,12 +224,12 @@ class Snapshot:
             raise SnapshotError(f"{path} has a step after the snapshot's latest_step, {self.manifest.latest_step}")
 
 
-def open_chain(place: Place, paths: Sequence[Path]) -> list[Snapshot]:
+def open_chain(slot: Slot, paths: Sequence[Path]) -> list[Snapshot]:
     """A full snapshot and the changes after it, in order: verified, and each the one that continues the one before."""
     chain: list[Snapshot] = []
     for path in paths:
-        saved = Snapshot.open(path, "changes" if chain else "full", place.engine.num_threads)
-        saved.require_same_table(place)
+        saved = Snapshot.open(path, "changes" if chain else "full", slot.engine.num_threads)
+        saved.require_same_table(slot)
         if chain:
             before, now = chain[-1].manifest, saved.manifest
             if (now.since, now.since_id) != (before.version, before.id):
@@ -241,7 +241,7 @@ def open_chain(place: Place, paths: Sequence[Path]) -> list[Snapshot]:
     return chain
 
 
-def open_levels(place: Place, paths: Sequence[Path]) -> list[list[Snapshot]]:
+def open_levels(slot: Slot, paths: Sequence[Path]) -> list[list[Snapshot]]:
     """Such a chain of a table that was saved in parts: first the full snapshots of all parts, then their changes."""
     parts = [parts_of(path) for path in paths]
     if len({len(each) for each in parts}) != 1:
@@ -249,22 +249,22 @@ def open_levels(place: Place, paths: Sequence[Path]) -> list[list[Snapshot]]:
             f"{paths[0]} and what changed after it are of {', '.join(str(len(each)) for each in parts)} parts; wanted "
             "a chain of one number of servers"
         )
-    chains = [open_chain(place, chain) for chain in zip(*parts, strict=True)]
+    chains = [open_chain(slot, chain) for chain in zip(*parts, strict=True)]
     return [list(level) for level in zip(*chains, strict=True)]
 
 
-def fill_levels(place: Place, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None) -> None:
+def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None) -> None:
     """Puts them into a new table: of each bucket what its owner saved. Sightings are saved whole at every level."""
     none = np.empty(0, np.uint32)
     for level in levels:
-        place.engine.import_sightings(place.index, np.empty(0, np.uint64), none, none, clear=True)
+        slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
         for saved in level:
-            saved.fill(place, owned)
+            saved.fill(slot, owned)
 
 
-def _changed_since(place: Place, version: int) -> bool:
+def _changed_since(slot: Slot, version: int) -> bool:
     """Whether a row changed or went at this version. Costs a look at every row's mark if not."""
-    engine, index = place.engine, place.index
+    engine, index = slot.engine, slot.index
     return any(
         engine.export_rows(index, b, b + 1, version)["id"].size > 0  # first: it removes what has expired
         or np.asarray(engine.export_removed(index, b, b + 1, version)).size > 0

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from satrap import arrays
 from satrap._core import Ticket
 from satrap.config import Table
-from satrap.engine import Place, attach_engine, look_up, open_engine, update
+from satrap.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.errors import SharedMemoryError, TicketError
 from satrap.folder import folder_path
 from satrap.saving import save_table
@@ -66,27 +66,27 @@ class Store:
     @classmethod
     def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
         """The table in the shared-memory file of a process that has ended, killed or not. The file holds its config."""
-        places = attach_engine(path, num_threads=num_threads, simd=simd)
-        if len(places) != 1:
-            names = ", ".join(repr(place.table.name) for place in places)
+        slots = attach_engine(path, num_threads=num_threads, simd=simd)
+        if len(slots) != 1:
+            names = ", ".join(repr(slot.table.name) for slot in slots)
             raise SharedMemoryError(
-                f"shared-memory file {os.fspath(path)!r} holds {len(places)} tables ({names}); "
+                f"shared-memory file {os.fspath(path)!r} holds {len(slots)} tables ({names}); "
                 "wanted one: attach it with satrap.tables.Tables.attach"
             )
-        return cls.in_engine(places[0])
+        return cls.in_engine(slots[0])
 
     @classmethod
-    def in_engine(cls, place: Place) -> Self:
+    def in_engine(cls, slot: Slot) -> Self:
         """The face of one table of an engine that exists already."""
         store = cls.__new__(cls)
-        store._begin(place)
+        store._begin(slot)
         return store
 
-    def _begin(self, place: Place) -> None:
-        self._place = place
-        self._engine = place.engine
-        self._where = f"table {place.table.name!r}"
-        self._snapshots = History(place.engine.version(place.index))
+    def _begin(self, slot: Slot) -> None:
+        self._slot = slot
+        self._engine = slot.engine
+        self._where = f"table {slot.table.name!r}"
+        self._snapshots = History(slot.engine.version(slot.index))
         self._snapshot_lock = threading.Lock()  # one save, or one apply, at a time
 
     def __repr__(self) -> str:
@@ -97,12 +97,12 @@ class Store:
     @property
     def table(self) -> Table:
         """The configuration it was made with; its `lr` is the first one, see `lr`."""
-        return self._place.table
+        return self._slot.table
 
     @property
     def seed(self) -> int:
         """The seed it was made with."""
-        return self._place.seed
+        return self._slot.seed
 
     @property
     def num_threads(self) -> int:
@@ -117,7 +117,7 @@ class Store:
     @property
     def state_dim(self) -> int:
         """Floats of optimizer state in a row."""
-        return self._engine.state_dim(self._place.index)
+        return self._engine.state_dim(self._slot.index)
 
     @property
     def latest_step(self) -> int:
@@ -128,16 +128,16 @@ class Store:
     def version(self) -> int:
         """Counts saves: 1 before the first, then the version of the last snapshot saved, loaded or applied. A save that
         failed counts too, so the version may be higher than that of any snapshot."""
-        return self._engine.version(self._place.index)
+        return self._engine.version(self._slot.index)
 
     @property
     def lr(self) -> float:
         """The learning rate of an update that brings none of its own."""
-        return self._engine.lr(self._place.index)
+        return self._engine.lr(self._slot.index)
 
     def set_lr(self, lr: float) -> None:
         """Changes the learning rate from the next update on. Saved with the table."""
-        self._engine.set_lr(self._place.index, arrays.as_lr(self._where, lr, self.table.optimizer))
+        self._engine.set_lr(self._slot.index, arrays.as_lr(self._where, lr, self.table.optimizer))
 
     # -- lookup and update -------------------------------------------------------------------------------------------
 
@@ -218,14 +218,14 @@ class Store:
         lr: the learning rate of this update; None: see `lr`.
         """
         ticket = ids if isinstance(ids, Ticket) else self._prepare(ids)
-        if not ticket.only_of(self._place.index):
+        if not ticket.only_of(self._slot.index):
             raise TicketError(
                 f"{self._where}: this ticket is of another table, or of several; bring it back to the one that gave it"
             )
         gradient_array = arrays.as_gradients(self._where, gradients, (ticket.n, self.table.dim))
         rate = self.lr if lr is None else arrays.as_lr(self._where, lr, self.table.optimizer)
         # The other tables of the engine have no gradient in this call; any rate will do for them.
-        update(self._where, self._engine, ticket, gradient_array, step, [rate] * self._place.num_tables)
+        update(self._where, self._engine, ticket, gradient_array, step, [rate] * self._slot.num_tables)
 
     def read(self, ids: ArrayLike) -> StoredRows:
         """The rows themselves, as they are; changes nothing.
@@ -237,14 +237,14 @@ class Store:
         values = np.zeros((len(id_array), self.table.dim), np.float32)
         state = np.zeros((len(id_array), self.state_dim), np.float32)
         present = np.zeros(len(id_array), np.bool_)
-        self._engine.read(self._place.index, id_array, values, state, present)
+        self._engine.read(self._slot.index, id_array, values, state, present)
         return StoredRows(values, state, present)
 
     # -- what is in it -----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Rows in the table."""
-        return self._engine.num_rows(self._place.index)
+        return self._engine.num_rows(self._slot.index)
 
     def __reduce__(self) -> Never:
         raise TypeError(
@@ -267,11 +267,11 @@ class Store:
         A lookup that raises CapacityError has stopped half way: after it `lookups` may be more than hits, inserted and
         refused together. Its step is taken all the same: `latest_step` says so.
         """
-        return self._engine.stats(self._place.index)
+        return self._engine.stats(self._slot.index)
 
     def check(self) -> None:
         """Walks the whole table and raises AssertionError if an invariant is broken, which would be a bug of ours."""
-        self._engine.check(self._place.index)
+        self._engine.check(self._slot.index)
 
     # -- saving and loading ------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class Store:
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
-            return self._snapshots.add(save_table(self._place, folder))
+            return self._snapshots.add(save_table(self._slot, folder))
 
     def save_changes(self, path: _PathLike, *, since: int) -> int:
         """Writes what changed since the snapshot of version `since` into the folder `path`; returns the new version.
@@ -299,7 +299,7 @@ class Store:
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
-            return self._snapshots.add(save_table(self._place, folder, since=self._snapshots.find(self._where, since)))
+            return self._snapshots.add(save_table(self._slot, folder, since=self._snapshots.find(self._where, since)))
 
     @classmethod
     def load(
@@ -324,7 +324,7 @@ class Store:
             )[0]
         )
         try:
-            fill_levels(store._place, [[saved]], None)
+            fill_levels(store._slot, [[saved]], None)
             store._engine.set_complete(True)
         except BaseException:
             if shared is not None:  # half a table; the file is of our making
@@ -345,15 +345,15 @@ class Store:
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
             saved = Snapshot.open(folder, "changes", self.num_threads)
-            saved.require_next(self._place, self._snapshots)
-            fill_levels(self._place, [[saved]], None)
+            saved.require_next(self._slot, self._snapshots)
+            fill_levels(self._slot, [[saved]], None)
             self._snapshots.add(saved.manifest)
 
     def fill(self, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None = None) -> None:
         """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new; of
         the buckets that are owned, None: of all. Whoever calls this marks the engine incomplete meanwhile."""
         with self._one_at_a_time():
-            fill_levels(self._place, levels, owned)
+            fill_levels(self._slot, levels, owned)
             for level in levels:
                 if len(level) == 1:  # else no one snapshot is what this table holds
                     self._snapshots.add(level[0].manifest)
@@ -367,7 +367,7 @@ class Store:
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Of saves, loads and applies. In a fork the lock may be held for ever, so the engine is asked first."""
-        self._engine.version(self._place.index)
+        self._engine.version(self._slot.index)
         with self._snapshot_lock:
             yield
 
@@ -376,6 +376,6 @@ class Store:
         return self._engine.prepare(id_array, self._offsets(len(id_array)))
 
     def _offsets(self, n: int) -> NDArray[np.int64]:
-        offsets = np.zeros(self._place.num_tables + 1, np.int64)
-        offsets[self._place.index + 1 :] = n
+        offsets = np.zeros(self._slot.num_tables + 1, np.int64)
+        offsets[self._slot.index + 1 :] = n
         return offsets

@@ -18,7 +18,7 @@ from satrap import arrays
 from satrap._core import Ticket
 from satrap.checks import kind_of
 from satrap.config import Table
-from satrap.engine import Place, attach_engine, look_up, open_engine, update
+from satrap.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.folder import folder_path
 from satrap.snapshot import Snapshot, open_levels
@@ -55,19 +55,19 @@ class Tables(Mapping[str, Store]):
         return tables
 
     @classmethod
-    def in_engine(cls, places: list[Place]) -> Self:
+    def in_engine(cls, slots: list[Slot]) -> Self:
         """The face of all tables of an engine that exists already."""
         tables = cls.__new__(cls)
-        tables._begin(places)
+        tables._begin(slots)
         return tables
 
-    def _begin(self, places: list[Place]) -> None:
-        self._engine = places[0].engine
-        self._places = {place.table.name: place for place in places}
-        self._stores = {place.table.name: Store.in_engine(place) for place in places}
-        self._dims = [place.table.dim for place in places]
-        self._optimizers = [place.table.optimizer for place in places]
-        self._where = f"tables {', '.join(map(repr, self._stores))}" if len(places) < 5 else f"{len(places)} tables"
+    def _begin(self, slots: list[Slot]) -> None:
+        self._engine = slots[0].engine
+        self._slots = {slot.table.name: slot for slot in slots}
+        self._stores = {slot.table.name: Store.in_engine(slot) for slot in slots}
+        self._dims = [slot.table.dim for slot in slots]
+        self._optimizers = [slot.table.optimizer for slot in slots]
+        self._where = f"tables {', '.join(map(repr, self._stores))}" if len(slots) < 5 else f"{len(slots)} tables"
 
     def __getitem__(self, name: str) -> Store:
         return self._stores[name]
@@ -117,7 +117,7 @@ class Tables(Mapping[str, Store]):
         if folders.keys() != self._stores.keys():
             raise InputError(f"{self._where}: folders are of {sorted(folders)}; wanted one list for each table here")
         return {
-            name: open_levels(self._places[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
+            name: open_levels(self._slots[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
             for name in self._stores
         }
 

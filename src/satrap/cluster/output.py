@@ -7,24 +7,33 @@ lines are shown.
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 from satrap.cluster.children import Gone, Report, Said, Stream
 from satrap.cluster.supervisor import Ended, Event, Process, Role
+from satrap.cluster.terminal import Terminal
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
 
 
 class Output:
-    """See the file's docstring."""
+    """See the file's docstring. A context manager: at its end what was said is shown."""
 
     def __init__(self, folder: Path) -> None:
         """folder: for the log files; each start of a process adds to the same one."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._stdout, self._stderr = sys.stdout, sys.stderr
+        self._stdout, self._stderr = Terminal(sys.stdout), Terminal(sys.stderr)
         self._begins: dict[Process, int] = {}  # in its log file
         self._missing: dict[Path, int] = {}  # bytes that a log file had no room for
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stdout.close()
+        self._stderr.close()
 
     def path(self, process: Process) -> Path:
         """Of its log file."""
@@ -54,10 +63,7 @@ class Output:
     def _take(self, process: Process, stream: Stream, data: bytes) -> None:
         self._log(process, data)
         if _is_shown(process):
-            to = self._stdout if stream == "stdout" else self._stderr
-            to.flush()
-            to.buffer.write(data)
-            to.flush()
+            (self._stdout if stream == "stdout" else self._stderr).write(data)
 
     def _end(self, process: Process, *, failed: bool) -> None:
         begin = self._begins.pop(process)
@@ -91,7 +97,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """A line of the run's own."""
-        print(f"satrap run: {text}", file=self._stderr, flush=True)
+        self._stderr.write(f"satrap run: {text}\n".encode(errors="replace"))
 
 
 def _is_shown(process: Process) -> bool:

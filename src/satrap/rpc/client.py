@@ -10,6 +10,8 @@ number; one that nobody waits for is ignored.
    long, of which only silence says that the server is gone.
 4. ZeroMQ connects, and connects anew, by itself. A request is only given to a connection that stands (with keys: to a
    server that proved its own), so DeadlineError can say whether there was one.
+5. ZeroMQ does not connect anew to who refused this client's key, or has keys where it has none: the calls end at once,
+   and the next one makes another connection.
 
 Delivery is at least once: a served method must be idempotent. Arrays are sent from where they lie, so leave the arrays
 of a call alone until its result came; received ones are read-only views.
@@ -22,12 +24,14 @@ import random
 import secrets
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, cast
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from satrap.checks import check_number, suggest
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
@@ -43,7 +47,8 @@ from satrap.rpc.values import in_pieces
 P = TypeVar("P")
 
 _CONNECT_SECONDS = 1.0  # that a thread's first call waits for its connection before begin() returns
-_NOTICE_MS = 100  # in which a call that waits notices that its client was closed
+_NOTICE_SECONDS = 5.0  # after which a call without a connection says so
+_CLOSED_MS = 100  # in which a call that waits notices that its client was closed
 _RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
 _MOST_FRAME_BYTES = Limits().max_frame_bytes
@@ -155,7 +160,7 @@ class Client(Generic[P]):
                 "connections belong to the former. Make a client here, or start workers with 'spawn'"
             )
         connection: _Connection | None = getattr(self._own, "connection", None)
-        if connection is None:
+        if connection is None or connection.refusal is not None:
             with self._lock:
                 if self._closed:
                     raise RpcError(f"{self.address}: this client is closed; make another")
@@ -163,7 +168,7 @@ class Client(Generic[P]):
                 self._connections.add(connection)
             self._own.connection = connection
             with connection.lock:
-                connection.socket.poll(math.ceil(1000 * seconds), zmq.POLLOUT)
+                connection.poll(zmq.POLLOUT, math.ceil(1000 * seconds))
         return connection
 
 
@@ -199,6 +204,7 @@ class Pending:
         self._connection, self._method, self._seconds = connection, method, seconds
         self._method_number, self._origin = method_number, origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
+        self.notice = schedule.due + _NOTICE_SECONDS
 
     def header(self, now: float) -> Header:
         """Of the request, sent now."""
@@ -240,13 +246,24 @@ class Pending:
         except RpcError as error:
             raise RpcError(f"{connection.address} sent a reply that is none: {error}") from None
 
+    def tell_unconnected(self) -> None:
+        """To whoever watches, once: the deadline may be far."""
+        self.notice = math.inf
+        if not self.schedule.num_sent:
+            late = f"{self._unconnected(_NOTICE_SECONDS)} It is waited for until {self._seconds:g} s are over"
+            warnings.warn(late, stacklevel=2)
+
+    def _unconnected(self, seconds: float) -> str:
+        where = f"{self._method.name} at {self._connection.address}"
+        return (
+            f"{where}: no connection within {seconds:g} s; is a server running there, and are the keys of both of one "
+            "`satrap keys`?"
+        )
+
     def _why_late(self) -> str:
         where, sent = f"{self._method.name} at {self._connection.address}", self.schedule.num_sent
         if not sent:
-            return (
-                f"{where}: no connection within {self._seconds:g} s; is a server running there, and are the keys of "
-                "both of one `satrap keys`?"
-            )
+            return self._unconnected(self._seconds)
         busy = f", {self.schedule.num_busy} times refused as busy" if self.schedule.num_busy else ""
         at_work = f", {self.schedule.num_working} times told that it runs" if self.schedule.num_working else ""
         what = "nothing was heard for" if self.schedule.patience else "no answer within"
@@ -279,11 +296,17 @@ class _Connection:
         if keys is not None:
             socket.curve_serverkey = keys.peer
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        self.refusal: str | None = None
+        self._refusals = socket.get_monitor_socket(
+            zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+        )
         socket.connect(join_address(host, port))
 
     def require_open(self) -> None:
         if self._closed:
             raise RpcError(f"{self.address}: this client is closed; make another")
+        if self.refusal is not None:
+            raise DeadlineError(self.refusal)
 
     def require_own_thread(self, method: str) -> None:
         if os.getpid() != self._process:
@@ -312,21 +335,44 @@ class _Connection:
             if schedule.is_due(now):
                 self.try_send(pending, now)
             blocked = schedule.is_due(now)
+            if blocked and now > pending.notice:
+                pending.tell_unconnected()
             seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
             wanted = zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN
-            ready = zmq.zmq_poll([(self.socket, wanted)], min(math.ceil(1000 * max(0.0, seconds)), _NOTICE_MS))
-            if ready and ready[0][1] & zmq.POLLIN:
+            if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & zmq.POLLIN:
                 self._receive()
             elif schedule.is_over(now) or now >= until:
                 return
 
+    def poll(self, wanted: int, milliseconds: int) -> int:
+        """What the socket is ready for. A connection that is waited for may be refused meanwhile."""
+        polled = [(self.socket, wanted)]
+        if wanted & zmq.POLLOUT:
+            polled.append((self._refusals, zmq.POLLIN))
+        ready = dict(zmq.zmq_poll(polled, milliseconds))
+        if self._refusals in ready:
+            self._take_refusal()
+        return ready.get(self.socket, 0)
+
     def close(self) -> None:
         self._closed = True
         with self.lock:
-            self.socket.close(0)
+            self._end()
 
     def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.socket.close(0)
+        self._refusals.close(0)
+
+    def _take_refusal(self) -> None:
+        if recv_monitor_message(self._refusals)["event"] == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            why = "the server there does not know this client's key: take the client.key of its server.key"
+        else:
+            why = "what listens there has keys and this client has none, or the other way, or it is no satrap server"
+        self.refusal = f"{self.address}: no connection: {why}"
+        self._fail_all(DeadlineError(self.refusal))
 
     def _receive(self) -> None:
         """Takes one message."""

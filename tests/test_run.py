@@ -384,6 +384,7 @@ def test_a_run_goes_on_though_nobody_reads_what_it_says(tmp_path: Path, reads: s
         told = run.stderr.read()
         shown = run.stdout.read() if run.stdout is not None else ""
     assert "trainer 0 ended with status 7" in told
+    assert ("bytes of standard output were not read" in told) == (reads == "never")
     assert len(shown) < 2_000_000
     assert (tmp_path / "run" / "logs" / "trainer-0.log").stat().st_size > 3_000_000
 

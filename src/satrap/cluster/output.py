@@ -32,7 +32,8 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stdout.close()
+        if left := self._stdout.close():
+            self.say(f"the last {left} bytes of standard output were not read; {self.folder} has them")
         self._stderr.close()
 
     def path(self, process: Process) -> Path:

@@ -1,5 +1,6 @@
-"""What a run shows, written by a thread of its own: a terminal may be paused, and nobody may read a pipe. The run goes
-on then. What finds no room is not shown, which is told once there is some; the log files have all of it.
+"""What a run shows, written by a thread of its own: a terminal may be paused, and nobody may read a pipe. Who reads
+slowly is waited for; where nothing is read for some seconds, the run goes on. What it says then is not shown, which is
+told once somebody reads; the log files have all of it.
 """
 
 import os
@@ -7,7 +8,7 @@ import threading
 from typing import TextIO
 
 _MOST_BYTES = 1 << 20
-_CLOSE_SECONDS = 2.0  # in which the last of it is read, or never
+_STALL_SECONDS = 5.0  # in which some of it is read, or nobody reads
 
 
 class Terminal:
@@ -23,27 +24,40 @@ class Terminal:
         if stream is not None and self._is_open:
             stream.flush()
             self._file = stream.fileno()
-        self._thread = threading.Thread(target=self._write_on, name="satrap-terminal", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._write_on, name="satrap-terminal", daemon=True).start()
 
     def write(self, data: bytes) -> None:
         with self._changed:
-            if self._waiting_bytes + len(data) > _MOST_BYTES:
+            seconds = 0.0 if self._missing else _STALL_SECONDS
+            if not self._changed.wait_for(lambda: self._waiting_bytes < _MOST_BYTES, seconds):
                 self._missing += len(data)
                 return
-            if self._missing:
-                note = f"\n--- {self._missing} bytes are not shown here: nobody read them; the logs have them\n"
-                data, self._missing = note.encode() + data, 0
-            self._waiting.append(data)
-            self._waiting_bytes += len(data)
-            self._changed.notify()
+            self._tell_missing()
+            self._put(data)
 
-    def close(self) -> None:
-        """Returns once all is written, or nobody reads it."""
+    def close(self) -> int:
+        """Returns once all is written, or nobody reads it: how many bytes are left."""
         with self._changed:
+            self._tell_missing()
             self._is_ending = True
-            self._changed.notify()
-        self._thread.join(_CLOSE_SECONDS)
+            self._changed.notify_all()
+            before = 0
+            while self._waiting_bytes not in (0, before):
+                before = self._waiting_bytes
+                self._changed.wait_for(lambda: self._waiting_bytes < before, _STALL_SECONDS)  # noqa: B023  called here
+            return self._waiting_bytes
+
+    def _tell_missing(self) -> None:
+        if self._missing:
+            self._put(
+                f"\n--- {self._missing} bytes are not shown here: nobody read them; the logs have them\n".encode()
+            )
+            self._missing = 0
+
+    def _put(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self._changed.notify_all()
 
     def _write_on(self) -> None:
         while True:
@@ -51,11 +65,11 @@ class Terminal:
                 self._changed.wait_for(lambda: self._waiting or self._is_ending)
                 if not self._waiting:
                     return
-                data = b"".join(self._waiting)
-                self._waiting.clear()
+                data = self._waiting.pop(0)
             self._show(data)
             with self._changed:
                 self._waiting_bytes -= len(data)
+                self._changed.notify_all()
 
     def _show(self, data: bytes) -> None:
         left = memoryview(data)

@@ -24,7 +24,7 @@ from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import ConfigError, NotReadyError, SnapshotError
 from satrap.features import Features
 from satrap.local import LocalWorker
-from satrap.mover import Moved, Mover
+from satrap.mover import Done, Mover
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Service
 from satrap.server import Server
@@ -38,7 +38,7 @@ class Tour:
     """Moves in a thread: from one server to as many as the tour says, one number after the other."""
 
     def __init__(self, addresses: list[str], tour: tuple[int, ...] = TOUR, **options: Any) -> None:
-        self.done: list[Moved] = []
+        self.done: list[Done] = []
         self.caught: BaseException | None = None
         self._thread = threading.Thread(target=self._move, args=(addresses, tour), kwargs=options)
         self._thread.start()

@@ -38,6 +38,15 @@ def test_importing_costs_little() -> None:
     assert run.stderr == ""
 
 
+def test_what_needs_zeromq_says_so() -> None:
+    """Asked of a fresh interpreter in which it is not installed."""
+    program = "import sys; sys.modules['zmq'] = None; from satrap.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "server", "--listen", "tcp://127.0.0.1:0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and run.stdout == ""
+    assert re.fullmatch(r"satrap: .*: pip install 'satrap\[cluster\]'\n", run.stderr), run.stderr
+
+
 def test_the_version_is_the_installed_one() -> None:
     assert satrap.__version__ == importlib.metadata.version("satrap")
 

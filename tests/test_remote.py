@@ -13,6 +13,7 @@ import pytest
 import satrap.server
 from bag_oracle import draw_bags, follow
 from cluster import IDS, batch, both_step, contents, features, one_table, remote, serving
+from satrap.engine import open_engine
 from satrap.errors import (
     AttemptError,
     CapacityError,
@@ -311,6 +312,17 @@ def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Pat
         with pytest.raises(SnapshotError, match="nowhere"):
             worker.servers.all("restore", [[str(tmp_path / "nowhere")]])
         worker.tables.clear()
+        worker.lookup(batch(range(4)), step=1)
+        assert len(worker.tables["t"]) == 4
+
+
+def test_a_server_that_was_killed_in_its_first_hello_begins_anew(tmp_path: Path) -> None:
+    note = {"server": 0, "num_servers": 1}
+    open_engine(one_table().tables, seed=0, num_threads=1, shared=tmp_path / "rows", note=note)  # no members yet
+    with (
+        Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0") as service,
+        remote(one_table(), [service.address]) as worker,
+    ):
         worker.lookup(batch(range(4)), step=1)
         assert len(worker.tables["t"]) == 4
 

@@ -1,5 +1,5 @@
-"""The command `satrap`: what its commands are given, and what does them. `satrap doctor` looks at this machine; `satrap
-run` runs a script on a cluster; `satrap keys`, `satrap server` and `satrap worker` are its parts, by hand.
+"""The command `satrap`: what its commands are given, and what does them. `doctor` looks at this machine; `run` runs a
+script on a cluster, and `scale` changes how many servers it has; `keys`, `server`, `worker` and `move` do it by hand.
 
 The only file that reads the command line. Prints plain lines.
 """
@@ -22,7 +22,7 @@ from satrap.place import Place
 if TYPE_CHECKING:
     from satrap.cluster.resizer import Resizer
     from satrap.cluster.supervisor import Plan
-    from satrap.rpc.keys import Keys
+    from satrap.rpc import Keys
 
 _RAY_OPTIONS = (
     *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
@@ -208,7 +208,7 @@ def _scale(folder: Path, servers: int) -> Iterator[str]:
 
 def _move(now: Sequence[str], wanted: Sequence[str], keys: str | None) -> Iterator[str]:
     from satrap.mover import Mover
-    from satrap.rpc.keys import Keys
+    from satrap.rpc import Keys
 
     moved = Mover(now, wanted, keys=None if keys is None else Keys.read(keys)).run()
     yield (
@@ -269,9 +269,7 @@ def _keys(folder: str) -> Iterator[str]:
 
 
 def _server(listen: str, keys: str | None, shared: str | None, threads: int | None) -> Iterator[str]:
-    from satrap.rpc import Limits
-    from satrap.rpc.keys import Keys
-    from satrap.rpc.service import Service
+    from satrap.rpc import Keys, Limits, Service
     from satrap.server import Server
     from satrap.server_calls import ServerCalls
 
@@ -285,8 +283,7 @@ def _server(listen: str, keys: str | None, shared: str | None, threads: int | No
 
 def _worker(listen: str, keys: str | None, threads: int | None) -> Iterator[str]:
     from satrap.host import Host
-    from satrap.rpc.keys import Keys
-    from satrap.rpc.service import Service
+    from satrap.rpc import Keys, Service
     from satrap.worker_calls import WorkerCalls
 
     ended = _told_to_end()

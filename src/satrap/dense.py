@@ -184,7 +184,7 @@ class DenseParameters:
         """This trainer's stream has ended: it keeps no row of any table from eviction. Others may go on for long."""
         if self._step:
             nothing = (np.zeros(0, np.uint64), np.zeros(len(self._servers.job.tables) + 1, np.int64))
-            self._servers.everywhere("lookup", self._step, (*nothing, LAST_STEP, True, 0))
+            self._servers.all("lookup", *nothing, LAST_STEP, True, 0, step=self._step)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

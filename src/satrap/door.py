@@ -23,7 +23,7 @@ class Door:
         self._paused = False  # none begins
         self._work_seconds = 0.0
         self._served: Served | None = None
-        self._turn = self._mover = 0  # of the newest mover; once there is a job, its `Served` knows the turn
+        self._turn = self._mover = 0  # of the newest mover
 
     def _ready(self) -> Served:
         if self._served is None or not self._served.greeted:
@@ -76,20 +76,15 @@ class Door:
         self._require_map(served, origin)
 
     def _require_map(self, served: Served, origin: Origin) -> None:
-        assert served.members is not None
         if origin.map_version != served.members.version:
             raise MovedError(
                 f"the call is of bucket map {origin.map_version} and the server at {served.members.version}"
             )
 
-    def _newest_turn(self) -> int:
-        return self._turn if self._served is None else self._served.turn
-
     def _require_turn(self, origin: Origin) -> None:
         """Of a mover's call."""
-        newest = self._newest_turn()
-        if origin.step < newest:
-            raise ConfigError(f"another mover is at work: turn {newest} has begun after this one's, {origin.step}")
+        if origin.step < self._turn:
+            raise ConfigError(f"another mover is at work: turn {self._turn} has begun after this one's, {origin.step}")
 
     def _other_attempt(self, served: Served, origin: Origin) -> AttemptError:
         return AttemptError(

@@ -23,10 +23,9 @@ from satrap.assignment import Assignment
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs, Position
-from satrap.reading import Start
+from satrap.reading import Beginning
 from satrap.remote import RemoteRows, RemoteWorker
-from satrap.rpc.client import Client
-from satrap.rpc.keys import Keys
+from satrap.rpc import Client, Keys
 from satrap.servers import Servers
 from satrap.sources.declared import source_to_dict
 from satrap.worker import Floats, LookedUp
@@ -189,14 +188,14 @@ class FarBatches(Iterator[FarInputs]):
         with self._lock:
             return min(self._open, default=self._last + 1)
 
-    def start(self) -> Start:
+    def start(self) -> Beginning:
         """Where the worker must begin to read to have every batch under way. One earlier, if there is one: what was
         skipped up to its end is known, so nothing is counted twice."""
         with self._lock:
             first = max(1, min(self._open, default=self._last + 1) - 1)
             position = self._position if first == 1 else self._read[first - 1].position
             lost = self._read[first].lost if first in self._read else None
-            return Start(number=first, position=position, lost=lost, **self._share)
+            return Beginning(number=first, position=position, lost=lost, **self._share)
 
     def __next__(self) -> FarInputs:
         if self._ended:

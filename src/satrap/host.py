@@ -19,10 +19,9 @@ from satrap.assignment import Assignment
 from satrap.engine import thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
 from satrap.inputs import Inputs
-from satrap.reading import Held, Reading, Start
+from satrap.reading import Beginning, Held, Reading
 from satrap.remote import RemoteTicket, RemoteWorker
-from satrap.rpc import Origin
-from satrap.rpc.keys import Keys
+from satrap.rpc import Keys, Origin
 from satrap.servers import Servers
 from satrap.sources.declared import source_from_dict
 from satrap.worker_calls import Bytes, Flags, Floats, as_one, columns_as_bytes
@@ -129,7 +128,7 @@ class Host:
             with seat.opening:
                 if stream not in seat.readings:
                     given = source_from_dict(source)
-                    seat.readings[stream] = Reading(given, seat.worker.features, Start.from_dict(start))
+                    seat.readings[stream] = Reading(given, seat.worker.features, Beginning.from_dict(start))
 
         return seat.calls.submit(work)
 
@@ -309,16 +308,11 @@ def _parted(
     for name, feature in worker.features.items():
         if feature.max_length is not None:
             shapes.append((name, (batch_size, feature.max_length, feature.table.dim)))
-    sizes = [int(np.prod(shape)) for (_, shape), there in zip(shapes, present, strict=False) if there]
+    sizes = [int(np.prod(shape)) * there for (_, shape), there in zip(shapes, present, strict=False)]
     if len(present) != len(shapes) or sum(sizes) != len(flat):
         raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; wanted {len(shapes)} parts")
-    found: dict[str, Floats] = {}
-    at = 0
-    for (name, shape), there in zip(shapes, present, strict=True):
-        if there:
-            size = int(np.prod(shape))
-            found[name] = flat[at : at + size].reshape(shape)
-            at += size
+    parts = zip(shapes, present, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
+    found = {name: part.reshape(shape) for (name, shape), there, part in parts if there}
     return found.pop("", None), found
 
 

@@ -34,9 +34,7 @@ from satrap.checks import check_number
 from satrap.errors import AttemptError, DeadlineError, NotReadyError
 from satrap.job import Job
 from satrap.members import Members, check_addresses
-from satrap.rpc import Origin
-from satrap.rpc.client import Client
-from satrap.rpc.keys import Keys
+from satrap.rpc import Client, Keys, Origin
 from satrap.served import NO_MEMBER
 from satrap.server_calls import Numbers, ServerCalls
 
@@ -46,7 +44,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # before something is done again
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Done:
     """What a run has done."""
 
     buckets: int
@@ -91,7 +89,7 @@ class Mover:
         self._num_buckets = self._num_rows = self._num_bytes = 0
         self._longest = 0.0
 
-    def run(self) -> Moved:
+    def run(self) -> Done:
         """Returns when it is done. Raises if a server does not answer, and may be run again."""
         began = time.monotonic()
         with ExitStack() as self._open:
@@ -110,7 +108,7 @@ class Mover:
                 members = self._settle(job, members.only(self._wanted), members)
             self._clients.clear()
         seconds = time.monotonic() - began
-        return Moved(self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest, members.version)
+        return Done(self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest, members.version)
 
     def _call(self, address: str) -> ServerCalls:
         if address not in self._clients:

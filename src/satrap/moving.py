@@ -7,7 +7,7 @@ memory only: a server that was started again has frozen nothing and received not
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ FROZEN_SECONDS = 15.0
 _NONE = np.zeros(0, np.uint32)
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Rows of one table on their way, and the last parcel's sightings."""
 
     ids: NDArray[np.uint64]

@@ -21,11 +21,11 @@ class MovingServer(Door):
         """See ServerCalls."""
         with self._pause():
             self._require_turn(origin)
-            if origin.step == self._newest_turn() and mover != self._mover:
+            if origin.step == self._turn and mover != self._mover:
                 raise ConfigError(f"another mover is at work: it has begun turn {origin.step}, too")
+            if (served := self._served) is not None:
+                served.follow(served.members, served.number, origin.step)
             self._turn, self._mover = origin.step, mover
-            if self._served is not None:
-                self._served.begin_turn(origin.step)
 
     def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
         """See ServerCalls."""
@@ -50,16 +50,7 @@ class MovingServer(Door):
                 raise NotReadyError("copy_out: some of these buckets are in use here: freeze them")
             served.moving.renew(time.monotonic())
             parcel, total = served.moving.parcel(buckets, table, begin)
-        return (
-            parcel.ids,
-            parcel.steps,
-            parcel.values,
-            parcel.state,
-            parcel.sighted,
-            parcel.sighted_at,
-            parcel.counts,
-            total,
-        )
+        return *parcel, total
 
     def companions_out(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
         """See ServerCalls."""
@@ -126,7 +117,6 @@ class MovingServer(Door):
             served = self._ready()
             self._require_turn(origin)
             before = served.members
-            assert before is not None
             if after == before and server == served.number:
                 return  # it came again
             if after.version != before.version + 1:
@@ -136,7 +126,7 @@ class MovingServer(Door):
             served.moving.require_ready(move, leaving, coming)
             served.engine.hand_over(leaving)
             served.engine.take_over(coming, not owned.any())
-            served.follow(after, server)
+            served.follow(after, server, self._turn)
             served.moving.end()
             served.meeting.refuse(lambda: MovedError(f"map {after.version} has begun: ask for it, and call again"))
 
@@ -147,7 +137,6 @@ class MovingServer(Door):
         for bucket in buckets.reshape(-1, 1):  # one at a time: others may call meanwhile
             with self._changed:
                 served = self._ready()
-                assert served.members is not None
                 self._require_turn(origin)
                 if origin.map_version != served.members.version or served.moving.coming_move:
                     return  # it came late

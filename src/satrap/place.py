@@ -12,6 +12,7 @@ from satrap.checks import check_integer, known_keys, set_field
 from satrap.errors import ConfigError
 
 MOST_LAUNCHES = 2**16 - 2
+"""Each has 2^16 attempts of its own (`satrap.servers`), which are 32-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from satrap.sources import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Beginning:
     """Where reading begins."""
 
     number: int
@@ -33,7 +33,7 @@ class Start:
     world: int = 1
 
     def __post_init__(self) -> None:
-        check_integer("Start", "number", self.number, 1, 2**63 - 1)
+        check_integer("Beginning", "number", self.number, 1, 2**63 - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """This start as plain JSON types."""
@@ -42,13 +42,13 @@ class Start:
         return {"number": self.number, "position": position, "lost": lost, "rank": self.rank, "world": self.world}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Start":
+    def from_dict(cls, data: Mapping[str, Any]) -> "Beginning":
         """The start that `to_dict` wrote."""
-        given = known_keys(cls, "Start", data)
+        given = known_keys(cls, "Beginning", data)
         if given["position"] is not None:
             given["position"] = Position.from_dict(given["position"])
         if given["lost"] is not None:
-            skipped, dropped = (check_integer("Start", "lost", each, 0, 2**63 - 1) for each in given["lost"])
+            skipped, dropped = (check_integer("Beginning", "lost", each, 0, 2**63 - 1) for each in given["lost"])
             given["lost"] = skipped, dropped
         return cls(**given)
 
@@ -73,7 +73,7 @@ class Held:
 class Reading:
     """See the file's docstring."""
 
-    def __init__(self, source: Source, features: Features, start: Start) -> None:
+    def __init__(self, source: Source, features: Features, start: Beginning) -> None:
         self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
         self._next, self._lost = start.number, start.lost
         self._base = (0, 0)  # what was lost before, less what is counted again

@@ -228,7 +228,7 @@ class RemoteRows:
         for step in list(self._skipped):  # two threads may be here: what comes twice is known
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
             nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
-            self._servers.everywhere("update", step, nothing)
+            self._servers.all("update", *nothing, step=step)
             with self._lock:
                 if step in self._skipped:
                     self._skipped.remove(step)

@@ -8,7 +8,7 @@ there is a pause: moving buckets costs time, and a run whose load goes up and do
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from satrap.bucketmap import MOST_SERVERS
 from satrap.checks import check_integer, check_number
@@ -97,7 +97,7 @@ class Past:
     same: int = 0
     """For how many windows as many servers were wanted."""
     change: int = 0
-    changed_at: float = field(default=-math.inf)
+    changed_at: float = -math.inf
 
 
 def decide(

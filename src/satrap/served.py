@@ -8,7 +8,7 @@ and started again knows of which map it is and what it owns, and takes no older 
 import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +45,9 @@ class Served:
     job: Job
     tables: Tables
     engine: Engine
+    members: Members
     number: int
     """Which of the members this is."""
-    num_servers: int
-    turn: int = 0
-    """Of the newest mover."""
-    members: Members | None = None
     greeted: bool = False
     """Whether somebody of the job has said hello since the process began."""
     tickets: dict[int, OrderedDict[int, Kept]] = field(default_factory=dict)
@@ -63,39 +60,38 @@ class Served:
     restored: tuple[int, bool] | None = None
     """Under which map a restore began this attempt, and what it answered."""
     moving: Moving = field(init=False)
-    owns_nothing: bool = False
+    owns_nothing: bool = field(init=False)
     """Then every step is finished here."""
 
     def __post_init__(self) -> None:
         self.moving = Moving(self.job, self.engine)
-        if self.members is None and (note := bytes(self.engine.note())):
-            found = json.loads(note)
-            self.members, self.number = Members.from_dict(found["members"]), found["number"]
-            self.num_servers, self.turn = len(self.members.addresses), max(self.turn, found["turn"])
-            self._know_owners()
+        self._know_owners()
+
+    @classmethod
+    def found(cls, job: Job, tables: Tables, engine: Engine) -> tuple[Self | None, int]:
+        """What the server before this one was, and its newest mover's turn; None: it had noted nothing yet."""
+        if not (note := bytes(engine.note())):
+            return None, 0
+        told = json.loads(note)
+        return cls(job, tables, engine, Members.from_dict(told["members"]), told["number"]), told["turn"]
 
     def store(self, table: int) -> Store:
         """The table of that number."""
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
-    def follow(self, members: Members, number: int) -> None:
-        """These are the members from now on, and this is which of them. No call may run."""
-        changed = self.members is not None and self.members.version != members.version
-        self._note(members, number, self.turn)
-        self.members, self.number, self.num_servers = members, number, len(members.addresses)
+    def follow(self, members: Members, number: int, turn: int) -> None:
+        """These are the members from now on, this is which of them, and the newest mover's turn. No call may run."""
+        changed = self.members.version != members.version
+        told = {"members": members.to_dict(), "number": number, "turn": turn}
+        self.engine.set_note(json.dumps(told).encode())
+        self.members, self.number = members, number
         self._know_owners()
         if changed:
             self.tickets.clear()
             self.saved.clear()
             for store in self.tables.values():
                 store.forget_saves()
-
-    def begin_turn(self, turn: int) -> None:
-        """That mover is the newest."""
-        if self.members is not None:
-            self._note(self.members, self.number, turn)
-        self.turn = turn
 
     def state(self) -> dict[str, Any]:
         """The numbers that a server which takes buckets over, or joins, must reach."""
@@ -111,15 +107,10 @@ class Served:
 
     def owned(self) -> NDArray[np.bool_]:
         """Of each bucket of all tables, whether it is this server's."""
-        assert self.members is not None
         found: NDArray[np.bool_] = np.array(self.members.bucket_map.flat()) == self.number
         return found
 
-    def _note(self, members: Members, number: int, turn: int) -> None:
-        self.engine.set_note(json.dumps({"members": members.to_dict(), "number": number, "turn": turn}).encode())
-
     def _know_owners(self) -> None:
-        assert self.members is not None
         self.owns_nothing = not self.owned().any()
         owners = np.array(self.members.bucket_map.flat(), np.uint32)
         self.engine.set_owners(owners, _NOBODY if self.number == NO_MEMBER else self.number)

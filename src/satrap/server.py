@@ -42,7 +42,7 @@ class Server(MovingServer):
         thread_count(num_threads)
         self._shared, self._num_threads = shared, num_threads
         super().__init__()
-        # A file that is not whole is of a server that was killed in a hello or restore, which will come again.
+        # A file that is not whole, or names no members, is of one killed in a hello or restore, which will come again.
         if shared is not None and Path(shared).exists() and not remove_unfinished(shared):
             note = shared_note(shared)
             if note.keys() != {"server", "num_servers"}:
@@ -51,7 +51,9 @@ class Server(MovingServer):
                 )
             slots = attach_engine(shared, num_threads=num_threads)
             job = Job(tables=tuple(slot.table for slot in slots), seed=slots[0].seed)
-            self._served = Served(job, Tables.in_engine(slots), slots[0].engine, note["server"], note["num_servers"])
+            self._served, self._turn = Served.found(job, Tables.in_engine(slots), slots[0].engine)
+            if self._served is None:
+                self._remove_rows()
         elif shared is not None and not os.access(Path(shared).absolute().parent, os.W_OK):
             raise ConfigError(f"shared is {os.fspath(shared)!r}; wanted a file in a folder that can be written to")
 
@@ -71,13 +73,13 @@ class Server(MovingServer):
             if self._served is None:
                 if not commit:
                     return {"attempt": 0, "latest_step": 0, "lrs": [table.optimizer.lr for table in wanted.tables]}
-                self._served = self._empty(wanted, server, len(given.addresses))
+                self._served = self._empty(wanted, given, server)
             served = self._served
             self._agree(served, wanted, given, server, by_mover)
             if commit:
                 known = served.members
-                if known is None or known.version != given.version or (by_mover and known != given):
-                    served.follow(given, server)
+                if known.version != given.version or (by_mover and known != given):
+                    served.follow(given, server, self._turn)
                 served.greeted = True
         return {
             "attempt": served.engine.attempt,
@@ -89,10 +91,10 @@ class Server(MovingServer):
         """See ServerCalls."""
         with self._changed:
             served = self._served
-            if served is None or served.members is None:
-                return {"version": 0, "turn": self._newest_turn()}
+            if served is None:
+                return {"version": 0, "turn": self._turn}
             served.moving.thaw_if_left(time.monotonic())
-            found: dict[str, Any] = {"version": served.members.version, "greeted": served.greeted, "turn": served.turn}
+            found: dict[str, Any] = {"version": served.members.version, "greeted": served.greeted, "turn": self._turn}
             if served.members.version > than:
                 found |= {"members": served.members.to_dict(), "job": served.job.to_dict(), "state": served.state()}
             return found
@@ -212,7 +214,7 @@ class Server(MovingServer):
         """See ServerCalls."""
         with self._working(origin) as served:
             store = served.store(table)
-            part = Path(folder) / part_name(served.number, served.num_servers)
+            part = Path(folder) / part_name(served.number, len(served.members.addresses))
             last = served.saved.get(table)
             if last == (folder, since, version):
                 return version  # it came again
@@ -257,13 +259,11 @@ class Server(MovingServer):
 
     def _fill(self, made: Served, chains: dict[str, list[str]]) -> bool:
         """What this server owns of them. If that fails, nothing is left of it: the next hello makes a new one."""
-        assert made.members is not None
         owned = [np.array(table) == made.number for table in made.members.bucket_map.owners]
         try:
             return made.tables.restore(chains, owned)
         except BaseException:
-            if self._shared is not None:
-                Path(self._shared).unlink(missing_ok=True)
+            self._remove_rows()
             raise
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
@@ -278,29 +278,37 @@ class Server(MovingServer):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _empty(self, job: Job, number: int, num_servers: int) -> Served:
+    def _empty(self, job: Job, members: Members, number: int) -> Served:
         slots = open_engine(
             job.tables,
             seed=job.seed,
             num_threads=self._num_threads,
             shared=self._shared,
-            note={"server": number, "num_servers": num_servers},
+            note={"server": number, "num_servers": len(members.addresses)},
         )
-        return Served(job, Tables.in_engine(slots), slots[0].engine, number, num_servers, self._newest_turn())
+        made = Served(job, Tables.in_engine(slots), slots[0].engine, members, number)
+        try:
+            made.follow(members, number, self._turn)
+        except BaseException:
+            self._remove_rows()
+            raise
+        return made
 
     def _anew(self, old: Served, origin: Origin) -> Served:
         """The same with empty tables; until it is there, there are none."""
-        job, members, number, num_servers = old.job, old.members, old.number, old.num_servers
-        assert members is not None
-        self._served, self._turn = None, old.turn
+        job, members, number = old.job, old.members, old.number
+        self._served = None
         self._let_go(old, origin)
-        del old.tables, old.engine, old.moving  # and with them the rows
-        if self._shared is not None:
-            Path(self._shared).unlink(missing_ok=True)
-        made = self._empty(job, number, num_servers)
-        made.follow(members, number)
+        del old.tables, old.engine, old.moving
+        self._remove_rows()
+        made = self._empty(job, members, number)
         made.greeted = True
         return made
+
+    def _remove_rows(self) -> None:
+        """Of an engine that nobody has any more."""
+        if self._shared is not None:
+            Path(self._shared).unlink(missing_ok=True)
 
     def _let_go(self, served: Served, origin: Origin) -> None:
         """Of what the attempt before left open."""
@@ -317,17 +325,17 @@ class Server(MovingServer):
         """Raises unless hello is said to the right server, by somebody who knows of its members. A mover may tell one
         that owns nothing of others than one that was replaced did."""
         differences, known = job.differences(served.job), served.members
-        idle = known is not None and not (served.owned().any() or server in given.bucket_map.flat())
-        same_map = known is None or known.version == given.version
+        idle = served.owns_nothing and server not in given.bucket_map.flat()
+        same_map = known.version == given.version
         must_agree = same_map and not (idle and by_mover)
-        here, there = (server, len(given.addresses)), (served.number, served.num_servers)
+        here, there = (server, len(given.addresses)), (served.number, len(known.addresses))
         if must_agree and here != there:
             differences.append(f"server: number {here[0]} of {here[1]} here, {there[0]} of {there[1]} there")
-        elif known is not None and must_agree and known.bucket_map != given.bucket_map:
+        elif must_agree and known.bucket_map != given.bucket_map:
             differences.append(f"bucket map {given.version}: other owners")
         if differences:
             raise ConfigError(f"the server belongs to another job: {'; '.join(differences)}")
-        if known is not None and known.version > given.version:
+        if known.version > given.version:
             raise MovedError(f"hello: the bucket map is of version {given.version}; the server's is {known.version}")
         if not same_map and not idle:
             raise MovedError(f"hello: the server has not changed to map {given.version} yet: ask again")

@@ -21,9 +21,7 @@ from satrap.checks import check_choice
 from satrap.errors import AttemptError, DeadlineError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.job import Job
 from satrap.members import Members, check_addresses
-from satrap.rpc import Origin
-from satrap.rpc.client import Client, Pending
-from satrap.rpc.keys import Keys
+from satrap.rpc import Client, Keys, Origin, Pending
 from satrap.server_calls import WIRES, ServerCalls
 
 LAUNCH_ATTEMPTS = 1 << 16
@@ -183,12 +181,8 @@ class Servers:
             raise self._failure(view, failed, patient)
         return found
 
-    def all(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
-        """What each server answers to a call that belongs to no step."""
-        return self.everywhere(method, 0, arguments, patient=patient)
-
-    def everywhere(self, method: str, step: int, arguments: tuple[Any, ...], *, patient: bool = False) -> list[Any]:
-        """What each server answers; of one map, all of them."""
+    def all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
+        """What each server answers; of one map, all of them. See `each`."""
         while True:
             view = self.view
             asked = dict.fromkeys(range(len(view)), arguments)
@@ -205,14 +199,14 @@ class Servers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _answered(self, view: View, server: int, call: Pending, trouble: "_Trouble", found: dict[int, Any]) -> bool:
+    def _answered(self, view: View, server: int, call: Pending, trouble: _Trouble, found: dict[int, Any]) -> bool:
         """Notes what a server answered; False if it is to be called again."""
         try:
             found[server] = call.result()
         except TicketError as error:
             found[server] = error
         except MovedError as error:
-            trouble.pause = self._wait_for_move(view, server, error, trouble.until, trouble.pause)
+            self._wait_for_move(view, server, error, trouble)
             return False
         except NotReadyError:
             trouble.greetings += 1
@@ -235,17 +229,17 @@ class Servers:
         told.__cause__ = first
         return told
 
-    def _wait_for_move(self, view: View, server: int, error: MovedError, until: float, pause: float) -> float:
-        """Returns how long to wait the next time; raises the error if there is a newer view."""
+    def _wait_for_move(self, view: View, server: int, error: MovedError, trouble: _Trouble) -> None:
+        """A while, longer each time; raises the error if there is a newer view."""
         if self._learn(view, server):
             raise error
-        if time.monotonic() > until:
+        if time.monotonic() > trouble.until:
             raise DeadlineError(
                 f"{view.clients[server].address}: buckets were on the move for {self._deadline:g} s ({error}): is "
                 "whoever moves them still at work? Started again, it ends what it began"
             ) from error
-        time.sleep(pause)
-        return min(2 * pause, _LONGEST_PAUSE)
+        time.sleep(trouble.pause)
+        trouble.pause = min(2 * trouble.pause, _LONGEST_PAUSE)
 
     def _learn(self, view: View, server: int) -> bool:
         """Whether there is a newer view than this one; asks the server."""
@@ -285,9 +279,9 @@ class Servers:
 
     def _greet(self, view: View, server: int, *, commit: bool = True) -> dict[str, Any]:
         job, members = self.job.to_dict(), view.members.to_dict()
-        until, pause = time.monotonic() + self._deadline, _FIRST_PAUSE
+        trouble = _Trouble(time.monotonic() + self._deadline)
         while True:
             try:
                 return view.clients[server].call.hello(Origin(), job, members, server, commit)
             except MovedError as error:
-                pause = self._wait_for_move(view, server, error, until, pause)
+                self._wait_for_move(view, server, error, trouble)

@@ -76,7 +76,7 @@ def open_worker(
     if not rows.workers:
         return RemoteWorker(features, servers, num_threads=num_threads)
     from satrap.far import FarWorker
-    from satrap.rpc.keys import Keys
+    from satrap.rpc import Keys
 
     try:
         address = rows.workers[trainers.rank % len(rows.workers)]
@@ -89,18 +89,23 @@ def open_worker(
 
 def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -> "Servers":
     """The servers, in the attempt that the first trainer begins."""
-    from satrap.rpc.keys import Keys
+    from satrap.rpc import Keys
     from satrap.servers import Servers
 
     assert rows.servers is not None
-    addresses, keys, place = rows.servers, rows.keys, here()
-    together = trainers.world if synchronous and trainers.world > 1 else 0
-    launch = 0 if place is None else place.launch
+    addresses, place = rows.servers, here()
 
     def greet(attempt: int | None) -> Servers:
-        how: dict[str, Any] = {"trainer": trainers.rank, "together": together, "wire": rows.wire}
-        how["keys"] = None if keys is None else Keys.read(keys)
-        return Servers(job, addresses, attempt=attempt, launch=launch, **how)
+        return Servers(
+            job,
+            addresses,
+            trainer=trainers.rank,
+            together=trainers.world if synchronous and trainers.world > 1 else 0,
+            attempt=attempt,
+            launch=0 if place is None else place.launch,
+            keys=None if rows.keys is None else Keys.read(rows.keys),
+            wire=rows.wire,
+        )
 
     found: list[Servers] = []
     trainers.first_does(lambda: found.append(greet(None)), StreamError)

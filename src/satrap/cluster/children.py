@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
-from satrap.cluster.supervisor import Process, Ready, Role
+from satrap.cluster.supervisor import How, Process, Ready, Role
 from satrap.errors import ConfigError
 
 GRACE_SECONDS = 10.0
@@ -27,7 +27,6 @@ _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
 _LISTENS = re.compile(rb"satrap (?:server|worker): listening at (\S+)\n")
 
-How = Literal["interrupt", "terminate", "kill"]
 Stream = Literal["stdout", "stderr"]
 
 
@@ -60,6 +59,7 @@ class _Child:
     popen: subprocess.Popen[bytes]
     fd: int
     """Of the process."""
+    pipes: dict[Stream, IO[bytes]]
     rows: Path
     for_good: bool = False
     said: bytes = b""
@@ -67,7 +67,6 @@ class _Child:
     listens: bool = False
     kill_at: float | None = None
     was_told: bool = False
-    pipes: list[int] = field(default_factory=list)
 
 
 class Children:
@@ -91,14 +90,14 @@ class Children:
             start_new_session=True,  # Ctrl-C is the supervisor's alone to hear
             pass_fds=pass_fds,
         )
-        child = _Child(process, popen, os.pidfd_open(popen.pid), rows)
+        assert popen.stdout is not None and popen.stderr is not None
+        pipes: dict[Stream, IO[bytes]] = {"stdout": popen.stdout, "stderr": popen.stderr}
+        child = _Child(process, popen, os.pidfd_open(popen.pid), pipes, rows)
         self._children[process] = child
         self._selector.register(child.fd, selectors.EVENT_READ, (child, "gone"))
-        for name, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
-            assert pipe is not None
+        for name, pipe in pipes.items():
             os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe.fileno(), selectors.EVENT_READ, (child, name))
-            child.pipes.append(pipe.fileno())
+            self._selector.register(pipe, selectors.EVENT_READ, (child, name))
 
     def end(self, process: Process, how: How, for_good: bool = False) -> None:
         """Tells a process to end; kills it if it does not within some seconds. for_good: its rows are removed then."""
@@ -159,15 +158,14 @@ class Children:
         """A child that is gone: its last words, its status, and what it left."""
         found: list[Report] = []
         watched = self._selector.get_map()
-        for name, fd in zip(("stdout", "stderr"), child.pipes, strict=True):
+        for name, pipe in child.pipes.items():
+            fd = pipe.fileno()
             while fd in watched and (data := self._read(fd)) is not None:
-                found += self._took(child, name, data)  # type: ignore[arg-type]
+                found += self._took(child, name, data)
             if fd in watched:  # a grandchild holds it
                 self._selector.unregister(fd)
-        status = child.popen.wait()
-        for pipe in (child.popen.stdout, child.popen.stderr):
-            assert pipe is not None
             pipe.close()
+        status = child.popen.wait()
         with suppress(ProcessLookupError):  # of its own children
             os.killpg(child.popen.pid, signal.SIGKILL)
         self._selector.unregister(child.fd)

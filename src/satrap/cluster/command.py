@@ -61,9 +61,9 @@ class Command:
     def listen(self, host: str, has_rows: bool) -> str:
         """Where it listens on this host: where it was, but a server only with its rows: who finds it there finds them.
         One that listens elsewhere is to begin empty."""
-        is_here = self.address is not None and self.address.rpartition(":")[0] == f"tcp://{host}"
-        if self.address is not None and is_here and (has_rows or self.process.role is not Role.SERVER):
-            return self.address
+        known = self.address or ""
+        if known.rpartition(":")[0] == f"tcp://{host}" and (has_rows or self.process.role is not Role.SERVER):
+            return known
         return f"tcp://{host}:0"
 
     def arguments(self, spot: Spot) -> list[str]:

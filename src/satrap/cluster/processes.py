@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from satrap.cluster.children import Children, How
+from satrap.cluster.children import Children
 from satrap.cluster.command import Command, Spot
 from satrap.cluster.output import Output
-from satrap.cluster.supervisor import Event, Process
+from satrap.cluster.supervisor import Event, How, Process
 from satrap.errors import ConfigError
 
 
@@ -33,12 +33,7 @@ class LocalLauncher:
         listen = command.listen("127.0.0.1", rows.exists())
         if listen != command.address:
             rows.unlink(missing_ok=True)
-        spot = Spot(
-            listen=listen,
-            rows=rows,
-            script=command.script.path,
-            meeting=f"file://{meeting}",
-        )
+        spot = Spot(listen=listen, rows=rows, script=command.script.path, meeting=f"file://{meeting}")
         self._output.begin(process)
         self._children.start(process, command.arguments(spot), rows)
 

@@ -28,11 +28,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from satrap.cluster.children import GRACE_SECONDS, Children, Gone, How, Report
+from satrap.cluster.children import GRACE_SECONDS, Children, Gone, Report
 from satrap.cluster.command import Command, Script, Spot
 from satrap.cluster.output import Output
 from satrap.cluster.resources import Needs, amounts
-from satrap.cluster.supervisor import Event, NoPlace, Plan, Process, Role
+from satrap.cluster.supervisor import Event, How, NoPlace, Plan, Process, Role
 from satrap.errors import ConfigError, SatrapError
 from satrap.rpc.keys import Keys, make_keys
 

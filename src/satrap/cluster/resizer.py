@@ -18,8 +18,7 @@ from pathlib import Path
 from satrap.cluster.supervisor import Event, Moved, Wanted
 from satrap.errors import ConfigError, SatrapError
 from satrap.mover import Mover
-from satrap.rpc import Client, Origin
-from satrap.rpc.keys import Keys
+from satrap.rpc import Client, Keys, Origin
 from satrap.scaling import Bounds, Figures, Past, decide
 from satrap.server_calls import ServerCalls
 
@@ -53,10 +52,7 @@ class Resizer:
 
     def events(self) -> list[Event]:
         """What happened since the last call."""
-        found: list[Event] = []
-        with suppress(queue.Empty):
-            while True:
-                found.append(self._events.get_nowait())
+        found = [self._events.get_nowait() for _ in range(self._events.qsize())]
         taken = self._folder / f".{_REQUEST}-taken"
         with suppress(OSError, ValueError):
             os.replace(self._folder / _REQUEST, taken)  # so that one that comes now is the next

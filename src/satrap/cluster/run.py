@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from satrap.cluster.children import How
 from satrap.cluster.command import Command, Script
 from satrap.cluster.membership import Membership
 from satrap.cluster.output import Output
 from satrap.cluster.resizer import Resizer
-from satrap.cluster.supervisor import End, Event, Finish, Move, Plan, Process, Say, Start, Stop, Supervisor
+from satrap.cluster.supervisor import End, Event, Finish, How, Move, Plan, Process, Say, Start, Stop, Supervisor
 from satrap.errors import ConfigError
 
 _EVENT_SECONDS = 0.5  # how late a Ctrl-C may be heard

@@ -107,12 +107,15 @@ class Start:
     """Where it was, and listens again if what it had is still there. None: a new one, which finds nothing."""
 
 
+How = Literal["interrupt", "terminate", "kill"]
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """An order: end this process; one that does not within its time is killed."""
 
     process: Process
-    how: Literal["interrupt", "terminate", "kill"]
+    how: How
     for_good: bool = False
     """It is not started again while the run goes on: its place and its rows are given back."""
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from satrap.place import Place, end, stand
 from satrap.trainers import PATIENCE
 
+_SETTLE_SECONDS = 0.5
+
 
 def train(place: Place, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
     """Runs the script as Python would, in this place. Several trainers are a torch.distributed group then.
@@ -63,6 +65,3 @@ def _store(place: Place, meeting: str, listener: int | None) -> Any:
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     first: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
     return dist.TCPStore(host, int(port), place.world, **first)  # type: ignore[attr-defined]
-
-
-_SETTLE_SECONDS = 0.5

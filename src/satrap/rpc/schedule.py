@@ -9,7 +9,7 @@ that doubles with every further one, up to half a second; never due at or after 
 and for a call without patience only by time in which nobody looked.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
 _BLINK = 2.0  # seconds between two looks that count as waiting
@@ -30,7 +30,7 @@ class Schedule:
     num_busy: int = 0
     num_working: int = 0
     _seen: float | None = None
-    _pause: float = field(default=_FIRST_PAUSE)
+    _pause: float = _FIRST_PAUSE
 
     def look(self, now: float) -> None:
         """The caller waits at this time."""

@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +111,7 @@ def _read_plain(where: str, annotation: Any) -> PlainType:
     )
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64
 
 
@@ -199,7 +199,7 @@ def decode(wanted: Sequence[ValueType], frames: Sequence[Buffer], name: Callable
 
 
 def _end_of_array(kind: ArrayType, frames: Sequence[Buffer], at: int, size: object) -> int:
-    missing = size * kind.dtype.itemsize if _is_int(size) else 0  # type: ignore[operator]
+    missing = size * kind.dtype.itemsize if _is_int(size) else 0
     while (missing := missing - len(frames[at])) > 0 and at + 1 < len(frames):
         at += 1
     return at + 1
@@ -212,7 +212,7 @@ def _joined(pieces: Sequence[Buffer]) -> Buffer:
 
 
 def _as_array(kind: ArrayType, frame: Buffer, size: object, name: str) -> NDArray[Any]:
-    if not _is_int(size) or size * kind.dtype.itemsize != len(frame):  # type: ignore[operator]
+    if not _is_int(size) or size * kind.dtype.itemsize != len(frame):
         raise RpcError(f"{name} has a frame of {len(frame)} bytes for {describe(size)} elements; wanted {kind}")
     array = np.frombuffer(frame, kind.dtype)
     if kind.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:

@@ -106,11 +106,17 @@ class KillableWorker(Killable):
 @contextmanager
 def dying(victims: list[Killable], seed: int, num_kills: int) -> Iterator[threading.Event]:
     """Kills one of them after another at random moments and starts it again; what is set when that is over."""
+    with ending(victims), at_random([kill(each) for each in victims], seed, num=num_kills, gap=0.4) as over:
+        yield over
+
+
+@contextmanager
+def ending(processes: list[Killable]) -> Iterator[None]:
+    """Ends them when it is over."""
     try:
-        with at_random([kill(each) for each in victims], seed, num=num_kills, gap=0.4) as over:
-            yield over
+        yield
     finally:
-        for each in victims:
+        for each in processes:
             each.end()
 
 

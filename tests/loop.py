@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from satrap import SGD, Embeddings, Inputs, Table
+from satrap import SGD, Embeddings, Inputs, Table, Zeros
 from satrap.optimizer import HybridOptimizer
 
 BATCH, NUM_IDS, DIM = 8, 30, 4
@@ -15,6 +15,13 @@ BATCH, NUM_IDS, DIM = 8, 30, 4
 def tables(lr: float = 0.1) -> dict[str, Any]:
     item = Table("item", dim=DIM, optimizer=SGD(lr=lr))
     return {"user": Table("user", dim=DIM, optimizer=SGD(lr=lr)), "item": item, "history": item.bag("mean")}
+
+
+def counting_tables() -> dict[str, Any]:
+    """Each row becomes minus the sum of its gradients: whole numbers, if those are, in whatever order they come."""
+    how: dict[str, Any] = {"dim": DIM, "optimizer": SGD(lr=1.0), "initial": Zeros()}
+    item = Table("item", **how)
+    return {"user": Table("user", **how), "item": item, "history": item.bag("sum")}
 
 
 def batches(num: int, seed: int = 0, size: int = BATCH) -> list[Inputs]:

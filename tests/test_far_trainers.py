@@ -4,6 +4,7 @@ that look up themselves.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import serving
-from far_parts import KillableWorker, dying, working
-from faults import killed_at_random
+from cluster import DEADLINE_SECONDS, killables, serving
+from far_parts import KillableWorker, ending, working
+from faults import at_random, kill
 from loop import NUM_IDS
-from trainers import Trainers
+from trainers import Trainers, said
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +83,23 @@ def test_trainers_resume_with_workers_what_was_begun_without(trainers: Trainers,
 def test_everything_is_killed_under_two_trainers(
     trainers: Trainers, tmp_path: Path, file: str, seed: int, staleness: int
 ) -> None:
-    """Two servers and the worker that the trainers share. Stale ones are applied in any order, but each once."""
-    options: dict[str, Any] = {"batches": 0, "file": file, "epochs": 5, "staleness": staleness}
+    """Two servers and the worker that the trainers share, from the third step on. Stale updates are applied in any
+    order, but each once: their rows are counted."""
+    options: dict[str, Any] = {"batches": 0, "file": file, "epochs": 12, "staleness": staleness}
+    options["counted"] = staleness > 0
     with serving(2) as services:
         wanted = trainers.run(services, 2, tmp_path, **options)
     worker = KillableWorker()
-    with killed_at_random(tmp_path, seed, 3) as (servers, _), dying([worker], seed, 4):
-        found = trainers.run(servers, 2, tmp_path, workers=[worker.address], overlap=True, **options)
-    assert [each["seen"] for each in found] == [each["seen"] for each in wanted]
-    assert [each["updated"] for each in found] == [each["updated"] for each in wanted]
-    if staleness == 0:
-        assert found == wanted
+    with killables(tmp_path, 2) as servers, ending([worker]):
+        victims = [kill(each) for each in (*servers, worker)]
+
+        def kill_some(processes: list[subprocess.Popen[str]]) -> None:
+            assert [said(each) for each in processes] == [{"step": 3}] * 2
+            with at_random(victims, seed, num=5, gap=0.4) as over:
+                assert over.wait(DEADLINE_SECONDS)
+
+        options |= {"workers": [worker.address], "overlap": True, "tells": True}
+        found = trainers.run(servers, 2, tmp_path, kill_some, **options)
+    what = ("seen", "rows", "dense", "lost") if staleness == 0 else ("seen", "rows", "lost")
+    for each, once in zip(found, wanted, strict=True):
+        assert {name: each[name] for name in what} == {name: once[name] for name in what}

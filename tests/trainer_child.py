@@ -1,5 +1,8 @@
 """One of several trainers, as torchrun starts it: trains a job under DDP with its rows on servers, and prints what came
 of it as one line of JSON. Each line of its input is a job: rank, world, rendezvous file, and what it is, as JSON.
+
+With "counted" the embeddings' gradients are whole numbers, so that rows are exact in whatever order updates come. With
+"tells" a trainer prints a line at its third step, too.
 """
 
 import json
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from loop import NUM_IDS, Net, batches, loss_of, tables
+from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
 from satrap import Checkpoint, Embeddings, Parquet
 from satrap.far import FarWorker
 from satrap.remote import RemoteWorker
@@ -23,7 +26,8 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     torch.manual_seed(0)
     where = {"servers": job["servers"], "workers": job.get("workers")}
-    embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], **where)
+    of = counting_tables() if job.get("counted") else tables()
+    embeddings = Embeddings(of, num_threads=1, staleness=job["staleness"], **where)
     model = DistributedDataParallel(Net())
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     scaler = scaler_of(job.get("scaler"))
@@ -38,11 +42,16 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
             for number, batch in enumerate(stream, 1):
                 if batch.step == job["until"]:
                     break
+                if job.get("tells") and batch.step == 3:
+                    print(json.dumps({"step": 3}), flush=True)
                 extra = batch.inputs.extra
                 seen.append(extra["number"].to_pylist() if extra else batch.inputs.values.tolist())
                 if [rank, number] == job.get("overflow"):  # of what is not DDP's
                     batch.embeddings.register_hook(lambda gradient: gradient * np.inf)
-                scaler.scale(loss_of(model, batch)).backward()
+                loss = loss_of(model, batch)
+                if job.get("counted"):
+                    loss = world * batch.embeddings.sum() + model(batch.dense, batch.embeddings.detach()).mean()
+                scaler.scale(loss).backward()
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()
                     continue

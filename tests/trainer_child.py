@@ -26,8 +26,8 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     torch.manual_seed(0)
     where = {"servers": job["servers"], "workers": job.get("workers")}
-    of = counting_tables() if job.get("counted") else tables()
-    embeddings = Embeddings(of, num_threads=1, staleness=job["staleness"], **where)
+    features = counting_tables() if job.get("counted") else tables()
+    embeddings = Embeddings(features, num_threads=1, staleness=job["staleness"], **where)
     model = DistributedDataParallel(Net())
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     scaler = scaler_of(job.get("scaler"))
@@ -48,9 +48,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
                 seen.append(extra["number"].to_pylist() if extra else batch.inputs.values.tolist())
                 if [rank, number] == job.get("overflow"):  # of what is not DDP's
                     batch.embeddings.register_hook(lambda gradient: gradient * np.inf)
-                loss = loss_of(model, batch)
-                if job.get("counted"):
-                    loss = world * batch.embeddings.sum() + model(batch.dense, batch.embeddings.detach()).mean()
+                loss = counted_loss(model, batch, world) if job.get("counted") else loss_of(model, batch)
                 scaler.scale(loss).backward()
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()
@@ -78,12 +76,21 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
         "updated": {name: table.stats()["updated"] for name, table in embeddings.tables.items()},
     }
     dist.barrier()
+    close(embeddings)
+    dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
+
+
+def close(embeddings: Embeddings) -> None:
     if isinstance(embeddings.worker, FarWorker):
         embeddings.worker.close()
     elif isinstance(embeddings.worker, RemoteWorker):
         embeddings.worker.servers.close()
-    dist.destroy_process_group()
-    print(json.dumps(found), flush=True)
+
+
+def counted_loss(model: torch.nn.Module, batch: Any, world: int) -> torch.Tensor:
+    loss: torch.Tensor = world * batch.embeddings.sum() + model(batch.dense, batch.embeddings.detach()).mean()
+    return loss
 
 
 def scaler_of(kind: str | None) -> torch.amp.GradScaler:

@@ -57,7 +57,8 @@ def described(module: str, name: str) -> list[str]:
         return [f"### {called(node)}", "", paragraph(ast.get_docstring(node))]
     init = next((each for each in methods(node) if each.name == "__init__"), None)
     lines = [f"### {name}{called(init, bound=True).removeprefix('__init__') if init else ''}", ""]
-    lines.append(paragraph(ast.get_docstring(node)))
+    of_file = (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " ")
+    lines.append(paragraph((ast.get_docstring(node) or "").replace("See the file's docstring.", of_file)))
     if init is not None and (text := ast.get_docstring(init)):
         lines += ["", paragraph(text)]
     lines += fields(node)

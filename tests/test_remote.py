@@ -331,7 +331,7 @@ def test_a_server_without_its_rows_is_told_from_one_with_them() -> None:
     with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
         worker.lookup(batch(range(4)), step=1)
         services[0].close()
-        told = "of attempt 1 and the server at 0: that one has not begun here"
+        told = "of attempt 1 and the server at 0: it was started again without its rows; resume"
         with Service(Server(), ServerCalls, services[0].address), pytest.raises(AttemptError, match=told):
             worker.lookup(batch(range(4)), step=2)
 

@@ -152,9 +152,7 @@ def test_another_protocol_of_the_same_name_is_refused_with_both_named(small: tup
 
     service, _ = small
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS) as client:
-        with pytest.raises(
-            RuntimeError, match=r"there is no such method here. Served are: .*Calls\.add\(amount: int\)"
-        ) as e:
+        with pytest.raises(RuntimeError, match="there is no such method here, which serves Calls: another") as e:
             client.call.add(1.0)
         assert "raised by Calls.add" in e.value.__notes__[0]
 

@@ -194,7 +194,7 @@ def _resizer(given: argparse.Namespace, keys: "Keys | None" = None, memory_bytes
     from satrap.scaling import Bounds
 
     most = given.max_servers
-    bounds = None if most is None else Bounds(min_servers=min(given.servers, most), max_servers=most)
+    bounds = None if most is None else Bounds(min_servers=given.servers, max_servers=most)
     limit = memory_bytes if given.server_gib is None else given.server_gib * 2**30
     return Resizer(given.folder, keys, bounds, limit or None)
 

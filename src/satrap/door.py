@@ -89,5 +89,9 @@ class Door:
     def _other_attempt(self, served: Served, origin: Origin) -> AttemptError:
         return AttemptError(
             f"the call is of attempt {origin.attempt} and the server at {served.engine.attempt}: "
-            + ("this process was replaced" if origin.attempt < served.engine.attempt else "that one has not begun here")
+            + (
+                "this process was replaced"
+                if origin.attempt < served.engine.attempt
+                else "it was started again without its rows; resume the last checkpoint"
+            )
         )

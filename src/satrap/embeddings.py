@@ -165,7 +165,8 @@ class Embeddings(torch.nn.Module):
         DistributedDataParallel; of one, or with dense="async", it is the model itself. Call it before the optimizer is
         made.
 
-        compress: the type that the gradients cross the network in, by DDP's own hook; None: as they are.
+        compress: what the gradients cross the network as, by DDP's own hook: "float16", on GPUs also "bfloat16"; None:
+            as they are.
         """
         return model if self.apart else self.trainers.parallel(model, compress)
 

@@ -30,6 +30,8 @@ class Place:
     """Of this run: a later one goes on from a checkpoint, if there is one."""
     workers: tuple[str, ...] = ()
     """Those of the embedding workers; none: each trainer is its own."""
+    is_copy: bool = False
+    """It runs in a copy of its folder, which goes away with the run."""
     keys: str | None = None
     """The client's key file."""
     meeting: str | None = None

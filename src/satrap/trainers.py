@@ -88,6 +88,10 @@ class Trainers:
         """The model, of which several trainers average the gradients; compress: as what these cross the network."""
         if compress is not None and compress not in _HOOKS:
             raise ConfigError(f"compress is {compress!r}; wanted one of {', '.join(map(repr, _HOOKS))}, or None")
+        if compress == "bfloat16" and any(each.device.type == "cpu" for each in model.parameters()):
+            raise ConfigError(
+                "compress is 'bfloat16', which torch's hook has for GPUs alone; on the CPU take 'float16'"
+            )
         if self.world == 1:
             return model
         parallel = DistributedDataParallel(model)

@@ -55,7 +55,7 @@ def open_worker(
             raise ConfigError("there are workers and no servers: name the servers, which the workers call")
         if rows.keys is not None or rows.wire != "float32":
             given = f"wire={rows.wire!r}" if rows.keys is None else "keys"
-            raise ConfigError(f"there are {given} and no servers: leave the keys out, or name the servers")
+            raise ConfigError(f"there are {given} and no servers: leave that out, or name the servers")
         if trainers.world > 1:
             raise ConfigError(
                 f"there are {trainers.world} trainers under torch.distributed and no servers, so each would "

@@ -39,6 +39,8 @@ class Spot:
     rows: Path
     """The shared-memory file of a server."""
     script: Path
+    is_copy: bool = False
+    """The script's folder is one that was brought here."""
     keys: Path | None = None
     """The server's, with the client's beside it for a worker; a trainer's is the client's."""
     meeting: str | None = None
@@ -87,6 +89,7 @@ class Command:
             first_launch=self.membership.first_launch,
             servers=self.membership.servers,
             workers=self.membership.workers,
+            is_copy=spot.is_copy,
             keys=None if spot.keys is None else str(spot.keys),
             meeting=spot.meeting if self.plan.trainers > 1 else None,
             num_threads=self.script.trainer_threads,

@@ -78,6 +78,7 @@ class _Keeper:
             listen=listen,
             rows=rows,
             script=Path.cwd() / command.script.path.name,  # Ray has brought its folder
+            is_copy=True,
             keys=folder / next(iter(keys)),
             meeting=meeting,
             listener=listener,

@@ -164,6 +164,8 @@ class Plan:
     def __post_init__(self) -> None:
         for name, low in (("servers", 1), ("workers", 0), ("trainers", 1), ("restarts", 0)):
             check_integer("run", name, getattr(self, name), low, MOST_PROCESSES)
+        if self.max_servers is not None:
+            check_integer("run", "max_servers", self.max_servers, self.servers, MOST_PROCESSES)
 
 
 class _Phase(Enum):

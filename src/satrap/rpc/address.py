@@ -47,5 +47,5 @@ def require_loopback(address: str, number: str, what: str) -> None:
     if not is_loopback(number):
         raise ConfigError(
             f"{address} is not of this machine only, and there are no keys: {what} without keys is for loopback "
-            "(tcp://127.0.0.1:0). Make keys with `satrap keys FOLDER` and give them, as keys="
+            "(tcp://127.0.0.1:0). Make keys with `satrap keys FOLDER` and give them, as keys= or --keys"
         )

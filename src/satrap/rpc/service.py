@@ -71,7 +71,7 @@ class Service:
         num_threads: that run the methods.
         close_seconds: how long close() waits for methods that run.
         """
-        methods = methods_of(protocol)
+        methods, self._protocol = methods_of(protocol), getattr(protocol, "__name__", "another protocol")
         missing = [name for name in methods if not callable(getattr(served, name, None))]
         if missing:
             raise ConfigError(f"{type(served).__name__} has no method {', '.join(missing)}, which it is to serve")
@@ -251,8 +251,10 @@ class Service:
         if header.kind != Kind.REQUEST:
             raise RpcError(f"a message of kind {header.kind.name}; a server takes requests")
         if header.method not in self._methods:
-            known = "; ".join(str(method) for method, _ in self._methods.values())
-            raise RpcError(f"there is no such method here. Served are: {known}. Run one release on both sides")
+            raise RpcError(
+                f"there is no such method here, which serves {self._protocol}: another address was meant, or both "
+                "sides are of different releases"
+            )
         if header.body_bytes > self._limits.max_bytes:
             raise RpcError(f"a request of {header.body_bytes} bytes; this server takes {self._limits.max_bytes}")
         verdict = self._ledger.arrive(header, frames, route, time.monotonic())

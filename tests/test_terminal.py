@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,41 +13,52 @@ from satrap.cluster.terminal import Terminal
 TEXT = bytes(range(256)) * 4096
 
 
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    ends = os.pipe()
-    yield ends
-    for each in ends:
-        os.close(each)
+class Reader:
+    """Of a pipe, a little at a time, until everybody who writes has closed it."""
 
+    def __init__(self) -> None:
+        self.found = b""
+        self._own, fd = os.pipe()
+        self.stream = os.fdopen(fd, "w")
+        self._thread = threading.Thread(target=self._read)
 
-def shown(fd: int, num_bytes: int) -> bytes:
-    found = b""
-    while len(found) < num_bytes:
-        found += os.read(fd, 1000)
-    return found
+    def begin(self) -> None:
+        self._thread.start()
+
+    def all(self) -> bytes:
+        self.stream.close()
+        self._thread.join()
+        os.close(self._own)
+        return self.found
+
+    def _read(self) -> None:
+        while more := os.read(self._own, 1000):
+            self.found += more
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_all_that_is_read_is_shown(pipe: tuple[int, int], blocking: bool) -> None:
-    os.set_blocking(pipe[1], blocking)
-    with os.fdopen(pipe[1], "w", closefd=False) as stream:
-        terminal = Terminal(stream)
-        writer = threading.Thread(target=terminal.write, args=(TEXT,))
-        writer.start()
-        assert shown(pipe[0], len(TEXT)) == TEXT
-        writer.join()
-        assert terminal.close() == 0
+def test_all_that_is_read_is_shown(blocking: bool) -> None:
+    reader = Reader()
+    os.set_blocking(reader.stream.fileno(), blocking)
+    terminal = Terminal(reader.stream)
+    reader.begin()
+    terminal.write(TEXT)
+    assert terminal.close() == 0
+    assert reader.all() == TEXT
 
 
-def test_what_is_not_read_is_counted(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_read_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown yet to whoever reads while this process is there."""
     monkeypatch.setattr("satrap.cluster.terminal._STALL_SECONDS", 0.1)
-    with os.fdopen(pipe[1], "w", closefd=False) as stream:
-        terminal = Terminal(stream)
-        terminal.write(TEXT)
-        left = terminal.close()
-        assert 0 < left < len(TEXT), "what is in the pipe may be read yet"
-        assert shown(pipe[0], len(TEXT)) == TEXT, "whoever reads late has it, while this process is there"
+    reader = Reader()
+    terminal = Terminal(reader.stream)
+    terminal.write(TEXT)
+    left = terminal.close()
+    assert 0 < left < len(TEXT), "a part is in the pipe"
+    reader.begin()
+    monkeypatch.setattr("satrap.cluster.terminal._STALL_SECONDS", 5.0)
+    assert terminal.close() == 0
+    assert reader.all() == TEXT
 
 
 def test_what_finds_no_room_is_counted() -> None:

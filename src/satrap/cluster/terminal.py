@@ -1,6 +1,6 @@
 """What a run shows, written by a thread of its own: a terminal may be paused, and nobody may read a pipe. Who reads
 slowly is waited for; where nothing is read for some seconds, the run goes on. What it says then is not shown, which is
-told once somebody reads; the log files have all of it. So it is with what a file has no room for.
+told once somebody reads; the log files have all of it. What a file has no room for is told at the end.
 """
 
 import errno
@@ -21,7 +21,7 @@ class Terminal:
         """stream: None, or a closed one: nothing is shown."""
         self._changed = threading.Condition(threading.Lock())
         self._waiting: list[bytes] = []
-        self._waiting_bytes = self._missing = 0
+        self._waiting_bytes = self._missing = self._without_room = 0
         self._is_ending = False
         self._is_open = stream is not None and not stream.closed
         if stream is not None and self._is_open:
@@ -48,12 +48,12 @@ class Terminal:
             while self._waiting_bytes not in (0, before):
                 before = self._waiting_bytes
                 self._changed.wait_for(lambda: self._waiting_bytes < before, _STALL_SECONDS)  # noqa: B023  called here
-            return self._waiting_bytes + self._missing
+            return self._waiting_bytes + self._without_room
 
     def _tell_missing(self) -> None:
         if self._missing:
             self._put(
-                f"\n--- {self._missing} bytes are not shown here: not read, or no room; the logs have them\n".encode()
+                f"\n--- {self._missing} bytes are not shown here: nobody read them; the logs have them\n".encode()
             )
             self._missing = 0
 
@@ -69,9 +69,9 @@ class Terminal:
                 if not self._waiting:
                     return
                 data = self._waiting.pop(0)
-            missing = self._show(data)
+            without_room = self._show(data)
             with self._changed:
-                self._missing += missing
+                self._without_room += without_room
                 self._waiting_bytes -= len(data)
                 self._changed.notify_all()
 

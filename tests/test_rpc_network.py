@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +125,21 @@ def test_a_client_with_keys_does_not_talk_to_a_server_without(tmp_path: Path) ->
         with pytest.raises(DeadlineError, match="no connection: what listens there has keys and this client has none"):
             refused.within(DEADLINE_SECONDS).add(100)
         assert served.num_runs == 0 and service.counts()["bad"] == 0
+
+
+def test_a_server_that_comes_after_what_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ gives up whoever answers so, and says nothing."""
+    monkeypatch.setattr("satrap.rpc.client._ANEW_SECONDS", 0.5)
+    server, key = (Keys.read(path) for path in make_keys(tmp_path))
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with Client(Calls, address, key, deadline=DEADLINE_SECONDS) as waiting:
+            call = pool.submit(waiting.call.add, 1)
+            peer, _ = listener.accept()
+            with peer, suppress(ConnectionResetError):
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                while peer.recv(1000):
+                    pass
+            listener.close()
+            with Service(Served(), Calls, address, server):
+                assert call.result() == 1

@@ -221,6 +221,30 @@ def test_a_trainer_that_is_done_stays_for_what_the_others_save(tmp_path: Path, s
         assert (step, weight) == (40, summed(lengths))
 
 
+def test_a_trainer_that_is_done_outlives_a_save_that_fails(tmp_path: Path) -> None:
+    """The first trainer cannot write it; the one that wanted it catches that, and trains on."""
+    script = tmp_path / "job.py"
+    text = ASYNC.read_text().replace(
+        "        run.save(every_steps=every)\n",
+        "        away = folder / 'away'\n"
+        "        if embeddings.step == 8:\n"
+        "            (folder / 'checkpoints').rename(away).with_name('checkpoints').touch()\n"
+        "        try:\n"
+        "            run.save(every_steps=every)\n"
+        "        except CheckpointError:\n"
+        "            (folder / 'checkpoints').unlink()\n"
+        "            away.rename(folder / 'checkpoints')\n",
+    )
+    script.write_text(text.replace("import Checkpoint,", "import Checkpoint, CheckpointError,"))
+    for name in ("loop.py", "async_child.py"):
+        (tmp_path / name).write_text(JOB.with_name(name).read_text())
+    with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "2,16", "4")) as run:
+        status, _, err = finished(run)
+    assert status == 0 and "no checkpoint was saved: " in err, err
+    saved = sorted(each.name.partition("-")[2] for each in (tmp_path / "checkpoints").iterdir())
+    assert saved == ["step-12", "step-16", "step-4"]
+
+
 @pytest.mark.parametrize("victim", ["trainer 0", "server 0"])
 def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path, victim: str) -> None:
     """Whether the rows are still there or not; and that all is lost is said."""
@@ -283,9 +307,10 @@ def test_a_script_that_fails_ends_the_run_with_its_own_error(tmp_path: Path) -> 
         status, out, err = finished(run)
     assert (status, out) == (1, "['--servers', 'x'] __main__\n")
     assert "ValueError: a bug" in err and "trainer 0 ended with status 1, soon after it began" in err
-    script.write_text("raise SystemExit(7)\n")
-    with started(tmp_path, script) as run:
-        assert finished(run)[0] == 7
+    for how, wanted in (("7", 7), ("''", 1)):
+        script.write_text(f"raise SystemExit({how})\n")
+        with started(tmp_path, script) as run:
+            assert finished(run)[0] == wanted
     nothing_is_left(tmp_path, [])
 
 

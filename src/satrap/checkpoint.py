@@ -125,7 +125,13 @@ class Checkpoint:
                 )
             self._embeddings.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
-            trainers.first_does(lambda: self._write(max(steps), positions, randoms), CheckpointError)
+            try:
+                trainers.first_does(lambda: self._write(max(steps), positions, randoms), CheckpointError)
+            except Exception as error:
+                if every_steps != _ENDED:
+                    raise
+                # Whoever wanted it raises it, and may go on.
+                print(f"no checkpoint was saved: {error}", file=sys.stderr)
         return every_steps in going_on or (every_steps is None and not going_on)
 
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:

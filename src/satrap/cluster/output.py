@@ -33,7 +33,7 @@ class Output:
 
     def __exit__(self, *_: object) -> None:
         if left := self._stdout.close():
-            self.say(f"the last {left} bytes of standard output were not read; {self.folder} has them")
+            self.say(f"{left} bytes of standard output were not read, or found no room; {self.folder} has them")
         self._stderr.close()
 
     def path(self, process: Process) -> Path:

@@ -1,13 +1,16 @@
 """What a run shows, written by a thread of its own: a terminal may be paused, and nobody may read a pipe. Who reads
 slowly is waited for; where nothing is read for some seconds, the run goes on. What it says then is not shown, which is
-told once somebody reads; the log files have all of it.
+told once somebody reads; the log files have all of it. What a file has no room for is told at the end.
 """
 
+import errno
 import os
+import select
 import threading
 from typing import TextIO
 
 _MOST_BYTES = 1 << 20
+_PIECE_BYTES = 4096  # a pipe that has room takes it at once
 _STALL_SECONDS = 5.0  # in which some of it is read, or nobody reads
 
 
@@ -18,7 +21,7 @@ class Terminal:
         """stream: None, or a closed one: nothing is shown."""
         self._changed = threading.Condition(threading.Lock())
         self._waiting: list[bytes] = []
-        self._waiting_bytes = self._missing = 0
+        self._waiting_bytes = self._missing = self._without_room = 0
         self._is_ending = False
         self._is_open = stream is not None and not stream.closed
         if stream is not None and self._is_open:
@@ -36,7 +39,7 @@ class Terminal:
             self._put(data)
 
     def close(self) -> int:
-        """Returns once all is written, or nobody reads it: how many bytes are left."""
+        """Returns once all is written, or nobody reads it: how many bytes are not."""
         with self._changed:
             self._tell_missing()
             self._is_ending = True
@@ -45,7 +48,7 @@ class Terminal:
             while self._waiting_bytes not in (0, before):
                 before = self._waiting_bytes
                 self._changed.wait_for(lambda: self._waiting_bytes < before, _STALL_SECONDS)  # noqa: B023  called here
-            return self._waiting_bytes
+            return self._waiting_bytes + self._without_room
 
     def _tell_missing(self) -> None:
         if self._missing:
@@ -55,7 +58,7 @@ class Terminal:
             self._missing = 0
 
     def _put(self, data: bytes) -> None:
-        self._waiting.append(data)
+        self._waiting += [data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)]
         self._waiting_bytes += len(data)
         self._changed.notify_all()
 
@@ -66,15 +69,22 @@ class Terminal:
                 if not self._waiting:
                     return
                 data = self._waiting.pop(0)
-            self._show(data)
+            without_room = self._show(data)
             with self._changed:
+                self._without_room += without_room
                 self._waiting_bytes -= len(data)
                 self._changed.notify_all()
 
-    def _show(self, data: bytes) -> None:
+    def _show(self, data: bytes) -> int:
+        """Returns how much of it there was no room for."""
         left = memoryview(data)
         while self._is_open and left:
             try:
                 left = left[os.write(self._file, left) :]
-            except OSError:  # its reader is gone
-                self._is_open = False
+            except BlockingIOError:  # somebody who has it, too, made it so
+                select.select([], [self._file], [])
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    return len(left)
+                self._is_open = False  # its reader is gone
+        return 0

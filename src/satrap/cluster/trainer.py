@@ -51,7 +51,7 @@ def _run(script: str) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit:
-        if exit.code:
+        if exit.code not in (None, 0):
             raise
 
 

@@ -11,7 +11,8 @@ number; one that nobody waits for is ignored.
 4. ZeroMQ connects, and connects anew, by itself. A request is only given to a connection that stands (with keys: to a
    server that proved its own), so DeadlineError can say whether there was one.
 5. ZeroMQ does not connect anew to who refused this client's key, or has keys where it has none: the calls end at once,
-   and the next one makes another connection.
+   and the next one makes another connection. Nor, without a word, to who answered what it cannot read: whoever waits
+   for a connection does so every some seconds.
 
 Delivery is at least once: a served method must be idempotent. Arrays are sent from where they lie, so leave the arrays
 of a call alone until its result came; received ones are read-only views.
@@ -48,6 +49,7 @@ P = TypeVar("P")
 
 _CONNECT_SECONDS = 1.0  # that a thread's first call waits for its connection before begin() returns
 _NOTICE_SECONDS = 5.0  # after which a call without a connection says so
+_ANEW_SECONDS = 10.0  # without a connection, after which it is made anew
 _CLOSED_MS = 100  # in which a call that waits notices that its client was closed
 _RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
@@ -300,7 +302,8 @@ class _Connection:
         self._refusals = socket.get_monitor_socket(
             zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
         )
-        socket.connect(join_address(host, port))
+        self._endpoint, self._stood = join_address(host, port), time.monotonic()
+        socket.connect(self._endpoint)
 
     def require_open(self) -> None:
         if self._closed:
@@ -324,6 +327,14 @@ class _Connection:
         for i, frame in enumerate(pending.frames):
             self.socket.send(frame, zmq.SNDMORE if i < last else 0, copy=False)
         pending.schedule.sent(now)
+        self._stood = now
+
+    def _connect_anew(self, now: float) -> None:
+        """Unless it stands, and is only full."""
+        if sum(each.schedule.num_sent for each in self.waiting.values()) < self.socket.sndhwm:
+            self.socket.disconnect(self._endpoint)
+            self.socket.connect(self._endpoint)
+        self._stood = now
 
     def wait(self, pending: Pending, until: float) -> None:
         """Returns once there is an answer, or the deadline or the time given has passed."""
@@ -337,6 +348,8 @@ class _Connection:
             blocked = schedule.is_due(now)
             if blocked and now > pending.notice:
                 pending.tell_unconnected()
+            if blocked and now > self._stood + _ANEW_SECONDS:
+                self._connect_anew(now)
             seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
             wanted = zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN
             if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & zmq.POLLIN:

@@ -20,6 +20,12 @@ from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, tra
 from satrap import Adagrad, Constant, Embeddings, Inputs, Iterable, Position, StreamError, Table
 
 
+def test_one_of_torchruns_that_trains_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.warns(UserWarning, match="torchrun began this process, and it trains alone"):
+        job()
+
+
 def test_synchronous_training_equals_plain_pytorch() -> None:
     embeddings, model, optimizer = job()
     plain, plain_model = Plain(embeddings), copy.deepcopy(model)

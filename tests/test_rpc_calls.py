@@ -141,6 +141,18 @@ def test_one_that_waits_long_for_a_server_is_told_so_before_the_end(monkeypatch:
     assert len(warned) == 1
 
 
+def test_one_whose_server_went_in_the_middle_is_told_so_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.rpc.client._NOTICE_SECONDS", 0.2)
+    with server_process(ANYWHERE) as (process, address), Client(Calls, address, retry_seconds=0.05) as client:
+        pending = client.begin("wait", 1, deadline=3.0)
+        assert not pending.wait(0.2)
+        process.kill()
+        told = f"wait at {address}: there is no connection any more. Another is waited for until 3 s are over"
+        with pytest.warns(UserWarning, match=told) as warned, pytest.raises(DeadlineError, match="was a connection"):
+            pending.result()
+        assert len(warned) == 1
+
+
 def test_a_deadline_with_a_server_says_so() -> None:
     served = Served()
     with Service(served, Calls, ANYWHERE, num_threads=1) as service, Client(Calls, service.address) as client:

@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import satrap.place
 import satrap.runfolder
 from checkpoint_job import Job
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.errors import CheckpointError
+from satrap.place import Place
 
 
 def names(run: Path) -> list[str]:
@@ -65,7 +67,21 @@ def test_the_run_of_somebody_else_is_not_rotated_away(tmp_path: Path) -> None:
     before = names(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds 000003-step-3, which this run neither saved nor resumed: call"):
         Job(str(tmp_path), 2).train()
+    with pytest.raises(CheckpointError, match="neither saved nor resumed"):  # when it could be saved for the first time
+        Job(str(tmp_path), 2).train(every_steps=10**6)
     assert names(tmp_path) == before
+
+
+def test_in_a_copy_of_the_scripts_folder_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray brings it to the nodes: it goes away with the run."""
+    job = Job(str(tmp_path), 1)
+    parts = job.model, job.optimizer, job.embeddings
+    place = Place(rank=0, world=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
+    monkeypatch.setattr(satrap.place, "_here", place)
+    with pytest.raises(CheckpointError, match="path is 'run', and this script runs in a copy of its folder"):
+        Checkpoint("run", *parts)
+    Checkpoint(tmp_path / "run", *parts)
+    Checkpoint("memory://run", *parts)
 
 
 def test_a_damaged_older_one_does_not_stop_saving(tmp_path: Path) -> None:

@@ -73,7 +73,13 @@ class Checkpoint:
             raise CheckpointError(f"further holds {sorted(taken)}; these are saved anyway: take other names")
         for name, value in (("keep", keep), ("full_every", full_every)):
             _require_count(name, value)
-        self._home = RunFolder(os.fspath(path))
+        path, place = os.fspath(path), here()
+        if place is not None and place.is_copy and "://" not in path and not os.path.isabs(path):
+            raise CheckpointError(
+                f"path is {path!r}, and this script runs in a copy of its folder, which goes away with the run: name "
+                "an absolute path that all machines share"
+            )
+        self._home = RunFolder(path)
         self._objects = {"model": unwrapped(model), "optimizer": optimizer, **(further or {})}
         self._embeddings, self._data = embeddings, data
         self._keep, self._full_every = keep, full_every
@@ -96,6 +102,9 @@ class Checkpoint:
             _require_count("every_steps", every_steps)
         step = self._embeddings.step
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
+            if self._saved_step < 0 and self._embeddings.trainers.rank == 0:
+                self._home.require_mine(None)  # now, not when much is done that could not be saved
+            self._saved_step = max(0, self._saved_step)
             return False
         while not self._take_part(every_steps):
             pass

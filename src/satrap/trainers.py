@@ -5,6 +5,7 @@ at the servers, whether each has another batch, whether one met an overflow. It 
 it never meets the user's collectives.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Literal
@@ -27,6 +28,12 @@ class Trainers:
 
     def __init__(self) -> None:
         together = dist.is_available() and dist.is_initialized()
+        if not together and dist.is_available() and dist.is_torchelastic_launched():
+            warnings.warn(
+                "torchrun began this process, and it trains alone: for one of several trainers call "
+                "torch.distributed.init_process_group(...) before satrap.Embeddings",
+                stacklevel=3,
+            )
         self.rank = dist.get_rank() if together else 0
         self.world = dist.get_world_size() if together else 1
         several = self.world > 1

@@ -206,7 +206,7 @@ class Pending:
         self._connection, self._method, self._seconds = connection, method, seconds
         self._method_number, self._origin = method_number, origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
-        self.notice = schedule.due + _NOTICE_SECONDS
+        self.untold_since = schedule.due
 
     def header(self, now: float) -> Header:
         """Of the request, sent now."""
@@ -250,10 +250,11 @@ class Pending:
 
     def tell_unconnected(self) -> None:
         """To whoever watches, once: the deadline may be far."""
-        self.notice = math.inf
-        if not self.schedule.num_sent:
-            late = f"{self._unconnected(_NOTICE_SECONDS)} It is waited for until {self._seconds:g} s are over"
-            warnings.warn(late, stacklevel=2)
+        self.untold_since = math.inf
+        late = f"{self._unconnected(_NOTICE_SECONDS)} It"
+        if self.schedule.num_sent:
+            late = f"{self._method.name} at {self._connection.address}: there is no connection any more. Another"
+        warnings.warn(f"{late} is waited for until {self._seconds:g} s are over", stacklevel=2)
 
     def _unconnected(self, seconds: float) -> str:
         where = f"{self._method.name} at {self._connection.address}"
@@ -346,7 +347,7 @@ class _Connection:
             if schedule.is_due(now):
                 self.try_send(pending, now)
             blocked = schedule.is_due(now)
-            if blocked and now > pending.notice:
+            if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
                 pending.tell_unconnected()
             if blocked and now > self._stood + _ANEW_SECONDS:
                 self._connect_anew(now)

@@ -11,7 +11,7 @@ from typing import TextIO
 
 _MOST_BYTES = 1 << 20
 _PIECE_BYTES = 4096  # a pipe that has room takes it at once
-_STALL_SECONDS = 5.0  # in which some of it is read, or nobody reads
+_STALL_SECONDS = 3.0  # in which some of it is read, or nobody reads
 
 
 class Terminal:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
-from satrap import Adagrad, Constant, Embeddings, Inputs, Iterable, Position, StreamError, Table
+from satrap import Adagrad, ConfigError, Constant, Embeddings, Inputs, Iterable, Position, StreamError, Table
+
+
+@pytest.mark.parametrize(
+    ("compress", "told"), [("bfloat16", "on the CPU take 'float16'"), ("int8", "wanted one of 'float16', 'bfloat16'")]
+)
+def test_gradients_cannot_be_compressed_so(compress: Any, told: str) -> None:
+    embeddings, model, _ = job()
+    with pytest.raises(ConfigError, match=told):
+        embeddings.parallel(model, compress=compress)
 
 
 def test_one_of_torchruns_that_trains_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class ClusterCase:
 
 def full_cases() -> list[ClusterCase]:
     """Every case that the project's targets speak of."""
-    ratio = Target(figure="ratio", at_least=0.7)
+    echo = tuple(Target(figure=figure, at_least=0.7) for figure in ("ratio", "ratio_free"))
     rows = (Target(figure="ratio_local", at_least=0.55), Target(figure="ratio_paddle", at_least=7.12))
     train = tuple(Target(figure=figure, at_least=3.0) for figure in ("ratio", "ratio_stale"))
     share = (Target(figure="share", at_most=0.55), Target(figure="share_float16", at_most=0.30))
@@ -54,7 +54,7 @@ def full_cases() -> list[ClusterCase]:
     slow = (Target(figure="ratio/1gbit-0.2ms", at_least=2.6), Target(figure="of_async/1gbit-0.2ms", at_least=0.95))
     away = Target(figure="away_s", at_most=2.0)
     return [
-        *(ClusterCase(kind="echo", dim=dim, num_warmup=50, num_steps=400, targets=(ratio,)) for dim in DIMS),
+        *(ClusterCase(kind="echo", dim=dim, num_warmup=50, num_steps=400, targets=echo) for dim in DIMS),
         *(ClusterCase(kind="rows", dim=dim, num_steps=200, targets=rows) for dim in DIMS),
         *(ClusterCase(kind="train", dim=dim, targets=train) for dim in DIMS),
         *(ClusterCase(kind="bytes", dim=dim, num_warmup=1, num_steps=10, targets=share) for dim in DIMS),

@@ -4,6 +4,7 @@ Its first line on stdout is where it serves, as JSON. `started` starts one and e
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ def started(contender: str, job: Mapping[str, Any]) -> Iterator[tuple[Any, int]]
 
 def main() -> None:
     job = json.loads(sys.argv[1])
+    os.sched_setaffinity(0, job["cores"])
     rows = np.random.default_rng(3).random(int(job["max_ids"]) * int(job["dim"]), np.float32)
     if job["contender"] == "raw":
         raw.serve(rows, int(job["dim"]))

@@ -25,7 +25,8 @@ PATH_OPTIONS = ("--out", "--peers-home", "--tmpfs", "--batches")
 
 def add_options(parser: argparse.ArgumentParser, contenders: Sequence[str], full: Defaults) -> None:
     """The options that every benchmark has."""
-    parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="names, their beginnings, or patterns")
+    names = "names, their beginnings, or patterns"
+    parser.add_argument("--case", nargs="+", action="extend", default=[], metavar="NAME", help=names)
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--quick", action="store_true", help="small cases, few steps: a minute or two, not a result")
     parser.add_argument("--rounds", type=int, help=f"rounds of all contenders (default {full['rounds']})")

@@ -52,7 +52,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def beside(
-    job: Mapping[str, Any], batches: Sequence[Ids], here: Sequence[int], there: Sequence[int]
+    job: Mapping[str, Any], batches: list[Ids], here: Sequence[int], there: Sequence[int]
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """The seconds of each contender's steps, and the noise. here, there: the cores of this end and of the servers."""
     from satrap.rpc import Client

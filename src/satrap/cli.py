@@ -125,9 +125,16 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     scale.add_argument("--servers", type=int, required=True, metavar="N")
     scale.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of the run (default satrap-run)")
     move = commands.add_parser("move", help="move the buckets of servers that were started by hand")
-    move.add_argument("--now", nargs="+", required=True, metavar="ADDRESS", help="all servers of the job, in order")
     move.add_argument(
-        "--wanted", nargs="+", required=True, metavar="ADDRESS", help="all that there are to be, in order"
+        "--now", nargs="+", action="extend", required=True, metavar="ADDRESS", help="all servers of the job, in order"
+    )
+    move.add_argument(
+        "--wanted",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="ADDRESS",
+        help="all that there are to be, in order",
     )
     move.add_argument("--keys", metavar="FILE", help="client.key")
     trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it

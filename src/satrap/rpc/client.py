@@ -54,6 +54,8 @@ _CLOSED_MS = 100  # in which a call that waits notices that its client was close
 _RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
 _MOST_FRAME_BYTES = Limits().max_frame_bytes
+# As numbers: to join two members of zmq.Flag takes as long as to send a header.
+_IN, _OUT, _MORE, _NOW = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
 
 class Client(Generic[P]):
@@ -170,7 +172,7 @@ class Client(Generic[P]):
                 self._connections.add(connection)
             self._own.connection = connection
             with connection.lock:
-                connection.poll(zmq.POLLOUT, math.ceil(1000 * seconds))
+                connection.poll(_OUT, math.ceil(1000 * seconds))
         return connection
 
 
@@ -321,12 +323,12 @@ class _Connection:
     def try_send(self, pending: Pending, now: float) -> None:
         """Sends the request if the connection stands and has room, else leaves it due."""
         try:
-            self.socket.send(pending.header(now).pack(), zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(pending.header(now).pack(), _MORE | _NOW)
         except zmq.Again:
             return
         last = len(pending.frames) - 1
         for i, frame in enumerate(pending.frames):
-            self.socket.send(frame, zmq.SNDMORE if i < last else 0, copy=False)
+            self.socket.send(frame, _MORE if i < last else 0, copy=False)
         pending.schedule.sent(now)
         self._stood = now
 
@@ -352,8 +354,8 @@ class _Connection:
             if blocked and now > self._stood + _ANEW_SECONDS:
                 self._connect_anew(now)
             seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
-            wanted = zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN
-            if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & zmq.POLLIN:
+            wanted = _IN | _OUT if blocked else _IN
+            if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:
                 self._receive()
             elif schedule.is_over(now) or now >= until:
                 return
@@ -361,8 +363,8 @@ class _Connection:
     def poll(self, wanted: int, milliseconds: int) -> int:
         """What the socket is ready for. A connection that is waited for may be refused meanwhile."""
         polled = [(self.socket, wanted)]
-        if wanted & zmq.POLLOUT:
-            polled.append((self._refusals, zmq.POLLIN))
+        if wanted & _OUT:
+            polled.append((self._refusals, _IN))
         ready = dict(zmq.zmq_poll(polled, milliseconds))
         if self._refusals in ready:
             self._take_refusal()
@@ -391,7 +393,7 @@ class _Connection:
     def _receive(self) -> None:
         """Takes one message."""
         try:
-            first = self.socket.recv(zmq.NOBLOCK, copy=False)
+            first = self.socket.recv(_NOW, copy=False)
         except zmq.Again:
             return
         frames, more = [first.buffer], first.more

@@ -60,6 +60,15 @@ def test_a_bad_dim_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "the short run would take some" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("twice", ["--now", "--wanted"])
+def test_no_address_of_a_move_is_lost_where_the_option_is_repeated(
+    twice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = "tcp://127.0.0.1:1"
+    assert main(["move", "--now", address, "--wanted", address, twice, address]) == 1
+    assert f"addresses is {[address, address]}; wanted each server once" in capsys.readouterr().err
+
+
 def test_a_mover_that_is_interrupted_says_what_to_do() -> None:
     command = os.path.join(os.path.dirname(sys.executable), "satrap")
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # who listens, and says nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_an_id_is_sent_once() -> None:
 
 
 def test_the_raw_peer_answers_with_as_many_floats() -> None:
-    with servers.started("raw", {"dim": 4, "max_ids": 100, "cores": [0]}) as (port, _):
+    with servers.started("raw", {"dim": 4, "max_ids": 100, "cores": sorted(os.sched_getaffinity(0))}) as (port, _):
         client = RawClient(port, 4, 100)
         rows = np.random.default_rng(3).random(400, np.float32)
         for count in (100, 1, 7):
@@ -81,3 +82,5 @@ def test_no_case_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--case", "ecko"]) == 2
     assert main(["--list"]) == 0
     assert "echo/20Mx64/2t" in capsys.readouterr().out
+    assert main(["--list", "--case", "echo/20Mx16", "--case", "bytes/20Mx16"]) == 0
+    assert capsys.readouterr().out.split() == ["echo/20Mx16/2t", "bytes/20Mx16/2t"]

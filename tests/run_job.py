@@ -1,8 +1,8 @@
-"""A user's training script, which knows nothing of servers: `run_job.py FOLDER NUM_BATCHES [STALENESS [FILE]]`.
+"""A training script that knows nothing of servers: `run_job.py FOLDER NUM_BATCHES [STALENESS [FILE [DEVICE]]]`.
 
-It trains on batches of its own or on those of a Parquet file. At step 30 it waits while there is a file FOLDER/hold. At
-the end the first trainer writes what came of it to FOLDER/end.npz. At staleness 0 that must be the same bits however
-often it was interrupted.
+It trains on batches of its own or, if FILE is not "", on those of a Parquet file. At step 30 it waits while there is a
+file FOLDER/hold. At the end the first trainer writes what came of it to FOLDER/end.npz. At staleness 0 that must be the
+same bits however often it was interrupted.
 """
 
 import sys
@@ -17,17 +17,18 @@ from loop import NUM_IDS, Net, batches, loss_of, tables
 from satrap import Checkpoint, Embeddings, Parquet
 
 
-def main(folder: Path, num_batches: int, staleness: int = 0, file: str | None = None) -> None:
+def main(folder: Path, num_batches: int, staleness: int = 0, file: str = "", device: str = "cpu") -> None:
     torch.manual_seed(0)
     embeddings = Embeddings(tables(), staleness=staleness)
-    model = embeddings.parallel(Net())
+    net = Net().to(device)
+    model = embeddings.parallel(net)
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
     data: Any = batches(num_batches)
-    if file is not None:
+    if file:
         data = Parquet(file, dense=["d0", "d1"], label="label", batch_size=8)
     run = Checkpoint(folder / "checkpoints", model, optimizer, embeddings, data, full_every=2)
     print("resumed" if run.resume() else "began", flush=True)
-    for batch in embeddings.stream(data):
+    for batch in embeddings.stream(data, device=device):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
@@ -39,11 +40,11 @@ def main(folder: Path, num_batches: int, staleness: int = 0, file: str | None = 
     found: dict[str, Any] = {
         name: np.concatenate(table.read(every)[:2], axis=1) for name, table in embeddings.tables.items()
     }
-    found |= {f"dense{i}": each.detach().numpy() for i, each in enumerate(model.parameters())}
+    found |= {f"dense{i}": each.detach().cpu().numpy() for i, each in enumerate(model.parameters())}
     if embeddings.trainers.rank == 0:
         np.savez(folder / "end.npz", **found | {"step": embeddings.step})
 
 
 if __name__ == "__main__":
     given = [*sys.argv[1:], "0"][:3]
-    main(Path(given[0]), int(given[1]), int(given[2]), *sys.argv[4:5])
+    main(Path(given[0]), int(given[1]), int(given[2]), *sys.argv[4:6])

@@ -17,6 +17,17 @@ JOB = Path(__file__).with_name("run_job.py")
 SATRAP = Path(sys.executable).with_name("satrap")
 
 
+def changed_job(folder: Path, *changes: tuple[str, str]) -> Path:
+    """The job with some of its text replaced, in the folder."""
+    text = JOB.read_text()
+    for before, after in changes:
+        assert before in text, f"{JOB.name} has no {before!r} any more"
+        text = text.replace(before, after)
+    (script := folder / "job.py").write_text(text)
+    (folder / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    return script
+
+
 @contextmanager
 def started(
     folder: Path, script: Path, *options: str, arguments: tuple[str, ...] = ()

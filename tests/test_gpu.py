@@ -1,6 +1,7 @@
 """The dense network on a GPU: batches go there and gradients come home by streams of their own, and nothing else
 changes. Skipped where there is no device."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 import satrap
 from loop import DIM, batches, job, loss_of, rows
+from runs import JOB, finished, started
 from satrap import SGD, Embeddings, Inputs, Table
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -100,3 +102,20 @@ def test_dlrm_takes_torchs_form_there(dtype: torch.dtype) -> None:
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
         found = model.to(DEVICE)(dense.to(DEVICE), block.to(DEVICE))
     torch.testing.assert_close(found.cpu(), wanted, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="there are no two CUDA devices, which NCCL wants of two trainers"
+)
+def test_two_trainers_of_a_run_with_a_device_each(tmp_path: Path) -> None:
+    found = {}
+    for device in ("cpu", DEVICE):
+        folder = tmp_path / device
+        folder.mkdir()
+        with started(folder, JOB, "--trainers", "2", arguments=(str(folder), "40", "0", "", device)) as run:
+            status, _, err = finished(run)
+        assert status == 0, err
+        with np.load(folder / "end.npz") as made:
+            found[device] = dict(made)
+    for name, values in found["cpu"].items():
+        np.testing.assert_allclose(found[DEVICE][name], values, rtol=1e-3, atol=1e-5)

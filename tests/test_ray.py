@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runs import JOB, SATRAP, finished, is_left, num_checkpoints, said, same, scale, scaled, started, until
+from runs import JOB, SATRAP, changed_job, finished, is_left, num_checkpoints, said, same, scale, scaled, started, until
 from satrap.cluster.resources import Resources, size_in_bytes
 from satrap.errors import ConfigError
 
@@ -131,10 +131,8 @@ def test_servers_join_and_leave(tmp_path: Path, cluster: Any, one_machine: dict[
     """Two of them take all that the nodes have beside the trainers; so a third is refused, while training goes on, and
     one that comes after one has left has its place."""
     (tmp_path / "job").mkdir()
-    script = tmp_path / "job/job.py"
-    text = JOB.read_text().replace("step == 30", "step in (20, 35)").replace('"hold"', 'f"hold-{embeddings.step}"')
-    script.write_text(text)
-    (tmp_path / "job/loop.py").write_text(JOB.with_name("loop.py").read_text())
+    holds = ('"hold"', 'f"hold-{embeddings.step}"')
+    script = changed_job(tmp_path / "job", ("step == 30", "step in (20, 35)"), holds)
     for step in (20, 35):
         (tmp_path / f"hold-{step}").touch()
     options = on(cluster, "--trainers", "2", "--server-cpus", "2", "--placement-seconds", "10")

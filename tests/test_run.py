@@ -23,6 +23,7 @@ from runs import (
     DEADLINE_SECONDS,
     JOB,
     SATRAP,
+    changed_job,
     finished,
     is_left,
     nothing_is_left,
@@ -134,9 +135,7 @@ def test_a_server_lost_with_its_rows_after_buckets_have_moved(
     tmp_path: Path, undisturbed: dict[str, np.ndarray], victim: int
 ) -> None:
     """The others name it still, where it was. It comes back elsewhere, and buckets can move again."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB.read_text().replace("step == 30", "step in (30, 60)"))
-    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    script = changed_job(tmp_path, ("step == 30", "step in (30, 60)"))
     (tmp_path / "hold").touch()
     with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
@@ -248,12 +247,8 @@ def test_a_trainer_that_is_done_outlives_a_save_that_fails(tmp_path: Path) -> No
 @pytest.mark.parametrize("victim", ["trainer 0", "server 0"])
 def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path, victim: str) -> None:
     """Whether the rows are still there or not; and that all is lost is said."""
-    script = tmp_path / "job.py"
-    text = JOB.read_text().replace("every_steps=5", "every_steps=10**6")
-    script.write_text(
-        text.replace("optimizer.step()\n", "optimizer.step()\n        print(embeddings.step, flush=True)\n")
-    )
-    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    tells = ("optimizer.step()\n", "optimizer.step()\n        print(embeddings.step, flush=True)\n")
+    script = changed_job(tmp_path, ("every_steps=5", "every_steps=10**6"), tells)
     with started(tmp_path, script, arguments=(str(tmp_path), "40")) as run:
         assert run.stdout is not None
         assert [run.stdout.readline() for _ in range(4)] == ["began\n", "1\n", "2\n", "3\n"]
@@ -333,9 +328,7 @@ def test_runs_in_folders_of_like_names_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(JOB.read_text().replace("embeddings.parallel(Net())", "Net()"))
-    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    script = changed_job(tmp_path, ("embeddings.parallel(net)", "net"))
     with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
         status, _, err = finished(run)
     assert status == 1
@@ -343,9 +336,7 @@ def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_not_all_trainers_see_is_not_taken_for_none(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(JOB.read_text().replace('"checkpoints"', 'f"{embeddings.trainers.rank}/checkpoints"'))
-    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    script = changed_job(tmp_path, ('"checkpoints"', 'f"{embeddings.trainers.rank}/checkpoints"'))
     for attempt in (1, 2):
         with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
             status, _, err = finished(run)
@@ -354,14 +345,19 @@ def test_a_checkpoint_that_not_all_trainers_see_is_not_taken_for_none(tmp_path: 
 
 
 def test_compressed_gradients(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(JOB.read_text().replace("parallel(Net())", 'parallel(Net(), compress="float16")'))
-    (tmp_path / "loop.py").write_text(JOB.with_name("loop.py").read_text())
-    with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
-        status, _, err = finished(run)
-    assert status == 0, err
-    with np.load(tmp_path / "end.npz") as found:
-        assert int(found["step"]) == 20
+    found = {}
+    for how in (None, "float16"):
+        folder = tmp_path / str(how)
+        folder.mkdir()
+        script = changed_job(folder, ("parallel(net)", f"parallel(net, compress={how!r})"))
+        with started(folder, script, "--trainers", "2", arguments=(str(folder), "40")) as run:
+            status, _, err = finished(run)
+        assert status == 0, err
+        with np.load(folder / "end.npz") as made:
+            found[how] = dict(made)
+    for name, values in found[None].items():
+        np.testing.assert_allclose(found["float16"][name], values, atol=0.02)
+        assert (name == "step") == np.array_equal(found["float16"][name], values), "or nothing was rounded"
 
 
 @pytest.mark.parametrize(

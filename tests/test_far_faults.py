@@ -18,7 +18,19 @@ import torch
 
 import satrap.host
 from cluster import features, one_table, serving
-from far_parts import KillableWorker, bits, dying, evaluate, running, send_through, source, train, working, write
+from far_parts import (
+    KillableWorker,
+    bits,
+    dying,
+    ending,
+    evaluate,
+    running,
+    send_through,
+    source,
+    train,
+    working,
+    write,
+)
 from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
@@ -57,13 +69,19 @@ def test_a_worker_that_is_killed_at_random_moments(
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap), evaluate(job, test), bits(job), job[0].counters().lost
     worker = KillableWorker()
-    with serving(2) as services, dying([worker], seed, 5) as over:
+    with serving(2) as services, ending([worker]), ExitStack() as faults:
+        over: list[threading.Event] = []
+
+        def at(now: str, number: int) -> None:
+            if (now, number) == ("updated", 3):
+                over.append(faults.enter_context(dying([worker], seed, 5)))
+
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
-            seen = train(job, data, overlap=overlap)
+            seen = train(job, data, at, overlap=overlap)
             assert len(greetings) > 1, "it was never killed while it trained"
             found = seen, evaluate(job, test), bits(job), job[0].counters().lost
-            while not over.is_set():
+            while not over[0].is_set():
                 assert evaluate(job, test) == found[1]
             for table in job[0].tables.values():
                 table.check()

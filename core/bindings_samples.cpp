@@ -272,5 +272,22 @@ void bind_samples(nb::module_& m) {
             return last_row_end(whole, quote);
         },
         "text"_a, "quote"_a, "Where the last whole row of the text ends; 0 if none does.");
+    m.def(
+        "count_rows",
+        [](const Bytes& text, int quote) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            return count_rows(whole, quote);
+        },
+        "text"_a, "quote"_a, "How many rows there are.");
+    m.def(
+        "rows_within",
+        [](const Bytes& text, int quote, std::size_t begin, std::size_t end) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            const std::size_t low = row_begin(whole, quote, 0, begin);
+            return std::pair{low, row_begin(whole, quote, low, end - begin)};
+        },
+        "text"_a, "quote"_a, "begin"_a, "end"_a, "Where the rows from `begin` to `end` begin and end.");
     m.def("log1p", &log1p_each, "values"_a, "ln(1 + max(x, 0)) of each, the same bits on every machine.");
 }

@@ -43,6 +43,31 @@ inline std::size_t last_row_end(std::string_view text, int quote) {
     return end;
 }
 
+// Where row number `row` begins, from `at` on, which is where row 0 begins; the text's end if there are not so many.
+inline std::size_t row_begin(std::string_view text, int quote, std::size_t at, std::size_t row) {
+    bool quoted = false;
+    for (; row != 0 && at < text.size(); ++at) {
+        if (quote < 0) {
+            at = text.find('\n', at);
+            if (at == std::string_view::npos) return text.size();
+            --row;
+        } else if (text[at] == static_cast<char>(quote)) {
+            quoted = !quoted;
+        } else if (text[at] == '\n' && !quoted) {
+            --row;
+        }
+    }
+    return at;
+}
+
+// Whole rows: those that a newline ends, and a last one without. With a quote character as for last_row_end.
+inline std::size_t count_rows(std::string_view text, int quote) {
+    if (quote < 0) return count_lines(text) + (!text.empty() && text.back() != '\n');
+    std::size_t rows = 0;
+    for (std::size_t at = 0; at < text.size(); ++rows) at = row_begin(text, quote, at, 1);
+    return rows;
+}
+
 struct ParsedText {
     std::shared_ptr<Samples> samples;
     std::vector<TextColumn> texts;

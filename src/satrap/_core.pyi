@@ -665,6 +665,12 @@ def count_lines(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order=
 def last_row_end(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int) -> int:
     """Where the last whole row of the text ends; 0 if none does."""
 
+def count_rows(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int) -> int:
+    """How many rows there are."""
+
+def rows_within(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int, begin: int, end: int) -> tuple[int, int]:
+    """Where the rows from `begin` to `end` begin and end."""
+
 def log1p(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
     """ln(1 + max(x, 0)) of each, the same bits on every machine."""
 

@@ -39,6 +39,11 @@ class File:
         """As messages name it."""
         return self.storage.prefix + self.path
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is mapped into memory where that is asked for."""
+        return self.size > 0 and self.storage.is_local
+
     @contextmanager
     def open(self, *, mapped: bool = False) -> Iterator[Any]:
         """The file as a pyarrow file with random access, mapped into memory if asked for and local. What goes wrong
@@ -60,6 +65,8 @@ class Storage(ABC):
 
     prefix: str
     """What stands before a path in messages."""
+    is_local = False
+    """Whether files can be mapped into memory."""
 
     @abstractmethod
     def stat(self, path: str) -> int | None:
@@ -78,6 +85,7 @@ class _ArrowStorage(Storage):
     def __init__(self, filesystem: Any, prefix: str) -> None:
         self._filesystem = filesystem
         self.prefix = prefix
+        self.is_local = isinstance(filesystem, pyarrow_for("reading files").fs.LocalFileSystem)
 
     def stat(self, path: str) -> int | None:
         from pyarrow.fs import FileType
@@ -95,7 +103,7 @@ class _ArrowStorage(Storage):
 
     def open(self, path: str, size: int, mapped: bool) -> Any:
         arrow = pyarrow_for("reading files")
-        if mapped and size > 0 and isinstance(self._filesystem, arrow.fs.LocalFileSystem):
+        if mapped and size > 0 and self.is_local:
             return arrow.memory_map(path)
         return self._filesystem.open_input_file(path)
 

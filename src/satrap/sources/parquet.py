@@ -13,6 +13,7 @@ from typing import Any
 from satrap.checks import check_integer, set_field
 from satrap.columns import Columns
 from satrap.hashing import is_text, pyarrow_for
+from satrap.inputs import Position
 from satrap.sources.block import Block, Piece
 from satrap.sources.decode import check_kinds, check_types, decode_table
 from satrap.sources.files import File, files_signature, find_files
@@ -40,7 +41,7 @@ class Parquet(Source):
         super().__post_init__()
         set_field(self, "block_rows", check_integer("Parquet", "block_rows", self.block_rows, 1, 1 << 30))
 
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         files = find_files(self.path, self.filesystem)
         with ThreadPoolExecutor(min(_FOOTER_THREADS, len(files)), thread_name_prefix="satrap-footer") as pool:
             found = list(pool.map(lambda file: self._blocks_of(file, columns), files))
@@ -91,6 +92,7 @@ class _RowGroups(Block):
         self._source, self._columns, self._file, self._groups = source, columns, file, groups
         self._texts, self._before, self._large = texts, before, large
         self.num_pieces = max(1, -(-rows // source.block_rows))
+        self.num_rows = rows
 
     def read(self) -> Iterator[tuple[int, Any]]:
         with self._file.open() as opened:
@@ -107,6 +109,13 @@ class _RowGroups(Block):
             for batch in parquet.iter_batches(self._source.block_rows, self._groups, needed, use_threads=False):
                 yield before, batch
                 before += batch.num_rows
+
+    def num_rows_of(self, raw: tuple[int, Any]) -> int:
+        return int(raw[1].num_rows)
+
+    def cut(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
+        before, batch = raw
+        return before + begin, batch.slice(begin, end - begin)
 
     def decode(self, raw: tuple[int, Any]) -> Piece:
         before, batch = raw

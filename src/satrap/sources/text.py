@@ -15,6 +15,7 @@ from satrap.checks import check_choice, check_flag, check_integer, describe, set
 from satrap.columns import Columns, DenseColumn, LabelColumn, as_names
 from satrap.errors import ConfigError
 from satrap.hashing import pyarrow_for
+from satrap.inputs import Position
 from satrap.sources.block import BadRow, Block, Piece
 from satrap.sources.files import File, files_signature, find_files
 from satrap.sources.source import Source
@@ -76,7 +77,7 @@ class CSV(Source):
     def signature(self) -> dict[str, Any]:
         return super().signature() | files_signature(self.path, self.filesystem)
 
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         files = find_files(self.path, self.filesystem)
         names = self.columns
         if names is None:
@@ -207,7 +208,31 @@ def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
     return use
 
 
-class _Range(Block):
+class _Text(Block):
+    """Rows of a file, in pieces of text."""
+
+    _file: TextFile
+    _rows: _Rows
+
+    def num_rows_of(self, raw: TextPiece) -> int:
+        return int(_core.count_rows(raw.text, self._quote))
+
+    def cut(self, raw: TextPiece, begin: int, end: int) -> TextPiece:
+        low, high = _core.rows_within(raw.text, self._quote, begin, end)
+        first_line = raw.first_line
+        return TextPiece(raw.text[low:high], lambda: first_line() + int(_core.count_lines(raw.text[:low])))
+
+    def decode(self, raw: TextPiece) -> Piece:
+        return self._rows.decode(self._file, raw)
+
+    @property
+    def _quote(self) -> int:
+        """What may enclose a newline that ends no row; -1: nothing."""
+        layout = self._file.layout
+        return layout.quote_byte if layout.newlines_in_values else -1
+
+
+class _Range(_Text):
     """The rows that begin in a range of a file's bytes."""
 
     exact = True
@@ -218,11 +243,8 @@ class _Range(Block):
     def read(self) -> Iterator[TextPiece]:
         yield self._file.piece(self._begin, self._end)
 
-    def decode(self, raw: TextPiece) -> Piece:
-        return self._rows.decode(self._file, raw)
 
-
-class _WholeFile(Block):
+class _WholeFile(_Text):
     """A file that can only be read from its start."""
 
     def __init__(self, file: TextFile, rows: _Rows) -> None:
@@ -231,9 +253,6 @@ class _WholeFile(Block):
 
     def read(self) -> Iterator[TextPiece]:
         return self._file.pieces()
-
-    def decode(self, raw: TextPiece) -> Piece:
-        return self._rows.decode(self._file, raw)
 
 
 def _text_array(offsets: Any, data: Any, present: Any) -> Any:

@@ -54,6 +54,11 @@ class Catalog:
         last = self._whole[-1].number if self._whole else 0
         return [each.name for each in self._torn if each.number > last]
 
+    @property
+    def swept_later(self) -> set[str]:
+        """Those of them that will be garbage once there is a newer version that counts."""
+        return {each.name for each in self._torn if each.writer}
+
     def next(self, step: int, writer: str) -> Version:
         """The version to write now: no number is used twice, whatever became of the first."""
         numbers = [each.number for each in (*self._whole, *self._torn, *self._used)]

@@ -129,9 +129,8 @@ class RunFolder:
     def __init__(self, path: str) -> None:
         self._storage = open_storage(path)
         self._me = RunOwner()
-        self._seen: list[
-            RunOwner | None
-        ] = []  # the owners to take over from, once resume has looked; then this process
+        self._looked = False  # whether this process has resumed or saved
+        self._before: str | None = None  # who saved here until then: this process takes over from that one alone
         self._announced: set[str] = set()  # the names that this process has written under
         self._parents: dict[str, str | None] = {}  # of versions known to be whole
         self._said: set[str] = set()
@@ -151,6 +150,7 @@ class RunFolder:
         try:
             with self._errors(), storage.locked(_LOCK_SECONDS):
                 catalog = self._look(last)
+                self._require_alone()
                 self._require_mine(catalog, last)
                 self._say_passed_over(catalog)
                 for left in storage.staging.iterdir():  # of saves that were killed
@@ -206,7 +206,8 @@ class RunFolder:
             with self._errors():
                 with self._reading():
                     catalog = self._look(None)
-                    self._seen = [self._owner()]
+                    owner = self._owner()
+                    self._looked, self._before = True, owner and owner.writer
                     self._say_passed_over(catalog)
                     name = catalog.newest
                     while name is not None:
@@ -285,8 +286,8 @@ class RunFolder:
             self._said.add(name)
             warnings.warn(
                 f"{self._storage.url}/{name} has no whole {MANIFEST}: its save was cut short, or part of it copied. "
-                f"It is passed over; {catalog.newest or 'no checkpoint'} is the newest before it. Complete it, or "
-                "remove it",
+                f"It is passed over; {catalog.newest or 'no checkpoint'} is the newest before it. "
+                f"{'The next save removes it' if name in catalog.swept_later else 'Complete it, or remove it'}",
                 stacklevel=4,
             )
 
@@ -297,15 +298,17 @@ class RunFolder:
             return RunOwner.from_json(self._storage.read(OWNER), f"{self._storage.url}/{OWNER}")
         return None
 
-    def _claim(self, name: str) -> None:
-        """Writes that this process saves here, under that name; CheckpointError if another one has begun to."""
+    def _require_alone(self) -> None:
+        """Raises if another process has begun to save here since this one resumed or saved."""
         found = self._owner()
-        taken_over = not self._seen or (found and found.writer) in {each and each.writer for each in self._seen}
-        if found is not None and found.writer != self._me.writer and not taken_over:
+        if self._looked and found is not None and found.writer not in (self._me.writer, self._before):
             raise self._two(found)
+
+    def _claim(self, name: str) -> None:
+        """Writes that this process saves here, under that name."""
         self._me = replace(self._me, announced=name)
         self._storage.write(OWNER, self._me.to_json())
-        self._seen = [self._me]
+        self._looked, self._before = True, None
         self._announced.add(name)
 
     def _require_owned(self) -> None:

@@ -301,8 +301,10 @@ TableStats Engine::stats(std::size_t t) {
         std::lock_guard lock(bucket.mutex);
         bucket.sweep(table.expire_before(), table.ledger().version.load());
         stats.counters.add(bucket.counters);
-        stats.rows += bucket.rows.size();
-        stats.sightings += bucket.sightings.size();
+        if (owned(t, b)) { // not what is on its way to this engine, which the sender still counts
+            stats.rows += bucket.rows.size();
+            stats.sightings += bucket.sightings.size();
+        }
         stats.bytes += bucket.rows.bytes() + bucket.sightings.bytes() + bucket.removed.capacity() * sizeof(Removed);
     }
     return stats;

@@ -19,10 +19,11 @@ from checkpoint_job import Job
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.errors import CheckpointError
 from satrap.place import Place
+from satrap.run_owner import OWNER
 
 
 def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir())
+    return sorted(path.name for path in run.iterdir() if path.name != OWNER)
 
 
 def test_foreign_folders_are_neither_read_nor_removed(tmp_path: Path) -> None:

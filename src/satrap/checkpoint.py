@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,11 +37,11 @@ from satrap.folder import put_on_disk
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
 from satrap.place import before_end, here
-from satrap.runfolder import Entry, RunFolder, checksum
+from satrap.runfolder import MANIFEST, STATE, Entry, RunFolder, checksum
+from satrap.saved_table import SavedTable
 from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
 from satrap.trainers import unwrapped
 
-_STATE = "state.safetensors"
 _ENDED = 0  # told instead of every_steps
 
 
@@ -144,11 +145,11 @@ class Checkpoint:
         return every_steps in going_on or (every_steps is None and not going_on)
 
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
-        with self._home.new(step) as folder:
-            self._home.require_mine(None if self._last is None else self._last[0])
+        with self._home.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             tables, layout = self._embeddings.tables, self._embeddings.tables.layout
-            if parent is not None and (layout != self._layout or not self._home.has(parent[0])):
+            parent_crc32c = None if parent is None else self._home.checksum_of(parent[0])
+            if layout != self._layout or parent_crc32c is None:
                 parent = None  # rows have moved, or somebody removed it
             try:
                 versions = self._save_tables(folder, parent)
@@ -160,18 +161,22 @@ class Checkpoint:
                 shutil.rmtree(folder / "tables", ignore_errors=True)
                 parent, layout = None, tables.layout
                 versions = self._save_tables(folder, None)
-            save_state(folder / _STATE, self._state([state_of(each) for each in randoms]))
-            put_on_disk(folder / _STATE)
+            save_state(folder / STATE, self._state([state_of(each) for each in randoms]))
             entry = Entry(
                 folder=folder,
+                where=str(folder),
                 step=step,
                 parent=None if parent is None else parent[0],
+                parent_crc32c=None if parent is None else parent_crc32c,
                 positions=tuple(None if each is None else Position.from_dict(each) for each in positions),
                 source=self._signature(),
                 tables=tuple(self._embeddings.tables),
-                state_crc32c=checksum((folder / _STATE).read_bytes()),
+                saved=self._saved_tables(folder, is_whole=parent is None),
+                state_crc32c=checksum((folder / STATE).read_bytes()),
             )
-            entry.write()
+            (folder / MANIFEST).write_bytes(entry.to_json())
+            for file in (STATE, MANIFEST):
+                put_on_disk(folder / file)
             name = self._home.publish(folder)
         self._last, self._layout = (name, versions), layout
         self._since_full = 1 if parent is None else self._since_full + 1
@@ -187,7 +192,7 @@ class Checkpoint:
         with self._home.newest() as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
-                    found = chain[-1].folder if chain else "no checkpoint"
+                    found = chain[-1].where if chain else "no checkpoint"
                     raise CheckpointError(
                         f"some trainers see a checkpoint and others see none; here is {found}: give a folder that all "
                         "machines share"
@@ -201,23 +206,29 @@ class Checkpoint:
             same = len(set(trainers.gather(newest.folder.name.encode()))) == 1
             if not trainers.all(error is None) or not same:
                 raise error or CheckpointError("another trainer cannot resume here; its own error says why")
-            with self._restored(newest.folder, state):
+            with self._restored(newest.where, state):
                 trainers.first_does(lambda: self._restore_tables(chain), CheckpointError)
             self._embeddings.join_attempt()
             self._embeddings.resume_at(newest.step, self._data, newest.positions[trainers.rank])
             self._saved_step = newest.step
+        if trainers.rank == 0 and any(entry.saved is None for entry in chain):
+            warnings.warn(
+                f"{newest.where} was saved by an earlier Satrap, which did not note which tables, parts and parents "
+                "belong together: that was not checked. The next full save notes it",
+                stacklevel=2,
+            )
         if (place := here()) is not None and place.rank == 0:  # of a run, which begins its launches by itself
-            print(f"launch {place.launch} goes on after step {newest.step}, from {newest.folder}", file=sys.stderr)
+            print(f"launch {place.launch} goes on after step {newest.step}, from {newest.where}", file=sys.stderr)
         return True
 
     def _fitting(self, entry: Entry) -> Any:
         """Its state, if it is one of this job."""
         state, names = self._read_state(entry), list(self._embeddings.tables)
         if sorted(entry.tables) != sorted(names):
-            raise CheckpointError(f"{entry.folder} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
+            raise CheckpointError(f"{entry.where} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
         if len(entry.positions) != self._embeddings.trainers.world:
             raise CheckpointError(
-                f"{entry.folder} is of {len(entry.positions)} trainers and here are {self._embeddings.trainers.world}: "
+                f"{entry.where} is of {len(entry.positions)} trainers and here are {self._embeddings.trainers.world}: "
                 "start as many, because each goes on in its own share of the data"
             )
         self._require_same_source(entry)
@@ -225,14 +236,23 @@ class Checkpoint:
 
     def _restore_tables(self, chain: list[Entry]) -> None:
         newest, tables = chain[-1], self._embeddings.tables
+        for entry in chain:
+            for i, saved in enumerate(entry.saved or ()):
+                saved.require(entry.folder / "tables" / str(i), entry.where)
         folders = {name: [e.folder / "tables" / str(e.tables.index(name)) for e in chain] for name in tables}
         self._layout = tables.layout
         changes_may_follow = tables.restore(folders)
+        for name, saved in zip(newest.tables, newest.saved or (), strict=newest.saved is not None):
+            if (found := len(tables[name])) != saved.rows:
+                raise CheckpointError(
+                    f"{newest.where}: table {name!r} has {found} rows now and had {saved.rows} when it was saved: do "
+                    "not train on; resume an older checkpoint, and report this"
+                )
         self._last = newest.folder.name, {name: tables[name].version for name in tables}
         self._since_full = len(chain) if changes_may_follow else self._full_every
 
     @contextmanager
-    def _restored(self, folder: Path, state: Mapping[str, Any]) -> Iterator[None]:
+    def _restored(self, where: str, state: Mapping[str, Any]) -> Iterator[None]:
         """Every object and the random state as in the checkpoint; as before if one, or what is done inside, fails."""
         before = copy.deepcopy(self._state([_random_state()]))
         try:
@@ -241,7 +261,7 @@ class Checkpoint:
                 try:
                     each.load_state_dict(state["objects"][name])
                 except (ValueError, RuntimeError, KeyError, TypeError, SatrapError) as error:
-                    raise CheckpointError(f"{folder}: {name} does not take its state: {error}") from error
+                    raise CheckpointError(f"{where}: {name} does not take its state: {error}") from error
             yield
         except BaseException:
             for name, each in self._objects.items():
@@ -274,7 +294,7 @@ class Checkpoint:
                 break
         if lines:
             raise CheckpointError(
-                f"{entry.folder}: its position is of a source that is read otherwise: {'; '.join(lines)}; "
+                f"{entry.where}: its position is of a source that is read otherwise: {'; '.join(lines)}; "
                 "declare the source as it was, or leave it out of Checkpoint(...) to begin at its start"
             )
 
@@ -286,18 +306,29 @@ class Checkpoint:
             versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
         return versions
 
+    def _saved_tables(self, folder: Path, *, is_whole: bool) -> tuple[SavedTable, ...]:
+        """What the folder holds of each table; raises if a whole save has not all its rows."""
+        found = []
+        for i, (name, table) in enumerate(self._embeddings.tables.items()):
+            saved, path = SavedTable.of(folder / "tables" / str(i), len(table)), folder / "tables" / str(i)
+            rows = sum(part.rows for part in saved.parts)
+            if is_whole and rows != saved.rows:
+                raise SnapshotError(f"table {name!r} has {saved.rows} rows, and {path} holds {rows}: nothing was saved")
+            found.append(saved)
+        return tuple(found)
+
     def _state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
         """randoms: each trainer's."""
         return {"objects": {name: each.state_dict() for name, each in self._objects.items()}, "random": randoms}
 
     def _read_state(self, entry: Entry) -> Any:
-        path = entry.folder / _STATE
+        path = entry.folder / STATE
         try:
             found = checksum(path.read_bytes())
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if found != entry.state_crc32c:
-            raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {entry.folder}")
+            raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {entry.where}")
         state = load_state(path)
         missing = self._objects.keys() ^ state["objects"].keys()
         if missing:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap._core import crc32c
 from satrap.checks import LARGEST_FLOAT32, flat
@@ -96,6 +97,8 @@ class Manifest:
     """The store's, which may differ from the configuration's."""
     num_buckets: int
     """Buckets of the table."""
+    buckets: tuple[tuple[int, int], ...] | None
+    """Which of them the saver owned, as rising ranges [begin, end). None: an earlier Satrap did not note it."""
     rows: int
     """Rows in the rows files."""
     removed: int
@@ -108,6 +111,13 @@ class Manifest:
     def of_kind(self, kind: FileKind) -> list[DataFile]:
         """The files of one kind."""
         return [file for file in self.files if file.kind == kind]
+
+    def holds(self) -> NDArray[np.bool_]:
+        """Of each bucket whether the saver owned it; all of them if it did not say."""
+        found = np.full(self.num_buckets, self.buckets is None)
+        for begin, end in self.buckets or ():
+            found[begin:end] = True
+        return found
 
     def differences(self, config: dict[str, Any], seed: int) -> list[str]:
         """In what a table of this configuration and seed is another one than that of the snapshot."""
@@ -140,6 +150,7 @@ class Manifest:
             expire_before=fields.integer("expire_before", 0, LAST_STEP),
             lr=fields.number("lr"),
             num_buckets=fields.integer("num_buckets", 1, 65536),
+            buckets=fields.ranges("buckets"),
             rows=fields.integer("rows"),
             removed=fields.integer("removed"),
             sightings=fields.integer("sightings"),
@@ -159,6 +170,11 @@ class Manifest:
             match = _NAMES[file.kind].fullmatch(file.name)
             if match is None or match[1] != self.id:
                 yield f"the {file.kind} file is called {file.name!r} in the snapshot {self.id!r}"
+        at = 0
+        for begin, end in self.buckets or ():
+            if not at <= begin < end <= self.num_buckets:
+                yield f"buckets has the range {begin} to {end}, after {at} and of {self.num_buckets}"
+            at = end
         at = 0
         for file in self.of_kind("rows"):
             if file.bucket_begin != at or file.bucket_end <= at:
@@ -203,6 +219,15 @@ class _Fields:
 
     def choice(self, name: str, choices: tuple[Any, ...]) -> Any:
         return self._take(name, self._content.get(name) in choices, f"one of {', '.join(map(repr, choices))}")
+
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...] | None:
+        value = self._content.get(name)
+        if value is None:
+            return None
+        valid = isinstance(value, list) and all(
+            isinstance(each, list) and len(each) == 2 and all(type(at) is int for at in each) for each in value
+        )
+        return tuple((begin, end) for begin, end in self._take(name, valid, "pairs of integers"))
 
     def mapping(self, name: str) -> dict[str, Any]:
         return dict(self._take(name, isinstance(self._content.get(name), dict), "an object"))

@@ -18,6 +18,7 @@ from satrap import _core, arrays
 from satrap.config import Table
 from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.folder import part_name, parts_of
+from satrap.saved_table import checksum_of
 from satrap.servers import Servers
 from satrap.store import StoredRows
 
@@ -171,17 +172,18 @@ class RemoteTables(Mapping[str, RemoteTable]):
         if folders.keys() != self._tables.keys():
             raise InputError(f"folders are of {sorted(folders)}; wanted one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
+        checksums = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
         self._servers.reach()
-        self._servers.all("verify", chains, patient=True)  # all of them, before one is changed
-        return self._begin_anew(chains)
+        self._servers.all("verify", chains, checksums, patient=True)  # all of them, before one is changed
+        return self._begin_anew(chains, checksums)
 
     def clear(self) -> None:
         """Makes all tables new: what they held goes."""
         self._servers.reach()
-        self._begin_anew([])
+        self._begin_anew([], [])
 
-    def _begin_anew(self, chains: list[list[str]]) -> bool:
+    def _begin_anew(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
         self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
-        may_follow = all(self._servers.all("restore", chains, patient=True))
+        may_follow = all(self._servers.all("restore", chains, checksums, patient=True))
         self._servers.latest_step = 0
         return may_follow

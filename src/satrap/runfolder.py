@@ -1,34 +1,36 @@
-"""The folder of a run: which checkpoints are in it, how one becomes visible, which go. Local, or on any fsspec system.
+"""The folder of a run: which checkpoints are in it, how one becomes visible, which go, and who saves into it.
 
-Knows files and checkpoint.json, and nothing of what a checkpoint holds: `checkpoint` fills its folder.
+Knows checkpoint.json, and nothing of what else a checkpoint holds: `checkpoint` fills its folder. `storage` reads and
+writes, here or on any fsspec system; `catalog` decides which checkpoints count and go; `run_owner` says who saves.
+A save in steps: 1. look, and refuse another run's folder; 2. write the owner with the name to come; 3. fill a folder of
+this machine; 4. write all of it but checkpoint.json; 5. look whether this process is still the owner, and write
+checkpoint.json (where there is a rename, that does all of 4 and 5 at once); 6. remove what is beyond `keep`.
 """
 
-import fcntl
 import json
-import os
-import re
 import secrets
 import shutil
-import tempfile
-import time
-import weakref
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from satrap._core import crc32c
-from satrap.errors import CheckpointError
-from satrap.folder import put_on_disk
+from satrap.catalog import Catalog, Version
+from satrap.errors import CheckpointError, SatrapError
 from satrap.inputs import Position
+from satrap.manifest import FILE_NAME, Manifest
+from satrap.run_owner import OWNER, RunOwner
+from satrap.saved_table import SavedTable
+from satrap.storage import open_storage
 
-MANIFEST, _FORMAT, _FORMAT_VERSION = "checkpoint.json", "satrap-checkpoint", 2
-_NAME = re.compile(r"\d{6,}-step-\d+")  # whatever is called otherwise is not ours
+MANIFEST, STATE = "checkpoint.json", "state.safetensors"
+_FORMAT, _FORMAT_VERSION, _UNBOUND_VERSION = "satrap-checkpoint", 3, 2
 _LOCK_SECONDS = 60.0
-_HIDDEN = re.compile(r"\.[0-9a-f]{8}\.\d{6,}-step-\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,219 +38,331 @@ class Entry:
     """One complete checkpoint, as its checkpoint.json says."""
 
     folder: Path
+    """A folder of this machine that holds it, or a copy of it."""
+    where: str
+    """Names it in messages: its path or URL."""
     step: int
     parent: str | None
+    parent_crc32c: int | None
+    """Of the parent's checkpoint.json. None: no parent, or an earlier Satrap did not note it."""
     positions: tuple[Position | None, ...]
     """Of each trainer's source, in the order of their ranks."""
     source: Mapping[str, Any] | None
     """The signature of the source that the positions are of."""
     tables: tuple[str, ...]
+    saved: tuple[SavedTable, ...] | None
+    """Which snapshots belong to it, in the order of `tables`. None: an earlier Satrap did not note it."""
     state_crc32c: int
 
     @classmethod
-    def read(cls, folder: Path) -> "Entry":
-        """From its folder; CheckpointError if it is torn or of another format."""
-        path = folder / MANIFEST
+    def parse(cls, data: bytes, folder: Path, where: str) -> "Entry":
+        """From the bytes of its checkpoint.json; CheckpointError if it is torn or of another format."""
+        path = f"{where}/{MANIFEST}"
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(data)
             body = {key: value for key, value in content.items() if key != "crc32c"}
-            if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
+            version = content["format_version"]
+            if content["format"] != _FORMAT or version not in (_FORMAT_VERSION, _UNBOUND_VERSION):
                 raise CheckpointError(
-                    f"{path} is of format {content['format']!r} version {content['format_version']!r}; "
-                    f"this Satrap reads {_FORMAT!r} version {_FORMAT_VERSION}"
+                    f"{path} is of format {content['format']!r} version {version!r}; "
+                    f"this Satrap reads {_FORMAT!r} version {_UNBOUND_VERSION} or {_FORMAT_VERSION}"
                 )
             if content["crc32c"] != checksum(_canonical(body)):
-                raise CheckpointError(
-                    f"{path} is damaged: its checksum does not match; remove {folder} to use an older"
-                )
+                raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {where} to use an older")
+            tables, parent = content["tables"], content["parent"]
+            bound = version != _UNBOUND_VERSION
             return cls(
                 folder=folder,
+                where=where,
                 step=content["step"],
-                parent=content["parent"],
+                parent=parent["name"] if bound and parent is not None else parent,
+                parent_crc32c=parent["crc32c"] if bound and parent is not None else None,
                 positions=tuple(None if at is None else Position.from_dict(at) for at in content["positions"]),
                 source=content["source"],
-                tables=tuple(content["tables"]),
+                tables=tuple(table["name"] for table in tables) if bound else tuple(tables),
+                saved=tuple(SavedTable.from_dict(table) for table in tables) if bound else None,
                 state_crc32c=content["state_crc32c"],
             )
         except CheckpointError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); remove {folder} to use an older one") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); remove {where} to use an older one") from error
 
-    def write(self) -> None:
-        """Into its folder, on disk."""
+    def to_json(self) -> bytes:
+        """The bytes of checkpoint.json."""
         body: dict[str, Any] = {
             "format": _FORMAT,
             "format_version": _FORMAT_VERSION,
             "step": self.step,
-            "parent": self.parent,
+            "parent": None if self.parent is None else {"name": self.parent, "crc32c": self.parent_crc32c},
             "positions": [None if at is None else at.to_dict() for at in self.positions],
             "source": self.source,
-            "tables": list(self.tables),
+            "tables": [
+                {"name": name, **saved.to_dict()} for name, saved in zip(self.tables, self.saved or (), strict=True)
+            ],
             "state_crc32c": self.state_crc32c,
         }
-        with open(self.folder / MANIFEST, "xb") as file:
-            file.write(_canonical(body | {"crc32c": checksum(_canonical(body))}))
-            file.flush()
-            os.fsync(file.fileno())
+        return _canonical(body | {"crc32c": checksum(_canonical(body))})
+
+    def require_parent(self, parent: bytes) -> None:
+        """Raises unless this is the checkpoint.json of the parent that it was saved after."""
+        if self.parent_crc32c is not None and checksum(parent) != self.parent_crc32c:
+            raise CheckpointError(
+                f"{self.where} was saved after another checkpoint called {self.parent}: the {MANIFEST} there has the "
+                f"crc32c {checksum(parent)}; wanted {self.parent_crc32c}: put that one back, or remove {self.where}"
+            )
+
+    def keys(self, read: Any) -> Iterator[str]:
+        """Names all objects that belong to it, read(key) each manifest."""
+        yield STATE
+        for i, table in enumerate(self.saved or ()):
+            for part in table.parts:
+                folder = f"tables/{i}/{part.folder}".rstrip("/")
+                yield f"{folder}/{FILE_NAME}"
+                manifest = Manifest.from_json(read(f"{folder}/{FILE_NAME}"), f"{self.where}/{folder}/{FILE_NAME}")
+                yield from (f"{folder}/{file.name}" for file in manifest.files)
 
 
 class RunFolder:
     """The folder of a run, here or on another file system."""
 
     def __init__(self, path: str) -> None:
-        self._remote: Any = None
-        if "://" in path and not path.startswith("file://"):
-            import fsspec
-
-            self._remote, self._remote_path = fsspec.core.url_to_fs(path)
-            path = tempfile.mkdtemp(prefix="satrap-checkpoint-")
-            weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
-        self._path = Path(path.removeprefix("file://"))
+        self._storage = open_storage(path)
+        self._me = RunOwner()
+        self._looked = False  # whether this process has resumed or saved
+        self._before: str | None = None  # who saved here until then: this process takes over from that one alone
+        self._announced: set[str] = set()  # the names that this process has written under
+        self._parents: dict[str, str | None] = {}  # of versions known to be whole
+        self._said: set[str] = set()
 
     @property
     def name(self) -> str:
         """Its last part, the same wherever the folder is seen from."""
-        return Path(self._remote_path if self._remote is not None else self._path.absolute()).name
+        return Path(self._storage.url.rpartition("://")[2]).absolute().name
 
     @contextmanager
-    def new(self, step: int) -> Iterator[Path]:
-        """A hidden folder for a checkpoint of the step; removed unless it is published. One save at a time."""
+    def new(self, step: int, last: str | None) -> Iterator[Path]:
+        """A folder for a checkpoint of the step; removed unless it is published. One save at a time.
+
+        last: the newest that this run saved or resumed; see `require_mine`.
+        """
+        storage = self._storage
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise CheckpointError(f"{self._path} cannot be written: {error.strerror}") from error
-        folder = None
-        try:
-            self._wait_for(lock)
-            for left in self._path.iterdir():  # of saves that were killed
-                if _HIDDEN.fullmatch(left.name):
-                    shutil.rmtree(left, ignore_errors=True)
-            names = self._names()
-            number = _number(names[-1]) + 1 if names else 1
-            folder = self._path / f".{secrets.token_hex(4)}.{number:06d}-step-{step}"
-            folder.mkdir()
-            yield folder
+            with self._errors(), storage.locked(_LOCK_SECONDS):
+                catalog = self._look(last)
+                self._require_alone()
+                self._require_mine(catalog, last)
+                self._say_passed_over(catalog)
+                for left in storage.staging.iterdir():  # of saves that were killed
+                    if _is_hidden(left.name):
+                        shutil.rmtree(left, ignore_errors=True)
+                name = catalog.next(step, "" if storage.is_atomic else self._me.writer[:8]).name
+                self._claim(name)
+                folder = storage.staging / f".{secrets.token_hex(4)}.{name}"
+                try:
+                    folder.mkdir()
+                    yield folder
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{storage.url}: another process has been saving into it for {_LOCK_SECONDS:g} s; end it if it is "
+                "stopped, or one that this run has replaced"
+            ) from error
         except OSError as error:
             raise CheckpointError(
-                f"step {step}: saving into {self._path} failed: {error.strerror or error}; "
-                "the checkpoints there are as they were"
+                f"step {step}: {storage.url} cannot be written: {error.strerror or error} at "
+                f"{error.filename or storage.url}; the checkpoints there are as they were"
             ) from error
-        finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-    def _wait_for(self, lock: int) -> None:
-        """Until nobody else saves; CheckpointError if somebody does for very long: it may be stopped."""
-        until = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise CheckpointError(
-                        f"{self._path}: another process has been saving into it for {_LOCK_SECONDS:g} s; end it if it "
-                        "is stopped, or one that this run has replaced"
-                    ) from None
-            except OSError:  # some network file systems lock no folders; the rule is then the user's to keep
-                return
-            time.sleep(0.02)
 
     def require_mine(self, last: str | None) -> None:
         """Raises if there is a checkpoint newer than `last`, the newest that this run saved or resumed: saving would
         at last remove another run."""
-        newest = next(reversed(self._names()), None)
-        if newest is not None and (last is None or _number(newest) > _number(last)):
-            raise CheckpointError(
-                f"{self._path} holds {newest}, which this run neither saved nor resumed: call resume() first, or name "
-                "another folder"
-            )
+        with self._reading():
+            self._require_mine(self._look(last), last)
 
-    def has(self, name: str) -> bool:
-        """Whether a checkpoint of that name is there."""
-        return name in self._names()
+    def checksum_of(self, name: str) -> int | None:
+        """The checksum of a checkpoint's checkpoint.json; None: there is no such checkpoint."""
+        data = self._read(name)
+        return None if data is None else checksum(data)
 
     def publish(self, folder: Path) -> str:
         """Makes the folder a checkpoint; returns its name."""
         name = folder.name.split(".", 2)[2]
-        if self._remote is not None:
-            to = f"{self._remote_path}/{name}"
-            for file in sorted(folder.rglob("*")):
-                if file.is_file() and file.name != MANIFEST:
-                    self._remote.put_file(str(file), f"{to}/{file.relative_to(folder)}")
-            self._remote.put_file(str(folder / MANIFEST), f"{to}/{MANIFEST}")
-            return name
-        for each in (folder / "tables", folder):
-            put_on_disk(each)
-        os.rename(folder, self._path / name)
-        put_on_disk(self._path)
+        try:
+            self._storage.publish(folder, name, MANIFEST, self._require_owned)
+        except Exception:
+            if not self._storage.is_atomic:  # what cannot be removed goes when there is a newer one
+                with suppress(Exception):
+                    self._storage.remove(name, MANIFEST)
+            raise
         return name
 
     @contextmanager
     def newest(self) -> Iterator[list[Entry]]:
-        """The newest checkpoint and its parents, oldest first, in local folders; empty if there is none."""
-        names = self._names()
+        """The newest checkpoint and its parents, oldest first, in folders of this machine; empty if there is none."""
         chain: list[Entry] = []
-        name = names[-1] if names else None
         try:
-            while name is not None:
-                if name not in names:
-                    raise CheckpointError(f"{chain[0].folder} needs its parent {name!r}, which is not in {self._path}")
-                chain.insert(0, Entry.read(self._fetch(name)))
-                name = chain[0].parent
-            yield chain
+            with self._errors():
+                with self._reading():
+                    catalog = self._look(None)
+                    owner = self._owner()
+                    self._looked, self._before = True, owner and owner.writer
+                    self._say_passed_over(catalog)
+                    name = catalog.newest
+                    while name is not None:
+                        chain.insert(0, self._entry(name, chain[0] if chain else None))
+                        name = chain[0].parent
+                yield chain
         finally:
-            if self._remote is not None:  # what was fetched
-                for each in self._path.glob("*-step-*"):
-                    shutil.rmtree(each, ignore_errors=True)
+            self._storage.drop_copies()
 
     def forget_beyond(self, keep: int) -> None:
-        """Removes old checkpoints, but no parent of one that stays."""
-        names = self._names()
-        needed: set[str] = set()
-        for name in names[-keep:]:
-            at: str | None = name
-            while at is not None and at not in needed:
-                needed.add(at)
-                with suppress(CheckpointError):  # a damaged one stays, too: removing it is its owner's to decide
-                    at = Entry.read(self._fetch(at, only_manifest=True)).parent
-                    continue
-                break
-        for name in names:
-            if name in needed:
+        """Removes old checkpoints, but no parent of one that stays. What cannot be removed is tried again next time."""
+        try:
+            catalog = self._look(None)
+            for name in (*catalog.garbage(), *catalog.removable(keep)):
+                self._parents.pop(name, None)
+                self._storage.remove(name, MANIFEST)
+        except OSError as error:
+            warnings.warn(
+                f"{self._storage.url}: old checkpoints could not be removed: {error.strerror or error} at "
+                f"{error.filename}; the next save tries again",
+                stacklevel=2,
+            )
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _look(self, last: str | None) -> Catalog:
+        """What is there now. A list may lag, so the names that are known otherwise are looked up, too."""
+        listed, owner = set(self._storage.names()), self._owner()
+        used = {*self._announced, *(each for each in (last, owner and owner.announced) if each)}
+        versions = sorted(version for name in listed | used if (version := Version.parse(name)) is not None)
+        parents: dict[str, str | None] = {}
+        torn = []
+        for name in (version.name for version in reversed(versions)):
+            if parents and name in self._parents:
+                parents[name] = self._parents[name]
                 continue
-            if self._remote is not None:
-                self._remote.rm(f"{self._remote_path}/{name}", recursive=True)
-            else:  # hidden first, so that no half of it is ever seen
-                hidden = self._path / f".{secrets.token_hex(4)}.{name}"
-                os.rename(self._path / name, hidden)
-                shutil.rmtree(hidden, ignore_errors=True)
+            data = self._read(name)
+            if data is not None and (self._storage.is_atomic or _is_json(data)):
+                parents[name] = _parent(data)
+            elif name in listed:
+                torn.append(name)
+        self._parents = parents
+        return Catalog(parents, torn, used)
 
-    def _names(self) -> list[str]:
-        if self._remote is not None:
-            found = self._remote.glob(f"{self._remote_path}/*-step-*/{MANIFEST}")
-            names = [str(path).split("/")[-2] for path in found]
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._storage.read(f"{name}/{MANIFEST}")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _entry(self, name: str, child: Entry | None) -> Entry:
+        """A checkpoint, copied to this machine if it is not there; as the child says, if it is the parent of one."""
+        where, data = f"{self._storage.url}/{name}", self._read(name)
+        if data is None:
+            needed = f"{child.where} needs its parent {name!r}" if child else f"{where} was just removed"
+            raise CheckpointError(f"{needed}, which is not in {self._storage.url}")
+        entry = Entry.parse(data, Path(), where)
+        if child is not None:
+            child.require_parent(data)
+        if entry.saved is None:
+            keys: Iterator[str] = iter(self._storage.keys(name))
         else:
-            names = [path.parent.name for path in self._path.glob(f"*-step-*/{MANIFEST}")]
-        return sorted((name for name in names if _NAME.fullmatch(name)), key=_number)
+            keys = entry.keys(lambda key: self._storage.read(f"{name}/{key}"))
+        return replace(entry, folder=self._storage.local_copy(name, keys))
 
-    def _fetch(self, name: str, only_manifest: bool = False) -> Path:
-        here = self._path / name
-        if self._remote is None:
-            return here
-        here.mkdir(exist_ok=True)
-        if only_manifest:
-            self._remote.get_file(f"{self._remote_path}/{name}/{MANIFEST}", str(here / MANIFEST))
-        else:
-            self._remote.get(f"{self._remote_path}/{name}/", str(here), recursive=True)
-        return here
+    def _require_mine(self, catalog: Catalog, last: str | None) -> None:
+        newest = catalog.newest
+        if newest is not None and newest not in self._announced and catalog.is_newer(newest, last):
+            raise CheckpointError(
+                f"{self._storage.url} holds {newest}, which this run neither saved nor resumed: call resume() first, "
+                "or name another folder"
+            )
+
+    def _say_passed_over(self, catalog: Catalog) -> None:
+        for name in set(catalog.passed_over) - self._said - self._announced:
+            self._said.add(name)
+            warnings.warn(
+                f"{self._storage.url}/{name} has no whole {MANIFEST}: its save was cut short, or part of it copied. "
+                f"It is passed over; {catalog.newest or 'no checkpoint'} is the newest before it. "
+                f"{'The next save removes it' if name in catalog.swept_later else 'Complete it, or remove it'}",
+                stacklevel=4,
+            )
+
+    # Whose it is.
+
+    def _owner(self) -> RunOwner | None:
+        with suppress(FileNotFoundError):
+            return RunOwner.from_json(self._storage.read(OWNER), f"{self._storage.url}/{OWNER}")
+        return None
+
+    def _require_alone(self) -> None:
+        """Raises if another process has begun to save here since this one resumed or saved."""
+        found = self._owner()
+        if self._looked and found is not None and found.writer not in (self._me.writer, self._before):
+            raise self._two(found)
+
+    def _claim(self, name: str) -> None:
+        """Writes that this process saves here, under that name."""
+        self._me = replace(self._me, announced=name)
+        self._storage.write(OWNER, self._me.to_json())
+        self._looked, self._before = True, None
+        self._announced.add(name)
+
+    def _require_owned(self) -> None:
+        if (found := self._owner()) is None or (found.writer, found.announced) != (self._me.writer, self._me.announced):
+            raise self._two(found)
+
+    def _two(self, found: RunOwner | None) -> CheckpointError:
+        other = f"{found} saves into it now" if found else f"its {OWNER} was removed"
+        return CheckpointError(
+            f"{self._storage.url}: {other}, and so did this one, {self._me}: this one saves no more here; end "
+            "one of the two, and give each run a folder of its own"
+        )
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._storage.url} cannot be read: {error.strerror or error} at {error.filename}"
+            ) from error
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Says in errors that name a copy what it is a copy of."""
+        try:
+            yield
+        except SatrapError as error:
+            if str(self._storage.staging) != self._storage.url:
+                error.add_note(f"{self._storage.staging} holds copies of what is in {self._storage.url}")
+            raise
 
 
-def _number(name: str) -> int:
-    return int(name.partition("-")[0])
+def _is_hidden(name: str) -> bool:
+    """Whether it is what a save that was killed has left."""
+    dot, token, rest = (*name.split(".", 2), "", "")[:3]
+    return not dot and len(token) == 8 and Version.parse(rest) is not None
+
+
+def _is_json(data: bytes) -> bool:
+    """False of what was cut short: the last byte closes the object."""
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True
+
+
+def _parent(data: bytes) -> str | None:
+    """The parent's name, of a checkpoint that may be damaged: removing that is its owner's to decide."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        parent = json.loads(data)["parent"]
+        return parent if isinstance(parent, str) else str(parent["name"])
+    return None
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap.datafiles import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
 from satrap.engine import Slot
@@ -29,12 +30,15 @@ _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more thr
 _MAX_FILES = 64
 
 
-def save_table(slot: Slot, path: Path, since: Since | None = None) -> Manifest:
-    """Writes the table, or what changed since a snapshot, into the folder."""
+def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArray[np.bool_] | None = None) -> Manifest:
+    """Writes the table, or what changed since a snapshot, into the folder.
+
+    owned: of each bucket whether it is this engine's; None: all are. The engine knows it, and exports no other.
+    """
     table = slot.table
     token = secrets.token_hex(8)
     kind: Kind = "full" if since is None else "changes"
-    saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since)
+    saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
     saver.require_removals()  # whatever the folder holds of a save that a process before this one was killed in
     try:
         with SnapshotFolder(path, token, table.to_dict(), slot.seed, since) as folder:
@@ -57,6 +61,7 @@ class _Saver:
     kind: Kind
     id: str
     since: Since | None
+    owned: NDArray[np.bool_] | None
     arrow: Any = field(default_factory=pyarrow_or_error)
     state_dim: int = field(init=False)
     bucket_bytes: int = field(init=False)
@@ -91,6 +96,7 @@ class _Saver:
             latest_step=engine.latest_step,  # read last: neither the line nor a stamp in the files is later
             lr=engine.lr(index),
             num_buckets=buckets,
+            buckets=((0, buckets),) if self.owned is None else _ranges(self.owned),
             rows=_lines(files, "rows"),
             removed=_lines(files, "removed"),
             sightings=_lines(files, "sightings"),
@@ -154,6 +160,12 @@ class _Saver:
                     columns = {"id": np.asarray(engine.export_removed(index, first, last, since))}
             if len(columns["id"]) > 0:
                 yield columns
+
+
+def _ranges(owned: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """Where it is true, as [begin, end)."""
+    ends = np.flatnonzero(np.diff(np.concatenate([[False], owned, [False]]).astype(np.int8))).tolist()
+    return tuple(zip(ends[::2], ends[1::2], strict=True))
 
 
 def _lines(files: Sequence[DataFile], kind: FileKind) -> int:

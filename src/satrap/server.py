@@ -25,6 +25,7 @@ from satrap.meeting import Part, joined
 from satrap.members import Members
 from satrap.moving_server import MovingServer
 from satrap.rpc import Origin
+from satrap.saved_table import require_same_snapshots
 from satrap.served import Kept, Served, decoded, num_floats
 from satrap.server_calls import WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.tables import Tables
@@ -219,16 +220,18 @@ class Server(MovingServer):
             if last == (folder, since, version):
                 return version  # it came again
             served.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
-            made = store.save(part) if since is None else store.save_changes(part, since=since)
+            owned = np.array(served.members.bucket_map.owners[table]) == served.number
+            made = store.save_part(part, owned, since=since)
             served.saved[table] = folder, since, version
             return made
 
-    def verify(self, origin: Origin, folders: list[list[str]]) -> None:
+    def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """See ServerCalls."""
         with self._working(origin) as served:
+            require_same_snapshots(folders, checksums)
             served.tables.verify(dict(zip(served.tables, folders, strict=False)))
 
-    def restore(self, origin: Origin, folders: list[list[str]]) -> bool:
+    def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
         """See ServerCalls. The old rows go before the new ones come: memory may not hold both.
 
         It is done for a map: whoever was told of another meanwhile asks again, in the same attempt."""
@@ -249,6 +252,7 @@ class Server(MovingServer):
             names = list(served.tables)
             if len(folders) not in (0, len(names)):
                 raise InputError(f"restore: folders of {len(folders)} tables; wanted of {len(names)}, or none")
+            require_same_snapshots(folders, checksums)
             chains = dict(zip(names, folders, strict=False))
             made = self._anew(served, origin)
             made.engine.begin_attempt(origin.attempt)

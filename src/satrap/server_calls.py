@@ -102,11 +102,12 @@ class ServerCalls(Protocol):
         since that version."""
         ...
 
-    def verify(self, origin: Origin, folders: list[list[str]]) -> None:
-        """Raises unless `restore` could take these; reads them whole, and changes nothing."""
+    def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
+        """Raises unless `restore` could take these; reads them whole, and changes nothing. checksums: of each folder
+        `checksum_of`, as the trainer sees it."""
         ...
 
-    def restore(self, origin: Origin, folders: list[list[str]]) -> bool:
+    def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
         """Begins the origin's attempt with new tables: empty, or of each table what its buckets here held in the
         folders of a full snapshot and the changes after it, saved by any number of servers. Returns what
         `Tables.restore` does."""

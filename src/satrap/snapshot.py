@@ -18,6 +18,7 @@ from satrap.engine import Slot, native_config, thread_count
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.folder import parts_of, read_manifest
 from satrap.manifest import DataFile, Kind, Manifest, Since
+from satrap.saved_table import require_each_bucket_once
 
 _MOST_READS = 100  # of a folder that others save into
 
@@ -199,6 +200,7 @@ class Snapshot:
         if not reader.schema.equals(wanted, check_metadata=True):
             raise SnapshotError(f"{path} has the schema\n{reader.schema}\nwanted\n{wanted}")
         rows, ids = 0, [np.empty(0, np.uint64)]
+        holds = self.manifest.holds()
         for i in range(reader.num_record_batches):
             batch = reader.get_batch(i)
             batch.validate()
@@ -213,6 +215,10 @@ class Snapshot:
                 if low < file.bucket_begin or high >= file.bucket_end:
                     wanted_buckets = f"{file.bucket_begin} to {file.bucket_end - 1}"
                     raise SnapshotError(f"{path} holds ids of the buckets {low} to {high}; wanted {wanted_buckets}")
+                if not holds[buckets].all():
+                    raise SnapshotError(
+                        f"{path} holds ids of bucket {buckets[~holds[buckets]][0]}, which its manifest does not name"
+                    )
         if rows != file.rows:
             raise SnapshotError(f"{path} holds {rows} lines; wanted {file.rows}")
         # Of a full snapshot `fill` counts the rows, at less cost: its table is new. Files share no bucket, so no id.
@@ -250,7 +256,10 @@ def open_levels(slot: Slot, paths: Sequence[Path]) -> list[list[Snapshot]]:
             "a chain of one number of servers"
         )
     chains = [open_chain(slot, chain) for chain in zip(*parts, strict=True)]
-    return [list(level) for level in zip(*chains, strict=True)]
+    levels = [list(level) for level in zip(*chains, strict=True)]
+    for path, level in zip(paths, levels, strict=True):
+        require_each_bucket_once(path, [saved.manifest for saved in level])
+    return levels
 
 
 def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None) -> None:

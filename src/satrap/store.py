@@ -287,6 +287,13 @@ class Store:
         with self._one_at_a_time():
             return self._snapshots.add(save_table(self._slot, folder))
 
+    def save_part(self, path: _PathLike, owned: NDArray[np.bool_], *, since: int | None) -> int:
+        """Saves the table as a server that owns some of its buckets: whole, or what changed since a version."""
+        folder = folder_path(self._where, path)
+        with self._one_at_a_time():
+            start = None if since is None else self._snapshots.find(self._where, since)
+            return self._snapshots.add(save_table(self._slot, folder, start, owned))
+
     def save_changes(self, path: _PathLike, *, since: int) -> int:
         """Writes what changed since the snapshot of version `since` into the folder `path`; returns the new version.
 

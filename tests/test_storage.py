@@ -1,0 +1,291 @@
+"""Checkpoints on file systems that promise little: no rename, no folders, lists that lag, errors in the middle.
+
+Whatever fails, a run goes on from its newest whole checkpoint to the same bits, nothing of two attempts is ever mixed,
+and a second process that writes into the folder is refused.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint_job import Job
+from hostile_store import Hostile, KilledError, hostile
+from satrap.errors import CheckpointError
+
+URL = "hostile://bucket/run"
+STEPS = 12
+
+
+@pytest.fixture
+def store() -> Iterator[Hostile]:
+    with hostile() as store:
+        yield store
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+class Never(random.Random):
+    """Lists never show a change."""
+
+    def randint(self, a: int, b: int) -> int:
+        return 0
+
+
+def published(store: Hostile) -> list[str]:
+    return sorted(path.split("/")[-2] for path in store.objects if path.endswith("/checkpoint.json"))
+
+
+def test_a_run_over_a_store_that_fails_at_random_ends_in_the_same_bits(store: Hostile, tmp_path: Path) -> None:
+    """Each attempt is killed or meets errors at random operations; the next one resumes no older a checkpoint than the
+    last that was saved."""
+    whole = Job(str(tmp_path), STEPS)
+    whole.train(every_steps=10**6)
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    store.lag(random.Random(seed))
+    saved = failures = 0
+
+    def fail_at(operation: str, path: str) -> type[BaseException] | None:
+        nonlocal failures
+        if failures >= 20 or rng.random() > 0.03:
+            return None
+        failures += 1
+        return KilledError if rng.random() < 0.5 else RuntimeError
+
+    store.fail_at = fail_at
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while saved < STEPS:
+            job = Job(URL, STEPS, keep=2, full_every=3)
+            try:
+                assert job.run.resume() or saved == 0
+                assert job.embeddings.step >= saved
+                job.train()
+            except (KilledError, CheckpointError):
+                pass
+            saved = max(saved, job.run._saved_step)
+    assert failures > 0
+    same(job.state(), whole.state())
+    store.settle()
+    job.run.save()
+    again = Job(URL, STEPS)
+    assert again.run.resume()
+    same(again.state(), whole.state())
+    names = {path.split("/")[2] for path in store.objects if path.count("/") > 2}
+    assert names <= set(published(store)), "what was cut short is swept"
+
+
+@pytest.mark.parametrize("path", ["memory://{}/run[1]", "memory://{}/a*b?c/run", "hostile://{}/run[1-3]*", "{}/run[1]"])
+def test_a_path_is_no_pattern(path: str, tmp_path: Path, store: Hostile) -> None:
+    run = path.format(tmp_path if path.startswith("{") else tmp_path.name)
+    job = Job(run, 5, keep=2, full_every=2)
+    store.lag(random.Random(1))
+    job.train()
+    again = Job(run, 5)
+    assert again.run.resume() and again.embeddings.step == 5
+    same(again.state(), job.state())
+
+
+@pytest.mark.parametrize("wants_folders", [False, True])
+def test_stores_with_and_without_folders(wants_folders: bool, store: Hostile) -> None:
+    store.wants_folders = wants_folders
+    Job(URL, 4, keep=1).train()
+    again = Job(URL, 4)
+    assert again.run.resume() and again.embeddings.step == 4
+    assert len(published(store)) == 1
+    assert not any("000003-step-3" in folder for folder in store.folders), "of a removed one no folder is left"
+
+
+@pytest.mark.parametrize("scheme", ["local://", "file://"])
+def test_a_url_of_the_local_disk(scheme: str, tmp_path: Path) -> None:
+    Job(f"{scheme}{tmp_path}/new/run", 2).train()
+    assert (tmp_path / "new/run/000002-step-2/checkpoint.json").exists()
+    assert Job(f"{scheme}{tmp_path}/new/run", 2).run.resume()
+    assert Job(str(tmp_path / "new/run"), 2).run.resume()
+
+
+def test_an_error_names_the_object(store: Hostile) -> None:
+    job = Job(URL, 2)
+    store.fail_at = lambda operation, path: PermissionError if "state.safetensors" in path else None
+    with pytest.raises(CheckpointError, match=rf"step 1: {URL} cannot be written: .* at {URL}/000001-step-1-\w+/state"):
+        job.train()
+
+
+def test_what_a_killed_upload_left_is_never_mixed_into_a_later_one(store: Hostile) -> None:
+    """Not even if no list shows it, and if the next attempt is at the same step."""
+    job = Job(URL, 3)
+    job.train()
+    store.fail_at = lambda operation, path: KilledError if path.endswith("state.safetensors") else None
+    with pytest.raises(KilledError):
+        job.run.save()
+    left = {path for path in store.objects if "000004-" in path and ".owner" not in path}
+    for path in left:  # as if another number of servers had saved
+        store.change(path.replace("/tables/0/", "/tables/0/2-of-3/"), store.objects[path])
+    assert left
+    store.fail_at = lambda operation, path: None
+    store.lag(Never())
+    again = Job(URL, 5)
+    assert again.run.resume() and again.embeddings.step == 3
+    again.run.save()
+    assert published(store)[-1].startswith("000005-step-3-"), "its number is not used again"
+    store.settle()
+    again.train()
+    assert not any("000004-step-3-" in path for path in store.objects), "and it is swept"
+    last = Job(URL, 5)
+    assert last.run.resume()
+    same(last.state(), again.state())
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["absent", "half"])
+def test_a_newest_version_that_is_not_whole_is_named(half: bool, store: Hostile) -> None:
+    Job(URL, 3).train()
+    newest = published(store)[-1]
+    path = next(path for path in store.objects if path.endswith(f"{newest}/checkpoint.json"))
+    store.change(path, store.objects[path][:-2] if half else None)
+    store.settle()
+    job = Job(URL, 4)
+    with pytest.warns(
+        UserWarning,
+        match=rf"{URL}/{newest} has no whole checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next save",
+    ):
+        assert job.run.resume() and job.embeddings.step == 2
+    job.train()
+    assert [name[:13] for name in published(store)[-2:]] == ["000004-step-3", "000005-step-4"]
+
+
+def test_lists_that_show_nothing_hide_no_checkpoint(store: Hostile) -> None:
+    """The newest is found by the name that its writer announced."""
+
+    store.lag(Never())
+    job = Job(URL, 4, full_every=3)
+    job.train()
+    again = Job(URL, 4)
+    assert again.run.resume() and again.embeddings.step == 4
+    same(again.state(), job.state())
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+BOTH = rf"(?s){URL}: process \d+ on .* \(writer \w+\) saves into it now, and so did this one, process \d+ on .*end one"
+
+
+def test_the_second_of_two_that_begin_together_is_refused(store: Hostile) -> None:
+    one, other = Job(URL, 2), Job(URL, 2)
+    assert not one.run.resume() and not other.run.resume()
+    one.train()
+    with pytest.raises(CheckpointError, match=BOTH):
+        other.train()
+    one.run.save()
+    assert Job(URL, 2).run.resume()
+
+
+def test_one_that_was_taken_over_while_it_wrote_publishes_nothing(store: Hostile) -> None:
+    one = Job(URL, 2)
+
+    def taken_over(path: str) -> None:
+        if "state.safetensors" in path:
+            store.before_write = lambda path: None
+            other = Job(URL, 1)
+            other.train()
+
+    store.before_write = taken_over
+    with pytest.raises(CheckpointError, match=BOTH):
+        one.train()
+    store.settle()
+    assert len(published(store)) == 1
+    with pytest.raises(CheckpointError, match=BOTH):
+        one.run.save()
+    assert Job(URL, 2).run.resume()
+
+
+@pytest.mark.parametrize("url", [URL, "{}"])
+def test_one_that_slept_while_another_went_on_is_refused(url: str, store: Hostile, tmp_path: Path) -> None:
+    url = url.format(tmp_path / "run")
+    sleeper = Job(url, 2)
+    sleeper.train()
+    other = Job(url, 4)
+    assert other.run.resume()
+    other.train()
+    with pytest.raises(CheckpointError, match=BOTH.replace(URL, re.escape(url))):
+        sleeper.run.save()
+    other.run.save()
+
+
+def test_evaluating_a_run_takes_nothing_over(store: Hostile) -> None:
+    job = Job(URL, 2)
+    job.train()
+    assert Job(URL, 2).run.resume()
+    job.run.save()
+
+
+def test_half_an_owner_stops_nobody(store: Hostile) -> None:
+    Job(URL, 2).train()
+    path = next(path for path in store.objects if path.endswith(".owner.json"))
+    store.change(path, store.objects[path][:20])
+    store.settle()
+    job = Job(URL, 4)
+    assert job.run.resume()
+    job.train()
+
+
+def test_an_owner_that_is_something_else_is_refused(store: Hostile) -> None:
+    job = Job(URL, 2)
+    job.train()
+    store.change("bucket/run/.owner.json", b'{"format": "mine"}')
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(URL)}/\.owner\.json cannot be read \(format is 'mine'\); want"
+    ):
+        job.run.save()
+
+
+# -- what goes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_removal_that_fails_is_said_and_tried_again(store: Hostile) -> None:
+    job = Job(URL, 4, keep=1)
+    job.train()
+    store.fail_at = lambda operation, path: RuntimeError if operation == "remove" and "state" in path else None
+    with pytest.warns(
+        UserWarning, match="old checkpoints could not be removed: .* at hostile://bucket/run/000004-step-4"
+    ):
+        assert job.run.save()
+    left = {path.split("/")[-2] for path in store.objects if path.endswith("state.safetensors")}
+    assert len(left) == 2 and len(published(store)) == 1, "what is half removed counts no more"
+    store.fail_at = lambda operation, path: None
+    assert job.run.save()
+    assert [path.split("/")[-2] for path in store.objects if path.endswith("state.safetensors")] == published(store)
+
+
+def test_foreign_objects_are_neither_read_nor_removed(store: Hostile) -> None:
+    foreign = ["bucket/run/notes.txt", "bucket/run/best-step-1/checkpoint.json", "bucket/run/000001-step-1/part"]
+    for path in foreign:
+        store.change(path, b"mine")
+    store.settle()
+    job = Job(URL, 4, keep=1)
+    with pytest.warns(UserWarning, match="000001-step-1 has no whole"):
+        job.train()
+    store.settle()
+    assert job.run.save()
+    assert {path: store.objects[path] for path in foreign} == dict.fromkeys(foreign, b"mine")
+
+
+def test_nothing_is_left_on_this_machine(store: Hostile) -> None:
+    job = Job(URL, 3)
+    job.train()
+    again = Job(URL, 3)
+    assert again.run.resume()
+    for each in (job, again):
+        assert not list(each.run._home._storage.staging.iterdir())

@@ -210,6 +210,12 @@ class Embeddings(torch.nn.Module):
             return self._evaluation(data, place, overlap)
         if self._optimizer is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
+        if id(data) not in self._followed and getattr(data, "origin", None) in self._followed:
+            raise StreamError(
+                "this source is a replace() of the one that Checkpoint(...) was given, and its position would not be "
+                "saved: stream the source itself (epochs=N with shuffle=True reads it in another order each time; path= "
+                "takes a list), or make the Checkpoint without a source and begin each stream where you want it"
+            )
         self._leave_stream()
         self._require_own_rows()
         if self._dense is not None:

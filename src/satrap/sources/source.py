@@ -122,7 +122,14 @@ class Source(ABC):
         """This source with other values for some of its fields."""
         known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
         known_keys(type(self), type(self).__name__, known | changes)
-        return type(self)(**known | changes)
+        new = type(self)(**known | changes)
+        object.__setattr__(new, "_origin", self.origin)
+        return new
+
+    @property
+    def origin(self) -> int:
+        """The id() of the source that `replace` was first called on; its own, if it was not made by that."""
+        return getattr(self, "_origin", id(self))
 
     def to_dict(self) -> dict[str, Any]:
         """This declaration as plain JSON types; ConfigError if it holds what they cannot say: tables, a filesystem."""

@@ -380,7 +380,7 @@ class Embeddings(torch.nn.Module):
 
     def forward(self, inputs: Inputs) -> Batch:
         """One batch looked up without training, on the CPU: for serving, outside any stream."""
-        return Lookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0)
+        return Lookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(None)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

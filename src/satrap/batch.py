@@ -35,7 +35,19 @@ class Sequence:
 class Held:
     """A batch as its stream holds it, until it is updated or dropped."""
 
-    __slots__ = ("_batch", "dense", "embeddings", "inputs", "label", "lost", "sequences", "step", "ticket", "used")
+    __slots__ = (
+        "_batch",
+        "dense",
+        "embeddings",
+        "inputs",
+        "label",
+        "lost",
+        "sequences",
+        "step",
+        "ticket",
+        "used",
+        "weight",
+    )
 
     def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None) -> None:
         """step: the optimizer step that it belongs to; 0 in evaluation."""
@@ -43,7 +55,9 @@ class Held:
         self.embeddings = _NOT_LOOKED_UP
         self.sequences: Mapping[str, Sequence] = {}
         self.ticket: Any = None
-        """Brings the gradients home; None in evaluation, and before the lookup."""
+        """Brings the gradients home; None in evaluation, of padding, and before the lookup."""
+        self.weight = 1.0
+        """What its gradients count, beside those of the other trainers. See `satrap.joint_step`."""
         self.used = False
         """The user was given the rows."""
         self.lost: str | None = None
@@ -59,6 +73,11 @@ class Held:
     def is_there(self) -> bool:
         """Whether it is looked up."""
         return self.embeddings is not _NOT_LOOKED_UP
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether it has no samples, and is there for the other trainers' sake."""
+        return not self.inputs.batch_size
 
     @property
     def is_passed_over(self) -> bool:
@@ -168,10 +187,11 @@ def _nothing() -> object:
     return _nothing
 
 
-def gradient_array(leaf: Tensor) -> NDArray[np.float32] | None:
-    """A leaf's gradient in CPU memory; None if no loss used the leaf. Waits for a copy from a device."""
+def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | None:
+    """A leaf's gradient in CPU memory, times a weight; None if no loss used the leaf. Waits for a device."""
     if leaf.grad is None:
         return None
-    gradient = leaf.grad.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    gradient = leaf.grad.detach() if weight == 1.0 else leaf.grad.detach() * weight
+    gradient = gradient.to(device="cpu", dtype=torch.float32).contiguous()
     array: NDArray[np.float32] = gradient.numpy()
     return array

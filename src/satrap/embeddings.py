@@ -23,13 +23,14 @@ from satrap.dense import DenseParameters, require_free_names
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Feature, Features
 from satrap.inputs import Inputs, Position
+from satrap.joint_step import Padded
 from satrap.local import LocalWorker
 from satrap.optimizer import HybridOptimizer
 from satrap.place import here
 from satrap.report import Counters
 from satrap.sources.declared import travels
 from satrap.sources.iterable import Iterable as Items
-from satrap.stream import Lookup, Stream
+from satrap.stream import JointStream, Lookup, Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
@@ -192,8 +193,8 @@ class Embeddings(torch.nn.Module):
 
         data: a source, or any iterable of what `satrap.Iterable` takes without being told of columns: `Inputs`, or
             (dense, KeyedJaggedTensor, label). Several trainers each train on their share of its samples, and end
-            together: a batch that one has more than another is dropped and counted. With dense="async" each trains to
-            its own end.
+            together: every sample is trained on, and in the last step, where they have fewer samples or none, each
+            sample counts as much as the others. With dense="async" each trains to its own end.
         accumulate: how many batches make one optimizer step.
         overlap: table work beside the dense network; None: if there is a device, a worker in a process of its own, or
             staleness and a spare core.
@@ -213,8 +214,8 @@ class Embeddings(torch.nn.Module):
         if id(data) not in self._followed and getattr(data, "origin", None) in self._followed:
             raise StreamError(
                 "this source is a replace() of the one that Checkpoint(...) was given, and its position would not be "
-                "saved: stream the source itself (epochs=N with shuffle=True reads it in another order each time; path= "
-                "takes a list), or make the Checkpoint without a source and begin each stream where you want it"
+                "saved: stream the source itself (epochs=N with shuffle=True reads it in another order each time, "
+                "path= takes a list), or make the Checkpoint without a source and begin each stream where you want it"
             )
         self._leave_stream()
         self._require_own_rows()
@@ -226,6 +227,9 @@ class Embeddings(torch.nn.Module):
         several = self.trainers.world > 1
         share = {"rank": self.trainers.rank, "world": self.trainers.world} if several else {}
         inputs = self._batches(data, position, **share)
+        together = several and self._dense is None
+        if together:
+            inputs = Padded(inputs, self.features.names)
         gate = Gate(self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step)
         self._training_data = data
         self._training = Stream(
@@ -237,7 +241,7 @@ class Embeddings(torch.nn.Module):
             overlap=overlap,
             on_hold=self._optimizer.hold,
             position=position,
-            all_have=self.trainers.all if several and self._dense is None else None,
+            joint=JointStream(self.trainers.joint_step, self._optimizer.weigh) if together else None,
             dense=self._dense,
         )
         return self._training

@@ -22,6 +22,7 @@ network.
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn, Self
 
@@ -34,6 +35,7 @@ from satrap.batch import Batch, Held, Sequence, gradient_array
 from satrap.dense import DenseParameters
 from satrap.errors import StreamError
 from satrap.inputs import Inputs, Position
+from satrap.joint_step import PADDING_ROWS, JointStep, Padded, described
 from satrap.pipeline import Pipeline, Seconds, Update
 from satrap.report import Counters
 from satrap.sync import Gate
@@ -75,6 +77,8 @@ class Lookup:
 
     def __call__(self, inputs: Inputs, step: int, oldest_open: int, ahead: Held | None = None) -> Held:
         """ahead: what `read_ahead` made of these inputs, if it did."""
+        if not inputs.batch_size:
+            return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
         with self._threads():
             if self._train:
                 if self._dense is not None:
@@ -96,6 +100,24 @@ class Lookup:
         dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
         label = None if inputs.label is None else self._place(inputs.label)
         return Held(inputs, step if self._train else 0, self._place(dense), label)
+
+    def _pad(self, held: Held) -> Held:
+        """Zeros in place of the rows of a batch of padding."""
+        features = self._worker.features
+        for name, feature in features.items():
+            if feature.max_length is not None:
+                shape = (PADDING_ROWS, feature.max_length, feature.table.dim)
+                mask = self._place(np.zeros(shape[:2], np.bool_))
+                held.sequences = {**held.sequences, name: Sequence(self._place(np.zeros(shape, np.float32)), mask)}
+        held.embeddings = self._place(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
+        return held
+
+    def join(self, held: Held, step: JointStep) -> None:
+        """The batch takes part in a step of several trainers."""
+        held.weight = step.weight
+        if held.is_padding:
+            dense, label = step.padding()
+            held.dense, held.label = self._place(dense), None if label is None else self._place(label)
 
     def _place(self, array: NDArray[Any]) -> Tensor:
         host = torch.from_numpy(array)
@@ -134,21 +156,27 @@ class Lookup:
         """What applies the batches' gradients, in whatever thread."""
         dense = None if self._dense is None else self._dense.gradients(scale)  # now: the next backward pass is near
         ready = torch.cuda.current_stream(self._device).record_event() if self._home is not None else None
+        step = batches[-1].step
+        batches = [batch for batch in batches if not batch.is_padding]
 
         def apply() -> None:
+            if not batches:
+                self._worker.skip(step)
+                self._worker.settle()
+                return
             if batches[0].ticket.used:  # an interrupt came right after it
                 return
             blocks, sequences = self._bring_home(batches, ready)
             if self._dense is not None and dense is not None:
                 with self._on_home():
                     values = dense.values.cpu().numpy()
-                self._dense.update(dense, values, batches[-1].step)
+                self._dense.update(dense, values, step)
             with self._threads():
                 self._worker.update(
                     [batch.ticket for batch in batches],
                     blocks,
                     sequences,
-                    step=batches[-1].step,
+                    step=step,
                     lrs=lrs,
                     scale=scale,
                 )
@@ -162,11 +190,24 @@ class Lookup:
         if ready is not None:
             ready.synchronize()
         with self._on_home():
-            blocks = [gradient_array(batch.embeddings) for batch in batches]
-            return blocks, [{name: gradient_array(s.values) for name, s in b.sequences.items()} for b in batches]
+            blocks = [gradient_array(each.embeddings, each.weight) for each in batches]
+            return blocks, [
+                {name: gradient_array(sequence.values, each.weight) for name, sequence in each.sequences.items()}
+                for each in batches
+            ]
 
     def _on_home(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._home is None else torch.cuda.stream(self._home)
+
+
+@dataclass(frozen=True, slots=True)
+class JointStream:
+    """What a stream of one of several trainers that step together asks of the others, and tells its optimizer."""
+
+    step: Callable[[tuple[int, int, int]], JointStep]
+    """The step that a batch, as `described`, makes with the others'. All trainers call it, for each batch."""
+    weigh: Callable[[float], None]
+    """The batch whose backward pass comes next has this weight."""
 
 
 class Stream(Iterator[Batch]):
@@ -183,12 +224,12 @@ class Stream(Iterator[Batch]):
         overlap: bool,
         on_hold: Callable[[list[Tensor]], None],
         position: Position | None = None,
-        all_have: Callable[[bool], bool] | None = None,
+        joint: JointStream | None = None,
         dense: DenseParameters | None = None,
     ) -> None:
         """on_hold is told the leaves of the held batches whenever they change.
 
-        all_have: of several trainers, whether each has another batch; told whether this one has.
+        joint: of several trainers that step together; then the inputs are `Padded`.
         dense: the dense parameters, if they are on the servers.
         """
         self.dropped: Counter[str] = Counter()
@@ -198,7 +239,7 @@ class Stream(Iterator[Batch]):
         self.last_step = gate.next_step - 1
         """The last step that was updated or dropped."""
         self._inputs, self._train, self._worker = inputs, train, worker
-        self._gate, self._on_hold, self._all_have = gate, on_hold, all_have
+        self._gate, self._on_hold, self._joint = gate, on_hold, joint
         self._held: list[Held] = []  # looked up, neither updated nor dropped
         self._ahead: deque[Held] = deque()  # handed over behind them, before their lookup
         self._handed: Counter[int] = Counter()  # batches handed over, by step
@@ -266,11 +307,8 @@ class Stream(Iterator[Batch]):
         if self._train:
             self._pass_over()
         held = self._pipeline.next()
-        if self._all_have is not None:
-            self._worker.settle()  # before anybody may wait here for us
-            if not self._all_have(held is not None) and held is not None:
-                self._give_back(held)
-                held = None
+        if self._joint is not None and held is not None and not self._takes_part(held, self._joint):
+            held = None
         if held is None:
             self._end()
             raise StopIteration
@@ -376,6 +414,8 @@ class Stream(Iterator[Batch]):
             self._collect()
             self._look_up.arrive(held)
         self._look_up.hand_over(held)
+        if self._joint is not None:
+            self._joint.weigh(held.weight)
         held.used = True
         self._hold(self._held)
 
@@ -444,9 +484,9 @@ class Stream(Iterator[Batch]):
     def _drop(self, batches: list[Held], cause: str, why: str | None = None) -> None:
         """why: the cause, told to a backward pass that comes too late."""
         for batch in batches:
-            if batch.ticket.used:  # an interrupt came right after its update
+            if batch.ticket is not None and batch.ticket.used:  # an interrupt came right after its update
                 self._stepped.add(batch.step)
-            else:
+            elif batch.ticket is not None:
                 self.dropped[cause] += 1
                 self._worker.drop(batch.ticket)
             self._pipeline.drop(batch.step)
@@ -459,13 +499,21 @@ class Stream(Iterator[Batch]):
                 self._look_up.forget(step)
                 self._worker.skip(step)
 
-    def _give_back(self, held: Held) -> None:
-        """Another trainer is at its end, and a step takes all of them: this batch was never handed over."""
-        self.dropped["uneven"] += 1
-        if not self._pipeline.take_back(held):
-            self._pipeline.bring(held.is_there)
-            self._worker.drop(held.ticket)
-            self._pipeline.drop(held.step)
+    def _takes_part(self, held: Held, joint: JointStream) -> bool:
+        """Whether any trainer has samples for the step that this batch is the next of."""
+        self._worker.settle()  # before another trainer may wait here for this one
+        step = joint.step(described(held.inputs))
+        if step.num_samples:
+            self._look_up.join(held, step)
+            return True
+        assert isinstance(self._inputs, Padded)
+        self._inputs.stop()
+        padding: Held | None = held
+        while padding is not None:
+            if not self._pipeline.take_back(padding):
+                self._pipeline.drop(padding.step)
+            padding = self._pipeline.next()
+        return False
 
     def _forget(self, batches: list[Held]) -> None:
         """These are updated or dropped."""

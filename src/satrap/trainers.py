@@ -1,8 +1,8 @@
 """Who trains: this process alone, or several under torch.distributed, which the user's script has set up (torchrun).
 
 What the trainers must agree on beside the dense gradients, which are DDP's: the attempt that the first of them begins
-at the servers, how many samples each has for a step, whether one met an overflow. It goes through gloo groups of its own, so
-it never meets the user's collectives.
+at the servers, how many samples each has for a step, whether one met an overflow. It goes through gloo groups of its
+own, so it never meets the user's collectives.
 """
 
 import warnings

@@ -300,9 +300,10 @@ class Checkpoint:
             for name in sorted((entry.source.keys() | now.keys()) - {"files"})
             if entry.source.get(name) != now.get(name)
         ]
-        # Files may have come behind those that were there, if blocks are not dealt out over all of them.
+        # Files may have come behind those that were there, if neither an order nor shares are of all of them.
         were, are = entry.source.get("files", ()), now.get("files", ())
-        for i in range(max(len(were), len(are)) if now.get("shuffle") else len(were)):
+        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._embeddings.trainers.world > 1
+        for i in range(max(len(were), len(are)) if of_all else len(were)):
             was, is_ = (list(files[i]) if i < len(files) else None for files in (were, are))
             if was != is_:
                 lines.append(f"file {i} (name, bytes) is {was} in the checkpoint and {is_} here")

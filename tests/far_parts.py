@@ -61,7 +61,9 @@ def source(path: Path, **options: Any) -> Parquet:
         "num_threads": 1,
         "extra": "note",
     } | options
-    return Parquet(str(path), dense="age", label="click", weights={"user": "user_weight"}, **given)
+    ids = {"padded": "path", "padded bag": "user"}
+    weights = dict.fromkeys(["user", "padded bag"], "user_weight")
+    return Parquet(str(path), dense="age", label="click", ids=ids, weights=weights, **given)
 
 
 class Working:

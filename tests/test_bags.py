@@ -45,6 +45,9 @@ def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any)
         "item": Feature(item),
         "path": item.sequence(3),
         "last": user.sequence(1),
+        "first": user.sequence(2, keep="first"),
+        "padded": item.sequence(2, padding_id=3),
+        "padded bag": Feature(user, pooling, weighted=weighted, padding_id=2**64 - 1),
     }
     return LocalWorker(Features(features), **{"num_threads": 1, **options})
 
@@ -77,10 +80,17 @@ def test_accumulated_batches_are_one_step(optimizer: Any, rng: np.random.Generat
 
 
 poolings = st.sampled_from(["sum", "mean", "sqrtn"])
+paddings = st.sampled_from([None, 0, 7])
 two = [Table("a", dim=3, optimizer=SGD(lr=0.5), num_buckets=2), Table("b", dim=16, optimizer=Adam(), num_buckets=4)]
 some_features = st.one_of(
-    st.builds(Feature, st.sampled_from(two), poolings, weighted=st.booleans()),
-    st.builds(Table.sequence, st.sampled_from(two), st.integers(1, 4)),
+    st.builds(Feature, st.sampled_from(two), poolings, weighted=st.booleans(), padding_id=paddings),
+    st.builds(
+        Table.sequence,
+        st.sampled_from(two),
+        st.integers(1, 4),
+        keep=st.sampled_from(["last", "first"]),
+        padding_id=paddings,
+    ),
 )
 
 
@@ -215,6 +225,9 @@ def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
 # -- one result --------------------------------------------------------------------------------------------------------
 
 
+PADDING = 0x9E3779B97F4A7C15
+
+
 def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
     """Everything that can be seen of some large batches."""
     rng = np.random.default_rng(seed)
@@ -225,7 +238,8 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
     features = Features(
         {
             "item": item, "user": user, "words": word.bag("sqrtn"), "seen": item.bag("mean", weighted=True),
-            "path": item.sequence(3), "friends": user.bag("sum"), "text": word.sequence(5), "word": word,
+            "path": item.sequence(3), "friends": user.bag("sum", padding_id=PADDING), "text": word.sequence(5),
+            "padded": item.sequence(2, keep="first", padding_id=PADDING), "word": word,
         }
     )  # fmt: skip
     worker = LocalWorker(features, num_threads=num_threads, simd=simd, seed=1)
@@ -233,7 +247,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
     for _ in range(3):
         looked = []
         for batch_size in (700, 300):
-            lengths = np.stack([rng.integers(*most, size=batch_size) for most in ((1, 2), (0, 2), *[(0, 8)] * 6)])
+            lengths = np.stack([rng.integers(*most, size=batch_size) for most in ((1, 2), (0, 2), *[(0, 8)] * 7)])
             offsets = np.concatenate([[0], np.cumsum(lengths.reshape(-1))]).astype(np.int64)
             values = (rng.zipf(1.3, size=offsets[-1]) % 3000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             weights = rng.normal(size=offsets[-1]).astype(np.float32)

@@ -214,11 +214,14 @@ class _Decoder:
             numbers = _floats(array)
         else:
             numbers = self._text_label(column, array, texts)
-        missing = np.isnan(numbers)
+        missing, infinite = np.isnan(numbers), np.isinf(numbers)
+        if infinite.any():
+            self._fault(column.name, infinite, array, "a finite label")
         if column.above is not None:
             numbers = (numbers > np.float32(column.above)).astype(np.float32)
-        if np.isinf(numbers).any():
-            self._fault(column.name, np.isinf(numbers), array, "a finite label")
+        outside = column.outside(numbers) & ~missing
+        if outside.any():
+            self._fault(column.name, outside, array, column.wanted)
         if missing.any():
             self._missing_labels(column, missing)
             if not isinstance(column.missing, str):

@@ -325,7 +325,8 @@ def _validate(array: Any) -> None:
     types = arrow.types
     array.validate()  # buffers are there, and long enough
     if not (types.is_list(array.type) or types.is_large_list(array.type)):
-        return array.validate(full=True)
+        array.validate(full=True)
+        return
     offsets = _numpy(array.offsets)
     if offsets[0] < 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > len(array.values):
         raise ValueError(f"its offsets fall, or leave its {len(array.values)} items")

@@ -319,48 +319,6 @@ def test_only_sequences() -> None:
     assert worker.tables["item"].read(as_ids([1, 2, 3, 4])).values.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]
 
 
-def test_a_history_keeps_its_last_ids_and_padding_is_no_id() -> None:
-    """0 fills up two of three histories: it has no row, no place, no part in a mean and is not counted as cut off."""
-    features = Features(
-        {
-            "last": ITEM.sequence(2, padding_id=0),
-            "first": ITEM.sequence(2, keep="first", padding_id=0),
-            "mean": ITEM.bag("mean", padding_id=0),
-        }
-    )
-    worker = LocalWorker(features)
-    history = as_ids([0, 0, 7, 8, 9, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0])
-    inputs = Inputs(names=features.names, values=np.tile(history, 3), offsets=offsets(*range(0, 46, 5)), batch_size=3)
-    looked = worker.lookup(inputs)
-    rows = worker.tables["item"].read(as_ids(range(10))).values
-    zeros = np.zeros_like(rows[0])
-    assert len(worker.tables["item"]) == 4, "5, 7, 8 and 9: 0 has no row"
-    np.testing.assert_array_equal(looked.sequences["last"], [[rows[8], rows[9]], [rows[5], zeros], [zeros, zeros]])
-    np.testing.assert_array_equal(looked.sequences["first"], [[rows[7], rows[8]], [rows[5], zeros], [zeros, zeros]])
-    for name in ("last", "first"):
-        assert looked.masks[name].tolist() == [[True, True], [True, False], [False, False]]
-    np.testing.assert_array_equal(looked.block, [(rows[7] + rows[8] + rows[9]) / np.float32(3), rows[5], zeros])
-    assert worker.truncated == {"last": 1, "first": 1} and looked.truncated == [1, 1]
-
-
-def test_padding_of_single_ids_and_its_weights() -> None:
-    """Without offsets; a padding's weight may be anything, and another id's may not."""
-    features = Features(
-        {"one": ITEM.bag("sum", padding_id=2**64 - 1), "other": ITEM.bag("sum", weighted=True, padding_id=3)}
-    )
-    values, weights = as_ids([2**64 - 1, 2, 3, 4]), np.array([np.nan, 1, np.nan, 2], np.float32)
-    worker = LocalWorker(features)
-    looked = worker.lookup(Inputs(names=features.names, values=values, weights=weights, batch_size=2))
-    rows = worker.tables["item"].read(as_ids([2, 4])).values
-    zeros = np.zeros_like(rows[0])
-    wanted = [np.concatenate([zeros, zeros]), np.concatenate([rows[0], 2 * rows[1]])]
-    np.testing.assert_array_equal(looked.block, wanted)
-    assert len(worker.tables["item"]) == 2
-    weights[3] = np.nan
-    with pytest.raises(InputError, match="the weight of id 4 in sample 1 of feature 'other' is nan"):
-        worker.lookup(Inputs(names=features.names, values=values, weights=weights, batch_size=2))
-
-
 def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
     table = Table("t", dim=16)
     worker = LocalWorker(Features({"a": table, "b": table.bag("mean")}))

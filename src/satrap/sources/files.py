@@ -43,13 +43,13 @@ class File:
     def open(self, *, mapped: bool = False, part: str = "") -> Iterator[Any]:
         """The file as a pyarrow file with random access, mapped into memory if asked for and local. What goes wrong
         while it is open names it, and the part that is read."""
-        with naming(f"{self.name}, {part}" if part else self.name):
-            with self.storage.open(self.path, self.size, mapped) as opened:
-                if (now := opened.size()) != self.size:
-                    raise SourceError(
-                        f"{self.name} has {now} bytes and had {self.size} when reading began: it was changed meanwhile"
-                    )
-                yield opened
+        where = f"{self.name}, {part}" if part else self.name
+        with naming(where), self.storage.open(self.path, self.size, mapped) as opened:
+            if (now := opened.size()) != self.size:
+                raise SourceError(
+                    f"{self.name} has {now} bytes and had {self.size} when reading began: it was changed meanwhile"
+                )
+            yield opened
 
 
 @contextmanager

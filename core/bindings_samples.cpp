@@ -207,6 +207,13 @@ void bind_format(nb::module_& m) {
             "A missing field: 0 reads as `missing`, 1 is refused, 2 drops its row.")
         .def_rw("missing", &FieldUse::missing)
         .def_rw("log1p", &FieldUse::log1p)
+        .def_prop_rw(
+            "label_kind", [](const FieldUse& u) { return static_cast<int>(u.label_kind); },
+            [](FieldUse& u, int kind) {
+                if (kind < 0 || kind > 2) refuse("label_kind=" + std::to_string(kind) + ", wanted 0, 1 or 2");
+                u.label_kind = static_cast<LabelKind>(kind);
+            },
+            "Which numbers a label may be: 0 any, 1 binary (0 or 1), 2 a count.")
         .def_rw("above", &FieldUse::above, nb::arg().none())
         .def_rw("texts", &FieldUse::texts)
         .def_rw("other", &FieldUse::other, nb::arg().none())

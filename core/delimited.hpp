@@ -308,8 +308,18 @@ class DelimitedParser {
             if (std::isinf(value)) return Fault::finite;
         }
         if (use.above) value = value > *use.above ? 1.0F : 0.0F;
+        if (!is_of(use.label_kind, value)) return Fault::label_kind;
         out = use.log1p ? log1p_of(value) : value;
         return Fault::none;
+    }
+
+    static bool is_of(LabelKind kind, float value) {
+        switch (kind) {
+        case LabelKind::real: break;
+        case LabelKind::binary: return value == 0.0F || value == 1.0F;
+        case LabelKind::count: return value >= 0.0F && std::floor(value) == value;
+        }
+        return true;
     }
 
     Fault absent(const FieldUse& use, float& out) {

@@ -42,6 +42,8 @@ def features() -> Features:
             "user": Feature(user, "sum", weighted=True),
             "tiny": Feature(tiny, "sqrtn"),
             "path": item.sequence(3),
+            "padded": item.sequence(2, keep="first", padding_id=4),
+            "padded bag": Feature(user, "mean", weighted=True, padding_id=5),
         }
     )
 

@@ -201,7 +201,8 @@ def test_a_network_between_trainer_and_worker_that_misbehaves(
 def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
     """However often they are read."""
     path = tmp_path / "a.csv"
-    lines = [f"{i % 50},{i % 3},{'x' if i % 11 == 0 else '' if i % 13 == 0 else 1}" for i in range(400)]
+    labels = ["x" if i % 11 == 0 else "" if i % 13 == 0 else "7" if i % 17 == 0 else "1" for i in range(400)]
+    lines = [f"{i % 50},{i % 3},{label}" for i, label in enumerate(labels)]
     path.write_text("\n".join(["id,age,click", *lines]))
     data = CSV(
         str(path),
@@ -234,6 +235,8 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
         assert isinstance(embeddings.worker, FarWorker)
         embeddings.worker.close()
     assert found[0] == found[1] and found[0][1].keys() == {"rows/malformed", "rows/no_label"}
+    malformed = labels.count("x") + labels.count("7")
+    assert found[0][1]["rows/malformed"] == 2 * malformed, "a label of 7 is malformed, on a worker too"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

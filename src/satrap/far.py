@@ -407,4 +407,4 @@ class FarWorker(RemoteWorker):
             flags[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
             at, line = at + n * each.floats, line + n * shape[1]
         ticket = FarTicket(batches, number, n) if train else None
-        return LookedUp(block=block, sequences=found, masks=flags, ticket=ticket)
+        return LookedUp(block=block, sequences=found, masks=flags, truncated=cut, ticket=ticket)

@@ -18,7 +18,6 @@ import numpy as np
 from satrap.assignment import Assignment
 from satrap.engine import thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
-from satrap.inputs import Inputs
 from satrap.reading import Beginning, Held, Reading
 from satrap.remote import RemoteTicket, RemoteWorker
 from satrap.rpc import Keys, Origin
@@ -161,7 +160,7 @@ class Host:
                 found.block.reshape(-1),
                 as_one([found.sequences[name] for name in names], np.float32),
                 as_one([found.masks[name] for name in names], np.bool_),
-                _cut(seat.worker, inputs),
+                found.truncated,
             )
 
         return self._do(origin, stream, work)
@@ -314,15 +313,3 @@ def _parted(
     parts = zip(shapes, present, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
     found = {name: part.reshape(shape) for (name, shape), there, part in parts if there}
     return found.pop("", None), found
-
-
-def _cut(worker: RemoteWorker, inputs: Inputs) -> list[int]:
-    """Of each sequence: ids beyond its length."""
-    found = []
-    for f, feature in enumerate(worker.features.values()):
-        if feature.max_length is None:
-            continue
-        n = inputs.batch_size
-        lengths = np.ones(n, np.int64) if inputs.offsets is None else np.diff(inputs.offsets[f * n : (f + 1) * n + 1])
-        found.append(int(np.maximum(lengths - feature.max_length, 0).sum()))
-    return found

@@ -121,6 +121,7 @@ class Server(MovingServer):
         train: bool,
         ticket: int,
         wire: str = "float32",
+        first_epoch: bool = True,
     ) -> tuple[Floats | None, Coded | None]:
         """See ServerCalls."""
         check_choice("lookup", "wire", wire, WIRES)
@@ -128,7 +129,7 @@ class Server(MovingServer):
             engine = served.engine
             rows = engine.empty(1, num_floats(served.job, ids, offsets))
             given = (origin.step, self._oldest_open(served, origin, oldest_open)) if train else (0, 0)
-            made = engine.lookup(ids, offsets, *given, train, rows, train and ticket != 0)
+            made = engine.lookup(ids, offsets, *given, train, rows, train and ticket != 0, first_epoch)
             if made is not None:
                 self._keep(served, origin.trainer, ticket, Kept(made, ids, offsets))
             if wire == "float16":

@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from satrap.checks import describe
-from satrap.errors import ConfigError, SourceError
+from satrap.errors import ConfigError, SatrapError, SourceError
 from satrap.hashing import pyarrow_for
 
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
@@ -45,19 +45,29 @@ class File:
         return self.size > 0 and self.storage.is_local
 
     @contextmanager
-    def open(self, *, mapped: bool = False) -> Iterator[Any]:
+    def open(self, *, mapped: bool = False, part: str = "") -> Iterator[Any]:
         """The file as a pyarrow file with random access, mapped into memory if asked for and local. What goes wrong
-        while it is open names it."""
-        arrow = pyarrow_for("reading files")
-        try:
-            with self.storage.open(self.path, self.size, mapped) as opened:
-                if (now := opened.size()) != self.size:
-                    raise SourceError(
-                        f"{self.name} has {now} bytes and had {self.size} when reading began: it was changed meanwhile"
-                    )
-                yield opened
-        except (arrow.ArrowException, OSError, EOFError) as error:
-            raise SourceError(f"{self.name}: cannot be read ({error}): it is torn, or of another format") from error
+        while it is open names it, and the part that is read."""
+        where = f"{self.name}, {part}" if part else self.name
+        with naming(where), self.storage.open(self.path, self.size, mapped) as opened:
+            if (now := opened.size()) != self.size:
+                raise SourceError(
+                    f"{self.name} has {now} bytes and had {self.size} when reading began: it was changed meanwhile"
+                )
+            yield opened
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Damaged data raises a SourceError that names it, whatever pyarrow, NumPy or Python makes of the damage."""
+    arrow = pyarrow_for("reading files")
+    try:
+        yield
+    except SatrapError:
+        raise
+    except (arrow.ArrowException, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
+        found = str(error) or type(error).__name__
+        raise SourceError(f"{where}: cannot be read ({found}): it is torn, damaged, or of another format") from error
 
 
 class Storage(ABC):

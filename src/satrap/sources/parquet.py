@@ -12,6 +12,7 @@ from typing import Any
 
 from satrap.checks import check_integer, set_field
 from satrap.columns import Columns
+from satrap.errors import SourceError
 from satrap.hashing import is_text, pyarrow_for
 from satrap.inputs import Position
 from satrap.sources.block import Block, Piece
@@ -59,6 +60,11 @@ class Parquet(Source):
             schema, metadata = footer.schema_arrow, footer.metadata
             kinds = check_types(schema, columns, file.name)
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            if sum(rows) != metadata.num_rows:
+                raise SourceError(
+                    f"{file.name}: its footer counts {metadata.num_rows} rows and {sum(rows)} in its row groups: it is "
+                    "damaged, write it again"
+                )
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         arrow = pyarrow_for("reading Parquet")
         texts = [c.name for c in columns.ids if is_text(arrow, schema.field(c.name).type) and c.separator is None]
@@ -91,17 +97,21 @@ class _RowGroups(Block):
         """texts: columns that are hashed, once for each different text; before: rows of the file above the block."""
         self._source, self._columns, self._file, self._groups = source, columns, file, groups
         self._texts, self._before, self._large = texts, before, large
+        self._rows = rows
         self.num_pieces = max(1, -(-rows // source.block_rows))
         self.num_rows = rows
 
     def read(self) -> Iterator[tuple[int, Any]]:
-        with self._file.open() as opened:
+        first, last = self._groups[0], self._groups[-1]
+        part = f"row group {first}" if first == last else f"row groups {first} to {last}"
+        with self._file.open(part=part) as opened:
             from pyarrow.parquet import ParquetFile
 
             needed = list(self._columns.needed())
             parquet = ParquetFile(
                 opened,
                 read_dictionary=self._texts,
+                page_checksum_verification=True,  # of pages that have one
                 pre_buffer=not self._large,
                 buffer_size=max(_LEAST_BUFFER_BYTES, _BUFFER_BYTES // len(needed)) if self._large else 0,
             )
@@ -109,6 +119,11 @@ class _RowGroups(Block):
             for batch in parquet.iter_batches(self._source.block_rows, self._groups, needed, use_threads=False):
                 yield before, batch
                 before += batch.num_rows
+            if before != self._before + self._rows:
+                raise SourceError(
+                    f"{self._file.name}, {part}: {before - self._before} rows were found and its footer counts "
+                    f"{self._rows}: it is damaged, write it again"
+                )
 
     def num_rows_of(self, raw: tuple[int, Any]) -> int:
         return int(raw[1].num_rows)

@@ -22,6 +22,7 @@ from satrap.sources.source import Source
 from satrap.sources.text_file import TextFile, TextLayout, TextPiece
 
 _VALUE, _REFUSE, _DROP = 0, 1, 2  # what the core does about a missing label
+_LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # as the core numbers them
 _PACKED = 5  # how many times smaller compressed text may be; only for reading ahead
 
 
@@ -159,6 +160,9 @@ class _Rows:
             case "label_text":
                 texts = next(label.texts for label in self._columns.label if label.name == name and label.texts)
                 return f"column {name!r} holds {text}; wanted one of {', '.join(map(repr, texts))}"
+            case "label_kind":
+                label = next(label for label in self._columns.label if label.name == name and label.above is None)
+                return f"column {name!r} holds {text}; wanted {label.wanted}"
         return f"column {name!r} holds {text}; {_WANTED[fault]}"
 
 
@@ -204,6 +208,7 @@ def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
         use.absent = _REFUSE if column.missing == "refuse" else _DROP
     else:
         use.absent, use.missing = _VALUE, column.missing
+    use.label_kind = _LABEL_KINDS[column.kind]
     use.above, use.texts, use.other = column.above, list((column.texts or {}).items()), column.other
     return use
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster import DEADLINE_SECONDS, IDS, Killable, features
+from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, Killable, features
 from faults import at_random, kill
 from satrap import Embeddings, Parquet
 from satrap.far import FarWorker
@@ -67,7 +67,7 @@ def source(path: Path, **options: Any) -> Parquet:
 class Working:
     """A worker in this process, behind a real socket."""
 
-    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, address: str = ANYWHERE) -> None:
         self.host = Host(num_threads=1)
         self._service = Service(self.host, WorkerCalls, address, num_threads=4)
         self.address = self._service.address
@@ -84,7 +84,7 @@ class Working:
 
 @contextmanager
 def working(num_workers: int = 1) -> Iterator[list[Working]]:
-    """Workers on free ports."""
+    """Workers in this process."""
     with ExitStack() as stack:
         found = []
         for _ in range(num_workers):
@@ -94,7 +94,7 @@ def working(num_workers: int = 1) -> Iterator[list[Working]]:
 
 
 class KillableWorker(Killable):
-    """A worker process; started again at the same port."""
+    """A worker process; started again at the same address."""
 
     def __init__(self, *options: str) -> None:
         super().__init__(Path(), options=options)

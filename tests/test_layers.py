@@ -30,6 +30,7 @@ LAYERS = [
     "rpc.schedule",
     "rpc.ledger",
     "rpc.address",
+    "rpc.unix_socket",
     "rpc.keys",
     "rpc.service",
     "rpc.client",

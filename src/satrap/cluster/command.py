@@ -60,13 +60,16 @@ class Command:
     plan: Plan
     membership: Membership
 
-    def listen(self, host: str, has_rows: bool) -> str:
-        """Where it listens on this host: where it was, but a server only with its rows: who finds it there finds them.
-        One that listens elsewhere is to begin empty."""
+    def listen(self, folder: str, has_rows: bool) -> str:
+        """Where it listens, at a Unix socket in "ipc:///folder" or a port of "tcp://host": where it was, but a server
+        only with its rows: who finds it there finds them. One that listens elsewhere is to begin empty."""
         known = self.address or ""
-        if known.rpartition(":")[0] == f"tcp://{host}" and (has_rows or self.process.role is not Role.SERVER):
+        if known.startswith((f"{folder}/", f"{folder}:")) and (has_rows or self.process.role is not Role.SERVER):
             return known
-        return f"tcp://{host}:0"
+        process = self.process
+        return (
+            f"{folder}:0" if folder.startswith("tcp:") else f"{folder}/{process.role}-{process.number}.{process.start}"
+        )
 
     def arguments(self, spot: Spot) -> list[str]:
         """What follows `satrap`."""

@@ -70,7 +70,7 @@ class _Keeper:
         for name, key in keys.items():
             with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(key)
-        listen = command.listen(self._host, rows.exists())
+        listen = command.listen(f"tcp://{self._host}", rows.exists())
         if listen != command.address:
             rows.unlink(missing_ok=True)
         listener = None if self._listener is None else self._listener.fileno()

@@ -58,11 +58,9 @@ def batch(ids: Any) -> Inputs:
 @contextmanager
 def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
     """Empty servers."""
+    given: dict[str, Any] = {"num_threads": 2, "checkpoints": ["/"]} | options
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(Service(Server(num_threads=2, **options), ServerCalls, ANYWHERE))
-            for _ in range(num_servers)
-        ]
+        yield [stack.enter_context(Service(Server(**given), ServerCalls, ANYWHERE)) for _ in range(num_servers)]
 
 
 @contextmanager
@@ -124,7 +122,7 @@ class Killable:
         return self._process.pid
 
     def _command(self) -> list[str]:
-        return ["server", "--shared", str(self.shared), *self._options]
+        return ["server", "--shared", str(self.shared), "--checkpoints", "/", *self._options]
 
     def _start(self, address: str) -> subprocess.Popen[str]:
         satrap = str(Path(sys.executable).with_name("satrap"))

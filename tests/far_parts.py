@@ -4,8 +4,9 @@ workers served in this process, and some that can be killed.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,8 @@ def source(path: Path, **options: Any) -> Parquet:
 class Working:
     """A worker in this process, behind a real socket."""
 
-    def __init__(self, address: str = ANYWHERE) -> None:
-        self.host = Host(num_threads=1)
+    def __init__(self, address: str = ANYWHERE, data: Sequence[str | os.PathLike[str]] = ("/",)) -> None:
+        self.host = Host(num_threads=1, data=data)
         self._service = Service(self.host, WorkerCalls, address, num_threads=4)
         self.address = self._service.address
 
@@ -100,7 +101,7 @@ class KillableWorker(Killable):
         super().__init__(Path(), options=options)
 
     def _command(self) -> list[str]:
-        return ["worker", *self._options]
+        return ["worker", "--data", "/", *self._options]
 
 
 @contextmanager

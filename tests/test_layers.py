@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src/satrap"
 LAYERS = [
     "errors",
     "checks",
+    "path_allowlist",
     "config",
     "metrics",
     "_core",
@@ -118,6 +119,7 @@ LAYERS = [
     "cluster.output",
     "cluster.resizer",
     "cluster.command",
+    "cluster.rows_file",
     "cluster.processes",
     "cluster.resources",
     "cluster.rays",
@@ -161,6 +163,7 @@ PURE = {  # the standard library only
     *(
         "errors",
         "checks",
+        "path_allowlist",
         "config",
         "features",
         "sync",

@@ -25,6 +25,7 @@ def test_each_file_holds_its_own_pair_and_the_others_public_key(tmp_path: Path) 
     files = sorted((tmp_path / "new" / "keys").iterdir())
     assert [file.name for file in files] == ["client.key", "server.key"]
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "new" / "keys").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("there", ["server.key", "client.key"])
@@ -51,6 +52,14 @@ def test_a_key_that_others_may_read(tmp_path: Path, mode: int) -> None:
     path, _ = make_keys(tmp_path)
     path.chmod(mode)
     with pytest.raises(ConfigError, match=f"others may read it \\(mode {mode:o}\\); make new keys, or chmod 600"):
+        Keys.read(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_that_another_user_made(tmp_path: Path) -> None:
+    path, _ = make_keys(tmp_path)
+    os.chown(path, 65534, -1)
+    with pytest.raises(ConfigError, match="user 65534 made it, who has its secret; make new keys"):
         Keys.read(path)
 
 

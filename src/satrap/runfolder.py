@@ -24,6 +24,7 @@ from satrap._core import crc32c
 from satrap.errors import CheckpointError
 from satrap.folder import put_on_disk
 from satrap.inputs import Position
+from satrap.path_allowlist import STAGING_PREFIX
 
 MANIFEST, _FORMAT, _FORMAT_VERSION = "checkpoint.json", "satrap-checkpoint", 2
 _NAME = re.compile(r"\d{6,}-step-\d+")  # whatever is called otherwise is not ours
@@ -102,7 +103,7 @@ class RunFolder:
             import fsspec
 
             self._remote, self._remote_path = fsspec.core.url_to_fs(path)
-            path = tempfile.mkdtemp(prefix="satrap-checkpoint-")
+            path = tempfile.mkdtemp(prefix=STAGING_PREFIX)
             weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
         self._path = Path(path.removeprefix("file://"))
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from satrap.cluster.children import Children
 from satrap.cluster.command import Command, Spot
 from satrap.cluster.output import Output
-from satrap.cluster.supervisor import Event, How, Process
+from satrap.cluster.rows_file import forget_rows, has_rows, rows_file
+from satrap.cluster.supervisor import Event, How, Process, Role
 from satrap.errors import ConfigError
 from satrap.rpc.address import MOST_PATH_BYTES
 from satrap.rpc.unix_socket import require_private
@@ -31,7 +32,8 @@ class LocalLauncher:
 
     def forget(self, name: str) -> None:
         """See Launcher."""
-        for file in [*self._memory.glob(f"satrap-{name}-*"), *self._folder.glob(f"meeting-{name}-*")]:
+        forget_rows(self._memory, name)
+        for file in self._folder.glob(f"meeting-{name}-*"):
             file.unlink(missing_ok=True)
         shutil.rmtree(_sockets(name), ignore_errors=True)
 
@@ -39,10 +41,12 @@ class LocalLauncher:
         """See Launcher."""
         name, process = command.membership.name, command.process
         meeting = (self._folder / f"meeting-{name}-{process.start}").absolute()
-        rows = self._memory / f"satrap-{name}-{process.role}-{process.number}"
+        rows, warning = rows_file(self._memory, name, f"{process.role}-{process.number}")
+        if warning is not None and process.role is Role.SERVER:
+            self._output.say(f"{process}: {warning}")
         sockets = _sockets(name)
         require_private(sockets)
-        listen = command.listen(f"ipc://{sockets}", rows.exists())
+        listen = command.listen(f"ipc://{sockets}", has_rows(rows))
         if listen != command.address:
             rows.unlink(missing_ok=True)
         spot = Spot(listen=listen, rows=rows, script=command.script.path, meeting=f"file://{meeting}")

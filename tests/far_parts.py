@@ -4,8 +4,9 @@ workers served in this process, and some that can be killed.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster import DEADLINE_SECONDS, IDS, Killable, features
+from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, Killable, features
 from faults import at_random, kill
 from satrap import Embeddings, Feature, Parquet, Table
 from satrap.far import FarWorker
@@ -69,8 +70,8 @@ def source(path: Path, **options: Any) -> Parquet:
 class Working:
     """A worker in this process, behind a real socket."""
 
-    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
-        self.host = Host(num_threads=1)
+    def __init__(self, address: str = ANYWHERE, data: Sequence[str | os.PathLike[str]] = ("/",)) -> None:
+        self.host = Host(num_threads=1, data=data)
         self._service = Service(self.host, WorkerCalls, address, num_threads=4)
         self.address = self._service.address
 
@@ -86,7 +87,7 @@ class Working:
 
 @contextmanager
 def working(num_workers: int = 1) -> Iterator[list[Working]]:
-    """Workers on free ports."""
+    """Workers in this process."""
     with ExitStack() as stack:
         found = []
         for _ in range(num_workers):
@@ -96,13 +97,13 @@ def working(num_workers: int = 1) -> Iterator[list[Working]]:
 
 
 class KillableWorker(Killable):
-    """A worker process; started again at the same port."""
+    """A worker process; started again at the same address."""
 
     def __init__(self, *options: str) -> None:
         super().__init__(Path(), options=options)
 
     def _command(self) -> list[str]:
-        return ["worker", *self._options]
+        return ["worker", "--data", "/", *self._options]
 
 
 @contextmanager

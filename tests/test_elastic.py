@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import DEADLINE_SECONDS, batch, both_step, contents, features, killables, remote, serving
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, both_step, contents, features, killables, remote, serving
 from faults import killed_at_random
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import ConfigError, NotReadyError, SnapshotError
@@ -237,7 +237,7 @@ def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(tmp_
     local, told = LocalWorker(table(), num_threads=1), Told()
     with (
         serving(1) as services,
-        Service(told, ServerCalls, "tcp://127.0.0.1:0") as second,
+        Service(told, ServerCalls, ANYWHERE) as second,
         remote(table(), [services[0].address, second.address]) as worker,
     ):
         for step in (1, 2):
@@ -413,7 +413,7 @@ def test_a_mover_that_slept_while_another_moved_is_refused(
 def test_servers_are_called_what_the_first_trainer_calls_them() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
-        others = [each.replace("127.0.0.1", "localhost") for each in addresses]
+        others = [each.replace("ipc:///", "ipc:///./") for each in addresses]
         with remote(table(), addresses), remote(table(), others), Client(ServerCalls, addresses[0]) as client:
             assert client.call.members(Origin(), 0)["members"]["addresses"] == addresses
 

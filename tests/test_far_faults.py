@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import satrap.host
-from cluster import features, one_table, serving
+from cluster import ANYWHERE, features, one_table, serving
 from far_parts import (
     KillableWorker,
     bits,
@@ -322,7 +322,7 @@ def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
     """At the same address: their attempts begin at 1, and the worker has seen later ones."""
     data = source(write(tmp_path / "a.parquet", 4))
     with working() as (worker,):
-        address, numbers = "tcp://127.0.0.1:0", []
+        address, numbers = ANYWHERE, []
         for times in (3, 1):
             with Service(Server(num_threads=1), ServerCalls, address) as service:
                 address = service.address

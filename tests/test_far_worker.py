@@ -92,7 +92,7 @@ def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
         batch = next(stream)
         assert isinstance(batch.inputs, FarInputs) and len(batch) == BATCH
         for name in ("values", "offsets", "weights"):
-            with pytest.raises(StreamError, match=f"no {name} here: its ids stay with the worker at tcp://"):
+            with pytest.raises(StreamError, match=f"no {name} here: its ids stay with the worker at ipc://"):
                 getattr(batch.inputs, name)
         assert "number=1" in repr(batch.inputs)
 

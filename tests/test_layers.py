@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src/satrap"
 LAYERS = [
     "errors",
     "checks",
+    "path_allowlist",
     "config",
     "metrics",
     "_core",
@@ -30,6 +31,7 @@ LAYERS = [
     "rpc.schedule",
     "rpc.ledger",
     "rpc.address",
+    "rpc.unix_socket",
     "rpc.keys",
     "rpc.service",
     "rpc.client",
@@ -123,6 +125,7 @@ LAYERS = [
     "cluster.output",
     "cluster.resizer",
     "cluster.command",
+    "cluster.rows_file",
     "cluster.processes",
     "cluster.resources",
     "cluster.rays",
@@ -166,6 +169,7 @@ PURE = {  # the standard library only
     *(
         "errors",
         "checks",
+        "path_allowlist",
         "config",
         "features",
         "sync",

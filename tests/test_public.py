@@ -41,7 +41,7 @@ def test_importing_costs_little() -> None:
 def test_what_needs_zeromq_says_so() -> None:
     """Asked of a fresh interpreter in which it is not installed."""
     program = "import sys; sys.modules['zmq'] = None; from satrap.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "server", "--listen", "tcp://127.0.0.1:0"]
+    command = [sys.executable, "-c", program, "server", "--listen", "tcp://127.0.0.1:0", "--insecure"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1 and run.stdout == ""
     assert re.fullmatch(r"satrap: .*: pip install 'satrap\[cluster\]'\n", run.stderr), run.stderr

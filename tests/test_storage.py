@@ -159,7 +159,7 @@ def test_a_newest_version_that_is_not_whole_is_named(half: bool, store: Hostile)
     job = Job(URL, 4)
     with pytest.warns(
         UserWarning,
-        match=rf"{URL}/{newest} has no whole checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next save",
+        match=rf"{URL}/{newest} has no whole checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The",
     ):
         assert job.run.resume() and job.embeddings.step == 2
     job.train()

@@ -36,13 +36,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from satrap.checks import check_number, suggest
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
-from satrap.rpc.address import join_address, require_loopback, resolve_host, split_address
+from satrap.rpc.address import is_unix, join_address, resolve_host, split_address, unix_path
 from satrap.rpc.faults import decode_error
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Limits
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.schedule import Schedule
+from satrap.rpc.unix_socket import require_private
 from satrap.rpc.values import in_pieces
 
 P = TypeVar("P")
@@ -75,18 +76,23 @@ class Client(Generic[P]):
     ) -> None:
         """Calls are answered at `address`, e.g. "tcp://server:5555"; nothing is sent before the first one.
 
-        keys: `Keys.read("client.key")`, which `satrap keys` wrote; without them only loopback addresses are called.
+        keys: `Keys.read("client.key")`, which `satrap keys` wrote. Without them a server at tcp:// is called that does
+        without, too: who it is, and who listens, is not known.
         deadline: seconds that a call may take, unless it says otherwise.
         retry_seconds: after which a request without an answer is sent again.
         """
         self._methods = {name: (method, method.number) for name, method in methods_of(protocol).items()}
         self._keys = keys
-        host, port = split_address(address)
-        if not port or host in ("*", "0.0.0.0", "::"):
-            raise ConfigError(f"the address is {address!r}; wanted that of one server: a host and its port")
-        if self._keys is None:
-            require_loopback(address, resolve_host(host), "a client")
+        if is_unix(address):
+            path = unix_path(address)
+            require_private(path.parent)
+            is_one = path.name != "*"
         else:
+            host, port = split_address(address)
+            is_one = port != 0 and host not in ("*", "0.0.0.0", "::")
+        if not is_one:
+            raise ConfigError(f"the address is {address!r}; wanted that of one server: a host and its port, or a path")
+        if self._keys is not None:
             self._keys.require_role("client")
         self.address = address
         self._deadline = _check_seconds("deadline", deadline)
@@ -296,8 +302,6 @@ class _Connection:
         socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
         socket.connect_timeout = _CONNECT_TIMEOUT_MS
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-        host, port = split_address(address)
-        socket.ipv6 = ":" in host or _only_v6(host)
         if keys is not None:
             socket.curve_serverkey = keys.peer
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -305,7 +309,12 @@ class _Connection:
         self._refusals = socket.get_monitor_socket(
             zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
         )
-        self._endpoint, self._stood = join_address(host, port), time.monotonic()
+        self._endpoint = address
+        if not is_unix(address):
+            host, port = split_address(address)
+            socket.ipv6 = ":" in host or _only_v6(host)
+            self._endpoint = join_address(host, port)
+        self._stood = time.monotonic()
         socket.connect(self._endpoint)
 
     def require_open(self) -> None:

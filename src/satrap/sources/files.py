@@ -19,6 +19,7 @@ from typing import Any
 from satrap.checks import describe
 from satrap.errors import ConfigError, SatrapError, SourceError
 from satrap.hashing import pyarrow_for
+from satrap.path_allowlist import PathAllowlist, is_url
 
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
 _MAGIC = re.compile(r"[*?\[]")
@@ -172,6 +173,31 @@ class _Ranges(io.RawIOBase):
         return data
 
 
+@dataclass(frozen=True, slots=True)
+class PermittedFiles:
+    """Given as a source's filesystem: the files that its paths and URLs name, as far as they are permitted."""
+
+    permitted: PathAllowlist
+
+
+class _PermittedStorage(Storage):
+    """What a folder or glob came to is asked about once more when it is opened: it may be a link that leads out."""
+
+    def __init__(self, storage: Storage, permitted: PathAllowlist) -> None:
+        self._storage, self._permitted = storage, permitted
+        self.prefix = storage.prefix
+
+    def stat(self, path: str) -> int | None:
+        return self._storage.stat(path)
+
+    def find(self, folder: str) -> list[tuple[str, int]]:
+        return self._storage.find(folder)
+
+    def open(self, path: str, size: int, mapped: bool) -> Any:
+        self._permitted.require(path)
+        return self._storage.open(path, size, mapped)
+
+
 def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
     """Which files a position is in: their names without folders, since data may be moved, and sizes."""
     return {"files": [[PurePosixPath(file.path).name, file.size] for file in find_files(path, filesystem)]}
@@ -252,6 +278,10 @@ def _storage(path: str, filesystem: Any) -> tuple[Storage, str]:
     """Where the path lies, and what it is called there."""
     arrow = pyarrow_for("reading files")
     url = _URL.match(path)
+    if isinstance(filesystem, PermittedFiles):
+        filesystem.permitted.require_below(path)
+        storage, inside = _storage(path, None)
+        return storage if is_url(path) else _PermittedStorage(storage, filesystem.permitted), inside
     if filesystem is not None:
         if isinstance(filesystem, arrow.fs.FileSystem):
             return _ArrowStorage(filesystem, ""), path[url.end() :] if url else path

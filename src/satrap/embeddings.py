@@ -6,12 +6,13 @@ step and the tables' versions: a stream refuses to begin with dense parameters o
 """
 
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that
 
 
 class Embeddings(torch.nn.Module):
-    """Looks features up in their tables and trains those."""
+    """Looks features up in their tables and trains those. A context manager; see `close`."""
 
     def __init__(
         self,
@@ -105,6 +106,8 @@ class Embeddings(torch.nn.Module):
         self._optimizer: HybridOptimizer | None = None
         self._training: Stream | None = None
         self._training_data: Any = None
+        self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._closed = False
 
     def _require_possible(self, servers: Sequence[str] | None) -> None:
         """Raises if some options do not go together."""
@@ -119,6 +122,8 @@ class Embeddings(torch.nn.Module):
     @property
     def worker(self) -> "LocalWorker | RemoteWorker":
         """What looks ids up and updates their rows."""
+        if self._closed:
+            raise StreamError("these embeddings were closed: make others")
         if self._worker is None:
             raise StreamError(
                 "dense='async': the dense parameters' tables are not known yet: call optimizer(...) first"
@@ -253,7 +258,9 @@ class Embeddings(torch.nn.Module):
         if not any(len(store) for store in self.tables.values()):
             warnings.warn("the embeddings are evaluated and no table has a row yet", stacklevel=3)
         gate = Gate(_EVALUATION_AHEAD if overlap else 0)
-        return Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        stream = Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        self._evaluations.add(stream)
+        return stream
 
     def get_extra_state(self) -> dict[str, Any]:
         """For state_dict: which rows these are."""
@@ -322,11 +329,11 @@ class Embeddings(torch.nn.Module):
         found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
         return found
 
-    def _leave_stream(self) -> None:
+    def _leave_stream(self, why: str = "another training stream was begun, or a checkpoint was resumed") -> None:
         """Ends the training stream before another begins; what it was handed is applied."""
         if self._training is None:
             return
-        self._training.close("this stream ended when another training stream was begun, or a checkpoint was resumed")
+        self._training.close(f"this stream ended when {why}")
         self._step, self._past = self._training.last_step, self._past + self._training.counters()
         if (followed := self._followed.get(id(self._training_data))) is not None and not followed.resume:
             followed.position = self._training.position
@@ -338,6 +345,28 @@ class Embeddings(torch.nn.Module):
         cut = {f"ids/{name}": count for name, count in self.worker.truncated.items() if count}
         rows = {name: len(store) for name, store in self.tables.items()}
         return replace(so_far, rows=rows, lost={**so_far.lost, **cut})
+
+    def close(self) -> None:
+        """Ends the streams, applies the updates that were handed over, and ends the connections to servers and workers.
+        Rows in this process go, once nobody has the tables any more. Embeddings that are collected, or left at the end
+        of the process, are closed likewise, but their last updates may be missing."""
+        if self._closed:
+            return
+        worker, self._worker = self._worker, None
+        self._closed = True
+        with ExitStack() as stack:
+            if worker is not None:
+                stack.callback(worker.close)
+            for stream in self._evaluations:
+                stack.callback(stream.close)
+            stack.callback(self._leave_stream, "the embeddings were closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with nullcontext() if kind is None else suppress(Exception):  # not over the user's own error
+            self.close()
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """For the optimizer: sends the gradients that wait to the tables."""

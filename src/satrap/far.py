@@ -363,7 +363,7 @@ class FarWorker(RemoteWorker):
     def close(self) -> None:
         """Ends the connections."""
         self.at.close()
-        self.servers.close()
+        super().close()
 
     def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> FarBatches:
         """The batches of a source that travels, read by the worker."""

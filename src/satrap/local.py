@@ -102,3 +102,6 @@ class LocalWorker(Worker):
         slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
         self.tables = Tables.in_engine(slots)
         super().__init__(features, LocalRows(features, slots[0].engine))
+
+    def close(self) -> None:
+        """Does nothing: the rows go with the last who has them."""

@@ -19,6 +19,7 @@ over. Knows neither tables nor torch: it is given how to look up, and each updat
 """
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -116,6 +117,7 @@ class Pipeline(Generic[Item]):
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._living = 0  # of them
+        self._process = os.getpid()
         if overlap:
             work: dict[str, Callable[[], None]] = {"read": self._read_ahead}
             if remote and gate.apart:
@@ -260,7 +262,13 @@ class Pipeline(Generic[Item]):
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the threads; whatever was not updated stays so. Safe to call twice."""
+        """Ends the threads; whatever was not updated stays so. Safe to call twice. Does nothing in a fork, which has
+        none of the threads."""
+        if os.getpid() != self._process:
+            return
+        if threading.current_thread() in self._threads:  # which collected the stream, and cannot wait for itself
+            threading.Thread(target=self.close, name="satrap-close", daemon=True).start()
+            return
         until = time.monotonic() + _CLOSE_SECONDS
         with self._changed:
             self._state.closed = True

@@ -277,6 +277,10 @@ class RemoteWorker(Worker):
         self._remote = RemoteRows(features, servers, num_threads=num_threads)
         super().__init__(features, self._remote)
 
+    def close(self) -> None:
+        """Ends the connections."""
+        self.servers.close()
+
     def renew(self, inputs: Inputs) -> RemoteTicket:
         """A ticket for a batch that a process before this one looked up."""
         values, offsets, weights = self._checked(inputs)

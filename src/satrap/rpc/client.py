@@ -100,9 +100,11 @@ class Client(Generic[P]):
         self._process = os.getpid()
         self._context = zmq.Context()
         self._own = threading.local()
-        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._connections: set[_Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
+        # It keeps all of these until then: a context that is collected before its sockets waits for them for ever.
+        self._finalizer = weakref.finalize(self, _end, self._process, self._context, self._connections)
         self.call = self.within(self._deadline)
 
     def within(self, deadline: float) -> P:
@@ -137,7 +139,7 @@ class Client(Generic[P]):
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
         schedule.look(now)
         connection = self._connection(min(seconds, _CONNECT_SECONDS))
-        pending = Pending(connection, method, number, origin, frames, schedule, seconds)
+        pending = Pending(self, connection, method, number, origin, frames, schedule, seconds)
         with connection.lock:
             connection.require_open()
             connection.waiting[pending.number] = pending
@@ -151,17 +153,16 @@ class Client(Generic[P]):
         self.close()
 
     def close(self) -> None:
-        """Ends the connections of all threads; calls that wait raise RpcError. Does nothing twice, or in a fork."""
+        """Ends the connections of all threads; calls that wait raise RpcError. Does nothing twice, or in a fork. A
+        client that is collected, or left at the end of the process, is closed likewise."""
         if os.getpid() != self._process:
             return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            connections = list(self._connections)
-        for connection in connections:
-            connection.close()
-        self._context.destroy(0)  # and a socket whose making was interrupted, or this would wait for it for ever
+        _end(self._process, self._context, self._connections)
+        self._finalizer.detach()  # not before: an interrupt may have come
 
     def _connection(self, seconds: float) -> "_Connection":
         if os.getpid() != self._process:
@@ -169,17 +170,27 @@ class Client(Generic[P]):
                 f"this client was made in process {self._process} and this is its fork {os.getpid()}: its "
                 "connections belong to the former. Make a client here, or start workers with 'spawn'"
             )
-        connection: _Connection | None = getattr(self._own, "connection", None)
+        held: _Held | None = getattr(self._own, "held", None)
+        connection = None if held is None else held.connection
         if connection is None or connection.refusal is not None:
             with self._lock:
                 if self._closed:
                     raise RpcError(f"{self.address}: this client is closed; make another")
                 connection = _Connection(self._context, self.address, self._keys)
                 self._connections.add(connection)
-            self._own.connection = connection
+            self._own.held = _Held(connection, self._connections)
             with connection.lock:
                 connection.poll(_OUT, math.ceil(1000 * seconds))
         return connection
+
+
+def _end(process: int, context: "zmq.Context[zmq.Socket[bytes]]", connections: "set[_Connection]") -> None:
+    """Closes the sockets of a client, then their context."""
+    if os.getpid() != process:
+        return
+    for connection in list(connections):
+        connection.close()
+    context.destroy(0)  # and a socket whose making was interrupted, or this would wait for it for ever
 
 
 class _Calls:
@@ -199,6 +210,7 @@ class Pending:
 
     def __init__(
         self,
+        client: Client[Any],
         connection: "_Connection",
         method: Method,
         method_number: int,
@@ -211,6 +223,7 @@ class Pending:
         self.schedule = schedule
         self.answer: tuple[Kind, Sequence[memoryview]] | RpcError | None = None
         self.frames: Sequence[memoryview] = frames
+        self._client = client  # which is not collected before its calls have ended
         self._connection, self._method, self._seconds = connection, method, seconds
         self._method_number, self._origin = method_number, origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
@@ -438,6 +451,18 @@ class _Connection:
         for pending in list(self.waiting.values()):
             pending.answer = error
         self.waiting.clear()
+
+
+class _Held:
+    """A thread's connection; closed when the thread ends."""
+
+    def __init__(self, connection: _Connection, connections: set[_Connection]) -> None:
+        self.connection, self._connections, self._process = connection, connections, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:
+            self._connections.discard(self.connection)
+            self.connection.close()
 
 
 def _check_seconds(name: str, value: float) -> float:

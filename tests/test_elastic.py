@@ -436,6 +436,47 @@ def test_turns_outlive_the_server(tmp_path: Path, rng: np.random.Generator) -> N
                 client.call.begin_turn(Origin(step=2), 12)
 
 
+def test_a_turn_that_is_begun_again_after_its_server_was_killed(tmp_path: Path) -> None:
+    """The answer was lost with the server. A mover's own call is told from another mover's of the same turn."""
+    with (
+        killables(tmp_path, 1) as servers,
+        remote(table(), [servers[0].address]) as worker,
+        Client(ServerCalls, servers[0].address) as client,
+    ):
+        for turn, change in enumerate((lambda: None, worker.tables.clear), 1):
+            client.call.begin_turn(Origin(step=turn), 12)
+            change()  # a clear makes new tables, beside which the turn is noted, too
+            servers[0].kill()
+            servers[0].restart()
+            client.call.begin_turn(Origin(step=turn), 12)
+            with pytest.raises(ConfigError, match=f"has begun turn {turn}, too"):
+                client.call.begin_turn(Origin(step=turn), 13)
+            worker.tables["t"].stats()  # greets it
+
+
+def test_room_that_is_made_again_is_not_emptied(tmp_path: Path) -> None:
+    """A call is sent again while it has no answer, so it may come once more after those that followed it."""
+    with serving(2) as services, remote(table(), [services[0].address]) as worker:
+        both = [each.address for each in services]
+        looked = worker.lookup(batch(EXACT), step=1)
+        worker.update([looked.ticket], [np.ones((len(EXACT), 2), np.float32)], step=1)
+        wanted, begin = contents(worker, EXACT), Client.begin
+        made: list[tuple[Client[Any], tuple[Any, ...]]] = []
+
+        def late(self: Client[Any], method: str, *arguments: Any, **named: Any) -> Any:
+            if method == "receive":
+                made.append((self, arguments))
+            elif method == "companions_in":
+                for client, again in made:
+                    begin(client, "receive", *again).result()
+            return begin(self, method, *arguments, **named)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Client, "begin", late)
+            Mover(both[:1], both).run()
+        assert made and contents(worker, EXACT) == wanted
+
+
 def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator) -> None:
     local, caught = LocalWorker(features(), num_threads=1), list[BaseException]()
     with serving(3) as services, remote(features(), [services[0].address]) as worker:

@@ -19,7 +19,7 @@ from satrap import Checkpoint
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
 from satrap.statefile import load_state, save_state
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 240
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:

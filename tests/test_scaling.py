@@ -64,6 +64,16 @@ def test_one_calm_window_begins_the_patience_anew() -> None:
     assert [each.change for each in follow([full, full, calm, full, full, full])] == [0, 0, 0, 0, 0, 1]
 
 
+def test_a_window_that_wants_the_opposite_begins_the_patience_anew() -> None:
+    full, idle = servers(0.85, 0.5), servers(0.1, 0.1)
+    assert [each.change for each in follow([full, full, idle, idle, full, full, full])] == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_a_change_begins_the_patience_anew() -> None:
+    found = follow([servers(0.85, 0.5)] * 7, pause_seconds=0.0)
+    assert [n for n, each in enumerate(found) if each.change] == [2, 5]
+
+
 def test_after_a_change_there_is_a_pause() -> None:
     found = follow([servers(0.85, 0.5)] * 16, pause_seconds=100.0)
     assert [n for n, each in enumerate(found) if each.change] == [2, 12]

@@ -37,6 +37,7 @@ def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
     last, whole, everybody = meeting.arrive(1, 1, part([[2], []]), 2)
     assert whole is not None and [each.ids.tolist() for each in whole] == [[3], [2]]
     assert everybody == [first, again, last]
+    assert meeting.arrive(1, 1, part([[2], []]), 2)[1] is None, "a whole step is forgotten"
 
 
 def test_trainers_of_another_number_and_attempts_that_end() -> None:

@@ -33,8 +33,10 @@ setup: .venv/.built
 	$(pip) install -c constraints.txt --no-build-isolation -e '.[arrow,dev]'
 	touch $@
 
+# The tests beside one another, then those that measure time. SEED=N repeats a run's random draws.
 test: setup core-test
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest -m "not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SEED:%=--seed %)
+	$(bin)/python -m pytest -m alone $(SEED:%=--seed %)
 
 # Once plain, once under ASan + UBSan, once under TSan.
 core-test: .venv/.tools

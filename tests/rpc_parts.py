@@ -27,7 +27,7 @@ from satrap.rpc import Origin
 from satrap.rpc.header import Header, Kind
 from satrap.rpc.methods import methods_of
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 Ids = NDArray[np.uint64]
 Floats = NDArray[np.float32]
 

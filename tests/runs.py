@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 300.0
 JOB = Path(__file__).with_name("run_job.py")
 SATRAP = Path(sys.executable).with_name("satrap")
 

@@ -21,7 +21,7 @@ from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamErr
 from satrap.run_owner import OWNER
 from satrap.statefile import load_state, save_state
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 240
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:

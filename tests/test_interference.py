@@ -29,7 +29,7 @@ from satrap.folder import read_manifest
 from satrap.store import Store
 from satrap.tables import Tables
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 
 
 def run(program: str, *arguments: object) -> str:

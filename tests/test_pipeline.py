@@ -16,7 +16,7 @@ from satrap.errors import NonFiniteError, StreamError
 from satrap.pipeline import Pipeline, Update
 from satrap.sync import Gate
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 120.0
 
 each_way = pytest.mark.parametrize("mode", ["inline", "overlap", "remote"])
 

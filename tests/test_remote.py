@@ -361,5 +361,5 @@ def test_a_server_runs_without_torch() -> None:
     import sys
 
     program = "import sys, satrap.server, satrap.rpc.service, satrap.cli; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "False"

@@ -31,7 +31,7 @@ from satrap.server import Server
 from satrap.store import Store
 from shared_memory_child import CHURN, EQUAL, EQUAL_IDS, GROW, GROW_IDS
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 CHILD = Path(__file__).with_name("shared_memory_child.py")
 
 

@@ -39,7 +39,7 @@ GOOD = Inputs(
 )
 BLOCK = np.ones((2, 7), np.float32)
 PATH = np.ones((2, 2, 2), np.float32)
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 
 
 def contents(worker: LocalWorker) -> Any:

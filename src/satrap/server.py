@@ -103,9 +103,10 @@ class Server(MovingServer):
         with self._changed:
             served = self._served
             if served is None:
-                return {"version": 0, "turn": self._turn}
+                return {"version": 0, "turn": self._turn.number}
             served.moving.thaw_if_left(time.monotonic())
-            found: dict[str, Any] = {"version": served.members.version, "greeted": served.greeted, "turn": self._turn}
+            version, turn = served.members.version, self._turn.number
+            found: dict[str, Any] = {"version": version, "greeted": served.greeted, "turn": turn}
             if served.members.version > than:
                 found |= {"members": served.members.to_dict(), "job": served.job.to_dict(), "state": served.state()}
             return found

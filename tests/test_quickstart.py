@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,13 +48,14 @@ def test_the_guide_runs_as_written(
     write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
     write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/training.md", "exec"), namespace)
     shown = capsys.readouterr()
     assert "step 80 | 40k samples in" in shown.err
     assert shown.out.startswith("AUC ")
+    assert torch.export.load(tmp_path / "model.pt2").module()(torch.zeros(7, 2), torch.zeros(7, 24)).shape == (7,)
 
 
 def test_the_adult_example_reaches_its_auc() -> None:

@@ -22,6 +22,14 @@ std::vector<std::uint64_t> counted(Engine& engine) {
     return all;
 }
 
+std::size_t padding_of(const Model& model, const BagCall& call) {
+    std::size_t padding = 0;
+    for (std::size_t f = 0; f < call.bags.size(); ++f)
+        for (const testing::Ids& bag : call.bags[f])
+            padding += static_cast<std::size_t>(std::count(bag.begin(), bag.end(), model.features[f].padding));
+    return padding;
+}
+
 // Steps of one to three batches each, on an engine with bags and on its twin; returns all that was looked up.
 std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, std::uint64_t seed,
                               std::size_t most_samples) {
@@ -49,7 +57,7 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, 
             const auto peeked = testing::lookup(engine, described, call, {false, 0, 0});
             CHECK(peeked.ticket == nullptr);
             CHECK(peeked.rows == testing::pooled(*described, call, testing::peek(twin, ids)));
-            cut += 2 * (call.ids.size() - looked.ticket->size);
+            cut += 2 * (call.ids.size() - padding_of(model, call) - looked.ticket->size);
             gradients.push_back(
                 testing::draw_gradients(random, *described, call.samples, bounded && random.chance(0.1)));
             testing::take_apart(apart, *described, call, gradients.back(), scale);

@@ -89,13 +89,13 @@ class _RecordBatches(Block):
 
     def read(self) -> Iterator[tuple[str, int, Any]]:
         arrow = pyarrow_for("reading Arrow data")
-        with self._file.open(mapped=True) as opened:
+        part = f"record batch {self._first}" + ("" if self._end - self._first == 1 else f" to {self._end - 1}")
+        with self._file.open(mapped=True, part=part) as opened:
             reader = _ipc().open_file(opened)
             batches = [reader.get_batch(i) for i in range(self._first, self._end)]
             table = arrow.Table.from_batches(batches, reader.schema).select(list(self._columns.needed()))
             for row in range(0, table.num_rows, self._source.block_rows):
-                first = f"{self._first}" if self._end - self._first == 1 else f"{self._first} to {self._end - 1}"
-                yield f"record batch {first}", row, table.slice(row, self._source.block_rows)
+                yield part, row, table.slice(row, self._source.block_rows)
 
     def num_rows_of(self, raw: tuple[str, int, Any]) -> int:
         return int(raw[2].num_rows)

@@ -207,7 +207,7 @@ class RunFolder:
                 with self._reading():
                     catalog = self._look(None)
                     owner = self._owner()
-                    self._looked, self._before = True, owner and owner.writer
+                    self._looked, self._before = True, None if owner is None else owner.writer
                     self._say_passed_over(catalog)
                     name = catalog.newest
                     while name is not None:

@@ -207,6 +207,15 @@ def test_tables_are_restored_from_all_parts_of_one_save(tmp_path: Path) -> None:
         restored()
 
 
+def test_ids_of_buckets_that_the_manifest_does_not_name_are_refused(tmp_path: Path) -> None:
+    store = Store(Table("item", dim=2, num_buckets=2), num_threads=1)
+    store.lookup(np.arange(100, dtype=np.uint64))
+    store.save(tmp_path)
+    forge(tmp_path, lambda content: content.update(buckets=[[0, 1]]))
+    with pytest.raises(SnapshotError, match="holds ids of bucket 1, which its manifest does not name"):
+        Store.load(tmp_path, num_threads=1)
+
+
 @pytest.mark.parametrize("buckets", [[[0, 2], [1, 2]], [[1, 1]], [[0, 10**6]], [[0]], [0], [[0.5, 1]], "all"])
 def test_buckets_that_are_none_are_refused(buckets: Any, tmp_path: Path) -> None:
     Store(Table("item", dim=2), num_threads=1).save(tmp_path)

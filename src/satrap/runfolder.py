@@ -12,7 +12,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ class RunFolder:
         """
         storage = self._storage
         try:
-            with self._errors(), storage.locked(_LOCK_SECONDS):
+            with self._errors(), self._locked():
                 catalog = self._look(last)
                 self._require_alone()
                 self._require_mine(catalog, last)
@@ -164,11 +164,6 @@ class RunFolder:
                     yield folder
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
-        except TimeoutError as error:
-            raise CheckpointError(
-                f"{storage.url}: another process has been saving into it for {_LOCK_SECONDS:g} s; end it if it is "
-                "stopped, or one that this run has replaced"
-            ) from error
         except OSError as error:
             raise CheckpointError(
                 f"step {step}: {storage.url} cannot be written: {error.strerror or error} at "
@@ -292,6 +287,18 @@ class RunFolder:
             )
 
     # Whose it is.
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._storage.locked(_LOCK_SECONDS))
+            except TimeoutError as error:
+                raise CheckpointError(
+                    f"{self._storage.url}: another process has been saving into it for {_LOCK_SECONDS:g} s; end it if "
+                    "it is stopped, or one that this run has replaced"
+                ) from error
+            yield
 
     def _owner(self) -> RunOwner | None:
         with suppress(FileNotFoundError):

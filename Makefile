@@ -1,10 +1,12 @@
-# What a contributor and .ci/run call. Needs Python 3.11+, a C++20 compiler and make; everything else, cmake and ninja
-# included, comes from the versions pinned in constraints.txt into .venv.
+# What a newcomer, a contributor and .ci/run call. Needs Python 3.11+, a C++20 compiler and make; everything else, cmake and
+# ninja included, comes from the versions pinned in constraints.txt into .venv.
 PYTHON ?= python3
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 bin := .venv/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
+# Python compiles what it imports at the first import; to compile all of torch takes longer than to install it.
+install := $(pip) install --no-compile -c constraints.txt
 core_files := $(wildcard core/*.hpp core/*.cpp)
 core_test_files := $(wildcard core/tests/*.hpp core/tests/*.cpp)
 python_dirs := $(wildcard src tests benchmarks examples)
@@ -18,23 +20,29 @@ export CTEST_PARALLEL_LEVEL = $(JOBS)
 .PHONY: setup test core-test check bench demo format stub reference clean
 .DEFAULT_GOAL := setup
 
-setup: .venv/.built
+setup: .venv/.dev
 
-# The stamps: the tools are installed anew when a version changed, the package when the core changed.
+# The stamps: the tools that build, again after a change of a version; the package with what training needs, again after a
+# change of the core; what tests, checks and benchmarks need besides.
 .venv/.tools: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Satrap needs Python 3.11 or newer; found " + sys.version.split()[0] + \
 	    ": call make with PYTHON=python3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(pip) --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
-	$(pip) install -c constraints.txt torch==2.13.0
-	$(pip) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(install) scikit-build-core nanobind cmake ninja
 	touch $@
 
 .venv/.built: .venv/.tools CMakeLists.txt $(core_files) src/satrap/errors.py
-	$(pip) install -c constraints.txt --no-build-isolation -e '.[arrow,dev]'
+	$(install) --no-build-isolation -e '.[train]'
 	touch $@
 
+.venv/.dev: .venv/.tools | .venv/.built
+	$(install) --no-build-isolation -e '.[dev]'
+	touch $@
+
+# The tests beside one another, then those that measure time. SEED=N repeats a run's random draws.
 test: setup core-test
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest -m "not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SEED:%=--seed %)
+	$(bin)/python -m pytest -m alone $(SEED:%=--seed %)
 
 # Once plain, once under ASan + UBSan, once under TSan.
 core-test: .venv/.tools
@@ -59,8 +67,13 @@ check: setup
 bench: setup
 	$(bin)/python -m benchmarks.store
 
-demo: setup
+# A DLRM on the Adult census data, in one process, with what training needs and nothing else.
+demo: .venv/.built
 	$(bin)/python examples/adult.py
+	@echo
+	@echo "Shown: examples/adult.py read 32,561 people's answers from a .gz file and trained a DLRM for three epochs; the AUC is"
+	@echo "that of 16,281 others. Next, the same script on two servers with two trainers:"
+	@echo "    $(bin)/pip install pyzmq && $(bin)/satrap run examples/adult.py --servers 2 --trainers 2"
 
 format: setup
 	$(bin)/ruff check --fix .
@@ -76,4 +89,4 @@ stub: setup
 	cp $(stub) src/satrap/_core.pyi
 
 clean:
-	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/.built
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/.built .venv/.dev

@@ -12,9 +12,9 @@ void BagPlan::make(const Bags& bags, const BagInputs& inputs, const Kernels& ker
     inputs_ = inputs;
     features_.assign(bags.features.size() + 1, Feature{});
     measure(pool);
+    if (cut()) measure(pool);
     largest_weight_ = 1.0f;
     if (bags.any_weighted) check_weights(kernels);
-    cut();
     lay_out();
 }
 
@@ -35,8 +35,9 @@ void BagPlan::measure(ThreadPool& pool) {
     };
     ranges == 1 ? pass(0, 1) : pool.run(pass);
     for (std::size_t f = 0; f < bags_->features.size(); ++f) {
-        features_[f] = seen[f];
-        for (std::size_t r = 1; r < ranges; ++r) {
+        features_[f].least = unseen.least;
+        features_[f].most = unseen.most;
+        for (std::size_t r = 0; r < ranges; ++r) {
             const Feature& other = seen[r * features_.size() + f];
             features_[f].least = std::min(features_[f].least, other.least);
             features_[f].most = std::max(features_[f].most, other.most);
@@ -90,37 +91,65 @@ void BagPlan::check_weights(const Kernels& kernels) {
     }
 }
 
-// Copies the batch without the ids beyond a sequence's max_length, if there are any.
-void BagPlan::cut() {
-    const std::size_t samples = inputs_.batch_size, num_features = bags_->features.size();
-    auto too_long = [&](std::size_t f) {
-        return bags_->features[f].is_sequence() && features_[f].most > bags_->features[f].max_length;
-    };
+bool BagPlan::too_long(std::size_t f) const {
+    return bags_->features[f].is_sequence() && features_[f].most > bags_->features[f].max_length;
+}
+
+bool BagPlan::padded(std::size_t f) const {
+    const BagFeature& feature = bags_->features[f];
+    if (!feature.padding) return false;
+    const std::uint64_t* end = inputs_.ids + inputs_.begin((f + 1) * inputs_.batch_size);
+    return std::find(inputs_.ids + inputs_.begin(f * inputs_.batch_size), end, *feature.padding) != end;
+}
+
+// Copies the batch without padding and without the ids beyond a sequence's max_length, if there are any.
+bool BagPlan::cut() {
+    const std::size_t num_features = bags_->features.size();
     bool any = false;
-    for (std::size_t f = 0; f < num_features; ++f) any |= too_long(f);
-    if (!any) return;
+    for (std::size_t f = 0; f < num_features && !any; ++f) any = too_long(f) || padded(f);
+    if (!any) return false;
     const BagInputs given = inputs_;
     const std::size_t n = given.begin(given.num_bags);
-    std::uint64_t* ids = own_ids_.reserve(n);
-    std::int64_t* offsets = own_offsets_.reserve(given.num_bags + 1);
-    float* weights = given.weights == nullptr ? nullptr : own_weights_.reserve(n);
+    own_ids_.reserve(n);
+    own_offsets_.reserve(given.num_bags + 1);
+    if (given.weights != nullptr) own_weights_.reserve(n);
     std::size_t kept = 0;
-    auto keep = [&](std::size_t begin, std::size_t end) {
-        std::copy(given.ids + begin, given.ids + end, ids + kept);
-        if (weights != nullptr) std::copy(given.weights + begin, given.weights + end, weights + kept);
-        kept += end - begin;
+    for (std::size_t f = 0; f < num_features; ++f) cut_feature(f, given, kept);
+    own_offsets_[given.num_bags] = static_cast<std::int64_t>(kept);
+    inputs_ = {own_ids_.data(), own_offsets_.data(), given.weights == nullptr ? nullptr : own_weights_.data(),
+               given.batch_size, given.num_bags};
+    return true;
+}
+
+void BagPlan::cut_feature(std::size_t f, const BagInputs& given, std::size_t& kept) {
+    const BagFeature& feature = bags_->features[f];
+    const bool cuts = too_long(f), drops = feature.padding.has_value();
+    auto is_padding = [&](std::size_t i) { return drops && given.ids[i] == *feature.padding; };
+    auto keep = [&](std::size_t i) {
+        own_ids_[kept] = given.ids[i];
+        if (given.weights != nullptr) own_weights_[kept] = given.weights[i];
+        ++kept;
     };
-    for (std::size_t f = 0; f < num_features; ++f) {
-        const std::size_t most = too_long(f) ? bags_->features[f].max_length : n, before = kept;
-        for (std::size_t bag = f * samples; bag < (f + 1) * samples; ++bag) {
-            const std::size_t begin = given.begin(bag), length = given.begin(bag + 1) - begin;
-            offsets[bag] = static_cast<std::int64_t>(kept);
-            keep(begin, begin + std::min(length, most));
+    for (std::size_t bag = f * given.batch_size; bag < (f + 1) * given.batch_size; ++bag) {
+        own_offsets_[bag] = static_cast<std::int64_t>(kept);
+        const std::size_t begin = given.begin(bag), end = given.begin(bag + 1);
+        std::size_t beyond = 0, skip = 0;
+        if (cuts) {
+            std::size_t length = 0;
+            for (std::size_t i = begin; i < end; ++i) length += !is_padding(i);
+            beyond = length - std::min<std::size_t>(length, feature.max_length);
+            skip = feature.keep_last ? beyond : 0;
         }
-        features_[f].num_cut = given.begin((f + 1) * samples) - given.begin(f * samples) - (kept - before);
+        const std::size_t last = cuts ? kept + feature.max_length : kept + (end - begin);
+        for (std::size_t i = begin; i < end && kept < last; ++i) {
+            if (is_padding(i)) continue;
+            if (skip != 0)
+                --skip;
+            else
+                keep(i);
+        }
+        features_[f].num_cut += beyond;
     }
-    offsets[given.num_bags] = static_cast<std::int64_t>(kept);
-    inputs_ = {ids, offsets, weights, samples, given.num_bags};
 }
 
 void BagPlan::lay_out() {

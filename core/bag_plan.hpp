@@ -1,5 +1,5 @@
-// One lookup's bags: checks what came, cuts sequences that are too long, and decides what becomes of each feature's
-// rows.
+// One lookup's bags: checks what came, leaves out padding, cuts sequences that are too long, and decides what becomes
+// of each feature's rows.
 //   direct    bags of at most one id, nothing to multiply: the row goes straight into the block
 //   pooled    the rows go into loose memory, one after the other, and from there, pooled in order, into the block
 //   sequence  the rows go straight into the sequence
@@ -36,8 +36,8 @@ class BagPlan {
         bool uniform;             // every bag holds exactly one id
         std::size_t first_id;     // of the ids after cutting
         std::uint64_t loose;      // the place of its first loose row, if it is pooled
-        std::int64_t least, most; // lengths of its bags, as given; -1: offsets fall
-        std::uint64_t num_cut;    // ids beyond max_length
+        std::int64_t least, most; // lengths of its bags; -1: offsets fall
+        std::uint64_t num_cut;    // ids beyond max_length, padding not among them
     };
 
     // Throws InputError; `inputs` must live as long as the plan is used, or until keep_inputs().
@@ -61,7 +61,10 @@ class BagPlan {
     void measure_bags(std::size_t begin, std::size_t end, Feature* features) const;
     [[noreturn]] void refuse_offsets() const;
     void check_weights(const Kernels& kernels);
-    void cut();
+    bool too_long(std::size_t f) const;
+    bool padded(std::size_t f) const;
+    bool cut();
+    void cut_feature(std::size_t f, const BagInputs& given, std::size_t& kept);
     void lay_out();
     void describe(Batch& batch) const;
     void finish_feature(std::size_t f, std::size_t begin, std::size_t end, float* block, float* sequence,

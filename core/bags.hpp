@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +26,11 @@ struct BagFeature {
     std::uint32_t table = 0;
     Pooling pooling = Pooling::sum;
     bool weighted = false;
-    std::uint32_t max_length = 0; // of a sequence, which is what pooling none makes
-    std::uint32_t dim = 0;        // its table's
-    std::uint64_t column = 0;     // floats of a sample before its own: in the block, or in the sequences
+    std::uint32_t max_length = 0;         // of a sequence, which is what pooling none makes
+    bool keep_last = false;               // a sequence that is too long keeps its last ids, not its first
+    std::uint32_t dim = 0;                // its table's
+    std::uint64_t column = 0;             // floats of a sample before its own: in the block, or in the sequences
+    std::optional<std::uint64_t> padding; // an id that stands for none: it is left out of its bag
 
     bool is_sequence() const { return pooling == Pooling::none; }
     // What a bag's sum is divided by. An empty bag's is 0 whatever it is divided by.

@@ -53,10 +53,11 @@ Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) 
 }
 
 std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
-                               std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket) {
+                               std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
+                               bool first_epoch) {
     const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
     require_size("out", out.size(), engine.out_size(at));
-    const LookupStep when = checked_step(step, oldest_open, train, ticket);
+    const LookupStep when = checked_step(step, oldest_open, train, ticket, first_epoch);
     const std::uint64_t* id_data = ids.data();
     float* out_data = out.data();
     nb::gil_scoped_release release;
@@ -355,7 +356,8 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def("empty", &empty_floats, "rows"_a, "dim"_a,
              "An uninitialised float32 block, 64-byte aligned, recycled when it dies.")
-        .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a)
+        .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
+             "first_epoch"_a = true)
         .def("prepare", &prepare, "ids"_a, "offsets"_a)
         .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(),
              "Of a trainer: buckets that applied its update of this step already are left alone.")

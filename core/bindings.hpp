@@ -54,7 +54,8 @@ inline void require_few(std::size_t num_ids) {
 }
 
 // What a lookup is to do with time.
-inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bool train, bool ticket) {
+inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bool train, bool ticket,
+                               bool first_epoch) {
     if (train) {
         require_step("step", step);
         require_step("oldest_open", oldest_open);
@@ -64,7 +65,7 @@ inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bo
     } else if (ticket) {
         refuse("a ticket was asked of a lookup with train=False; such a batch is never updated");
     }
-    return {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open)};
+    return {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
 }
 
 inline void require_lr(const Engine& engine, std::size_t t, double lr) {

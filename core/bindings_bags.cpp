@@ -19,11 +19,11 @@ void require_own(const Engine& engine, const Bags& bags) {
 std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
                                     const std::optional<Offsets>& offsets, const std::optional<FloatsIn>& weights,
                                     std::size_t batch_size, std::uint64_t step, std::uint64_t oldest_open, bool train,
-                                    const FloatsOut& block, const std::vector<FloatsOut>& sequences) {
+                                    const FloatsOut& block, const std::vector<FloatsOut>& sequences, bool first_epoch) {
     require_own(engine, *bags);
     const BagInputs inputs = checked_inputs(*bags, values, offsets, weights, batch_size);
-    LookupStep when{train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open)};
-    if (step != 0) when = checked_step(step, oldest_open == 0 ? step : oldest_open, train, train);
+    LookupStep when{train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
+    if (step != 0) when = checked_step(step, oldest_open == 0 ? step : oldest_open, train, train, first_epoch);
     if (oldest_open > kLastStep) require_step("oldest_open", oldest_open);
     require_size("block", block.size(), batch_size * bags->total_dim);
     require_size("sequences", sequences.size(), bags->sequences.size());
@@ -72,7 +72,7 @@ void bind_bags(nb::module_& m, nb::class_<Engine>& engine) {
         .def_prop_ro("truncated", &truncated, "Of each sequence: ids beyond its max_length, which were not looked up.");
     engine
         .def("lookup_bags", &lookup_bags, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a,
-             "step"_a, "oldest_open"_a, "train"_a, "block"_a, "sequences"_a)
+             "step"_a, "oldest_open"_a, "train"_a, "block"_a, "sequences"_a, "first_epoch"_a = true)
         .def("update_bags", &update_bags, "tickets"_a, "gradients"_a, "step"_a, "lrs"_a, "scale"_a)
         .def(
             "drop", [](Engine& e, Ticket& ticket) { e.drop(ticket); }, "ticket"_a,

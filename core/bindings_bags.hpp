@@ -15,15 +15,16 @@
 #include "float_mode.hpp"
 #include "named_config.hpp"
 
-// (name, table, pooling, weighted, max_length or 0)
-using NamedFeature = std::tuple<std::string, std::size_t, std::string, bool, std::uint32_t>;
+// (name, table, pooling, weighted, max_length or 0, whether a sequence keeps its last ids, the id that is padding)
+using NamedFeature =
+    std::tuple<std::string, std::size_t, std::string, bool, std::uint32_t, bool, std::optional<std::uint64_t>>;
 
 // dims: of the tables.
 inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>& dims,
                                                 const std::vector<NamedFeature>& named) {
     if (named.empty()) refuse("no feature was given; wanted at least one");
     std::vector<BagFeature> features;
-    for (const auto& [name, table, pooling, weighted, max_length] : named) {
+    for (const auto& [name, table, pooling, weighted, max_length, keep_last, padding] : named) {
         const std::string where = "feature '" + name + "': ";
         if (table >= dims.size())
             refuse(where + "table " + std::to_string(table) + " of " + std::to_string(dims.size()));
@@ -38,6 +39,8 @@ inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>
             {{"sum", Pooling::sum}, {"mean", Pooling::mean}, {"sqrtn", Pooling::sqrtn}, {"none", Pooling::none}});
         feature.weighted = weighted;
         feature.max_length = max_length;
+        feature.keep_last = keep_last;
+        feature.padding = padding;
         feature.dim = dims[table];
         if (feature.is_sequence() != (max_length != 0) || max_length > 65536 || (feature.is_sequence() && weighted))
             refuse(where + "pooling='" + pooling + "', max_length=" + std::to_string(max_length) +

@@ -29,6 +29,7 @@ void bind_config(nb::module_& m) {
     field("initial_b", &TableConfig::initial_b);
     field("probability", &TableConfig::probability);
     field("min_count", &TableConfig::min_count);
+    field("first_epoch_only", &TableConfig::first_epoch_only);
     field("window", &TableConfig::window);
     field("capacity", &TableConfig::capacity);
     field("expire_after", &TableConfig::expire_after);

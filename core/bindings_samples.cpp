@@ -207,6 +207,13 @@ void bind_format(nb::module_& m) {
             "A missing field: 0 reads as `missing`, 1 is refused, 2 drops its row.")
         .def_rw("missing", &FieldUse::missing)
         .def_rw("log1p", &FieldUse::log1p)
+        .def_prop_rw(
+            "label_kind", [](const FieldUse& u) { return static_cast<int>(u.label_kind); },
+            [](FieldUse& u, int kind) {
+                if (kind < 0 || kind > 2) refuse("label_kind=" + std::to_string(kind) + ", wanted 0, 1 or 2");
+                u.label_kind = static_cast<LabelKind>(kind);
+            },
+            "Which numbers a label may be: 0 any, 1 binary (0 or 1), 2 a count.")
         .def_rw("above", &FieldUse::above, nb::arg().none())
         .def_rw("texts", &FieldUse::texts)
         .def_rw("other", &FieldUse::other, nb::arg().none())
@@ -272,5 +279,22 @@ void bind_samples(nb::module_& m) {
             return last_row_end(whole, quote);
         },
         "text"_a, "quote"_a, "Where the last whole row of the text ends; 0 if none does.");
+    m.def(
+        "count_rows",
+        [](const Bytes& text, int quote) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            return count_rows(whole, quote);
+        },
+        "text"_a, "quote"_a, "How many rows there are.");
+    m.def(
+        "rows_within",
+        [](const Bytes& text, int quote, std::size_t begin, std::size_t end) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            const std::size_t low = row_begin(whole, quote, 0, begin);
+            return std::pair{low, row_begin(whole, quote, low, end - begin)};
+        },
+        "text"_a, "quote"_a, "begin"_a, "end"_a, "Where the rows from `begin` to `end` begin and end.");
     m.def("log1p", &log1p_each, "values"_a, "ln(1 + max(x, 0)) of each, the same bits on every machine.");
 }

@@ -47,6 +47,7 @@ struct TableConfig {
     AdmissionKind admission = AdmissionKind::always;
     double probability = 1.0;
     std::uint32_t min_count = 1;
+    bool first_epoch_only = false;  // sightings in later epochs do not count
     std::uint64_t window = 1 << 20; // how many ids not yet admitted are remembered
     std::uint64_t capacity = 0;     // rows; 0: no bound
     OnFull on_full = OnFull::evict;

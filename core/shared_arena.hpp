@@ -19,6 +19,7 @@
 #include <cerrno>
 #include <functional>
 #include <span>
+#include <sstream>
 
 #include "arena.hpp"
 
@@ -91,8 +92,7 @@ class SharedArena final : public Arena {
     // Whether the file is ours and never became a table, or half of one: whoever filled it was killed meanwhile.
     static bool unfinished(const std::string& path) {
         SharedArena arena(path, 0);
-        arena.fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-        if (arena.fd_ < 0) arena.fail(errno_text("cannot be opened"));
+        const std::uint64_t size = arena.open_file(O_RDONLY);
         arena.lock();
         struct Begin {
             std::uint64_t magic;
@@ -101,7 +101,7 @@ class SharedArena final : public Arena {
         } begin{};
         const ssize_t bytes = ::pread(arena.fd_, &begin, sizeof(begin), 0);
         if (bytes < 0) arena.fail(errno_text("cannot be read"));
-        return begin.magic == 0 || (begin.magic == FileHeader::kMagic && begin.incomplete != 0);
+        return (begin.magic == 0 && size > 0) || (begin.magic == FileHeader::kMagic && begin.incomplete != 0);
     }
 
     ~SharedArena() override {
@@ -272,13 +272,30 @@ class SharedArena final : public Arena {
         head.magic.store(FileHeader::kMagic);
     }
 
-    void open_existing() {
-        fd_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
-        if (fd_ < 0) fail(errno_text("cannot be opened"));
-        lock();
+    // Its size. A file that another user made, or can write to, or that a link leads to, is not taken for our rows.
+    std::uint64_t open_file(int access) {
+        fd_ = ::open(path_.c_str(), access | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC); // a pipe would be waited for
+        if (fd_ < 0)
+            fail(errno == ELOOP ? "is a symbolic link; wanted the file itself" : errno_text("cannot be opened"));
         struct stat status{};
         if (fstat(fd_, &status) != 0) fail(errno_text("cannot be examined"));
-        auto size = static_cast<std::uint64_t>(status.st_size);
+        if (!S_ISREG(status.st_mode)) fail("is no regular file; name another");
+        if (status.st_uid != ::geteuid())
+            fail("belongs to user " + std::to_string(status.st_uid) + ", and this is user " +
+                 std::to_string(::geteuid()) + "; name another");
+        if ((status.st_mode & 077) != 0) {
+            std::ostringstream mode;
+            mode << std::oct << (status.st_mode & 0777);
+            fail("may be used by others (mode " + mode.str() + "), who may have changed it; wanted mode 600");
+        }
+        return static_cast<std::uint64_t>(status.st_size);
+    }
+
+    void open_existing() {
+        const std::uint64_t size = open_file(O_RDWR);
+        lock();
+        if (size == 0)
+            fail("is empty: it was truncated, or its maker was killed at once; remove it to begin without rows");
         if (size < kPage || size % kPage != 0)
             fail("is no whole Satrap shared-memory file: " + std::to_string(size) +
                  " bytes, wanted a multiple of 4096");

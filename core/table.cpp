@@ -102,7 +102,7 @@ void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& 
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         if (slots[i] != kNoSlot) continue;
         const std::uint64_t id = visit.unique[i], hash = mix64(id);
-        if (!admit(bucket, id, hash, at.step)) {
+        if (!admit(bucket, id, hash, at)) {
             ++bucket.counters.refused;
             continue;
         }
@@ -116,11 +116,12 @@ void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& 
     }
 }
 
-bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, std::uint32_t step) {
+bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at) {
     switch (config_.admission) {
     case AdmissionKind::always: return true;
-    case AdmissionKind::probability: return unit_interval(step_key(row_key(~key_, id), step)) < config_.probability;
-    case AdmissionKind::min_count: return bucket.sight(id, hash, step, config_.min_count);
+    case AdmissionKind::probability: return unit_interval(step_key(row_key(~key_, id), at.step)) < config_.probability;
+    case AdmissionKind::min_count:
+        return (at.first_epoch || !config_.first_epoch_only) && bucket.sight(id, hash, at.step, config_.min_count);
     }
     return true;
 }

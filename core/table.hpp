@@ -24,6 +24,7 @@ struct LookupStep {
     bool train;
     std::uint32_t step;
     std::uint32_t oldest_open;
+    bool first_epoch = true; // of the data that the batch is from
 };
 
 class Table {
@@ -66,7 +67,7 @@ class Table {
                     std::uint32_t* slots);
     void insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
                        Scratch& scratch);
-    bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, std::uint32_t step);
+    bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const;
     void point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch);

@@ -13,6 +13,7 @@ namespace satrap {
 
 enum class UseKind : std::uint8_t { dense, label, ids, weights, text };
 enum class MissingLabel : std::uint8_t { value, refuse, drop }; // what a missing field does to its sample
+enum class LabelKind : std::uint8_t { real, binary, count };    // any number; 0 or 1; a whole number from 0
 
 // One thing that is made of a column. A column may have several uses, or none.
 struct FieldUse {
@@ -23,6 +24,7 @@ struct FieldUse {
     MissingLabel absent = MissingLabel::value;
     float missing = 0.0F;
     bool log1p = false;
+    LabelKind label_kind = LabelKind::real;           // which numbers are taken
     std::optional<float> above;                       // 1 if the number is above this, else 0
     std::vector<std::pair<std::string, float>> texts; // label only: the field is one of these texts, not a number
     std::optional<float> other;                       // label only: any other text
@@ -61,6 +63,7 @@ enum class Fault : std::uint8_t {
     open_quote,
     label,
     label_text,
+    label_kind,
     weights,
     empty_item,
 };
@@ -68,7 +71,7 @@ enum class Fault : std::uint8_t {
 inline const char* fault_name(Fault fault) {
     constexpr const char* names[] = {"none",       "few_columns", "many_columns", "number",     "finite",
                                      "integer",    "utf8",        "quote",        "open_quote", "label",
-                                     "label_text", "weights",     "empty_item"};
+                                     "label_text", "label_kind",  "weights",      "empty_item"};
     return names[static_cast<std::size_t>(fault)];
 }
 

@@ -1,7 +1,8 @@
 """Adult census income: predicts from a person's answers whether they earn more than 50,000 dollars a year.
 
 The data lies beside this file (CC BY 4.0, see data/adult/README.md). Trains a DLRM by a plain PyTorch loop and prints
-the AUC on the test file. `--run FOLDER` keeps checkpoints there and goes on from the newest.
+the AUC on the test file. `--run FOLDER` keeps checkpoints there and goes on from the newest. The same script runs under
+`satrap run`, with any number of servers, workers and trainers.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import satrap
 FOLDER = Path(__file__).parent / "data" / "adult"
 CATEGORIES = ("workclass", "education", "marital_status", "occupation", "relationship", "race", "sex", "native_country")
 NUMBERS = ("age", "education_num", "hours_per_week", "capital_gain", "capital_loss")
+BATCH_SIZE = 256  # of all trainers together
 COLUMNS = """age workclass fnlwgt education education_num marital_status occupation relationship race sex capital_gain
     capital_loss hours_per_week native_country income"""
 
@@ -27,6 +29,10 @@ def main() -> None:
     given = parser.parse_args()
 
     torch.manual_seed(0)
+    names = (*CATEGORIES, "age_id", "hours_id")
+    tables = {name: satrap.Table(name, dim=16, optimizer=satrap.Adagrad(lr=0.05)) for name in names}
+    embeddings = satrap.Embeddings(tables, staleness=given.staleness)
+    trainers = embeddings.trainers
     data = satrap.CSV(
         FOLDER / "adult.data.gz",
         columns=COLUMNS.split(),
@@ -36,20 +42,17 @@ def main() -> None:
         label="income",
         label_true=(">50K", ">50K."),  # the test file ends its labels with a dot
         ids={"age_id": "age", "hours_id": "hours_per_week"},  # their effect is no straight line: they are ids as well
-        batch_size=256,
+        batch_size=max(1, BATCH_SIZE // trainers.world),
         shuffle=True,
         epochs=given.epochs,
     )
-    names = (*CATEGORIES, "age_id", "hours_id")
-    tables = {name: satrap.Table(name, dim=16, optimizer=satrap.Adagrad(lr=0.05)) for name in names}
-    embeddings = satrap.Embeddings(tables, staleness=given.staleness)
-    model = satrap.models.DLRM(len(NUMBERS), embeddings, bottom=(64,), top=(128, 64, 1))
+    model = embeddings.parallel(satrap.models.DLRM(len(NUMBERS), embeddings, bottom=(64,), top=(128, 64, 1)))
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     run = satrap.Checkpoint(given.run, model, optimizer, embeddings, data) if given.run else None
     if run is not None and run.resume():
         print(f"goes on after step {embeddings.step}")
 
-    with satrap.Progress(embeddings) as progress:
+    with satrap.Progress(embeddings, sinks=None if trainers.rank == 0 else []) as progress:
         for batch in embeddings.stream(data):
             logits = model(batch.dense, batch.embeddings)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
@@ -63,8 +66,9 @@ def main() -> None:
     embeddings.eval()
     model.eval()
     test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
-    auc = satrap.auc(model, embeddings.stream(test))
-    print(f"{embeddings.step} steps, {sum(map(len, embeddings.tables.values()))} rows; test AUC {auc:.4f}")
+    auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
+    if trainers.rank == 0:
+        print(f"{embeddings.step} steps, {sum(map(len, embeddings.tables.values()))} rows; test AUC {auc:.4f}")
 
 
 if __name__ == "__main__":

@@ -52,14 +52,22 @@ class Bags:
             batch_size=self.batch_size,
         )
 
+    def real(self, index: int, sample: int) -> list[tuple[int, np.float32]]:
+        """The ids of a bag that are no padding."""
+        padding = list(self.features.values())[index].padding_id
+        return [pair for pair in self.bags[index][sample] if pair[0] != padding]
+
     def kept(self, index: int, sample: int) -> list[tuple[int, np.float32]]:
         """The ids of a bag that are looked up."""
-        return self.bags[index][sample][: list(self.features.values())[index].max_length]
+        feature, real = list(self.features.values())[index], self.real(index, sample)
+        if feature.max_length is None or len(real) <= feature.max_length:
+            return real
+        return real[-feature.max_length :] if feature.keep == "last" else real[: feature.max_length]
 
     def cut(self) -> dict[str, int]:
         """How many ids of each sequence are not."""
         return {
-            name: sum(len(bag) - len(self.kept(i, s)) for s, bag in enumerate(self.bags[i]))
+            name: sum(len(self.real(i, s)) - len(self.kept(i, s)) for s in range(self.batch_size))
             for i, (name, feature) in enumerate(self.features.items())
             if feature.pooling == "none"
         }
@@ -149,7 +157,7 @@ def summed(
                     if feature.weighted:
                         gradient = gradient * weight
                     if feature.pooling != "none":
-                        gradient = gradient / divisor(feature.pooling, len(bags.bags[i][s]))
+                        gradient = gradient / divisor(feature.pooling, len(bags.kept(i, s)))
                     ids.setdefault(feature.table.name, []).append(id_)
                     parts.setdefault(feature.table.name, []).append(gradient)
     return {table: _index_add(ids[table], parts[table]) for table in ids}

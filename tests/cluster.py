@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rpc_parts import ANYWHERE as ANYWHERE
 from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
 from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
 from satrap.features import Features
@@ -42,6 +43,8 @@ def features() -> Features:
             "user": Feature(user, "sum", weighted=True),
             "tiny": Feature(tiny, "sqrtn"),
             "path": item.sequence(3),
+            "padded": item.sequence(2, keep="first", padding_id=4),
+            "padded bag": Feature(user, "mean", weighted=True, padding_id=5),
         }
     )
 
@@ -56,12 +59,10 @@ def batch(ids: Any) -> Inputs:
 
 @contextmanager
 def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
-    """Empty servers on free ports."""
+    """Empty servers."""
+    given: dict[str, Any] = {"num_threads": 2, "checkpoints": ["/"]} | options
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(Service(Server(num_threads=2, **options), ServerCalls, "tcp://127.0.0.1:0"))
-            for _ in range(num_servers)
-        ]
+        yield [stack.enter_context(Service(Server(**given), ServerCalls, ANYWHERE)) for _ in range(num_servers)]
 
 
 @contextmanager
@@ -98,12 +99,12 @@ def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], 
 
 
 class Killable:
-    """A server process whose rows lie in shared memory; started again at the same port."""
+    """A server process whose rows lie in shared memory; started again at the same address."""
 
     def __init__(
         self,
         shared: Path,
-        listen: str = "tcp://127.0.0.1:0",
+        listen: str = ANYWHERE,
         options: Sequence[str] = (),
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         most_seconds: float = 0.0,
@@ -113,7 +114,7 @@ class Killable:
         self.shared = shared
         self._begin(listen)
 
-    def _begin(self, listen: str = "tcp://127.0.0.1:0") -> None:
+    def _begin(self, listen: str = ANYWHERE) -> None:
         self._process = self._start(listen)
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
@@ -123,7 +124,7 @@ class Killable:
         return self._process.pid
 
     def _command(self) -> list[str]:
-        return ["server", "--shared", str(self.shared), *self._options]
+        return ["server", "--shared", str(self.shared), "--checkpoints", "/", *self._options]
 
     def _start(self, address: str) -> subprocess.Popen[str]:
         satrap = str(Path(sys.executable).with_name("satrap"))

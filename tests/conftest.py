@@ -37,6 +37,12 @@ settings.register_profile("thorough", settings.get_profile("laptop"), max_exampl
 settings.load_profile("laptop")
 
 SEED = pytest.StashKey[int]()
+SLOWEST = (
+    *("test_run.py", "test_ray.py", "test_elastic.py", "test_far_faults.py", "test_remote_training.py"),
+    *("test_examples.py", "test_trainers.py", "test_far_trainers.py", "test_network_benchmark.py"),
+    *("test_checkpoint.py", "test_quickstart.py", "test_train_benchmark.py", "test_faults_midway.py"),
+)
+"""Files of tests that take tens of seconds, the longest first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,12 +53,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    given = config.getoption("--seed")
+    """Draws the run's seed. Under `-n` the first process draws it, and each worker is given that one."""
+    given = getattr(config, "workerinput", {}).get("satrap_seed", config.getoption("--seed"))
     config.stash[SEED] = random.SystemRandom().randrange(1 << 32) if given is None else given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["satrap_seed"] = node.config.stash[SEED]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"satrap: --seed {config.stash[SEED]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first, so that no worker of `-n` is left with one at the end; the tests of a
+    file stay together and in order, for the fixtures that they share."""
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
 
 
 @pytest.fixture

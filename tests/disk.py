@@ -46,6 +46,6 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[Disk]:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise OSError(done.stderr.strip())

@@ -4,8 +4,9 @@ workers served in this process, and some that can be killed.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster import DEADLINE_SECONDS, IDS, Killable, features
+from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, Killable, features
 from faults import at_random, kill
-from satrap import Embeddings, Parquet
+from satrap import Embeddings, Feature, Parquet, Table
 from satrap.far import FarWorker
 from satrap.host import Host
 from satrap.remote import RemoteWorker
@@ -61,14 +62,16 @@ def source(path: Path, **options: Any) -> Parquet:
         "num_threads": 1,
         "extra": "note",
     } | options
-    return Parquet(str(path), dense="age", label="click", weights={"user": "user_weight"}, **given)
+    ids = {"padded": "path", "padded bag": "user"}
+    weights = dict.fromkeys(["user", "padded bag"], "user_weight")
+    return Parquet(str(path), dense="age", label="click", ids=ids, weights=weights, **given)
 
 
 class Working:
     """A worker in this process, behind a real socket."""
 
-    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
-        self.host = Host(num_threads=1)
+    def __init__(self, address: str = ANYWHERE, data: Sequence[str | os.PathLike[str]] = ("/",)) -> None:
+        self.host = Host(num_threads=1, data=data)
         self._service = Service(self.host, WorkerCalls, address, num_threads=4)
         self.address = self._service.address
 
@@ -84,7 +87,7 @@ class Working:
 
 @contextmanager
 def working(num_workers: int = 1) -> Iterator[list[Working]]:
-    """Workers on free ports."""
+    """Workers in this process."""
     with ExitStack() as stack:
         found = []
         for _ in range(num_workers):
@@ -94,13 +97,13 @@ def working(num_workers: int = 1) -> Iterator[list[Working]]:
 
 
 class KillableWorker(Killable):
-    """A worker process; started again at the same port."""
+    """A worker process; started again at the same address."""
 
     def __init__(self, *options: str) -> None:
         super().__init__(Path(), options=options)
 
     def _command(self) -> list[str]:
-        return ["worker", *self._options]
+        return ["worker", "--data", "/", *self._options]
 
 
 @contextmanager
@@ -128,10 +131,23 @@ class Net(torch.nn.Module):
         self.layer = torch.nn.Linear(width, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        path = batch.sequences["path"]
-        pooled = (path.values * path.mask.unsqueeze(2)).sum(1)
+        sequences = [batch.sequences[name] for name in ("path", "padded")]
+        pooled = torch.stack([(each.values * each.mask.unsqueeze(2)).sum(1) for each in sequences]).sum(0)
         out: torch.Tensor = self.layer(torch.cat([batch.dense, batch.embeddings, pooled], 1)).squeeze(1)
         return out
+
+
+@contextmanager
+def made(of: Mapping[str, Table | Feature], **options: Any) -> Iterator[Embeddings]:
+    """Embeddings, their connections closed in the end."""
+    embeddings = Embeddings(dict(of), num_threads=1, **options)
+    try:
+        yield embeddings
+    finally:
+        if isinstance(embeddings.worker, FarWorker):
+            embeddings.worker.close()
+        elif isinstance(embeddings.worker, RemoteWorker):
+            embeddings.worker.servers.close()
 
 
 @contextmanager
@@ -139,15 +155,9 @@ def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
     """A job, its connections closed in the end."""
     torch.manual_seed(0)
     of = features()
-    embeddings = Embeddings(dict(of), num_threads=1, **options)
-    model = Net(1 + of.total_dim + 5)
-    try:
+    with made(of, **options) as embeddings:
+        model = Net(1 + of.total_dim + 5)
         yield embeddings, model, embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    finally:
-        if isinstance(embeddings.worker, FarWorker):
-            embeddings.worker.close()
-        elif isinstance(embeddings.worker, RemoteWorker):
-            embeddings.worker.servers.close()
 
 
 def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLINE_SECONDS) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from satrap.errors import ForkError
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 240
 
 
 def in_fork(body: Callable[[], None]) -> None:

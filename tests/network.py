@@ -153,7 +153,7 @@ def _own_namespace() -> int:
 
 
 def _ip(command: str) -> None:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise OSError(f"ip {command}: {done.stderr.strip()}")
 

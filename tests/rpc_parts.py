@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +27,22 @@ from satrap.rpc import Origin
 from satrap.rpc.header import Header, Kind
 from satrap.rpc.methods import methods_of
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 Ids = NDArray[np.uint64]
 Floats = NDArray[np.float32]
+
+_SOCKETS = tempfile.mkdtemp(prefix="satrap-test-")
+ANYWHERE = f"ipc://{_SOCKETS}/*"
+"""A Unix socket of any free name, in a folder of this process's own."""
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+def _remove_sockets(process: int) -> None:
+    if os.getpid() == process:  # and not in its forks
+        shutil.rmtree(_SOCKETS, ignore_errors=True)
+
+
+atexit.register(_remove_sockets, os.getpid())
 
 # pyzmq frees what was sent in a thread that it starts once and keeps; it is not a test's own.
 garbage.gc.start()

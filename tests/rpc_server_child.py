@@ -10,6 +10,6 @@ from satrap.rpc import Limits, Service
 
 if __name__ == "__main__":
     limits = {name: int(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
-    with Service(Served(), Calls, sys.argv[1], limits=Limits(**limits)) as service:
+    with Service(Served(), Calls, sys.argv[1], insecure=True, limits=Limits(**limits)) as service:
         print(service.address, flush=True)
         sys.stdin.read()

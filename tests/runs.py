@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 300.0
 JOB = Path(__file__).with_name("run_job.py")
 SATRAP = Path(sys.executable).with_name("satrap")
 
@@ -94,6 +96,8 @@ def nothing_is_left(folder: Path, pids: list[int]) -> None:
     until(lambda: not any(map(is_left, pids)))
     assert not list((folder / "memory").iterdir()), "rows in shared memory"
     assert not list((folder / "run").glob("meeting*"))
+    name = json.loads((folder / "run" / "run.json").read_text())["name"]
+    assert not (Path(tempfile.gettempdir()) / f"satrap-{name}").exists(), "the run's sockets"
 
 
 def num_checkpoints(folder: Path) -> int:

@@ -19,6 +19,7 @@ from bag_oracle import Bags, assert_pooled, assert_stepped, draw_bags, draw_grad
 from one_row import F32, fma
 from satrap import _core
 from satrap.config import SGD, Adagrad, Adam, AdamW, Feature, Ftrl, Normal, RowWiseAdagrad, Table
+from satrap.errors import InputError
 from satrap.features import Features
 from satrap.inputs import Inputs
 from satrap.local import LocalWorker
@@ -45,6 +46,9 @@ def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any)
         "item": Feature(item),
         "path": item.sequence(3),
         "last": user.sequence(1),
+        "first": user.sequence(2, keep="first"),
+        "padded": item.sequence(2, padding_id=3),
+        "padded bag": Feature(user, pooling, weighted=weighted, padding_id=2**64 - 1),
     }
     return LocalWorker(Features(features), **{"num_threads": 1, **options})
 
@@ -77,10 +81,17 @@ def test_accumulated_batches_are_one_step(optimizer: Any, rng: np.random.Generat
 
 
 poolings = st.sampled_from(["sum", "mean", "sqrtn"])
+paddings = st.sampled_from([None, 0, 7])
 two = [Table("a", dim=3, optimizer=SGD(lr=0.5), num_buckets=2), Table("b", dim=16, optimizer=Adam(), num_buckets=4)]
 some_features = st.one_of(
-    st.builds(Feature, st.sampled_from(two), poolings, weighted=st.booleans()),
-    st.builds(Table.sequence, st.sampled_from(two), st.integers(1, 4)),
+    st.builds(Feature, st.sampled_from(two), poolings, weighted=st.booleans(), padding_id=paddings),
+    st.builds(
+        Table.sequence,
+        st.sampled_from(two),
+        st.integers(1, 4),
+        keep=st.sampled_from(["last", "first"]),
+        padding_id=paddings,
+    ),
 )
 
 
@@ -212,7 +223,53 @@ def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(worker.tables["t"].read(everyone).values, values)
 
 
+def test_a_history_keeps_its_last_ids_and_padding_is_no_id() -> None:
+    """0 fills up two of three histories: it has no row, no place, no part in a mean and is not counted as cut off."""
+    item = Table("item", dim=2, initial=Normal())
+    features = Features(
+        {
+            "last": item.sequence(2, padding_id=0),
+            "first": item.sequence(2, keep="first", padding_id=0),
+            "mean": item.bag("mean", padding_id=0),
+        }
+    )
+    worker = LocalWorker(features)
+    history = np.array([0, 0, 7, 8, 9, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    inputs = Inputs(names=features.names, values=np.tile(history, 3), offsets=np.arange(0, 46, 5), batch_size=3)
+    looked = worker.lookup(inputs)
+    rows = worker.tables["item"].read(np.arange(10)).values
+    zeros = np.zeros_like(rows[0])
+    assert len(worker.tables["item"]) == 4, "5, 7, 8 and 9: 0 has no row"
+    np.testing.assert_array_equal(looked.sequences["last"], [[rows[8], rows[9]], [rows[5], zeros], [zeros, zeros]])
+    np.testing.assert_array_equal(looked.sequences["first"], [[rows[7], rows[8]], [rows[5], zeros], [zeros, zeros]])
+    for name in ("last", "first"):
+        assert looked.masks[name].tolist() == [[True, True], [True, False], [False, False]]
+    np.testing.assert_array_equal(looked.block, [(rows[7] + rows[8] + rows[9]) / np.float32(3), rows[5], zeros])
+    assert worker.truncated == {"last": 1, "first": 1} and looked.truncated == [1, 1]
+
+
+def test_padding_of_single_ids_and_its_weights() -> None:
+    """Without offsets; a padding's weight may be anything, and another id's may not."""
+    item = Table("item", dim=2, initial=Normal())
+    other = item.bag("sum", weighted=True, padding_id=3)
+    features = Features({"one": item.bag("sum", padding_id=2**64 - 1), "other": other})
+    values, weights = np.array([2**64 - 1, 2, 3, 4], np.uint64), np.array([np.nan, 1, np.nan, 2], np.float32)
+    worker = LocalWorker(features)
+    looked = worker.lookup(Inputs(names=features.names, values=values, weights=weights, batch_size=2))
+    rows = worker.tables["item"].read(np.array([2, 4])).values
+    zeros = np.zeros_like(rows[0])
+    wanted = [np.concatenate([zeros, zeros]), np.concatenate([rows[0], 2 * rows[1]])]
+    np.testing.assert_array_equal(looked.block, wanted)
+    assert len(worker.tables["item"]) == 2
+    weights[3] = np.nan
+    with pytest.raises(InputError, match="the weight of id 4 in sample 1 of feature 'other' is nan"):
+        worker.lookup(Inputs(names=features.names, values=values, weights=weights, batch_size=2))
+
+
 # -- one result --------------------------------------------------------------------------------------------------------
+
+
+PADDING = 0x9E3779B97F4A7C15
 
 
 def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
@@ -225,7 +282,8 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
     features = Features(
         {
             "item": item, "user": user, "words": word.bag("sqrtn"), "seen": item.bag("mean", weighted=True),
-            "path": item.sequence(3), "friends": user.bag("sum"), "text": word.sequence(5), "word": word,
+            "path": item.sequence(3), "friends": user.bag("sum", padding_id=PADDING), "text": word.sequence(5),
+            "padded": item.sequence(2, keep="first", padding_id=PADDING), "word": word,
         }
     )  # fmt: skip
     worker = LocalWorker(features, num_threads=num_threads, simd=simd, seed=1)
@@ -233,7 +291,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
     for _ in range(3):
         looked = []
         for batch_size in (700, 300):
-            lengths = np.stack([rng.integers(*most, size=batch_size) for most in ((1, 2), (0, 2), *[(0, 8)] * 6)])
+            lengths = np.stack([rng.integers(*most, size=batch_size) for most in ((1, 2), (0, 2), *[(0, 8)] * 7)])
             offsets = np.concatenate([[0], np.cumsum(lengths.reshape(-1))]).astype(np.int64)
             values = (rng.zipf(1.3, size=offsets[-1]) % 3000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             weights = rng.normal(size=offsets[-1]).astype(np.float32)

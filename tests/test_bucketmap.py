@@ -32,6 +32,25 @@ def test_small_tables_are_spread_over_the_servers() -> None:
     assert max(loads) - min(loads) <= 1
 
 
+@pytest.mark.parametrize(
+    ("buckets", "servers", "owners"),
+    [
+        ([8], 3, ((0, 0, 0, 1, 1, 1, 2, 2),)),
+        ([4, 2], 2, ((0, 0, 1, 1), (0, 1))),
+        ([1, 1, 2], 3, ((0,), (1,), (2, 0))),
+    ],
+)
+def test_adjacent_buckets_lie_together_and_tables_begin_at_different_servers(
+    buckets: list[int], servers: int, owners: tuple[tuple[int, ...], ...]
+) -> None:
+    assert BucketMap.even(buckets, servers).owners == owners
+
+
+def test_a_bucket_over_goes_to_the_server_that_has_least_of_all() -> None:
+    before = BucketMap(version=1, num_servers=3, owners=((2, 2, 1),))
+    assert before.moved(before.spread([0, 1])).owners == ((0, 0, 1),)
+
+
 small = st.integers(0, 5).map(lambda k: 1 << k)
 
 
@@ -81,7 +100,7 @@ def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) 
 
 
 def test_a_spread_over_nobody_is_refused() -> None:
-    for servers in ([], [0, 0], [2]):
+    for servers in ([], [0, 0], [2], [0, 2]):
         with pytest.raises(ConfigError, match=r"servers are .* wanted some of 0\.\.1, each once"):
             BucketMap.even([4], 2).spread(servers)
 
@@ -121,8 +140,11 @@ def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) 
     ("changes", "found"),
     [
         ({"version": 0}, "version is 0"),
+        ({"version": 2**32}, "version is 4294967296"),
+        ({"num_servers": 65536}, "num_servers is 65536"),
+        ({"owners": [[0], ["0"]]}, "owners is a list; wanted a list of lists"),
         ({"num_servers": 0}, "num_servers is 0"),
-        ({"owners": [[0, 2]]}, "table 0 names server 2"),
+        ({"owners": [[0, 2]]}, r"table 0 names server 2; wanted servers 0\.\.1"),
         ({"owners": [[0, -1]]}, "table 0 names server -1"),
         ({"owners": [[]]}, "table 0 names no bucket"),
         ({"owners": 3}, "owners is a int"),

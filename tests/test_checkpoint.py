@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from checkpoint_job import NUM_IDS, Job, Source
-from satrap import Checkpoint
-from satrap.errors import CheckpointError, SatrapError, SnapshotError
+from loop import batches, job, loss_of
+from satrap import Checkpoint, Iterable
+from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError
 from satrap.run_owner import OWNER
 from satrap.statefile import load_state, save_state
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 240
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -193,6 +194,46 @@ def test_a_plain_list_goes_on_where_it_was(tmp_path: Path) -> None:
     rest = [(batch.step, batch.inputs.values) for batch in again.embeddings.stream(data)]
     assert [step for step, _ in rest] == [5, 6]
     np.testing.assert_array_equal([values for _, values in rest], [inputs.values for inputs in data[4:]])
+
+
+def test_a_replaced_source_is_refused_where_its_position_would_be_lost(tmp_path: Path) -> None:
+    embeddings, model, optimizer = job()
+    data = Iterable(batches(4), batch_size=8, shuffle=True)
+    Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
+    for other in (data.replace(seed=1), data.replace(seed=1).replace(seed=2)):
+        with pytest.raises(StreamError, match=r"is a replace\(\) of the one that Checkpoint\(\.\.\.\) was given"):
+            embeddings.stream(other)
+    embeddings.stream(Iterable(batches(4))).close()  # data of its own
+    embeddings.stream(data).close()
+    embeddings.eval()
+    with pytest.warns(UserWarning, match="no table has a row"):
+        embeddings.stream(data.replace(seed=1)).close()
+
+
+def test_data_with_offsets_is_asked_for_what_was_not_trained_on(tmp_path: Path) -> None:
+    """A broker: it gives nothing before the offset that it is asked for."""
+    made, asked, trained = batches(9), [], []
+
+    def broker(offset: int | None) -> Any:
+        asked.append(offset)
+        return ((made[i], i + 1) for i in range(offset or 0, 9))
+
+    for until in (4, 9):
+        embeddings, model, optimizer = job()
+        data = Iterable(broker, offsets=True)
+        run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
+        assert run.resume() == (until == 9)
+        for batch in embeddings.stream(data):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.append(batch.inputs.values)
+            if batch.step == until:
+                break
+        run.save()
+        embeddings.stream([]).close()
+    assert asked == [None, 3], "the last item given is asked for again, and passed over"
+    assert [values.tolist() for values in trained] == [each.values.tolist() for each in made]
 
 
 def test_names_in_a_state_cannot_meet(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_the_short_run_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_is_installed() -> None:
     command = os.path.join(os.path.dirname(sys.executable), "satrap")
-    found = subprocess.run([command, "doctor", "--no-run"], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([command, "doctor", "--no-run"], capture_output=True, text=True, timeout=300, check=True)
     assert found.stdout.startswith("python ")
 
 
@@ -82,7 +82,7 @@ def test_a_mover_that_is_interrupted_says_what_to_do() -> None:
         nobody.settimeout(60)
         nobody.accept()[0].close()
         child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=60)[1] == "satrap: interrupted; run again, it ends what it began\n"
+        assert child.communicate(timeout=300)[1] == "satrap: interrupted; run again, it ends what it began\n"
         assert child.returncode == 130
 
 
@@ -91,6 +91,6 @@ def test_a_reader_that_has_seen_enough() -> None:
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stderr is not None
     child.stdout.close()
-    assert child.wait(60) == 1
+    assert child.wait(300) == 1
     assert child.stderr.read() == ""
     child.stderr.close()

@@ -143,6 +143,7 @@ def test_assignments_differ_field_by_field() -> None:
         "together: 2 here, 0 there",
         "feature 'bag', pooling: 'mean' here, 'none' there",
         "feature 'bag', max_length: None here, 2 there",
+        "feature 'bag', keep: None here, 'last' there",
     ]
     assert one.differences(assignment(one_table())) == ["features: ['id', 'bag'] here, ['id'] there"]
 

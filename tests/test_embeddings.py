@@ -158,8 +158,9 @@ def test_a_loss_without_a_step_is_an_error_and_no_wait() -> None:
     embeddings, model, _ = job()
     stream = embeddings.stream(batches(6))
     loss_of(model, next(stream)).backward()
+    second = next(stream)
     with pytest.raises(StreamError, match=r"optimizer\.step\(\) was not called"):
-        next(stream)
+        _ = second.embeddings
     stream.close()
 
 
@@ -407,6 +408,6 @@ def test_control_c_ends_a_run_at_once() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "training\n"
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=30)
+    _, errors = child.communicate(timeout=300)
     assert child.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no word of threads or leaks after it

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from cluster import batch, both_step, contents, features, killables, one_table, remote, serving
+from cluster import ANYWHERE, batch, both_step, contents, features, killables, one_table, remote, serving
 from faults import killed_at_random, train_until
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
@@ -52,7 +52,7 @@ def test_a_network_that_misbehaves(
 def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
     """Between lookup and update, on the same rows: its tickets are gone, its rows are not."""
     local = LocalWorker(one_table(), num_threads=1)
-    service = Service(Server(shared=tmp_path / "rows"), ServerCalls, "tcp://127.0.0.1:0")
+    service = Service(Server(shared=tmp_path / "rows"), ServerCalls, ANYWHERE)
     try:
         with remote(one_table(), [service.address]) as worker:
             looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
@@ -131,7 +131,7 @@ def test_a_file_that_was_never_whole_is_begun_anew(tmp_path: Path, left: str) ->
         file.write_bytes(bytes(4096 if left == "a page of nothing" else 0))
     server = Server(num_threads=1, shared=file)
     assert not file.exists()
-    with Service(server, ServerCalls, "tcp://127.0.0.1:0") as service, remote(one_table(), [service.address]) as worker:
+    with Service(server, ServerCalls, ANYWHERE) as service, remote(one_table(), [service.address]) as worker:
         worker.lookup(batch(range(10)), step=1)
         assert len(worker.tables["t"]) == 10
     file_of_another = tmp_path / "other"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import satrap.host
-from cluster import features, one_table, serving
+from cluster import ANYWHERE, features, one_table, serving
 from far_parts import (
     KillableWorker,
     bits,
@@ -201,7 +201,8 @@ def test_a_network_between_trainer_and_worker_that_misbehaves(
 def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
     """However often they are read."""
     path = tmp_path / "a.csv"
-    lines = [f"{i % 50},{i % 3},{'x' if i % 11 == 0 else '' if i % 13 == 0 else 1}" for i in range(400)]
+    labels = ["x" if i % 11 == 0 else "" if i % 13 == 0 else "7" if i % 17 == 0 else "1" for i in range(400)]
+    lines = [f"{i % 50},{i % 3},{label}" for i, label in enumerate(labels)]
     path.write_text("\n".join(["id,age,click", *lines]))
     data = CSV(
         str(path),
@@ -234,6 +235,8 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
         assert isinstance(embeddings.worker, FarWorker)
         embeddings.worker.close()
     assert found[0] == found[1] and found[0][1].keys() == {"rows/malformed", "rows/no_label"}
+    malformed = labels.count("x") + labels.count("7")
+    assert found[0][1]["rows/malformed"] == 2 * malformed, "a label of 7 is malformed, on a worker too"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
     """At the same address: their attempts begin at 1, and the worker has seen later ones."""
     data = source(write(tmp_path / "a.parquet", 4))
     with working() as (worker,):
-        address, numbers = "tcp://127.0.0.1:0", []
+        address, numbers = ANYWHERE, []
         for times in (3, 1):
             with Service(Server(num_threads=1), ServerCalls, address) as service:
                 address = service.address

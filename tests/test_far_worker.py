@@ -6,12 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from cluster import serving
-from far_parts import BATCH, bits, evaluate, running, source, train, working, write
-from satrap import Checkpoint
+from far_parts import BATCH, bits, evaluate, made, running, source, train, working, write
+from satrap import Checkpoint, MinCount, Parquet, Table
 from satrap.errors import StreamError
 from satrap.far import FarBatches, FarInputs, FarWorker
 
@@ -57,6 +60,31 @@ def test_it_has_the_bits_of_a_worker_in_the_trainer(
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("only", [True, False])
+def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tuple[int, int]) -> None:
+    """Ids 0 to 4 come in the first and the last batch of each epoch, the others in one batch."""
+    path = tmp_path / "a.parquet"
+    ids = [*range(43), *range(5)]
+    pq.write_table(pa.table({"id": np.array(ids, np.uint64), "click": [0.0, 1.0] * 24}), path, row_group_size=20)
+    data = Parquet(path, label="click", batch_size=8, block_rows=20, epochs=3)
+    table = Table("t", dim=2, admission=MinCount(2, first_epoch_only=only))
+    found = []
+    with ExitStack() as stack:
+        embeddings = stack.enter_context(made({"id": table}, **addresses(stack, *where)))
+        model = torch.nn.Linear(2, 1)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in embeddings.stream(data):
+            loss = model(batch.embeddings).squeeze(1) - batch.label
+            loss.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if batch.step % 6 == 0:
+                found.append(set(np.flatnonzero(embeddings.tables["t"].read(np.arange(43)).present)))
+    again = set(range(5))
+    assert found == [again, again if only else set(range(43)), again if only else set(range(43))]
+
+
 def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
     with ExitStack() as stack:
         embeddings, _, _ = stack.enter_context(running(**addresses(stack, 1, 1)))
@@ -64,7 +92,7 @@ def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
         batch = next(stream)
         assert isinstance(batch.inputs, FarInputs) and len(batch) == BATCH
         for name in ("values", "offsets", "weights"):
-            with pytest.raises(StreamError, match=f"no {name} here: its ids stay with the worker at tcp://"):
+            with pytest.raises(StreamError, match=f"no {name} here: its ids stay with the worker at ipc://"):
                 getattr(batch.inputs, name)
         assert "number=1" in repr(batch.inputs)
 

@@ -18,7 +18,7 @@ import pytest
 from cluster import batch, contents, features, killables, one_table, remote, serving
 from faults import at_random, stop_and_go, train_until
 from loop import batches, bits, job, loss_of
-from rpc_parts import DEADLINE_SECONDS, Calls, Served
+from rpc_parts import ANYWHERE, DEADLINE_SECONDS, Calls, Served
 from satrap import Checkpoint
 from satrap.errors import DeadlineError
 from satrap.job import Job
@@ -127,7 +127,7 @@ def test_a_trainer_stopped_for_longer_than_its_deadline_goes_on(rng: np.random.G
             while True:
                 print(client.call.add(1), flush=True)
     """
-    with Service(Served(), Calls, "tcp://127.0.0.1:0") as service:
+    with Service(Served(), Calls, ANYWHERE) as service:
         child = subprocess.Popen(
             [sys.executable, "-c", program, service.address],
             stdout=subprocess.PIPE,

@@ -19,6 +19,11 @@ def test_the_short_forms() -> None:
     assert ITEM.bag("mean") == Feature(ITEM, "mean")
     assert ITEM.bag("sum", weighted=True) == Feature(ITEM, "sum", weighted=True)
     assert ITEM.sequence(7) == Feature(ITEM, "none", max_length=7)
+    assert ITEM.sequence(7, keep="first", padding_id=-1) == Feature(
+        ITEM, "none", max_length=7, keep="first", padding_id=2**64 - 1
+    )
+    assert ITEM.sequence(7).keep == "last" and ITEM.bag("sum").keep is None, "a history ends with what is newest"
+    assert ITEM.bag("sum", padding_id=0).padding_id == 0
     assert Features({"x": ITEM})["x"] == Feature(ITEM, "sum")
 
 
@@ -28,6 +33,10 @@ BAD_FEATURES: list[tuple[Any, str]] = [
     (lambda: ITEM.bag("max"), "a feature of table 'item': pooling is 'max' .*wanted one of 'sum', 'mean', 'sqrtn'"),  # type: ignore[arg-type]
     (lambda: ITEM.bag("sum", weighted=1), r"weighted is 1 \(int\); wanted True or False"),  # type: ignore[arg-type]
     (lambda: Feature(ITEM, "mean", max_length=3), r"max_length is 3 \(int\) and pooling 'mean'.*table\.sequence"),
+    (lambda: Feature(ITEM, "mean", keep="last"), "keep is 'last' .* and pooling 'mean', which takes bags"),
+    (lambda: ITEM.sequence(2, keep="newest"), "keep is 'newest' .*; wanted one of 'last', 'first'"),  # type: ignore[arg-type]
+    (lambda: ITEM.bag("sum", padding_id=2**64), "padding_id is 18446744073709551616; wanted an integer from"),
+    (lambda: ITEM.sequence(2, padding_id="0"), r"padding_id is '0' \(str\); wanted an integer"),  # type: ignore[arg-type]
     (lambda: ITEM.bag("none"), "pooling is 'none' and there is no max_length: use table.sequence"),
     (lambda: ITEM.sequence(0), "max_length is 0; wanted an integer from 1 to 65536"),
     (lambda: ITEM.sequence(2.0), r"max_length is 2\.0 \(float\); wanted an integer"),  # type: ignore[arg-type]
@@ -84,7 +93,7 @@ def test_any_features_have_one_order(given_: dict[str, Feature]) -> None:
     assert [begin for begin, _ in spans] == ends[:-1] and ends[-1] == features.total_dim
 
 
-@pytest.mark.parametrize("feature", [Feature(ITEM), ITEM.bag("sqrtn", weighted=True), USER.sequence(3)])
+@pytest.mark.parametrize("feature", [Feature(ITEM), ITEM.bag("sqrtn", weighted=True), USER.sequence(3, padding_id=5)])
 def test_dict_form(feature: Feature) -> None:
     assert Feature.from_dict(feature.to_dict()) == feature == pickle.loads(pickle.dumps(feature))
     assert hash(feature) == hash(Feature.from_dict(feature.to_dict()))

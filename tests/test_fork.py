@@ -91,7 +91,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     ticket = engine.prepare(IDS, offsets)
     flags = np.zeros(len(IDS), np.bool_)
     message = np.asarray(engine.encode_rows(offsets, floats))
-    bags = _core.Bags(engine, [("a", 0, "sum", False, 0)])
+    bags = _core.Bags(engine, [("a", 0, "sum", False, 0, False, None)])
     block = np.zeros(GRADIENTS.size, np.float32)
     of_bags = engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, [])
     return moving_calls(engine) | {

@@ -24,7 +24,7 @@ def trained(device: str, staleness: int, overlap: bool | None = None) -> tuple[l
     losses = []
     with embeddings.stream(batches(30), device=device, overlap=overlap) as stream:
         for batch in stream:
-            assert {each.device.type for each in batch.tensors} == {device}
+            assert {each.device.type for each in (batch.dense, batch.label, batch.embeddings)} == {device}
             loss = loss_of(model, batch)
             optimizer.zero_grad()
             loss.backward()

@@ -15,7 +15,7 @@ from satrap import Checkpoint, Embeddings, Inputs, StreamError
 from satrap.errors import NonFiniteError, SourceError
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
-DEADLINE_SECONDS = 30
+DEADLINE_SECONDS = 120
 
 
 @each_way

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from satrap.errors import NonFiniteError, StreamError
 from satrap.pipeline import Pipeline, Update
 from satrap.sync import Gate
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 120.0
 
 each_way = pytest.mark.parametrize("mode", ["inline", "overlap", "remote"])
 
@@ -25,6 +26,7 @@ class Tables:
 
     def __init__(self) -> None:
         self.applied: list[int] = []
+        self.looked_up: list[int] = []
         self.seen: dict[int, int] = {}  # step -> updates applied before its lookup
         self.fail_lookup = self.fail_update = 0
         self.hold_lookup, self.hold_update = threading.Event(), threading.Event()
@@ -43,13 +45,14 @@ class Tables:
         finally:
             self.inside.remove(what)
 
-    def look_up(self, inputs: int, step: int, oldest_open: int) -> tuple[int, int]:
-        assert oldest_open <= step
+    def look_up(self, inputs: int, step: int, oldest_open: int, ahead: tuple[int, int] | None) -> tuple[int, int]:
+        assert oldest_open <= step and ahead in (None, (inputs, step))
         with self._doing("lookup"):
             self.seen[step] = len(self.applied)
             assert self.hold_lookup.wait(DEADLINE_SECONDS)
             if step == self.fail_lookup:
                 raise ValueError("no such row")
+            self.looked_up.append(step)
         return inputs, step
 
     def update(self, *steps: int) -> Update:
@@ -77,8 +80,19 @@ def eventually(what: str, holds: object) -> None:
         threading.Event().wait(0.001)
 
 
+def looked_up(tables: Tables, num: int) -> bool:
+    return len(tables.looked_up) >= num
+
+
 def make(inputs: Iterator[int], gate: Gate, tables: Tables, mode: str) -> Pipeline[tuple[int, int]]:
-    return Pipeline(inputs, gate, tables.look_up, overlap=mode != "inline", remote=mode == "remote")  # type: ignore
+    return Pipeline(
+        inputs,  # type: ignore[arg-type]  # plain numbers
+        gate,
+        tables.look_up,  # type: ignore[arg-type]
+        read_ahead=lambda inputs, step: (inputs, step),  # type: ignore[arg-type,return-value]
+        overlap=mode != "inline",
+        remote=mode == "remote",
+    )
 
 
 @each_way
@@ -119,13 +133,51 @@ def test_the_user_is_asked_when_only_a_step_opens_the_gate(mode: str) -> None:
     assert not pipeline.needs_user()
     assert pipeline.next() == (1, 2)
     assert pipeline.needs_user()
-    with pytest.raises(StreamError, match="gate is closed"):
-        pipeline.next()
+    assert pipeline.next() == (2, 3), "ahead of its lookup"
+    assert not pipeline.bring(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2]
     pipeline.drop(1)
-    assert not pipeline.needs_user()
-    assert pipeline.next() == (2, 3)
+    assert pipeline.bring(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2, 3]
     pipeline.close()
     assert tables.applied == []
+
+
+@each_way
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_all_batches_may_be_taken_before_the_first_step(
+    mode: str, staleness: int, accumulate: int, deterministic: bool
+) -> None:
+    """Each comes once, under its step, and is looked up in order, as soon as the gate allows and no sooner."""
+    tables, gate = Checked(staleness, 0), Gate(staleness, accumulate=accumulate, deterministic=deterministic)
+    pipeline = make(numbers(20), gate, tables, mode)
+    got = []
+    while (item := pipeline.next()) is not None:
+        got.append(item)
+    assert got == [(i, 1 + i // accumulate) for i in range(20)]
+    free = accumulate * (staleness + 1)
+    assert tables.looked_up == [1 + i // accumulate for i in range(min(free, 20))]
+    for first in range(0, 20, accumulate):
+        steps = [step for _, step in got[first : first + accumulate]]
+        assert pipeline.bring(partial(looked_up, tables, first + len(steps)))
+        if first + free + accumulate <= 20:
+            assert not pipeline.bring(partial(looked_up, tables, first + free + 1))
+        pipeline.submit(tables.update(*steps))
+    assert pipeline.drain()
+    pipeline.close()
+    assert tables.applied == tables.looked_up == [step for _, step in got]
+
+
+@each_way
+def test_the_last_batch_taken_ahead_goes_back(mode: str) -> None:
+    tables = Tables()
+    pipeline = make(numbers(9), Gate(0), tables, mode)
+    first, second, third = (pipeline.next() for _ in range(3))
+    assert first is not None and second is not None and third is not None
+    assert not pipeline.take_back(first) and not pipeline.take_back(second) and pipeline.take_back(third)
+    pipeline.drop(1)
+    assert pipeline.bring(lambda: 2 in tables.looked_up)
+    pipeline.close()
 
 
 def test_lookups_go_on_while_the_user_is_in_its_step() -> None:
@@ -353,11 +405,11 @@ class Checked(Tables):
         for _ in range(self._draws[what].choice((0, 100, 3_000))):
             pass
 
-    def look_up(self, inputs: int, step: int, oldest_open: int) -> tuple[int, int]:
+    def look_up(self, inputs: int, step: int, oldest_open: int, ahead: tuple[int, int] | None) -> tuple[int, int]:
         assert self.settled >= set(range(step - self._staleness)), f"step {step} was looked up too early"
         assert self.settled >= set(range(oldest_open)), f"of step {step} open ones are not pinned"
         self._work("lookup")
-        return super().look_up(inputs, step, oldest_open)
+        return super().look_up(inputs, step, oldest_open, ahead)
 
     def update(self, *steps: int) -> Update:
         inner = super().update(*steps)

@@ -112,7 +112,7 @@ def pooled(rows: list[Parameter], inputs: Inputs, feature: Feature, index: int) 
     """One bag: [DIM], or for a sequence [LONGEST - 1, DIM]."""
     ids, weights = bag_of(inputs, index)
     if feature.pooling == "none":
-        used = [rows[id_] for id_ in ids[: LONGEST - 1]]
+        used = [rows[id_] for id_ in ids[1 - LONGEST :]]
         return torch.stack(used + [torch.zeros(DIM)] * (LONGEST - 1 - len(used)))
     if not ids:
         return torch.zeros(DIM)

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,17 +48,34 @@ def test_the_guide_runs_as_written(
     write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
     write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/training.md", "exec"), namespace)
     shown = capsys.readouterr()
     assert "step 80 | 40k samples in" in shown.err
     assert shown.out.startswith("AUC ")
+    assert torch.export.load(tmp_path / "model.pt2").module()(torch.zeros(7, 2), torch.zeros(7, 24)).shape == (7,)
 
 
-def test_the_adult_example_reaches_its_auc() -> None:
+# Packages of other extras than [train], which `make demo` does not install.
+OTHERS = ("duckdb", "hypothesis", "mypy", "onnx", "pandas", "polars", "pytest", "ray", "tensorboard", "zmq")
+
+
+def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone() -> None:
     script = ROOT / "examples/adult.py"
-    done = subprocess.run([sys.executable, str(script), "--epochs", "1"], capture_output=True, text=True, timeout=300)
+    hide = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({OTHERS})); sys.argv = {[str(script), '--epochs', '1']}"
+    )
+    command = [sys.executable, "-c", f"{hide}; runpy.run_path({str(script)!r}, run_name='__main__')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) > 0.89
+
+
+def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> None:
+    command = ["make", "--dry-run", "--always-make", "demo"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    installed = [line.partition("constraints.txt ")[2] for line in lines if " install " in line and "echo" not in line]
+    assert installed == ["scikit-build-core nanobind cmake ninja", "--no-build-isolation -e '.[train]'"]
+    assert "satrap run examples/adult.py --servers 2 --trainers 2" in lines[-1]

@@ -20,8 +20,6 @@ import numpy as np
 import pytest
 
 from runs import JOB, SATRAP, changed_job, finished, is_left, num_checkpoints, said, same, scale, scaled, started, until
-from satrap.cluster.resources import Resources, size_in_bytes
-from satrap.errors import ConfigError
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'satrap[ray]'", allow_module_level=True)
@@ -262,10 +260,3 @@ def test_bad_options_are_refused(tmp_path: Path, options: list[str], message: st
     command = [str(SATRAP), "run", str(JOB), *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and message in done.stderr
-
-
-def test_sizes() -> None:
-    assert [size_in_bytes(text) for text in ("5", "2KiB", "3 MiB", "64GiB")] == [5, 2048, 3 << 20, 64 << 30]
-    assert str(Resources(cpus=4, gpus=1, memory_bytes=3 << 29)) == "4 CPU, 1 GPU, 1.5 GiB memory"
-    with pytest.raises(ConfigError, match="gpus is -1"):
-        Resources(gpus=-1)

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 import zmq
 
-from rpc_parts import DEADLINE_SECONDS, Calls, Served, eventually, raw_peer, request, resident_bytes, server_process
+from rpc_parts import (
+    DEADLINE_SECONDS,
+    LOOPBACK,
+    Calls,
+    Served,
+    eventually,
+    raw_peer,
+    request,
+    resident_bytes,
+    server_process,
+)
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Limits, Service
 from satrap.rpc.header import Header, Kind
-
-ANYWHERE = "tcp://127.0.0.1:0"
 
 
 def mutated(rng: random.Random) -> list[bytes]:
@@ -54,7 +62,7 @@ def mutated(rng: random.Random) -> list[bytes]:
 def test_a_server_under_mutated_frames_answers_a_good_client_and_does_not_grow(seed: int) -> None:
     rng = random.Random(seed)
     with (
-        server_process(ANYWHERE, "max_requests=64") as (process, address),
+        server_process(LOOPBACK, "max_requests=64") as (process, address),
         Client(Calls, address, deadline=DEADLINE_SECONDS) as client,
         raw_peer(address) as peer,
     ):
@@ -79,7 +87,7 @@ def test_a_server_under_mutated_frames_answers_a_good_client_and_does_not_grow(s
 def test_a_flood_that_nobody_reads_is_bounded() -> None:
     """Large requests whose replies are never taken: some are refused as busy, replies are dropped, memory stays."""
     with (
-        server_process(ANYWHERE, "max_requests=8", f"max_bytes={4 << 20}") as (process, address),
+        server_process(LOOPBACK, "max_requests=8", f"max_bytes={4 << 20}") as (process, address),
         Client(Calls, address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client,
     ):
         assert client.call.add(1) == 1
@@ -100,7 +108,7 @@ def test_a_flood_that_nobody_reads_is_bounded() -> None:
 def small() -> Iterator[tuple[Service, Served]]:
     served = Served()
     limits = Limits(max_requests=3, max_frames=4, max_frame_bytes=1 << 20)
-    with Service(served, Calls, ANYWHERE, num_threads=1, limits=limits) as service:
+    with Service(served, Calls, LOOPBACK, insecure=True, num_threads=1, limits=limits) as service:
         yield service, served
         served.go.set()
 

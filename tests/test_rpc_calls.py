@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from forks import in_fork
 from rpc_parts import (
+    ANYWHERE,
     DEADLINE_SECONDS,
     Calls,
     Served,
@@ -28,8 +29,6 @@ from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, Non
 from satrap.rpc import Client, Limits, Origin, Service
 from satrap.rpc.header import Header, Kind
 from test_rpc_values import INTS, JSON, REALS, arrays, same
-
-ANYWHERE = "tcp://127.0.0.1:0"
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +55,12 @@ def test_every_type_goes_there_and_back(
 
 
 def test_a_client_interrupted_while_it_connects_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(host: str, port: int) -> str:
+    def interrupted(address: str) -> bool:
         raise KeyboardInterrupt
 
     with Service(Served(), Calls, ANYWHERE) as service:
         client = Client(Calls, service.address)
-        monkeypatch.setattr("satrap.rpc.client.join_address", interrupted)
+        monkeypatch.setattr("satrap.rpc.client.is_unix", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:  # whose frames hold what was half made
             client.call.nothing()
         closing = threading.Thread(target=client.close, daemon=True)

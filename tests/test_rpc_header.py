@@ -3,12 +3,13 @@
 import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import InputError, RpcError
-from satrap.rpc.header import HEADER_BYTES, Header, Kind, Origin
+from satrap.rpc.header import HEADER_BYTES, MAX_DEADLINE_MS, MAX_FRAMES, Header, Kind, Origin
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 ORIGINS = st.builds(Origin, attempt=U32, trainer=U32, step=U32, map_version=U32)
@@ -42,6 +43,19 @@ def test_the_layout_is_the_one_written_down() -> None:
     assert struct.unpack_from("<6I", packed, 40) == (5, 7, 8, 9, 10, 0)
 
 
+def test_the_kinds_and_limits_are_those_written_down() -> None:
+    assert {int(kind): kind.name for kind in Kind} == {1: "REQUEST", 2: "REPLY", 3: "ERROR", 4: "BUSY", 5: "WORKING"}
+    assert (MAX_FRAMES, MAX_DEADLINE_MS) == (2**16 - 1, 2**32 - 1)
+    plain = Header(kind=Kind.REPLY, method=1, client=2, call=3)
+    assert plain == Header(kind=Kind.REPLY, method=1, client=2, call=3, num_frames=0, body_bytes=0, deadline_ms=0)
+
+
+@pytest.mark.parametrize("value", [0, 2**32 - 1])
+def test_numbers_of_other_types_become_ints(value: int) -> None:
+    step = Origin(step=np.uint32(value)).step  # type: ignore[arg-type]
+    assert step == value and type(step) is int
+
+
 @given(st.binary(max_size=130))
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(RpcError):
@@ -52,10 +66,13 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 def test_a_flipped_bit_is_refused_or_means_another_header(header: Header, bit: int) -> None:
     mutated = bytearray(header.pack())
     mutated[bit // 8] ^= 1 << bit % 8
-    try:
-        found = Header.unpack(bytes(mutated))
-    except RpcError:
+    kind, (deadline_ms,) = mutated[5], struct.unpack_from("<I", mutated, 40)
+    fixed = bit // 8 in (*range(5), *range(60, 64))  # magic and version, the reserved bytes
+    if fixed or not 1 <= kind <= 5 or (kind == Kind.REQUEST and deadline_ms == 0):
+        with pytest.raises(RpcError):
+            Header.unpack(bytes(mutated))
         return
+    found = Header.unpack(bytes(mutated))
     assert found != header
     assert found.pack() == bytes(mutated)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rpc_parts import Calls, Served
+from rpc_parts import LOOPBACK, Calls, Served
 from satrap.cli import main
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Keys, Service
-from satrap.rpc.address import is_loopback, join_address, split_address
+from satrap.rpc.address import join_address, split_address
 from satrap.rpc.keys import make_keys
 
 
@@ -25,6 +25,7 @@ def test_each_file_holds_its_own_pair_and_the_others_public_key(tmp_path: Path) 
     files = sorted((tmp_path / "new" / "keys").iterdir())
     assert [file.name for file in files] == ["client.key", "server.key"]
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "new" / "keys").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("there", ["server.key", "client.key"])
@@ -51,6 +52,14 @@ def test_a_key_that_others_may_read(tmp_path: Path, mode: int) -> None:
     path, _ = make_keys(tmp_path)
     path.chmod(mode)
     with pytest.raises(ConfigError, match=f"others may read it \\(mode {mode:o}\\); make new keys, or chmod 600"):
+        Keys.read(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_that_another_user_made(tmp_path: Path) -> None:
+    path, _ = make_keys(tmp_path)
+    os.chown(path, 65534, -1)
+    with pytest.raises(ConfigError, match="user 65534 made it, who has its secret; make new keys"):
         Keys.read(path)
 
 
@@ -89,7 +98,7 @@ def test_what_is_no_key(tmp_path: Path) -> None:
 def test_a_key_of_the_wrong_side(tmp_path: Path) -> None:
     server, client = (Keys.read(path) for path in make_keys(tmp_path))
     with pytest.raises(ConfigError, match=r"keys of a client; wanted those of a server: read server\.key"):
-        Service(Served(), Calls, "tcp://127.0.0.1:0", client)
+        Service(Served(), Calls, LOOPBACK, client)
     with pytest.raises(ConfigError, match="keys of a server; wanted those of a client"):
         Client(Calls, "tcp://127.0.0.1:5", server)
 
@@ -97,23 +106,20 @@ def test_a_key_of_the_wrong_side(tmp_path: Path) -> None:
 # -- addresses ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["tcp://0.0.0.0:0", "tcp://*:*", "tcp://[::]:0", "tcp://192.0.2.7:5555"])
-def test_without_keys_only_loopback_is_served(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not of this machine only, .*`satrap keys FOLDER`"):
+@pytest.mark.parametrize(
+    "text", ["tcp://0.0.0.0:0", "tcp://*:*", "tcp://[::]:0", "tcp://192.0.2.7:5555", LOOPBACK, "tcp://localhost:0"]
+)
+def test_tcp_without_keys_is_refused_on_loopback_too(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"without keys: .*listen at ipc:///.*`satrap keys FOLDER`.*--insecure"):
         Service(Served(), Calls, text)
 
 
-def test_without_keys_only_loopback_is_called() -> None:
-    with pytest.raises(ConfigError, match="a client without keys is for loopback"):
-        Client(Calls, "tcp://192.0.2.7:5555")
-
-
-@pytest.mark.parametrize("text", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://localhost:0", "tcp://127.9.9.9:0"])
-def test_loopback_in_all_its_forms(text: str) -> None:
-    with Service(Served(), Calls, text) as service:
-        host, port = split_address(service.address)
-        assert is_loopback(host) and port > 0
-        with Client(Calls, service.address) as client:
+@pytest.mark.parametrize("text", [LOOPBACK, "tcp://127.0.0.1:*", "tcp://localhost:0", "tcp://127.9.9.9:0", "tcp://*:0"])
+def test_tcp_without_keys_that_was_asked_for(text: str) -> None:
+    with Service(Served(), Calls, text, insecure=True) as service:
+        _, port = split_address(service.address)
+        assert port > 0
+        with Client(Calls, service.address if "*:0" not in text else join_address("127.0.0.1", port)) as client:
             assert client.call.add(2) == 2
 
 
@@ -122,9 +128,18 @@ def test_the_sixth_version_of_ip() -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"this machine has no ::1: {error}")
-    with Service(Served(), Calls, "tcp://[::1]:0") as service, Client(Calls, service.address) as client:
+    with Service(Served(), Calls, "tcp://[::1]:0", insecure=True) as service, Client(Calls, service.address) as client:
         assert service.address.startswith("tcp://[::1]:")
         assert client.call.add(2) == 2
+
+
+@pytest.mark.parametrize("command", ["server", "worker"])
+def test_the_commands_ask_for_keys(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--listen", LOOPBACK]) == 1
+    assert "--insecure" in capsys.readouterr().err
+    server, _ = make_keys(tmp_path)
+    assert main([command, "--listen", LOOPBACK, "--insecure", "--keys", str(server)]) == 1
+    assert "there are --keys and --insecure; wanted one of the two" in capsys.readouterr().err
 
 
 def test_every_address_with_keys(tmp_path: Path) -> None:
@@ -144,7 +159,10 @@ def test_every_address_with_keys(tmp_path: Path) -> None:
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:x",
         "tcp://127.0.0.1:65536",
-        "ipc:///tmp/x",
+        "ipc://*",
+        "ipc://x",
+        "ipc:///x",
+        "ipc:///tmp/..",
         "tcp://::1:5",
         None,
         "tcp://a b:1/",
@@ -153,20 +171,20 @@ def test_every_address_with_keys(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"the address is .*; wanted e\.g\. tcp://127\.0\.0\.1:5555"):
+    with pytest.raises(ConfigError, match=r"the address is .*; wanted .*e\.g\. tcp://10\.0\.0\.5:5555"):
         Service(Served(), Calls, text)
 
 
 def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the host 'x{64}' cannot be resolved"):
-        Service(Served(), Calls, f"tcp://{'x' * 64}:0")
+        Service(Served(), Calls, f"tcp://{'x' * 64}:0", insecure=True)
     server = Keys.read(make_keys(tmp_path)[0])
     for keys in (None, server):
         with (
-            Service(Served(), Calls, "tcp://127.0.0.1:0", keys) as service,
+            Service(Served(), Calls, LOOPBACK, keys, insecure=keys is None) as service,
             pytest.raises(ConfigError, match=r"cannot be served: .*; give a free port"),
         ):
-            Service(Served(), Calls, service.address, keys)
-    for text in ("tcp://*:5", "tcp://127.0.0.1:0", "tcp://0.0.0.0:5"):
+            Service(Served(), Calls, service.address, keys, insecure=keys is None)
+    for text in ("tcp://*:5", "tcp://127.0.0.1:0", "tcp://0.0.0.0:5", f"ipc://{tmp_path}/*"):
         with pytest.raises(ConfigError, match="wanted that of one server"):
             Client(Calls, text)

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from benchmarks.cluster.proxy import CountingProxy
 
-from rpc_parts import DEADLINE_SECONDS, Calls, FrameProxy, Served
+from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.keys import make_keys
 from satrap.rpc.values import PIECE_BYTES
 
-ANYWHERE = "tcp://127.0.0.1:0"
 MARK = b"the ids of this batch, sixty-four bytes that nobody should see!!"
 
 
@@ -38,7 +37,7 @@ class Listener(CountingProxy):
 def test_no_call_is_lost_in_a_network_that_loses(seed: int, drop: float, repeat: float, hold: float) -> None:
     served = Served()
     with (
-        Service(served, Calls, ANYWHERE) as service,
+        Service(served, Calls, LOOPBACK, insecure=True) as service,
         FrameProxy(service.address, seed, drop, repeat, hold) as proxy,
         Client(Calls, proxy.address, deadline=DEADLINE_SECONDS, retry_seconds=0.05) as client,
     ):
@@ -60,7 +59,7 @@ def test_what_a_listener_sees(tmp_path: Path, secured: bool) -> None:
     keys = [Keys.read(path) for path in make_keys(tmp_path)] if secured else [None, None]
     ids = np.frombuffer(MARK * 2000, np.uint64)
     with (
-        Service(Served(), Calls, ANYWHERE, keys[0]) as service,
+        Service(Served(), Calls, LOOPBACK, keys[0], insecure=not secured) as service,
         Listener(service.address) as proxy,
         Client(Calls, proxy.address, keys[1], deadline=DEADLINE_SECONDS) as client,
     ):
@@ -74,7 +73,7 @@ def test_arrays_of_all_lengths_cross_in_pieces(tmp_path: Path) -> None:
     server, key = (Keys.read(path) for path in make_keys(tmp_path))
     piece = PIECE_BYTES // 8
     with (
-        Service(Served(), Calls, ANYWHERE, server) as service,
+        Service(Served(), Calls, LOOPBACK, server) as service,
         Client(Calls, service.address, key, deadline=DEADLINE_SECONDS) as client,
     ):
         for size in (0, 1, piece - 1, piece, piece + 1, 2 * piece, 40 * piece + 7):
@@ -88,7 +87,7 @@ def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
     knows_the_server = Keys(role="client", secret=stranger.secret, public=stranger.public, peer=server.public)
     takes_another = Keys(role="client", secret=client.secret, public=client.public, peer=foreign.public)
     served = Served()
-    with Service(served, Calls, ANYWHERE, server) as service:
+    with Service(served, Calls, LOOPBACK, server) as service:
         with Client(Calls, service.address, client, deadline=DEADLINE_SECONDS) as good:
             assert good.call.add(1) == 1
             refusals = {
@@ -109,7 +108,7 @@ def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
 
 def test_one_that_was_refused_connects_to_who_comes_instead(tmp_path: Path) -> None:
     server, key = (Keys.read(path) for path in make_keys(tmp_path))
-    with Service(Served(), Calls, ANYWHERE) as other:
+    with Service(Served(), Calls, LOOPBACK, insecure=True) as other:
         address = other.address
         client = Client(Calls, address, key, deadline=DEADLINE_SECONDS)
         with pytest.raises(DeadlineError, match="the other way"):
@@ -121,7 +120,7 @@ def test_one_that_was_refused_connects_to_who_comes_instead(tmp_path: Path) -> N
 def test_a_client_with_keys_does_not_talk_to_a_server_without(tmp_path: Path) -> None:
     _, client = (Keys.read(path) for path in make_keys(tmp_path))
     served = Served()
-    with Service(served, Calls, ANYWHERE) as service, Client(Calls, service.address, client) as refused:
+    with Service(served, Calls, LOOPBACK, insecure=True) as service, Client(Calls, service.address, client) as refused:
         with pytest.raises(DeadlineError, match="no connection: what listens there has keys and this client has none"):
             refused.within(DEADLINE_SECONDS).add(100)
         assert served.num_runs == 0 and service.counts()["bad"] == 0

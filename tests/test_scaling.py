@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,37 @@ def test_one_calm_window_begins_the_patience_anew() -> None:
     assert [each.change for each in follow([full, full, calm, full, full, full])] == [0, 0, 0, 0, 0, 1]
 
 
+def test_a_window_that_wants_the_opposite_begins_the_patience_anew() -> None:
+    full, idle = servers(0.85, 0.5), servers(0.1, 0.1)
+    assert [each.change for each in follow([full, full, idle, idle, full, full, full])] == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_patience_asks_for_the_same_direction_not_for_the_same_number() -> None:
+    one, two, fewer = servers(0.85, 0.5), servers(0.95, 0.5), servers(0.1, 0.1)
+    assert [each.change for each in follow([one, two, one])] == [0, 0, 1]
+    assert [each.change for each in follow([one, fewer, fewer, fewer])] == [0, 0, 0, -1]
+
+
+def test_patience_counts_at_the_bounds_too() -> None:
+    assert [each.change for each in follow([servers(0.85, 0.5)] * 3, min_servers=2)] == [0, 0, 1]
+    assert [each.change for each in follow([servers(0.1, 0.1)] * 3, max_servers=2)] == [0, 0, -1]
+
+
+def test_at_a_mark_nothing_happens_and_the_busiest_server_counts() -> None:
+    assert follow([servers(0.8, 0.5)], patience=1)[0].change == 0
+    assert follow([servers(0.1, 0.1, work=0.7)], patience=1)[0].change == 0
+    uneven = [*servers(0.1, work=0.8), *servers(0.1, work=0.1)]
+    assert follow([uneven], patience=1)[0].add == 2
+    roomy = [replace(each, limit_bytes=2.0) for each in servers(0.85, 0.5)]
+    assert follow([roomy], patience=1)[0].change == 0
+    assert follow([servers(0.0, 0.0)], patience=1)[0].change == -1
+
+
+def test_a_change_begins_the_patience_anew() -> None:
+    found = follow([servers(0.85, 0.5)] * 7, pause_seconds=0.0)
+    assert [n for n, each in enumerate(found) if each.change] == [2, 5]
+
+
 def test_after_a_change_there_is_a_pause() -> None:
     found = follow([servers(0.85, 0.5)] * 16, pause_seconds=100.0)
     assert [n for n, each in enumerate(found) if each.change] == [2, 12]
@@ -98,7 +130,11 @@ def test_figures_are_of_what_happened_between() -> None:
     found = Figures.between("tcp://host:1", before, after)
     assert (found.rows, found.used_bytes, found.limit_bytes, found.calls) == (7, 20.0, 100.0, 1.5)
     assert found.work_seconds == pytest.approx(0.05)
-    assert Figures.between("a", after, after, limit_bytes=50.0).work_seconds == 0.0
+    same = Figures.between("a", after, after, limit_bytes=50.0)
+    assert (same.work_seconds, same.limit_bytes) == (0.0, 50.0)
+    step = after | {"latest_step": 31, "work_seconds": 4.5}
+    assert Figures.between("a", after, step).work_seconds == 0.5
+    assert replace(same, calls=0.0) == Figures(address="a", rows=7, used_bytes=20.0, limit_bytes=50.0)
     assert Figures.between("a", after, before).work_seconds == 0.0, "it was started anew"
 
 
@@ -106,6 +142,10 @@ def test_figures_are_of_what_happened_between() -> None:
     ("wrong", "message"),
     [
         ({"max_servers": 0}, "max_servers is 0"),
+        ({"max_servers": 2, "min_servers": 0}, "min_servers is 0"),
+        ({"max_servers": 2, "patience": 1001}, "patience is 1001"),
+        ({"max_servers": 2, "memory_goal": 0.0}, "memory_goal is 0.0 and memory_high 0.8"),
+        ({"max_servers": 2, "memory_goal": 0.8}, "memory_goal is 0.8 and memory_high 0.8"),
         ({"max_servers": 2, "min_servers": 3}, "max_servers is 2"),
         ({"max_servers": 2, "memory_goal": 0.9}, "memory_goal is 0.9 and memory_high 0.8"),
         ({"max_servers": 2, "work_high": 1.5}, "work_goal is 0.4 and work_high 1.5"),
@@ -118,3 +158,18 @@ def test_bounds_that_cannot_be_kept_are_refused(wrong: dict[str, Any], message: 
         Bounds(**wrong)
     with pytest.raises(ConfigError, match="there are no servers"):
         decide([], 1.0, BOUNDS, Past(), 0.0)
+
+
+def test_the_bounds_of_a_run() -> None:
+    """The defaults, which docs/operations.md quotes; and a mark may be all there is."""
+    assert Bounds(max_servers=8) == Bounds(
+        min_servers=1,
+        max_servers=8,
+        memory_high=0.8,
+        memory_goal=0.6,
+        work_high=0.7,
+        work_goal=0.4,
+        patience=3,
+        pause_seconds=300.0,
+    )
+    assert Bounds(max_servers=8, memory_high=1.0).memory_high == 1.0

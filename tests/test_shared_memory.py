@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from oracle import as_ids
 from satrap import _core
 from satrap.config import SGD, Adagrad, Adam, Constant, MinCount, Table
 from satrap.errors import SharedMemoryError
+from satrap.server import Server
 from satrap.store import Store
 from shared_memory_child import CHURN, EQUAL, EQUAL_IDS, GROW, GROW_IDS
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 CHILD = Path(__file__).with_name("shared_memory_child.py")
 
 
@@ -326,8 +327,9 @@ def test_create_twice_is_refused_and_harms_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(100), bytes(1 << 16), b"\x7fELF" + bytes(1 << 20)])
 def test_a_foreign_file_is_refused_by_name(path: Path, content: bytes) -> None:
+    path.touch(0o600)
     path.write_bytes(content)
-    with pytest.raises(SharedMemoryError) as raised:
+    with pytest.raises(SharedMemoryError, match=r"is empty|is no") as raised:
         Store.attach(path)
     assert str(path) in str(raised.value)
     assert path.read_bytes() == content, "a foreign file was written to"
@@ -343,11 +345,57 @@ def test_a_truncated_file_is_refused_by_name(path: Path) -> None:
     used = len(whole.rstrip(b"\0"))
     for size in (used - 1, used // 2, 1 << 20, 4096, 4095, 100):
         path.write_bytes(whole[:size])
-        with pytest.raises(SharedMemoryError) as raised:
+        with pytest.raises(SharedMemoryError, match=r"is truncated|is no whole|first bytes") as raised:
             Store.attach(path)
         assert str(path) in str(raised.value)
+        with pytest.raises(SharedMemoryError, match=r"is truncated|is no whole|first bytes"):
+            Server(shared=path)
+    path.write_bytes(b"")
+    for attach in (lambda: Store.attach(path), lambda: Server(shared=path)):
+        with pytest.raises(SharedMemoryError, match="is empty: it was truncated, or its maker was killed at once"):
+            attach()
+    assert path.exists()
     path.write_bytes(whole)
     assert len(Store.attach(path)) == 400_000
+
+
+def mode(path: Path) -> str:
+    path.chmod(0o640)
+    return r"may be used by others \(mode 640\), who may have changed it; wanted mode 600"
+
+
+def link(path: Path) -> str:
+    path.rename(f"{path}-copy")
+    path.symlink_to(f"{path}-copy")
+    return "is a symbolic link; wanted the file itself"
+
+
+def pipe(path: Path) -> str:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    return "is no regular file"
+
+
+def owner(path: Path) -> str:
+    os.chown(path, 65534, -1)
+    return "belongs to user 65534, and this is user 0; name another"
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@pytest.mark.parametrize("change", [mode, link, pipe, pytest.param(owner, marks=needs_root)])
+def test_a_file_that_others_may_have_made_is_refused(path: Path, change: Callable[[Path], str]) -> None:
+    Store(CHURN, shared=path)
+    gc.collect()
+    words = change(path)
+    try:
+        for attach in (lambda: Store.attach(path), lambda: Server(shared=path)):
+            with pytest.raises(SharedMemoryError, match=words):
+                attach()
+        assert os.path.lexists(path)
+    finally:
+        Path(f"{path}-copy").unlink(missing_ok=True)
 
 
 def test_damaged_headers_are_refused_or_harmless(path: Path, rng: np.random.Generator) -> None:

@@ -23,7 +23,7 @@ from satrap.config import SGD, Adagrad, Adam, Ftrl, MinCount, RowWiseAdagrad, Ta
 from satrap.errors import CapacityError, SnapshotError
 from satrap.store import Store
 from satrap.tables import Tables
-from snapshots import assert_same, columns, contents, crc32c, manifest
+from snapshots import assert_same, columns, contents, crc32c, forge, manifest
 
 ROOT = Path(__file__).parent.parent
 
@@ -209,6 +209,19 @@ def test_changes_lead_from_one_snapshot_to_the_next(
     train(primary, np.random.default_rng(1))
     train(replica, np.random.default_rng(1))
     assert_same(contents(replica), contents(primary))
+
+
+def test_a_snapshot_from_before_a_field_was_added(make_pair: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+    """It means the field's default: a table is made of it, takes its changes, and may be saved in its place."""
+    primary, replica = make_pair(Table("item", dim=4, admission=MinCount(2)), rng)
+    primary.save_changes(tmp_path / "changes", since=replica.version)
+    for name in ("full", "changes"):
+        forge(tmp_path / name, lambda content: content["config"]["admission"].pop("first_epoch_only"))
+    replica = Store.load(tmp_path / "full", num_threads=1)
+    assert replica.table == primary.table
+    replica.apply_changes(tmp_path / "changes")
+    assert_same(contents(replica), contents(primary))
+    replica.save(tmp_path / "full")
 
 
 def test_changes_are_only_what_changed(tmp_path: Path) -> None:

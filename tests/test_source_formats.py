@@ -226,8 +226,8 @@ def test_labels_dense_and_lists_of_text(kind: str, tmp_path: Path) -> None:
         "dense": [DenseColumn("count", missing=-1, log1p=True), DenseColumn("negative", log1p=True)],
         "label": [
             LabelColumn("income", true=[">50K", ">50K."]),
-            LabelColumn("income", values={">50K": 2, "<=50K": 3, ">50K.": 4}),
-            LabelColumn("delay", above=15, missing=0.5),
+            LabelColumn("income", kind="count", values={">50K": 2, "<=50K": 3, ">50K.": 4}),
+            LabelColumn("delay", kind="real", above=15, missing=0.5),
         ],
         "ids": {"genres": IdColumn(separator="|")},
     }
@@ -238,7 +238,7 @@ def test_labels_dense_and_lists_of_text(kind: str, tmp_path: Path) -> None:
     assert inputs.label is not None and inputs.label.tolist() == [[1, 2, 1], [0, 3, 0], [1, 4, 0.5]]
     wanted = np.array([[0, 0], [np.log(6), np.log1p(1e-6)], [-1, np.log(70001)]], np.float32)
     assert inputs.dense is not None and np.allclose(inputs.dense, wanted, rtol=1e-7)
-    dropped = data.replace(label=LabelColumn("delay", missing="drop"))
+    dropped = data.replace(label=LabelColumn("delay", kind="count", missing="drop"))
     batches = dropped.batches(["genres"])
     inputs = next(batches)
     assert inputs.label is not None and inputs.label.tolist() == [20, 15]

@@ -2,18 +2,21 @@
 
 import dataclasses
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
 
 import clicks
 from clicks import OPTIONS, bags_of, expected, make, read
@@ -84,6 +87,62 @@ def test_whole_batches_are_dealt_out_and_resumed() -> None:
         assert rest == [each.values.tolist() for each in whole[i + 1 :]]
 
 
+@given(
+    st.lists(st.integers(0, 5), max_size=12),
+    st.sampled_from([None, 1, 4]),
+    st.booleans(),
+    st.sampled_from([1, 1, 2, 3]),
+    st.data(),
+)
+def test_data_with_offsets_goes_on_by_itself(
+    sizes: list[int], batch_size: int | None, samples: bool, world: int, draw: st.DataObject
+) -> None:
+    """Like a broker: what lies before the offset is not given again. Stopped anywhere, it goes on as if it had not."""
+    ends = np.cumsum(sizes).tolist()
+    asked: list[int] = []
+
+    def items(offset: dict[str, int] | None) -> Iterator[Any]:
+        asked.append(0 if offset is None else offset["p0"])
+        if samples:
+            yield from (({"a": i}, {"p0": i + 1}) for i in range(asked[-1], sum(sizes)))
+        else:
+            at = ends.index(asked[-1]) + 1 if asked[-1] else 0
+            pairs = zip(sizes[at:], ends[at:], strict=True)
+            yield from (({"a": np.arange(end - size, end)}, {"p0": end}) for size, end in pairs if size)
+
+    data = Iterable(items, samples=samples, batch_size=batch_size or (4 if samples else None), offsets=True)
+    found = []
+    for rank in range(world):
+        whole = list(data.batches(["a"], rank=rank, world=world))
+        found += [each for inputs in whole for each in inputs.values.tolist()]
+        taken = draw.draw(st.integers(0, len(whole)))
+        position = None
+        if taken and (last := whole[taken - 1].position) is not None:
+            position = Position.from_dict(json.loads(json.dumps(last.to_dict())))
+        rest = list(data.batches(["a"], position=position, rank=rank, world=world))
+        assert [each.values.tolist() for each in rest] == [each.values.tolist() for each in whole[taken:]]
+        assert [each.position for each in rest] == [each.position for each in whole[taken:]]
+        if position is not None and not samples and world == 1:
+            num_given = sum(inputs.batch_size for inputs in whole[:taken])
+            assert asked[-1] == max(end for end in [0, *ends] if end < num_given), "where the last item given begins"
+    assert sorted(found) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: Iterable([1], offsets=True), "offsets is True and items is .*; wanted a function of an offset"),
+        (lambda: Iterable(lambda _: [], offsets=True, shuffle=True, batch_size=1), "offsets and shuffle are True"),
+        (lambda: list(Iterable(lambda _: [{"a": [1]}], offsets=True).batches(["a"])), "item 0 is .*; wanted a pair"),
+        (lambda: list(Iterable(lambda _: [({"a": [1]}, {1})], offsets=True).batches(["a"])), "its offset is .*JSON"),
+        (lambda: list(Iterable(lambda _: [({"a": [1]}, None)], offsets=True).batches(["a"])), "its offset is None"),
+    ],
+)
+def test_offsets_that_cannot_be_used_are_refused(data: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ConfigError, SourceError), match=message):
+        data()
+
+
 @pytest.mark.parametrize(
     "column",
     [
@@ -152,20 +211,20 @@ def test_keyed_jagged_tensors_are_cut_anew() -> None:
 def test_inputs_go_through_unchanged() -> None:
     values, offsets = np.arange(6, dtype=np.uint64), np.array([0, 1, 3, 3, 6])
     weights, dense = np.arange(6, dtype=np.float32), np.ones((2, 3), np.float32)
-    for given in (
+    for item in (
         Inputs(names=("a", "b"), values=values, offsets=offsets, weights=weights, batch_size=2, dense=dense),
         Inputs(names=("a", "b"), values=values[:4], batch_size=2, label=np.array([0, 1], np.float32)),
         Inputs(names=("a", "b"), values=values[:4], batch_size=2, label=np.zeros((2, 2), np.float32)),
         Inputs(names=("a", "b"), values=values[:0], batch_size=2, offsets=np.zeros(5, np.int64), extra={"x": [1, 2]}),
     ):
-        (found,) = Iterable([given], extra=tuple(given.extra)).batches(["a", "b"])
+        (found,) = Iterable([item], extra=tuple(item.extra)).batches(["a", "b"])
         for name in ("values", "offsets", "weights", "dense", "label"):
-            one, other = getattr(given, name), getattr(found, name)
+            one, other = getattr(item, name), getattr(found, name)
             assert (one is None) == (other is None) and np.array_equal(one, other), name
-        assert (found.names, found.batch_size) == (given.names, 2)
-        assert {name: column.to_pylist() for name, column in found.extra.items()} == given.extra
-        (swapped,) = Iterable([given], extra=tuple(given.extra)).batches(["b"])
-        assert bags_of(swapped) == bags_of(given)[1:]
+        assert (found.names, found.batch_size) == (item.names, 2)
+        assert {name: column.to_pylist() for name, column in found.extra.items()} == item.extra
+        (swapped,) = Iterable([item], extra=tuple(item.extra)).batches(["b"])
+        assert bags_of(swapped) == bags_of(item)[1:]
 
 
 def made_inputs(sizes: list[int], *, flat: bool = True, bags: bool = True) -> list[Inputs]:
@@ -222,11 +281,11 @@ def test_inputs_are_handed_on_alike_from_whatever_iterable(flat: bool, bags: boo
     found = [list(Iterable(form).batches(["a", "b"])) for form in forms]
     for batches in found:
         assert list(map(told, batches)) == list(map(told, found[0]))
-        given = [item for item in items if item.batch_size]
-        for inputs, item in zip(batches, given, strict=True):
+        filled = [item for item in items if item.batch_size]
+        for inputs, item in zip(batches, filled, strict=True):
             assert inputs.values is item.values and inputs.label is item.label and inputs.extra == item.extra
     assert [inputs.position for inputs in found[0]] == [
-        Position(0, 0, number, sample) for number, sample in ((1, 3), (2, 4), (3, 9), (4, 13))
+        Position(0, 0, number, sample, end=1) for number, sample in ((1, 3), (2, 4), (3, 9), (4, 13))
     ]
 
 

@@ -136,7 +136,7 @@ def test_a_torn_file_is_refused_by_name(kind: str, tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     path.write_bytes(b"this is not what the name says, " * 100)
-    with pytest.raises(SourceError, match=rf"a.{kind}: cannot be read .*: it is torn, or of another format"):
+    with pytest.raises(SourceError, match=rf"a.{kind}: cannot be read .*: it is torn, damaged, or of another format"):
         read(source(kind, path))
 
 

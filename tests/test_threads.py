@@ -48,7 +48,7 @@ def test_several_threads_may_borrow_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     for number in range(3):
         np.testing.assert_array_equal(found[number], wanted)
 

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
     seen = zip(*(each["seen"] for each in found), strict=True)
     embeddings, model, optimizer = job()
     for step, each in enumerate(seen, 1):
-        whole = join([known[json.dumps(values)] for values in each])
+        whole = join([known[json.dumps(values)] for values in each if values])
         with embeddings.stream([whole]) as stream:
             for one in stream:
                 optimizer.zero_grad()
@@ -113,26 +114,46 @@ def test_what_the_first_does_it_does_once_all_others_wait(tmp_path: Path) -> Non
     assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
 
 
+def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> None:
+    """One trainer on all samples of each step ends with the same parameters and rows."""
+    embeddings, model = alone(found, num, without)
+    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
+        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
+    assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
+
+
 def test_a_step_that_all_drop_and_data_that_ends_unevenly(trainers: Trainers, tmp_path: Path) -> None:
     with serving(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]])
-    assert [len(each["seen"]) for each in found] == [4, 4], "nine batches are four for each, and one that one has more"
-    assert [each["lost"] for each in found] == [{"batches/zero_grad": 1, "batches/uneven": 1}, {"batches/zero_grad": 1}]
-    embeddings, _ = alone(found, 9, without=(2,))
-    for name, values in rows(embeddings).items():
-        known = values.any(axis=1)  # the uneven batch was looked up, so its ids have rows
-        np.testing.assert_allclose(np.array(found[0]["rows"][name])[known], values[known], rtol=1e-4, atol=1e-6)
+    assert [len(each["seen"]) for each in found] == [5, 5] and found[1]["seen"][-1] == [], "one has padding at last"
+    assert [each["lost"] for each in found] == [{"batches/zero_grad": 1}] * 2
+    require_same_as_alone(found, 9, without=(2,))
+
+
+@pytest.mark.parametrize(("staleness", "overlap"), [(0, False), (0, True), (2, True)])
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_trainers_with_fewer_batches_or_none_take_part(
+    trainers: Trainers, tmp_path: Path, batches: int, staleness: int, overlap: bool
+) -> None:
+    with serving(2) as services:
+        found = trainers.run(services, 3, tmp_path, batches=batches, staleness=staleness, overlap=overlap)
+    seen = [[len(values) for values in each["seen"]] for each in found]
+    assert [len(each) for each in seen] == [1 + (batches - 1) // 3] * 3 and sum(map(bool, chain(*seen))) == batches
+    assert [each["lost"] for each in found] == [{}] * 3
+    if staleness == 0:
+        require_same_as_alone(found, batches)
 
 
 def test_epochs_that_end_unevenly_and_a_save_between(trainers: Trainers, tmp_path: Path) -> None:
-    """A batch that one has more takes no step: both are at the same one in the second epoch, and at the save."""
+    """Both are at the same step in the second epoch, and at the save."""
     with serving(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
-    assert [len(each["seen"]) for each in found] == [4, 4]
-    assert [each["lost"] for each in found] == [{"batches/uneven": 2}, {}]
-    _, model = alone(found, 5)
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
+    assert [len(each["seen"]) for each in found] == [6, 6]
+    assert [each["lost"] for each in found] == [{}, {}]
+    require_same_as_alone(found, 5)
 
 
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])

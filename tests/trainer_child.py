@@ -16,7 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
-from satrap import Checkpoint, Embeddings, Parquet
+from satrap import CSV, Checkpoint, Embeddings, IdColumn, Parquet
 from satrap.far import FarWorker
 from satrap.remote import RemoteWorker
 
@@ -34,7 +34,14 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     seen = []
     data: Any = batches(job["batches"])
     if job.get("file") is not None:
-        data = Parquet(job.get("file"), dense=["d0", "d1"], label="label", batch_size=8, block_rows=24, extra="number")
+        how: dict[str, Any] = {"dense": ["d0", "d1"], "label": "label", "batch_size": 8, "extra": "number"}
+        how |= job.get("how", {})
+        if job["file"].endswith(".parquet"):
+            data = Parquet(job["file"], block_rows=24, **how)
+        else:
+            ids = {name: IdColumn(kind="integer") for name in ("user", "item")}
+            ids["history"] = IdColumn(kind="integer", separator="|")
+            data = CSV(job["file"], block_bytes=500, ids=ids, **how)
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     began = run is not None and run.resume()
     for _ in range(job["epochs"]):
@@ -45,7 +52,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
                 if job.get("tells") and batch.step == 3:
                     print(json.dumps({"step": 3}), flush=True)
                 extra = batch.inputs.extra
-                seen.append(extra["number"].to_pylist() if extra else batch.inputs.values.tolist())
+                seen.append(list(map(int, extra["number"].to_pylist())) if extra else batch.inputs.values.tolist())
                 if [rank, number] == job.get("overflow"):  # of what is not DDP's
                     batch.embeddings.register_hook(lambda gradient: gradient * np.inf)
                 loss = counted_loss(model, batch, world) if job.get("counted") else loss_of(model, batch)

@@ -20,10 +20,11 @@ def satrap_server(
 ) -> Iterator[tuple[str, int]]:
     """Where an empty server listens, on a free port, and its process id; it is gone afterwards, and its rows.
 
-    options: more of the command's. elsewhere: makes of a command one that runs on another machine.
+    options: more of the command's; without --keys everybody on this machine may call it. elsewhere: makes of a command
+    one that runs on another machine.
     """
     command = [str(Path(sys.executable).with_name("satrap")), "server", "--listen", listen, *options]
-    command += ["--threads", str(num_threads)]
+    command += ["--threads", str(num_threads), *([] if "--keys" in options else ["--insecure"])]
     process = subprocess.Popen(elsewhere(command), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

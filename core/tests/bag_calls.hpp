@@ -73,9 +73,15 @@ inline void update(Engine& engine, const std::vector<Ticket*>& tickets, const st
     engine.update_bags(tickets, gradients, scale, step, lrs);
 }
 
-// How many ids of a bag are looked up.
-inline std::size_t kept(const BagFeature& feature, const Ids& bag) {
-    return feature.is_sequence() ? std::min<std::size_t>(bag.size(), feature.max_length) : bag.size();
+// Which ids of a bag are looked up.
+inline std::vector<std::size_t> kept(const BagFeature& feature, const Ids& bag) {
+    std::vector<std::size_t> at;
+    for (std::size_t i = 0; i < bag.size(); ++i)
+        if (bag[i] != feature.padding) at.push_back(i);
+    if (!feature.is_sequence() || at.size() <= feature.max_length) return at;
+    if (feature.keep_last) at.erase(at.begin(), at.end() - feature.max_length);
+    at.resize(feature.max_length);
+    return at;
 }
 
 inline float plain_divisor(const BagFeature& feature, std::size_t length) {
@@ -86,17 +92,19 @@ inline float plain_divisor(const BagFeature& feature, std::size_t length) {
     }
 }
 
-// Calls visit(feature, sample, k) for every id that is looked up, in order.
+// Calls visit(feature, sample, k, i) for every id that is looked up, in order: number k of those that are, i of its
+// bag.
 template <typename Visit> void for_each_id(const Bags& described, const BagCall& call, Visit visit) {
     for (std::size_t f = 0; f < call.bags.size(); ++f)
         for (std::size_t s = 0; s < call.samples; ++s)
-            for (std::size_t k = 0; k < kept(described.features[f], call.bags[f][s]); ++k) visit(f, s, k);
+            for (std::size_t k = 0; const std::size_t i : kept(described.features[f], call.bags[f][s]))
+                visit(f, s, k++, i);
 }
 
 inline IdsOfTables ids_of_tables(const Bags& described, const BagCall& call) {
     IdsOfTables ids(described.first.size() - 1);
-    for_each_id(described, call, [&](std::size_t f, std::size_t s, std::size_t k) {
-        ids[described.features[f].table].push_back(call.bags[f][s][k]);
+    for_each_id(described, call, [&](std::size_t f, std::size_t s, std::size_t, std::size_t i) {
+        ids[described.features[f].table].push_back(call.bags[f][s][i]);
     });
     return ids;
 }
@@ -109,8 +117,8 @@ inline Floats pooled(const Bags& described, const BagCall& call, const std::vect
     for (std::size_t f = 0; f < call.bags.size(); ++f) {
         const BagFeature& feature = described.features[f];
         for (std::size_t s = 0; s < call.samples; ++s) {
-            const std::size_t length = kept(feature, call.bags[f][s]);
-            for (std::size_t k = 0; k < length; ++k, row += feature.dim)
+            const std::vector<std::size_t> at = kept(feature, call.bags[f][s]);
+            for (std::size_t k = 0; k < at.size(); ++k, row += feature.dim)
                 for (std::size_t i = 0; i < feature.dim; ++i) {
                     if (feature.is_sequence()) {
                         wanted.sequences[q][(s * feature.max_length + k) * feature.dim + i] = row[i];
@@ -118,10 +126,11 @@ inline Floats pooled(const Bags& described, const BagCall& call, const std::vect
                     }
                     float& to = wanted.block[s * described.total_dim + feature.column + i];
                     if (feature.weighted)
-                        to = k == 0 ? call.weights[f][s][0] * row[i] : std::fma(call.weights[f][s][k], row[i], to);
+                        to = k == 0 ? call.weights[f][s][at[0]] * row[i]
+                                    : std::fma(call.weights[f][s][at[k]], row[i], to);
                     else
                         to = k == 0 ? row[i] : to + row[i];
-                    if (k + 1 == length) to = to / plain_divisor(feature, length);
+                    if (k + 1 == at.size()) to = to / plain_divisor(feature, at.size());
                 }
         }
         q += feature.is_sequence();
@@ -143,17 +152,18 @@ struct TakenApart {
 inline void take_apart(TakenApart& all, const Bags& described, const BagCall& call, const Floats& given, float scale) {
     all.ids.resize(described.first.size() - 1);
     all.gradients.resize(all.ids.size());
-    for_each_id(described, call, [&](std::size_t f, std::size_t s, std::size_t k) {
+    for_each_id(described, call, [&](std::size_t f, std::size_t s, std::size_t k, std::size_t at) {
         const BagFeature& feature = described.features[f];
+        const std::size_t length = kept(feature, call.bags[f][s]).size();
         const float* from = given.block.data() + s * described.total_dim + feature.column;
         for (std::size_t q = 0; q < described.sequences.size(); ++q)
             if (described.sequences[q] == f)
                 from = given.sequences[q].data() + (s * feature.max_length + k) * feature.dim;
-        all.ids[feature.table].push_back(call.bags[f][s][k]);
+        all.ids[feature.table].push_back(call.bags[f][s][at]);
         for (std::size_t i = 0; i < feature.dim; ++i) {
             float gradient = from[i] * scale;
-            if (feature.weighted) gradient = gradient * call.weights[f][s][k];
-            all.gradients[feature.table].push_back(gradient / plain_divisor(feature, call.bags[f][s].size()));
+            if (feature.weighted) gradient = gradient * call.weights[f][s][at];
+            all.gradients[feature.table].push_back(gradient / plain_divisor(feature, length));
         }
     });
 }

@@ -52,6 +52,8 @@ inline Model draw_model(Random& random) {
                 feature.max_length = random.between(1, 4);
             else
                 feature.weighted = random.chance(0.3);
+            feature.keep_last = random.chance(0.5);
+            if (random.chance(0.3)) feature.padding = satrap::mix64(random.below(5));
             model.features.push_back(feature);
         }
     return model;
@@ -95,7 +97,7 @@ inline Model counting_model(std::uint32_t dim, std::vector<std::pair<Pooling, bo
     Model model{{testing::counting_table("item", dim, 4)}, {}};
     for (const auto& [pooling, weighted] : poolings) {
         const std::string name(1, static_cast<char>('a' + model.features.size()));
-        model.features.push_back({name, 0, pooling, weighted, pooling == Pooling::none ? 3U : 0U, dim, 0});
+        model.features.push_back({name, 0, pooling, weighted, pooling == Pooling::none ? 3U : 0U, false, dim, 0, {}});
     }
     return model;
 }

@@ -54,10 +54,11 @@ struct Looked {
 };
 
 // oldest_open 0: the step itself.
-inline Looked lookup(Engine& engine, const IdsOfTables& tables, std::uint32_t step, std::uint32_t oldest_open = 0) {
+inline Looked lookup(Engine& engine, const IdsOfTables& tables, std::uint32_t step, std::uint32_t oldest_open = 0,
+                     bool first_epoch = true) {
     const Flat flat(tables);
     Looked looked{std::vector<float>(engine.out_size(flat.offsets)), nullptr};
-    const LookupStep at{true, step, oldest_open == 0 ? step : oldest_open};
+    const LookupStep at{true, step, oldest_open == 0 ? step : oldest_open, first_epoch};
     looked.ticket = engine.lookup(flat.ids.data(), flat.offsets, at, looked.rows.data(), true);
     return looked;
 }

@@ -118,7 +118,7 @@ class Oracle {
 
     void insert(std::uint32_t b, std::uint64_t id, const LookupStep& at) {
         auto& rows = rows_[b];
-        if (!admit(b, id, at.step)) {
+        if (!admit(b, id, at)) {
             ++counters.refused;
             return;
         }
@@ -134,11 +134,14 @@ class Oracle {
         ++counters.inserted;
     }
 
-    bool admit(std::uint32_t b, std::uint64_t id, std::uint32_t step) {
+    bool admit(std::uint32_t b, std::uint64_t id, const LookupStep& at) {
+        const std::uint32_t step = at.step;
         if (config_.admission == satrap::AdmissionKind::probability)
             return satrap::unit_interval(satrap::step_key(satrap::row_key(~satrap::table_key(kSeed, config_.name), id),
                                                           step)) < config_.probability;
-        if (config_.admission == satrap::AdmissionKind::always || config_.min_count == 1) return true;
+        if (config_.admission == satrap::AdmissionKind::always) return true;
+        if (config_.first_epoch_only && !at.first_epoch) return false;
+        if (config_.min_count == 1) return true;
         auto& sightings = sightings_[b];
         const auto seen = sightings.find(id);
         if (seen == sightings.end()) {

@@ -309,6 +309,26 @@ void rows_end_where_they_end(Random&) {
     CHECK_EQ(count_lines("a\n\nb"), 2);
 }
 
+// Against a walk over every byte; long texts without other characters overflow counts that are not added up in time.
+void rows_are_counted_and_found(Random& random) {
+    std::string text;
+    const bool dense = random.below(2) != 0;
+    for (std::size_t n = random.below(dense ? 9000 : 60); n != 0; --n) text += dense ? '\n' : "\n\"ax"[random.below(4)];
+    for (const int quote : {-1, int{'"'}}) {
+        std::vector<std::size_t> begins{0};
+        bool quoted = false;
+        for (std::size_t i = 0; i < text.size(); ++i) {
+            if (text[i] == '"') quoted = !quoted;
+            if (text[i] == '\n' && (quote < 0 || !quoted)) begins.push_back(i + 1);
+        }
+        CHECK_EQ(count_rows(text, quote), begins.size() - (begins.back() == text.size() ? 1U : 0U));
+        for (std::size_t row = 0; row < begins.size(); row += 1 + row / 8)
+            CHECK_EQ(row_begin(text, quote, 0, row), begins[row]);
+        CHECK_EQ(row_begin(text, quote, 0, begins.size()), text.size());
+        CHECK_EQ(count_lines(text), static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n')));
+    }
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -318,5 +338,6 @@ int main(int argc, char** argv) {
                          {"every_fault_is_named", 1, every_fault_is_named},
                          {"numbers_are_strtods", 4, numbers_are_strtods},
                          {"log1p_is_close_and_fixed", 2, log1p_is_close_and_fixed},
-                         {"rows_end_where_they_end", 1, rows_end_where_they_end}});
+                         {"rows_end_where_they_end", 1, rows_end_where_they_end},
+                         {"rows_are_counted_and_found", testing::scaled(200), rows_are_counted_and_found}});
 }

@@ -21,6 +21,7 @@ TableConfig draw_config(Random& random) {
         std::vector{AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(3)];
     config.probability = random.real(0.1f, 1.0f);
     config.min_count = random.between(1, 4);
+    config.first_epoch_only = random.chance(0.5);
     config.window = random.between(1, random.chance(0.5) ? 30 : 400);
     if (random.chance(0.8)) config.capacity = config.num_buckets + random.below(random.chance(0.5) ? 300 : 40);
     config.on_full = random.chance(0.8) ? OnFull::evict : random.chance(0.5) ? OnFull::raise : OnFull::grow;
@@ -84,10 +85,10 @@ testing::Looked lookup_both(Engine& engine, Oracle& oracle, const Ids& ids, cons
         wanted = oracle.lookup(ids, at);
     } catch (const Oracle::Full&) {
         CHECK_THROWS(CapacityError, "set capacity to at least",
-                     testing::lookup(engine, {ids}, at.step, at.oldest_open));
+                     testing::lookup(engine, {ids}, at.step, at.oldest_open, at.first_epoch));
         return {};
     }
-    testing::Looked looked = testing::lookup(engine, {ids}, at.step, at.oldest_open);
+    testing::Looked looked = testing::lookup(engine, {ids}, at.step, at.oldest_open, at.first_epoch);
     CHECK(looked.rows == wanted);
     return looked;
 }
@@ -107,7 +108,7 @@ void lives_as_the_oracle_says(Random& random) {
         newest += random.below(3) + (random.chance(0.02) ? 20 : 0);
         oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
         const Ids ids = draw_ids(random, kinds, most);
-        LookupStep at{true, random.between(oldest, newest), oldest};
+        LookupStep at{true, random.between(oldest, newest), oldest, random.chance(0.5)};
         if (random.chance(0.1)) // and some far behind, which nobody waits for
             at.step = at.oldest_open = random.between(newest > 300 ? newest - 300 : 1, newest);
         const unsigned kind = random.below(10);

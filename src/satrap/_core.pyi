@@ -117,6 +117,12 @@ class TableConfig:
     def min_count(self, arg: int, /) -> None: ...
 
     @property
+    def first_epoch_only(self) -> bool: ...
+
+    @first_epoch_only.setter
+    def first_epoch_only(self, arg: bool, /) -> None: ...
+
+    @property
     def window(self) -> int: ...
 
     @window.setter
@@ -261,7 +267,7 @@ class Engine:
         An uninitialised float32 block, 64-byte aligned, recycled when it dies.
         """
 
-    def lookup(self, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, oldest_open: int, train: bool, out: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], ticket: bool) -> Ticket: ...
+    def lookup(self, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, oldest_open: int, train: bool, out: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], ticket: bool, first_epoch: bool = True) -> Ticket: ...
 
     def prepare(self, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Ticket: ...
 
@@ -338,7 +344,7 @@ class Engine:
     def decode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
         """What encode_rows was given, rounded as its message is."""
 
-    def lookup_bags(self, bags: Bags, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, step: int, oldest_open: int, train: bool, block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> Ticket: ...
+    def lookup_bags(self, bags: Bags, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, step: int, oldest_open: int, train: bool, block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]], first_epoch: bool = True) -> Ticket: ...
 
     def update_bags(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], step: int, lrs: Sequence[tuple[int, float]], scale: float) -> None: ...
 
@@ -394,7 +400,7 @@ class Engine:
 class Bags:
     """The features of an engine's tables; satrap.Features is their face."""
 
-    def __init__(self, engine: Engine, features: Sequence[tuple[str, int, str, bool, int]]) -> None: ...
+    def __init__(self, engine: Engine, features: Sequence[tuple[str, int, str, bool, int, bool, int | None]]) -> None: ...
 
     @property
     def total_dim(self) -> int: ...
@@ -462,7 +468,7 @@ class Split:
     Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.
     """
 
-    def __init__(self, tables: Sequence[tuple[str, int, int, str]], features: Sequence[tuple[str, int, str, bool, int]], num_threads: int, simd: str = 'auto') -> None: ...
+    def __init__(self, tables: Sequence[tuple[str, int, int, str]], features: Sequence[tuple[str, int, str, bool, int, bool, int | None]], num_threads: int, simd: str = 'auto') -> None: ...
 
     @property
     def num_threads(self) -> int: ...
@@ -546,6 +552,13 @@ class FieldUse:
 
     @log1p.setter
     def log1p(self, arg: bool, /) -> None: ...
+
+    @property
+    def label_kind(self) -> int:
+        """Which numbers a label may be: 0 any, 1 binary (0 or 1), 2 a count."""
+
+    @label_kind.setter
+    def label_kind(self, arg: int, /) -> None: ...
 
     @property
     def above(self) -> float | None: ...
@@ -664,6 +677,12 @@ def count_lines(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order=
 
 def last_row_end(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int) -> int:
     """Where the last whole row of the text ends; 0 if none does."""
+
+def count_rows(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int) -> int:
+    """How many rows there are."""
+
+def rows_within(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int, begin: int, end: int) -> tuple[int, int]:
+    """Where the rows from `begin` to `end` begin and end."""
 
 def log1p(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
     """ln(1 + max(x, 0)) of each, the same bits on every machine."""

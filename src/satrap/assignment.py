@@ -75,7 +75,7 @@ class Assignment:
             mine["table"], its["table"] = mine["table.name"], its["table.name"]
             found += [
                 f"feature {name!r}, {key}: {mine[key]!r} here, {its[key]!r} there"
-                for key in ("table", "pooling", "weighted", "max_length")
+                for key in ("table", "pooling", "weighted", "max_length", "keep", "padding_id")
                 if mine[key] != its[key]
             ]
         return found

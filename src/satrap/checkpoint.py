@@ -209,7 +209,7 @@ class Checkpoint:
             with self._restored(newest.where, state):
                 trainers.first_does(lambda: self._restore_tables(chain), CheckpointError)
             self._embeddings.join_attempt()
-            self._embeddings.resume_at(newest.step, self._data, newest.positions[trainers.rank])
+            self._embeddings.resume_at(newest.step, self._data, self._position_in(newest))
             self._saved_step = newest.step
         if trainers.rank == 0 and any(entry.saved is None for entry in chain):
             warnings.warn(
@@ -226,13 +226,27 @@ class Checkpoint:
         state, names = self._read_state(entry), list(self._embeddings.tables)
         if sorted(entry.tables) != sorted(names):
             raise CheckpointError(f"{entry.where} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
-        if len(entry.positions) != self._embeddings.trainers.world:
-            raise CheckpointError(
-                f"{entry.where} is of {len(entry.positions)} trainers and here are {self._embeddings.trainers.world}: "
-                "start as many, because each goes on in its own share of the data"
-            )
         self._require_same_source(entry)
+        self._position_in(entry)
         return state
+
+    def _position_in(self, entry: Entry) -> Position | None:
+        """Where this trainer goes on in the data. Of another number of trainers than saved it, each goes on with its
+        share of what those left."""
+        trainers, positions = self._embeddings.trainers, entry.positions
+        if len(positions) == trainers.world:
+            return positions[trainers.rank]
+        if not any(positions):
+            return None
+        known = [each or Position(0, 0, 0) for each in positions]
+        older = any(each.is_of_older_release for each in known) and len(known) > 1
+        if older or any(each.offset is not None for each in known):
+            why = "its release dealt the data out in another way" if older else "each has an offset of the data's own"
+            raise CheckpointError(
+                f"{entry.where} is of {len(known)} trainers and here are {trainers.world}: {why}: resume it with "
+                f"{len(known)}"
+            )
+        return Position.after(known)
 
     def _restore_tables(self, chain: list[Entry]) -> None:
         newest, tables = chain[-1], self._embeddings.tables
@@ -256,7 +270,8 @@ class Checkpoint:
         """Every object and the random state as in the checkpoint; as before if one, or what is done inside, fails."""
         before = copy.deepcopy(self._state([_random_state()]))
         try:
-            _set_random_state(state["random"][self._embeddings.trainers.rank])
+            for each in state["random"][self._embeddings.trainers.rank :][:1]:  # more trainers than saved it: none
+                _set_random_state(each)
             for name, each in self._objects.items():
                 try:
                     each.load_state_dict(state["objects"][name])
@@ -285,9 +300,10 @@ class Checkpoint:
             for name in sorted((entry.source.keys() | now.keys()) - {"files"})
             if entry.source.get(name) != now.get(name)
         ]
-        # Files may have come behind those that were there, if blocks are not dealt out over all of them.
+        # Files may have come behind those that were there, if neither an order nor shares are of all of them.
         were, are = entry.source.get("files", ()), now.get("files", ())
-        for i in range(max(len(were), len(are)) if now.get("shuffle") else len(were)):
+        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._embeddings.trainers.world > 1
+        for i in range(max(len(were), len(are)) if of_all else len(were)):
             was, is_ = (list(files[i]) if i < len(files) else None for files in (were, are))
             if was != is_:
                 lines.append(f"file {i} (name, bytes) is {was} in the checkpoint and {is_} here")

@@ -90,6 +90,11 @@ def check_integer(
     return number
 
 
+def check_id(where: str, name: str, value: object) -> int:
+    """An id as uint64; one of int64 is taken as its bit pattern."""
+    return check_integer(where, name, value, -(2**63), 2**64 - 1) % 2**64
+
+
 def check_flag(where: str, name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: {name} is {describe(value)}; wanted True or False")

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from satrap.checks import check_integer
 from satrap.errors import ConfigError, SatrapError
@@ -43,17 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--no-run", action="store_true", help="leave the short run out")
     keys = commands.add_parser("keys", help="make the two key files of a cluster: server.key and client.key")
     keys.add_argument("folder", help="where to write them; files that are there are never replaced")
-    server = commands.add_parser("server", help="run a server until it is told to end (SIGTERM, Ctrl-C)")
-    server.add_argument("--listen", required=True, metavar="ADDRESS", help="e.g. tcp://10.0.0.5:5555; port 0: any")
-    server.add_argument("--keys", metavar="FILE", help="server.key; without it only this machine may call")
-    server.add_argument("--shared", metavar="FILE", help="keep the rows in this shared-memory file, or find them there")
-    server.add_argument("--threads", type=int, help="of a call (default: the cores)")
-    worker = commands.add_parser("worker", help="run an embedding worker until it is told to end (SIGTERM, Ctrl-C)")
-    worker.add_argument("--listen", required=True, metavar="ADDRESS", help="e.g. tcp://10.0.0.7:5556; port 0: any")
-    worker.add_argument(
-        "--keys", metavar="FILE", help="server.key, with client.key beside it; else of this machine only"
-    )
-    worker.add_argument("--threads", type=int, help="of a call (default: the cores)")
+    _add_server_and_worker(commands)
     _add_run(commands)
     own, script_arguments = _split(sys.argv[1:] if arguments is None else arguments)
     given, unknown = parser.parse_known_args(own)
@@ -102,9 +92,49 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
         case "move":
             return _move(given.now, given.wanted, given.keys)
         case "worker":
-            return _worker(given.listen, given.keys, given.threads)
+            return _worker(given)
         case _:
-            return _server(given.listen, given.keys, given.shared, given.threads)
+            return _server(given)
+
+
+def _add_server_and_worker(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    server = commands.add_parser("server", help="run a server until it is told to end (SIGTERM, Ctrl-C)")
+    _add_listen(server, "server.key; tcp:// needs it")
+    server.add_argument("--shared", metavar="FILE", help="keep the rows in this shared-memory file, or find them there")
+    server.add_argument(
+        "--checkpoints",
+        action="append",
+        default=[],
+        metavar="DIR|URL",
+        help="write and read checkpoints below this folder or URL, and no other; may be repeated",
+    )
+    server.add_argument("--threads", type=int, help="of a call (default: the cores)")
+    worker = commands.add_parser("worker", help="run an embedding worker until it is told to end (SIGTERM, Ctrl-C)")
+    _add_listen(worker, "server.key, with client.key beside it; tcp:// needs them")
+    worker.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="DIR|URL",
+        help="read files below this folder or URL, and no other; may be repeated",
+    )
+    worker.add_argument("--threads", type=int, help="of a call (default: the cores)")
+
+
+def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
+    command.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="ipc:///folder/name: a Unix socket, in a folder of mode 0700; or tcp://10.0.0.5:5555; port 0: any",
+    )
+    command.add_argument("--keys", metavar="FILE", help=keys)
+    command.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve tcp:// without keys: everybody who can reach the port can read, change and end the job, and read "
+        "what the others send",
+    )
 
 
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -120,6 +150,11 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     run.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row, soon after a start (default 3)")
     run.add_argument("--max-servers", type=int, metavar="N", help="add servers by memory and work, up to so many")
     run.add_argument("--server-gib", type=float, metavar="GIB", help="of rows a server may hold (default: its memory)")
+    also = "besides the script's folder and what its arguments name; may be repeated"
+    for name, what in (("checkpoints", "servers write checkpoints"), ("data", "workers read files")):
+        run.add_argument(
+            f"--{name}", action="append", default=[], metavar="DIR|URL", help=f"{what} below this, too, {also}"
+        )
     _add_cluster(run)
     scale = commands.add_parser("scale", help="change how many servers a run has, while it trains")
     scale.add_argument("--servers", type=int, required=True, metavar="N")
@@ -186,6 +221,8 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     script = Script(
         path=Path(given.script),
         arguments=tuple(arguments),
+        checkpoints=tuple(given.checkpoints),
+        data=tuple(given.data),
         trainer_threads=max(1, cores // plan.trainers),
         worker_threads=max(1, cores // plan.servers),
         server_threads=max(1, cores // plan.servers),
@@ -247,6 +284,8 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
     script = Script(
         path=Path(given.script),
         arguments=tuple(arguments),
+        checkpoints=tuple(given.checkpoints),
+        data=tuple(given.data),
         trainer_threads=needs.trainer.cpus,
         worker_threads=needs.worker.cpus,
         server_threads=needs.server.cpus,
@@ -275,34 +314,43 @@ def _keys(folder: str) -> Iterator[str]:
         yield f"{path}: for every {path.stem}, readable by you only; copy it there over a safe way"
 
 
-def _server(listen: str, keys: str | None, shared: str | None, threads: int | None) -> Iterator[str]:
+def _server(given: argparse.Namespace) -> Iterator[str]:
     from satrap.rpc import Keys, Limits, Service
     from satrap.server import Server
     from satrap.server_calls import ServerCalls
 
     ended = _told_to_end()
-    server = Server(shared=shared, num_threads=threads)
+    _check_secured(given)
+    keys = None if given.keys is None else Keys.read(given.keys)
+    server = Server(shared=given.shared, num_threads=given.threads, checkpoints=given.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait for the last one
-    with Service(server, ServerCalls, listen, None if keys is None else Keys.read(keys), limits=limits) as service:
+    with Service(server, ServerCalls, given.listen, keys, insecure=given.insecure, limits=limits) as service:
         yield f"satrap server: listening at {service.address}"
         ended.wait()
 
 
-def _worker(listen: str, keys: str | None, threads: int | None) -> Iterator[str]:
+def _worker(given: argparse.Namespace) -> Iterator[str]:
     from satrap.host import Host
     from satrap.rpc import Keys, Service
     from satrap.worker_calls import WorkerCalls
 
     ended = _told_to_end()
-    own = None if keys is None else Keys.read(keys)
-    client = None if keys is None else Keys.read(Path(keys).with_name("client.key"))
-    host = Host(keys=client, num_threads=threads)
+    _check_secured(given)
+    own = None if given.keys is None else Keys.read(given.keys)
+    client = None if given.keys is None else Keys.read(Path(given.keys).with_name("client.key"))
+    host = Host(keys=client, num_threads=given.threads, data=given.data)
+    how: dict[str, Any] = {"insecure": given.insecure, "num_threads": _CONVERSATIONS}
     try:
-        with Service(host, WorkerCalls, listen, own, num_threads=_CONVERSATIONS) as service:
+        with Service(host, WorkerCalls, given.listen, own, **how) as service:
             yield f"satrap worker: listening at {service.address}"
             ended.wait()
     finally:
         host.close()
+
+
+def _check_secured(given: argparse.Namespace) -> None:
+    if given.insecure and given.keys is not None:
+        raise ConfigError("there are --keys and --insecure; wanted one of the two: leave --insecure out")
 
 
 def _told_to_end() -> threading.Event:

@@ -6,13 +6,16 @@ data by it. Nothing here reads anything, and no class knows a file format.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from satrap.checks import (
     Config,
     check_choice,
     check_flag,
-    check_integer,
+    check_id,
     check_number,
     describe,
     set_field,
@@ -21,6 +24,7 @@ from satrap.checks import (
 from satrap.errors import ConfigError, SourceError
 from satrap.features import Features
 
+LabelKind = Literal["binary", "real", "count"]
 _NO_BOUND = float("-inf")
 
 
@@ -50,6 +54,9 @@ class LabelColumn(Config):
     name: str
     """The column."""
     _: KW_ONLY
+    kind: LabelKind = "binary"
+    """Which numbers it may hold: 0 and 1 ("binary"), any finite one ("real"), a whole one from 0 ("count"). A row with
+    another number is malformed. Binary by default: a click of 7 is a fault in the data that training would not show."""
     values: Mapping[str, float] | None = None
     """Texts and the numbers that they stand for, e.g. {">50K": 1, "<=50K": 0}. Any other text is refused."""
     true: str | Sequence[str] | None = None
@@ -62,6 +69,7 @@ class LabelColumn(Config):
     def __post_init__(self) -> None:
         check_column("LabelColumn", self.name)
         where = f"label column {self.name!r}"
+        check_choice(where, "kind", self.kind, get_args(LabelKind))
         if self.values is not None:
             if not isinstance(self.values, Mapping) or not self.values or self.true is not None:
                 raise ConfigError(
@@ -71,6 +79,8 @@ class LabelColumn(Config):
                 str(text): check_number(where, f"values[{text!r}]", v, _NO_BOUND) for text, v in self.values.items()
             }
             set_field(self, "values", values)
+            for text, number in values.items():
+                self._check_kind(f"values[{text!r}]", number)
         if self.true is not None:
             set_field(self, "true", as_names(where, "true", self.true))
         if self.above is not None:
@@ -81,6 +91,32 @@ class LabelColumn(Config):
             check_choice(where, "missing", self.missing, ("refuse", "drop"))
         else:
             set_field(self, "missing", check_number(where, "missing", self.missing, _NO_BOUND))
+            self._check_kind("missing", self.missing)
+
+    def _check_kind(self, name: str, number: float) -> None:
+        if self.outside(np.array([number], np.float32))[0]:
+            raise ConfigError(f"label column {self.name!r}: {name} is {number:g}; wanted {self.wanted}")
+
+    def outside(self, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Which numbers are not of its kind; NaN, which is a missing label, is of none."""
+        match self.kind:
+            case "binary":
+                inside = (numbers == 0) | (numbers == 1)
+            case "count":
+                inside = (numbers >= 0) & (np.floor(numbers) == numbers)
+            case "real":
+                inside = np.isfinite(numbers)
+        return np.asarray(~inside)
+
+    @property
+    def wanted(self) -> str:
+        """Its kind, for messages, and what to declare instead."""
+        match self.kind:
+            case "binary":
+                return f"0 or 1, or declare LabelColumn({self.name!r}, kind='real'), or kind='count'"
+            case "count":
+                return f"a whole number from 0, or declare LabelColumn({self.name!r}, kind='real')"
+        return "a finite label"
 
     @property
     def texts(self) -> dict[str, float] | None:
@@ -124,7 +160,7 @@ class IdColumn(Config):
         if self.hash and self.kind == "string":
             raise ConfigError(f"{where}: hash is for integers; strings are hashed in any case: leave it out")
         if self.missing is not None:
-            set_field(self, "missing", check_integer(where, "missing", self.missing, -(2**63), 2**64 - 1) % 2**64)
+            set_field(self, "missing", check_id(where, "missing", self.missing))
         if self.separator is not None and (
             not isinstance(self.separator, str) or len(self.separator) != 1 or not self.separator.isascii()
         ):

@@ -15,6 +15,7 @@ from satrap.checks import (
     Config,
     check_choice,
     check_flag,
+    check_id,
     check_integer,
     check_kind,
     check_name,
@@ -265,22 +266,30 @@ class Probability(Config):
 class MinCount(Config):
     """An id gets a row at its n-th sighting; a step counts at most once.
 
+    An id that comes again in a later epoch is sighted again: from epoch n on every id has a row that the window still
+    remembers. `first_epoch_only` admits only ids that come n times within one pass of the data.
+
     n: from 1 (at once) to 2**31 - 1.
     window: how many ids not yet admitted the table remembers; the least recently sighted are forgotten first.
+    first_epoch_only: count sightings in the first epoch of a source only (`epochs=` of the source); in later ones an
+        id without a row gets none. Lookups of a `Store` are of no source, and all count.
     """
 
     n: int
     window: int = field(default=1 << 20, kw_only=True)
+    first_epoch_only: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         set_field(self, "n", check_integer("MinCount", "n", self.n, 1, 2**31 - 1))
         set_field(self, "window", check_integer("MinCount", "window", self.window, 1, 2**63 - 1))
+        set_field(self, "first_epoch_only", check_flag("MinCount", "first_epoch_only", self.first_epoch_only))
 
 
 Optimizer = SGD | Adagrad | RowWiseAdagrad | Adam | AdamW | Ftrl
 Initial = Uniform | Normal | Zeros | Constant | ScaledUniform
 Admission = Always | Probability | MinCount
 Pooling = Literal["sum", "mean", "sqrtn", "none"]
+Keep = Literal["last", "first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,13 +355,13 @@ class Table(Config):
         wanted = min(max(1, self.capacity // _ROWS_PER_BUCKET), _MAX_DEFAULT_BUCKETS)
         return 1 << (wanted.bit_length() - 1)
 
-    def bag(self, pooling: Pooling, *, weighted: bool = False) -> "Feature":
+    def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
         """A feature of this table with any number of ids in a sample, whose rows become one; see `Feature`."""
-        return Feature(self, pooling, weighted=weighted)
+        return Feature(self, pooling, weighted=weighted, padding_id=padding_id)
 
-    def sequence(self, max_length: int) -> "Feature":
-        """A feature of this table whose rows stay apart, in order, the first `max_length` of a sample."""
-        return Feature(self, "none", max_length=max_length)
+    def sequence(self, max_length: int, *, keep: Keep = "last", padding_id: int | None = None) -> "Feature":
+        """A feature of this table whose rows stay apart, in order: the last `max_length` of a sample, or the first."""
+        return Feature(self, "none", max_length=max_length, keep=keep, padding_id=padding_id)
 
     def to_dict(self) -> dict[str, Any]:
         """This table as plain JSON types."""
@@ -380,6 +389,9 @@ class Feature(Config):
     weighted: each id comes with a weight that its row is multiplied by before the sum. "mean" and "sqrtn" divide by the
         number of ids, not by their weights.
     max_length: for "none" only: rows of a sample; 1 to 65536. Ids beyond are counted and not looked up.
+    keep: for "none" only: which ids of a longer sample are looked up, the "last" (the default) or the "first".
+    padding_id: an id that stands for no id, e.g. the 0 that fills up lists of one length. It is left out of its bag,
+        with its weight, before anything is counted or cut.
     """
 
     table: Table
@@ -387,22 +399,29 @@ class Feature(Config):
     _: KW_ONLY
     weighted: bool = False
     max_length: int | None = None
+    keep: Keep | None = None
+    padding_id: int | None = None
 
     def __post_init__(self) -> None:
         check_kind("Feature", "table", self.table, (Table,))
         where = f"a feature of table {self.table.name!r}"
         check_choice(where, "pooling", self.pooling, get_args(Pooling))
         set_field(self, "weighted", check_flag(where, "weighted", self.weighted))
+        if self.padding_id is not None:
+            set_field(self, "padding_id", check_id(where, "padding_id", self.padding_id))
         if self.pooling != "none":
-            if self.max_length is not None:
-                raise ConfigError(
-                    f"{where}: max_length is {describe(self.max_length)} and pooling {self.pooling!r}, which takes "
-                    "bags of any length: leave max_length out, or use table.sequence(max_length)"
-                )
+            for name in ("max_length", "keep"):
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(
+                        f"{where}: {name} is {describe(value)} and pooling {self.pooling!r}, which takes bags of any "
+                        f"length: leave {name} out, or use table.sequence(max_length)"
+                    )
             return
         if self.max_length is None:
             raise ConfigError(f"{where}: pooling is 'none' and there is no max_length: use table.sequence(max_length)")
         set_field(self, "max_length", check_integer(where, "max_length", self.max_length, 1, _MAX_LENGTH))
+        set_field(self, "keep", "last" if self.keep is None else self.keep)
+        check_choice(where, "keep", self.keep, get_args(Keep))
         if self.weighted:
             raise ConfigError(
                 f"{where}: weighted is True and pooling 'none', which sums nothing: leave weighted out, "

@@ -10,7 +10,7 @@ with the start that the first trainer had: servers need not be told values, and 
 updates alone. They cross as float32, whatever the wire is. Around one step, in the threads of the stream:
 
     look_up    with the step's first batch: all rows, and so bound by the gate as the embeddings are
-    hand_over  with the batch itself: they become the parameters
+    hand_over  as the batch is first used: they become the parameters
     gradients  at optimizer.step(): a copy, since the next backward pass writes over them
     update     before the embeddings' own: under the step's number, so that each bucket applies it once
 """
@@ -136,6 +136,10 @@ class DenseParameters:
             if values.is_cuda:
                 values.record_stream(torch.cuda.current_stream(values.device))
             self._write(values)
+
+    def forget(self, step: int) -> None:
+        """No batch of the step will be used."""
+        self._ahead.pop(step, None)
 
     @torch.no_grad()
     def gradients(self, scale: float) -> Gradients:

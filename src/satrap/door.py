@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from satrap.errors import AttemptError, ConfigError, MovedError, NotReadyError
 from satrap.rpc import Origin
-from satrap.served import Served
+from satrap.served import Served, Turn
 
 
 class Door:
@@ -23,7 +23,7 @@ class Door:
         self._paused = False  # none begins
         self._work_seconds = 0.0
         self._served: Served | None = None
-        self._turn = self._mover = 0  # of the newest mover
+        self._turn = Turn()
 
     def _ready(self) -> Served:
         if self._served is None or not self._served.greeted:
@@ -83,8 +83,10 @@ class Door:
 
     def _require_turn(self, origin: Origin) -> None:
         """Of a mover's call."""
-        if origin.step < self._turn:
-            raise ConfigError(f"another mover is at work: turn {self._turn} has begun after this one's, {origin.step}")
+        if origin.step < self._turn.number:
+            raise ConfigError(
+                f"another mover is at work: turn {self._turn.number} has begun after this one's, {origin.step}"
+            )
 
     def _other_attempt(self, served: Served, origin: Origin) -> AttemptError:
         return AttemptError(

@@ -6,12 +6,13 @@ step and the tables' versions: a stream refuses to begin with dense parameters o
 """
 
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from satrap.dense import DenseParameters, require_free_names
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Feature, Features
 from satrap.inputs import Inputs, Position
+from satrap.joint_step import Padded
 from satrap.local import LocalWorker
 from satrap.optimizer import HybridOptimizer
 from satrap.place import here
 from satrap.report import Counters
 from satrap.sources.declared import travels
 from satrap.sources.iterable import Iterable as Items
-from satrap.stream import Lookup, Stream
+from satrap.stream import JointStream, Lookup, Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
@@ -45,7 +47,7 @@ _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that
 
 
 class Embeddings(torch.nn.Module):
-    """Looks features up in their tables and trains those."""
+    """Looks features up in their tables and trains those. A context manager; see `close`."""
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class Embeddings(torch.nn.Module):
         self._optimizer: HybridOptimizer | None = None
         self._training: Stream | None = None
         self._training_data: Any = None
+        self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._closed = False
 
     def _require_possible(self, servers: Sequence[str] | None) -> None:
         """Raises if some options do not go together."""
@@ -118,6 +122,8 @@ class Embeddings(torch.nn.Module):
     @property
     def worker(self) -> "LocalWorker | RemoteWorker":
         """What looks ids up and updates their rows."""
+        if self._closed:
+            raise StreamError("these embeddings were closed: make others")
         if self._worker is None:
             raise StreamError(
                 "dense='async': the dense parameters' tables are not known yet: call optimizer(...) first"
@@ -192,8 +198,8 @@ class Embeddings(torch.nn.Module):
 
         data: a source, or any iterable of what `satrap.Iterable` takes without being told of columns: `Inputs`, or
             (dense, KeyedJaggedTensor, label). Several trainers each train on their share of its samples, and end
-            together: a batch that one has more than another is dropped and counted. With dense="async" each trains to
-            its own end.
+            together: every sample is trained on, and in the last step, where they have fewer samples or none, each
+            sample counts as much as the others. With dense="async" each trains to its own end.
         accumulate: how many batches make one optimizer step.
         overlap: table work beside the dense network; None: if there is a device, a worker in a process of its own, or
             staleness and a spare core.
@@ -210,6 +216,12 @@ class Embeddings(torch.nn.Module):
             return self._evaluation(data, place, overlap)
         if self._optimizer is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
+        if id(data) not in self._followed and getattr(data, "origin", None) in self._followed:
+            raise StreamError(
+                "this source is a replace() of the one that Checkpoint(...) was given, and its position would not be "
+                "saved: stream the source itself (epochs=N with shuffle=True reads it in another order each time, "
+                "path= takes a list), or make the Checkpoint without a source and begin each stream where you want it"
+            )
         self._leave_stream()
         self._require_own_rows()
         if self._dense is not None:
@@ -220,6 +232,9 @@ class Embeddings(torch.nn.Module):
         several = self.trainers.world > 1
         share = {"rank": self.trainers.rank, "world": self.trainers.world} if several else {}
         inputs = self._batches(data, position, **share)
+        together = several and self._dense is None
+        if together:
+            inputs = Padded(inputs, self.features.names)
         gate = Gate(self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step)
         self._training_data = data
         self._training = Stream(
@@ -231,7 +246,7 @@ class Embeddings(torch.nn.Module):
             overlap=overlap,
             on_hold=self._optimizer.hold,
             position=position,
-            all_have=self.trainers.all if several and self._dense is None else None,
+            joint=JointStream(self.trainers.joint_step, self._optimizer.weigh) if together else None,
             dense=self._dense,
         )
         return self._training
@@ -243,7 +258,9 @@ class Embeddings(torch.nn.Module):
         if not any(len(store) for store in self.tables.values()):
             warnings.warn("the embeddings are evaluated and no table has a row yet", stacklevel=3)
         gate = Gate(_EVALUATION_AHEAD if overlap else 0)
-        return Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        stream = Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        self._evaluations.add(stream)
+        return stream
 
     def get_extra_state(self) -> dict[str, Any]:
         """For state_dict: which rows these are."""
@@ -312,11 +329,11 @@ class Embeddings(torch.nn.Module):
         found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
         return found
 
-    def _leave_stream(self) -> None:
+    def _leave_stream(self, why: str = "another training stream was begun, or a checkpoint was resumed") -> None:
         """Ends the training stream before another begins; what it was handed is applied."""
         if self._training is None:
             return
-        self._training.close("this stream ended when another training stream was begun, or a checkpoint was resumed")
+        self._training.close(f"this stream ended when {why}")
         self._step, self._past = self._training.last_step, self._past + self._training.counters()
         if (followed := self._followed.get(id(self._training_data))) is not None and not followed.resume:
             followed.position = self._training.position
@@ -328,6 +345,28 @@ class Embeddings(torch.nn.Module):
         cut = {f"ids/{name}": count for name, count in self.worker.truncated.items() if count}
         rows = {name: len(store) for name, store in self.tables.items()}
         return replace(so_far, rows=rows, lost={**so_far.lost, **cut})
+
+    def close(self) -> None:
+        """Ends the streams, applies the updates that were handed over, and ends the connections to servers and workers.
+        Rows in this process go, once nobody has the tables any more. Embeddings that are collected, or left at the end
+        of the process, are closed likewise, but their last updates may be missing."""
+        if self._closed:
+            return
+        worker, self._worker = self._worker, None
+        self._closed = True
+        with ExitStack() as stack:
+            if worker is not None:
+                stack.callback(worker.close)
+            for stream in self._evaluations:
+                stack.callback(stream.close)
+            stack.callback(self._leave_stream, "the embeddings were closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with nullcontext() if kind is None else suppress(Exception):  # not over the user's own error
+            self.close()
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """For the optimizer: sends the gradients that wait to the tables."""
@@ -374,7 +413,7 @@ class Embeddings(torch.nn.Module):
 
     def forward(self, inputs: Inputs) -> Batch:
         """One batch looked up without training, on the CPU: for serving, outside any stream."""
-        return Lookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0)
+        return Lookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(None)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

@@ -217,8 +217,9 @@ def native_config(table: Table) -> _core.TableConfig:
             config.admission = "always"
         case Probability(p=p):
             config.admission, config.probability = "probability", p
-        case MinCount(n=n, window=window):
+        case MinCount(n=n, window=window, first_epoch_only=first_epoch_only):
             config.admission, config.min_count, config.window = "min_count", n, window
+            config.first_epoch_only = first_epoch_only
     return config
 
 

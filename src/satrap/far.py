@@ -363,7 +363,7 @@ class FarWorker(RemoteWorker):
     def close(self) -> None:
         """Ends the connections."""
         self.at.close()
-        self.servers.close()
+        super().close()
 
     def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> FarBatches:
         """The batches of a source that travels, read by the worker."""
@@ -407,4 +407,4 @@ class FarWorker(RemoteWorker):
             flags[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
             at, line = at + n * each.floats, line + n * shape[1]
         ticket = FarTicket(batches, number, n) if train else None
-        return LookedUp(block=block, sequences=found, masks=flags, ticket=ticket)
+        return LookedUp(block=block, sequences=found, masks=flags, truncated=cut, ticket=ticket)

@@ -6,8 +6,9 @@ name, so what was applied is known to the rows' windows there, whatever happens 
 process before this one is read again, and its update sends the ids.
 """
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,12 +19,12 @@ import numpy as np
 from satrap.assignment import Assignment
 from satrap.engine import thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
-from satrap.inputs import Inputs
+from satrap.path_allowlist import PathAllowlist
 from satrap.reading import Beginning, Held, Reading
 from satrap.remote import RemoteTicket, RemoteWorker
 from satrap.rpc import Keys, Origin
 from satrap.servers import Servers
-from satrap.sources.declared import source_from_dict
+from satrap.sources.declared import restricted, source_from_dict
 from satrap.worker_calls import Bytes, Flags, Floats, as_one, columns_as_bytes
 
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is told that there is none yet
@@ -59,9 +60,17 @@ class _Seat:
 class Host:
     """Satisfies `satrap.worker_calls.WorkerCalls`; what may take long comes as a Future."""
 
-    def __init__(self, *, keys: Keys | None = None, num_threads: int | None = None) -> None:
-        """keys: the client's, for the servers. num_threads: of a call."""
+    def __init__(
+        self,
+        *,
+        keys: Keys | None = None,
+        num_threads: int | None = None,
+        data: Iterable[str | os.PathLike[str]] = (),
+    ) -> None:
+        """keys: the client's, for the servers. num_threads: of a call. data: below which it reads; elsewhere it
+        refuses to."""
         thread_count(num_threads)
+        self._permitted = PathAllowlist(data, "--data")
         self._keys, self._num_threads = keys, num_threads
         self._attempt = 0
         self._assignment: Assignment | None = None
@@ -127,7 +136,7 @@ class Host:
         def work() -> None:
             with seat.opening:
                 if stream not in seat.readings:
-                    given = source_from_dict(source)
+                    given = restricted(source_from_dict(source), self._permitted)
                     seat.readings[stream] = Reading(given, seat.worker.features, Beginning.from_dict(start))
 
         return seat.calls.submit(work)
@@ -161,7 +170,7 @@ class Host:
                 found.block.reshape(-1),
                 as_one([found.sequences[name] for name in names], np.float32),
                 as_one([found.masks[name] for name in names], np.bool_),
-                _cut(seat.worker, inputs),
+                found.truncated,
             )
 
         return self._do(origin, stream, work)
@@ -226,7 +235,8 @@ class Host:
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
         """See WorkerCalls."""
-        return self._seat(origin).calls.submit(lambda: source_from_dict(source).signature())
+        seat, given = self._seat(origin), restricted(source_from_dict(source), self._permitted)
+        return seat.calls.submit(given.signature)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -314,15 +324,3 @@ def _parted(
     parts = zip(shapes, present, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
     found = {name: part.reshape(shape) for (name, shape), there, part in parts if there}
     return found.pop("", None), found
-
-
-def _cut(worker: RemoteWorker, inputs: Inputs) -> list[int]:
-    """Of each sequence: ids beyond its length."""
-    found = []
-    for f, feature in enumerate(worker.features.values()):
-        if feature.max_length is None:
-            continue
-        n = inputs.batch_size
-        lengths = np.ones(n, np.int64) if inputs.offsets is None else np.diff(inputs.offsets[f * n : (f + 1) * n + 1])
-        found.append(int(np.maximum(lengths - feature.max_length, 0).sum()))
-    return found

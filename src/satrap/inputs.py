@@ -4,8 +4,8 @@ Plain data and nothing else. A source makes it, `worker` checks it against its f
 model in particular, and holds no row.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -29,19 +29,45 @@ class Position:
     sample: int = 0
     """How many samples were given since that block began. Batches and blocks do not end together, so `batch` alone
     would not say where in the block to go on."""
+    end: int = 0
+    """The block behind the last one that was begun; 0 before the first, and in positions of older releases."""
+    rows: int = 0
+    """How many rows of the epoch lie before that block, where ranks share its pieces."""
+    before: tuple[tuple["Position", ...], ...] = ()
+    """Where earlier numbers of trainers stopped in this epoch: the positions of all of them, oldest first."""
+    offset: Any = field(default=None, compare=False)
+    """What the data itself gave to go on from, where it does: plain JSON types."""
 
     def __post_init__(self) -> None:
-        for name in ("epoch", "block", "batch", "sample"):
+        for name in ("epoch", "block", "batch", "sample", "end", "rows"):
             set_field(self, name, check_integer("Position", name, getattr(self, name), 0, _MAX_COUNT))
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """This position as plain JSON types."""
-        return {"epoch": self.epoch, "block": self.block, "batch": self.batch, "sample": self.sample}
+        told: dict[str, Any] = {"epoch": self.epoch, "block": self.block, "batch": self.batch, "sample": self.sample}
+        told |= {name: value for name in ("end", "rows") if (value := getattr(self, name))}
+        if self.before:
+            told["before"] = [[each.to_dict() for each in positions] for positions in self.before]
+        return told if self.offset is None else told | {"offset": self.offset}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The position that `to_dict` wrote."""
-        return cls(**known_keys(cls, "Position", data))
+        given = known_keys(cls, "Position", data)
+        before = tuple(tuple(cls.from_dict(each) for each in positions) for positions in given.get("before", ()))
+        return cls(**given | {"before": before})
+
+    @property
+    def is_of_older_release(self) -> bool:
+        """Whether it counts blocks as they were dealt out to several trainers before every sample was trained on."""
+        return self.sample > 0 and self.end == 0
+
+    @classmethod
+    def after(cls, positions: Sequence["Position"]) -> Self:
+        """Where another number of trainers goes on behind trainers at these positions."""
+        epoch = min(each.epoch for each in positions)
+        before = next(each.before for each in positions if each.epoch == epoch)
+        return cls(epoch, 0, 0, before=(*before, tuple(replace(each, before=()) for each in positions)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

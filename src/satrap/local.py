@@ -48,12 +48,14 @@ class LocalRows:
         step: int | None,
         oldest_open: int | None,
         train: bool,
+        first_epoch: bool,
         block: Floats,
         sequences: list[Floats],
     ) -> _core.Ticket | None:
         """See Rows. The engine takes a step if none was given, once it has seen all values."""
+        at = step or 0, oldest_open or 0, train
         return self._engine.lookup_bags(
-            self._bags, values, offsets, weights, batch_size, step or 0, oldest_open or 0, train, block, sequences
+            self._bags, values, offsets, weights, batch_size, *at, block, sequences, first_epoch
         )
 
     def made(self, ticket: object) -> bool:
@@ -100,3 +102,6 @@ class LocalWorker(Worker):
         slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
         self.tables = Tables.in_engine(slots)
         super().__init__(features, LocalRows(features, slots[0].engine))
+
+    def close(self) -> None:
+        """Does nothing: the rows go with the last who has them."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from satrap._core import crc32c
 from satrap.checks import LARGEST_FLOAT32, flat
-from satrap.config import LAST_STEP, LAST_VERSION
-from satrap.errors import SnapshotError
+from satrap.config import LAST_STEP, LAST_VERSION, Table
+from satrap.errors import ConfigError, SnapshotError
 
 FORMAT = "satrap-table"
 FORMAT_VERSION = 1
@@ -121,7 +121,7 @@ class Manifest:
 
     def differences(self, config: dict[str, Any], seed: int) -> list[str]:
         """In what a table of this configuration and seed is another one than that of the snapshot."""
-        found, saved = flat(config) | {"seed": seed}, flat(self.config) | {"seed": self.seed}
+        found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
         return [
             f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
             for name in sorted(found.keys() | saved.keys())
@@ -250,6 +250,14 @@ def _data_file(fields: _Fields) -> DataFile:
         bucket_begin=fields.integer("bucket_begin", 0, 65536),
         bucket_end=fields.integer("bucket_end", 0, 65536),
     )
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A table's configuration with the fields that Satrap had not yet when it was saved."""
+    try:
+        return Table.from_dict(config).to_dict()
+    except ConfigError:
+        return config
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -141,7 +141,9 @@ class Moving:
     # -- what comes --------------------------------------------------------------------------------------------------
 
     def receive(self, move: int, buckets: Buckets, attempt: int) -> None:
-        """Room is made for these, of a server of that attempt."""
+        """Room is made for these, of a server of that attempt; once, or a call that comes late would empty it again."""
+        if move == self.coming_move:
+            return
         if attempt < self.engine.attempt:
             raise AttemptError(f"the rows are of attempt {attempt} and this server is at {self.engine.attempt}")
         self.engine.forget(buckets)

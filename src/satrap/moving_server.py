@@ -11,6 +11,7 @@ from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
 from satrap.members import Members
 from satrap.moving import Companions, Parcel
 from satrap.rpc import Origin
+from satrap.served import Turn
 from satrap.server_calls import Coded, Floats, Ids, Numbers
 
 
@@ -19,13 +20,14 @@ class MovingServer(Door):
 
     def begin_turn(self, origin: Origin, mover: int) -> None:
         """See ServerCalls."""
+        turn = Turn(origin.step, mover)
         with self._pause():
             self._require_turn(origin)
-            if origin.step == self._turn and mover != self._mover:
-                raise ConfigError(f"another mover is at work: it has begun turn {origin.step}, too")
+            if turn.number == self._turn.number and turn != self._turn:
+                raise ConfigError(f"another mover is at work: it has begun turn {turn.number}, too")
             if (served := self._served) is not None:
-                served.follow(served.members, served.number, origin.step)
-            self._turn, self._mover = origin.step, mover
+                served.follow(served.members, served.number, turn)
+            self._turn = turn
 
     def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
         """See ServerCalls."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from satrap.dense import DenseParameters
 from satrap.errors import ConfigError, StreamError
@@ -60,6 +61,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.state = dense.state
         self._embeddings, self._at_servers = embeddings, at_servers
         self._known_same = at_servers is not None
+        self._weighing: list[RemovableHandle] = []
         cycled = {name: dense.defaults[name] for name in ("betas", "momentum") if name in dense.defaults}
         self._tables: list[dict[str, Any]] = [
             {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled
@@ -84,6 +86,20 @@ class HybridOptimizer(torch.optim.Optimizer):
     def hold(self, leaves: list[Tensor]) -> None:
         """These leaves wait for a step: all others go."""
         self._tables[0]["params"] = leaves
+
+    def weigh(self, weight: float) -> None:
+        """What the dense gradients of coming backward passes are multiplied by, before DDP averages them."""
+        for handle in self._weighing:
+            handle.remove()
+        self._weighing = []
+        if weight == 1.0:
+            return
+
+        def weighed(gradient: Tensor) -> Tensor:
+            return gradient * weight if weight else torch.zeros_like(gradient)
+
+        parameters = [each for group in self.dense.param_groups for each in group["params"] if each.requires_grad]
+        self._weighing = [each.register_hook(weighed) for each in parameters]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,6 +1,11 @@
 """The table work of a stream, in the order that the gate allows: reads batches, looks them up, applies updates.
 
     --read--> [waiting] --lookup--> [ready] --next()--> the user's step --submit()--> [updates] --update--> settled
+                  \\---next(), where the gate is closed---> [ahead] --lookup, or bring()--> the user's step --> ...
+
+A user who asks for a batch while only his own step could open the gate reads ahead: he gets it without its rows, and
+the batch is looked up as soon as the gate allows, in a thread or when he brings it. Lookups keep the order of the
+batches, so nothing in `waiting` is looked up before what is in `ahead`.
 
 `Pipeline` either does this work in the caller's thread, inside next() and submit() (`overlap=False`: no core is idle
 while the dense network runs, so there is nothing to gain), or in threads of its own: one reads, one does all table
@@ -14,6 +19,7 @@ over. Knows neither tables nor torch: it is given how to look up, and each updat
 """
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -74,6 +80,7 @@ class _State(Generic[Item]):
     """What the threads share, under one condition."""
 
     waiting: deque[Inputs] = field(default_factory=deque)
+    ahead: deque[tuple[Inputs, Item]] = field(default_factory=deque)  # handed over, to be looked up
     ready: deque[Item] = field(default_factory=deque)
     updates: deque[Update] = field(default_factory=deque)
     doing: set[_Stage] = field(default_factory=set)  # the table work that threads of ours are at
@@ -92,22 +99,25 @@ class Pipeline(Generic[Item]):
         self,
         inputs: Iterator[Inputs],
         gate: Gate,
-        look_up: Callable[[Inputs, int, int], Item],
+        look_up: Callable[[Inputs, int, int, Item | None], Item],
         *,
+        read_ahead: Callable[[Inputs, int], Item],
         overlap: bool,
         remote: bool = False,
     ) -> None:
-        """look_up(inputs, step, oldest_open) makes what next() returns.
+        """look_up(inputs, step, oldest_open, ahead) makes what next() returns, or completes what it returned: ahead.
 
+        read_ahead(inputs, step) makes what next() returns of a batch that is looked up later.
         remote: lookups and updates wait for a network, most of it one way each; where the gate lets them, both go at
             the same time.
         """
         self.seconds = Seconds()
-        self._inputs, self._gate, self._look_up = inputs, gate, look_up
+        self._inputs, self._gate, self._look_up, self._read_ahead_of = inputs, gate, look_up, read_ahead
         self._state: _State[Item] = _State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._living = 0  # of them
+        self._process = os.getpid()
         if overlap:
             work: dict[str, Callable[[], None]] = {"read": self._read_ahead}
             if remote and gate.apart:
@@ -125,7 +135,7 @@ class Pipeline(Generic[Item]):
     # -- the user's side ----------------------------------------------------------------------------------------------
 
     def next(self) -> Item | None:
-        """The next batch; None at the end. `StreamError` if only the user can open the gate: see `needs_user`."""
+        """The next batch; None at the end. One that only the user's step lets be looked up comes without its rows."""
         with self._inside():
             while True:
                 self._raise_error()
@@ -137,13 +147,40 @@ class Pipeline(Generic[Item]):
                     return None
                 if self._state.closed:
                     raise StreamError("this stream was closed")
-                if self._blocked():
-                    raise StreamError("the gate is closed, and no update is on its way that could open it")
+                if self._state.ahead or self._blocked():
+                    if self._state.waiting:
+                        return self._hand_ahead()
+                    if not self._threads:
+                        self._run(_Stage.READ)
+                        continue
                 if self._threads or not self._do_one(wanted=True):  # False: another thread has paused it
                     self._wait()
 
+    def bring(self, is_there: Callable[[], bool]) -> bool:
+        """Returns once a batch that was handed over ahead of its lookup is there; False if it cannot be looked up
+        before the user steps or drops another."""
+        with self._inside():
+            while not is_there():
+                self._raise_error()
+                if self._state.closed:
+                    raise StreamError("this stream was closed")
+                if self._stuck():
+                    return False
+                if self._threads or not self._do_one(wanted=True):
+                    self._wait()
+            return True
+
+    def take_back(self, item: Item) -> bool:
+        """The last batch handed over goes back, if it is not looked up."""
+        with self._changed:
+            mine = bool(self._state.ahead) and self._state.ahead[-1][1] is item
+            if mine:
+                self._state.ahead.pop()
+                self._exhaust_gate()
+            return mine
+
     def needs_user(self) -> bool:
-        """Whether next() cannot go on before the user steps or drops a batch."""
+        """Whether the next batch cannot be looked up before the user steps or drops one."""
         with self._inside():
             if self._threads:
                 while not (self._state.ready or self._ended() or self._blocked() or self._state.closed):
@@ -225,7 +262,13 @@ class Pipeline(Generic[Item]):
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the threads; whatever was not updated stays so. Safe to call twice."""
+        """Ends the threads; whatever was not updated stays so. Safe to call twice. Does nothing in a fork, which has
+        none of the threads."""
+        if os.getpid() != self._process:
+            return
+        if threading.current_thread() in self._threads:  # which collected the stream, and cannot wait for itself
+            threading.Thread(target=self.close, name="satrap-close", daemon=True).start()
+            return
         until = time.monotonic() + _CLOSE_SECONDS
         with self._changed:
             self._state.closed = True
@@ -270,7 +313,7 @@ class Pipeline(Generic[Item]):
             return _Stage.UPDATE
         if _Stage.LOOKUP not in stages or not (wanted or self._gate.deterministic) or not self._gate.may_look_up():
             return None
-        if state.waiting:
+        if state.ahead or state.waiting:
             return _Stage.LOOKUP
         return None if self._threads or state.exhausted else _Stage.READ
 
@@ -281,7 +324,7 @@ class Pipeline(Generic[Item]):
     def _stuck(self) -> bool:
         """Whether neither an update nor a lookup is allowed until the user steps or drops a batch."""
         state = self._state
-        if state.doing or (self._ended() and not state.updates):
+        if state.doing or (state.exhausted and not (state.waiting or state.ahead or state.updates)):
             return False
         may_update = bool(state.updates) and self._gate.may_update(state.updates[0].steps[-1])
         return not may_update and not self._gate.may_look_up()
@@ -310,7 +353,8 @@ class Pipeline(Generic[Item]):
             if stage is _Stage.READ:
                 self._admit(self._read())
             elif stage is _Stage.LOOKUP:
-                self._state.ready.append(self._timed_look_up(*self._begin_look_up()))
+                begun = self._begin_look_up()
+                self._looked_up(self._timed_look_up(*begun), begun[-1])
             else:
                 self._apply(self._state.updates[0])
                 self._finish(self._state.updates.popleft())
@@ -324,14 +368,29 @@ class Pipeline(Generic[Item]):
             self._state.waiting.append(inputs)
             return
         self._state.exhausted = True
-        if not self._state.waiting:
+        self._exhaust_gate()
+
+    def _exhaust_gate(self) -> None:
+        if self._state.exhausted and not self._state.waiting and not self._state.ahead:
             self._gate.exhaust()
 
-    def _begin_look_up(self) -> tuple[Inputs, int, int]:
-        inputs, step = self._state.waiting.popleft(), self._gate.look_up()
-        if self._state.exhausted and not self._state.waiting:
-            self._gate.exhaust()
-        return inputs, step, self._gate.oldest_open
+    def _hand_ahead(self) -> Item:
+        inputs = self._state.waiting.popleft()
+        item = self._read_ahead_of(inputs, self._gate.step_after(len(self._state.ahead)))
+        self._state.ahead.append((inputs, item))
+        self._changed.notify_all()  # there is room to read
+        return item
+
+    def _begin_look_up(self) -> tuple[Inputs, int, int, Item | None]:
+        state = self._state
+        inputs, ahead = state.ahead.popleft() if state.ahead else (state.waiting.popleft(), None)
+        step = self._gate.look_up()
+        self._exhaust_gate()
+        return inputs, step, self._gate.oldest_open, ahead
+
+    def _looked_up(self, item: Item, ahead: Item | None) -> None:
+        if ahead is None:
+            self._state.ready.append(item)
 
     def _finish(self, update: Update) -> None:
         for step in update.steps:
@@ -354,9 +413,9 @@ class Pipeline(Generic[Item]):
         self.seconds.read += time.perf_counter() - began
         return inputs
 
-    def _timed_look_up(self, inputs: Inputs, step: int, oldest_open: int) -> Item:
+    def _timed_look_up(self, inputs: Inputs, step: int, oldest_open: int, ahead: Item | None) -> Item:
         began = time.perf_counter()
-        item = self._look_up(inputs, step, oldest_open)
+        item = self._look_up(inputs, step, oldest_open, ahead)
         self.seconds.lookup += time.perf_counter() - began
         return item
 
@@ -417,7 +476,7 @@ class Pipeline(Generic[Item]):
                     self._apply(update)
                 with self._changed:
                     if stage is _Stage.LOOKUP:
-                        self._state.ready.append(item)
+                        self._looked_up(item, begun[-1])
                     else:
                         self._finish(self._state.updates.popleft())
                     self._state.doing.discard(stage)

@@ -94,6 +94,7 @@ class RemoteRows:
         step: int | None,
         oldest_open: int | None,
         train: bool,
+        first_epoch: bool,
         block: Floats,
         sequences: list[Floats],
     ) -> RemoteTicket | None:
@@ -103,7 +104,8 @@ class RemoteRows:
         split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
         at = self._reach(step) if train else 0
         number = next(self._numbers) if train else 0
-        while (found := self._looked_up(split, view, at, oldest_open or at, train, number)) is None:
+        how = oldest_open or at, train, number, self._servers.wire, first_epoch
+        while (found := self._looked_up(split, view, at, how)) is None:
             view = self._servers.view
             self._split.share_again(split, view.owners, len(view))
         rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(view))]
@@ -114,11 +116,11 @@ class RemoteRows:
         return None
 
     def _looked_up(
-        self, split: _core.SplitTicket, view: View, step: int, oldest_open: int, train: bool, number: int
+        self, split: _core.SplitTicket, view: View, step: int, how: tuple[Any, ...]
     ) -> dict[int, Any] | None:
-        """What the servers answer; None: there is a newer view."""
+        """What the servers answer; None: there is a newer view. how: what each is told beside its ids."""
         asked = {
-            server: (split.ids(server), split.offsets(server), oldest_open, train, number, self._servers.wire)
+            server: (split.ids(server), split.offsets(server), *how)
             for server in range(len(view))
             if split.num_floats(server)
         }
@@ -274,6 +276,10 @@ class RemoteWorker(Worker):
         self.tables = RemoteTables(servers)
         self._remote = RemoteRows(features, servers, num_threads=num_threads)
         super().__init__(features, self._remote)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self.servers.close()
 
     def renew(self, inputs: Inputs) -> RemoteTicket:
         """A ticket for a batch that a process before this one looked up."""

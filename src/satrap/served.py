@@ -30,6 +30,15 @@ _NOBODY = 2**31 - 1  # the same to an engine
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """The newest mover's. Its number alone would not do: two movers may have begun the same one."""
+
+    number: int = 0
+    mover: int = 0
+    """Drawn at random by the mover, so that a repeat of its call is told from another mover's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """A lookup that waits for its update."""
 
@@ -68,22 +77,23 @@ class Served:
         self._know_owners()
 
     @classmethod
-    def found(cls, job: Job, tables: Tables, engine: Engine) -> tuple[Self | None, int]:
+    def found(cls, job: Job, tables: Tables, engine: Engine) -> tuple[Self | None, Turn]:
         """What the server before this one was, and its newest mover's turn; None: it had noted nothing yet."""
         if not (note := bytes(engine.note())):
-            return None, 0
+            return None, Turn()
         told = json.loads(note)
-        return cls(job, tables, engine, Members.from_dict(told["members"]), told["number"]), told["turn"]
+        turn = Turn(told["turn"], told.get("mover", 0))  # files made before movers were noted
+        return cls(job, tables, engine, Members.from_dict(told["members"]), told["number"]), turn
 
     def store(self, table: int) -> Store:
         """The table of that number."""
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
-    def follow(self, members: Members, number: int, turn: int) -> None:
+    def follow(self, members: Members, number: int, turn: Turn) -> None:
         """These are the members from now on, this is which of them, and the newest mover's turn. No call may run."""
         changed = self.members.version != members.version
-        told = {"members": members.to_dict(), "number": number, "turn": turn}
+        told = {"members": members.to_dict(), "number": number, "turn": turn.number, "mover": turn.mover}
         self.engine.set_note(json.dumps(told).encode())
         self.members, self.number = members, number
         self._know_owners()

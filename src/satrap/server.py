@@ -10,6 +10,7 @@ update that comes again, before or after a restart, is applied once.
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from satrap.job import Job
 from satrap.meeting import Part, joined
 from satrap.members import Members
 from satrap.moving_server import MovingServer
+from satrap.path_allowlist import PathAllowlist
 from satrap.rpc import Origin
 from satrap.saved_table import require_same_snapshots
 from satrap.served import Kept, Served, decoded, num_floats
@@ -37,10 +39,18 @@ MOST_TICKETS = 1024
 class Server(MovingServer):
     """Satisfies `satrap.server_calls.ServerCalls`."""
 
-    def __init__(self, *, shared: str | os.PathLike[str] | None = None, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        shared: str | os.PathLike[str] | None = None,
+        num_threads: int | None = None,
+        checkpoints: Iterable[str | os.PathLike[str]] = (),
+    ) -> None:
         """shared: the shared-memory file of the rows. One that is there is attached, rows and job; else it is made when
-        the job is known."""
+        the job is known.
+        checkpoints: below which it writes and reads checkpoints; elsewhere it refuses to."""
         thread_count(num_threads)
+        self._permitted = PathAllowlist(checkpoints, "--checkpoints")
         self._shared, self._num_threads = shared, num_threads
         super().__init__()
         # A file that is not whole, or names no members, is of one killed in a hello or restore, which will come again.
@@ -93,9 +103,10 @@ class Server(MovingServer):
         with self._changed:
             served = self._served
             if served is None:
-                return {"version": 0, "turn": self._turn}
+                return {"version": 0, "turn": self._turn.number}
             served.moving.thaw_if_left(time.monotonic())
-            found: dict[str, Any] = {"version": served.members.version, "greeted": served.greeted, "turn": self._turn}
+            version, turn = served.members.version, self._turn.number
+            found: dict[str, Any] = {"version": version, "greeted": served.greeted, "turn": turn}
             if served.members.version > than:
                 found |= {"members": served.members.to_dict(), "job": served.job.to_dict(), "state": served.state()}
             return found
@@ -121,6 +132,7 @@ class Server(MovingServer):
         train: bool,
         ticket: int,
         wire: str = "float32",
+        first_epoch: bool = True,
     ) -> tuple[Floats | None, Coded | None]:
         """See ServerCalls."""
         check_choice("lookup", "wire", wire, WIRES)
@@ -128,7 +140,7 @@ class Server(MovingServer):
             engine = served.engine
             rows = engine.empty(1, num_floats(served.job, ids, offsets))
             given = (origin.step, self._oldest_open(served, origin, oldest_open)) if train else (0, 0)
-            made = engine.lookup(ids, offsets, *given, train, rows, train and ticket != 0)
+            made = engine.lookup(ids, offsets, *given, train, rows, train and ticket != 0, first_epoch)
             if made is not None:
                 self._keep(served, origin.trainer, ticket, Kept(made, ids, offsets))
             if wire == "float16":
@@ -219,6 +231,7 @@ class Server(MovingServer):
             last = served.saved.get(table)
             if last == (folder, since, version):
                 return version  # it came again
+            self._require_permitted([[os.fspath(part)]])
             served.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
             owned = np.array(served.members.bucket_map.owners[table]) == served.number
             made = store.save_part(part, owned, since=since)
@@ -227,6 +240,7 @@ class Server(MovingServer):
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """See ServerCalls."""
+        self._require_permitted(folders)
         with self._working(origin) as served:
             require_same_snapshots(folders, checksums)
             served.tables.verify(dict(zip(served.tables, folders, strict=False)))
@@ -235,6 +249,7 @@ class Server(MovingServer):
         """See ServerCalls. The old rows go before the new ones come: memory may not hold both.
 
         It is done for a map: whoever was told of another meanwhile asks again, in the same attempt."""
+        self._require_permitted(folders)
         with self._pause():
             served = self._ready()
             self._require_map(served, origin)
@@ -281,6 +296,13 @@ class Server(MovingServer):
             served.store(table).check()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _require_permitted(self, folders: list[list[str]]) -> None:
+        for chain in folders:
+            for folder in chain:
+                if folder != os.path.abspath(folder):
+                    raise InputError(f"the folder is {folder!r}; wanted its path from the root, without '..'")
+                self._permitted.require(folder)
 
     def _empty(self, job: Job, members: Members, number: int) -> Served:
         slots = open_engine(

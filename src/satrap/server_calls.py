@@ -56,9 +56,10 @@ class ServerCalls(Protocol):
         train: bool,
         ticket: int,
         wire: str = "float32",
+        first_epoch: bool = True,
     ) -> tuple[Floats | None, Coded | None]:
         """The rows, in the form that `wire` names. ticket: a number of the trainer's own that the update will name; 0:
-        none."""
+        none. first_epoch: whether sightings count in tables that count those of the first epoch only."""
         ...
 
     def update(

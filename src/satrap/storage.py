@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Protocol
 
 from satrap.folder import put_on_disk
+from satrap.path_allowlist import STAGING_PREFIX
 
 _LOCAL = ("file://", "local://")
 
@@ -176,7 +177,7 @@ class _Objects:
         self._files, path = fsspec.core.url_to_fs(url)
         self._path = str(path).rstrip("/")
         self.url = url.rstrip("/")
-        self.staging = Path(tempfile.mkdtemp(prefix="satrap-checkpoint-"))
+        self.staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX))
         self._copies: set[Path] = set()
         weakref.finalize(self, shutil.rmtree, self.staging, ignore_errors=True)
 

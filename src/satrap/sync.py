@@ -44,6 +44,10 @@ class Gate:
         """The step of the next batch to look up."""
         return self._step
 
+    def step_after(self, num_batches: int) -> int:
+        """The step of the batch that is looked up after so many others."""
+        return self._step + (self._in_step + num_batches) // self.accumulate
+
     @property
     def oldest_open(self) -> int:
         """The oldest step whose rows are in use, the next batch's if none is."""

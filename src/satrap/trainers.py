@@ -1,12 +1,12 @@
 """Who trains: this process alone, or several under torch.distributed, which the user's script has set up (torchrun).
 
 What the trainers must agree on beside the dense gradients, which are DDP's: the attempt that the first of them begins
-at the servers, whether each has another batch, whether one met an overflow. It goes through gloo groups of its own, so
-it never meets the user's collectives.
+at the servers, how many samples each has for a step, whether one met an overflow. It goes through gloo groups of its
+own, so it never meets the user's collectives.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, StreamError
+from satrap.joint_step import JointStep
 
 Compress = Literal["float16", "bfloat16"]
 PATIENCE = timedelta(days=7)  # with what takes one of them longer than the others; torch's own is half an hour
@@ -76,6 +77,13 @@ class Trainers:
     def all(self, flag: bool) -> bool:
         """Whether it is so at each of them."""
         return self.count(flag) == self.world
+
+    def joint_step(self, batch: Sequence[int]) -> JointStep:
+        """The step that this trainer's batch, as `described`, makes together with the others'."""
+        own = torch.tensor(batch, dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(found, own, group=self._group)
+        return JointStep.of([each.tolist() for each in found], self.rank)
 
     def gather(self, data: bytes, *, patient: bool = False) -> list[bytes]:
         """What each of them gave, in the order of their ranks. patient: one may come much later than another."""

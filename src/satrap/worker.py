@@ -76,10 +76,12 @@ class Rows(Protocol):
         step: int | None,
         oldest_open: int | None,
         train: bool,
+        first_epoch: bool,
         block: Floats,
         sequences: list[Floats],
     ) -> Ticket | None:
-        """Fills block and sequences; a ticket if it trains."""
+        """Fills block and sequences; a ticket if it trains. first_epoch: whether sightings count in tables that count
+        those of the first epoch only."""
         ...
 
     def made(self, ticket: object) -> bool:
@@ -120,6 +122,8 @@ class LookedUp:
     """[batch_size, max_length, dim] of each sequence; 0 where there is no id."""
     masks: dict[str, NDArray[np.bool_]]
     """[batch_size, max_length] of each sequence: where there is an id."""
+    truncated: list[int]
+    """Of each sequence: ids beyond its max_length, which were not looked up."""
     ticket: Ticket | None
     """Brings the gradients back; None without training."""
 
@@ -163,7 +167,8 @@ class Worker:
         train: bool = True,
         block: NDArray[np.float32] | None = None,
     ) -> LookedUp:
-        """The rows of the batch's ids. `step`, `oldest_open` and `train` are those of `Store.lookup`.
+        """The rows of the batch's ids. `step`, `oldest_open` and `train` are those of `Store.lookup`. The batch is of
+        the first epoch if its position says so, or if it has none.
 
         block: memory to write pooled rows into, float32 [batch_size, total_dim], best aligned to 64 bytes. None: a new
             array, aligned, of memory that is used again once the array is gone.
@@ -178,14 +183,19 @@ class Worker:
         memory = arrays.as_out(_WHERE, block, shape, "block")
         sequences = [self._rows.empty(batch_size, each.floats) for each in self._sequences]
         at, since = given_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
-        ticket = self._rows.lookup(values, offsets, weights, batch_size, at, since, train, memory, sequences)
+        first_epoch = inputs.position is None or inputs.position.epoch == 0
+        ticket = self._rows.lookup(
+            values, offsets, weights, batch_size, at, since, train, first_epoch, memory, sequences
+        )
+        lengths = [each.lengths(values, offsets, batch_size) for each in self._sequences]
         return LookedUp(
             block=block,
             sequences={
                 each.name: rows.reshape(each.shape(batch_size))
                 for each, rows in zip(self._sequences, sequences, strict=True)
             },
-            masks={each.name: each.mask(offsets, batch_size) for each in self._sequences},
+            masks={each.name: each.mask(its) for each, its in zip(self._sequences, lengths, strict=True)},
+            truncated=[each.beyond(its) for each, its in zip(self._sequences, lengths, strict=True)],
             ticket=ticket,
         )
 
@@ -321,23 +331,42 @@ class _Sequence:
         self.name = name
         self._index = index
         self._max_length, self._dim = feature.max_length, feature.table.dim
+        self._padding_id = feature.padding_id
         self.floats = self._max_length * self._dim
 
     def shape(self, batch_size: int) -> tuple[int, int, int]:
         return batch_size, self._max_length, self._dim
 
-    def mask(self, offsets: NDArray[np.int64] | None, batch_size: int) -> NDArray[np.bool_]:
-        lengths = np.ones((batch_size, 1), np.int64)
-        if offsets is not None:
-            begin = self._index * batch_size
-            lengths = np.diff(offsets[begin : begin + batch_size + 1]).reshape(-1, 1)
-        return np.arange(self._max_length) < lengths
+    def lengths(
+        self, values: NDArray[np.uint64], offsets: NDArray[np.int64] | None, batch_size: int
+    ) -> NDArray[np.int64]:
+        """How many ids each sample has, padding left out."""
+        first = self._index * batch_size
+        bounds = np.arange(first, first + batch_size + 1) if offsets is None else offsets[first:][: batch_size + 1]
+        if self._padding_id is not None:
+            ids = values[bounds[0] : bounds[-1]] != self._padding_id
+            bounds = np.append(0, np.cumsum(ids))[bounds - bounds[0]]
+        return np.diff(bounds)
+
+    def mask(self, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return np.arange(self._max_length) < lengths[:, None]
+
+    def beyond(self, lengths: NDArray[np.int64]) -> int:
+        return int(np.maximum(lengths - self._max_length, 0).sum())
 
 
-def named_features(features: Features) -> list[tuple[str, int, str, bool, int]]:
+def named_features(features: Features) -> list[tuple[str, int, str, bool, int, bool, int | None]]:
     """The features in the core's words."""
     return [
-        (name, table, feature.pooling, feature.weighted, feature.max_length or 0)
+        (
+            name,
+            table,
+            feature.pooling,
+            feature.weighted,
+            feature.max_length or 0,
+            feature.keep == "last",
+            feature.padding_id,
+        )
         for (name, feature), table in zip(features.items(), features.table_index, strict=True)
     ]
 

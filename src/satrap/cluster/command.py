@@ -11,6 +11,7 @@ from pathlib import Path
 from satrap.cluster.membership import Membership
 from satrap.cluster.supervisor import Plan, Process, Role
 from satrap.errors import ConfigError
+from satrap.path_allowlist import is_url, without_glob
 from satrap.place import Place
 
 
@@ -24,10 +25,22 @@ class Script:
     """Of torch, of each trainer."""
     worker_threads: int | None = None
     server_threads: int | None = None
+    checkpoints: tuple[str, ...] = ()
+    """Below which servers write, besides what is named anyway."""
+    data: tuple[str, ...] = ()
+    """Below which workers read, besides what is named anyway."""
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
             raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; wanted the path of a Python file")
+
+    def named(self) -> list[str]:
+        """Folders, files and URLs that the command line names: the script's folder, and whatever among its arguments
+        may be one, "--path=A,B" and globs included, but for the root."""
+        words = [word.partition("=")[2] if word.startswith("-") else word for word in self.arguments]
+        pieces = [without_glob(piece) for word in words for piece in (word, *word.split(",")) if piece]
+        found = [piece if is_url(piece) else os.path.abspath(os.path.expanduser(piece)) for piece in pieces]
+        return list(dict.fromkeys([os.path.abspath(self.path.parent), *(each for each in found if each != "/")]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +73,16 @@ class Command:
     plan: Plan
     membership: Membership
 
-    def listen(self, host: str, has_rows: bool) -> str:
-        """Where it listens on this host: where it was, but a server only with its rows: who finds it there finds them.
-        One that listens elsewhere is to begin empty."""
+    def listen(self, folder: str, has_rows: bool) -> str:
+        """Where it listens, at a Unix socket in "ipc:///folder" or a port of "tcp://host": where it was, but a server
+        only with its rows: who finds it there finds them. One that listens elsewhere is to begin empty."""
         known = self.address or ""
-        if known.rpartition(":")[0] == f"tcp://{host}" and (has_rows or self.process.role is not Role.SERVER):
+        if known.startswith((f"{folder}/", f"{folder}:")) and (has_rows or self.process.role is not Role.SERVER):
             return known
-        return f"tcp://{host}:0"
+        process = self.process
+        return (
+            f"{folder}:0" if folder.startswith("tcp:") else f"{folder}/{process.role}-{process.number}.{process.start}"
+        )
 
     def arguments(self, spot: Spot) -> list[str]:
         """What follows `satrap`."""
@@ -79,7 +95,9 @@ class Command:
         number = script.server_threads if role is Role.SERVER else script.worker_threads
         threads = [] if number is None else ["--threads", str(number)]
         shared = ["--shared", str(spot.rows)] if role is Role.SERVER else []
-        return [role.value, "--listen", spot.listen, *shared, *keys, *threads]
+        flag, more = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
+        permitted = [f"{flag}={each}" for each in (os.path.abspath(spot.script.parent), *script.named(), *more)]
+        return [role.value, "--listen", spot.listen, *shared, *keys, *threads, *permitted]
 
     def _place(self, spot: Spot) -> Place:
         return Place(

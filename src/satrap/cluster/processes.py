@@ -1,13 +1,23 @@
-"""The launcher of this machine: the processes of a run are children of the supervisor's."""
+"""The launcher of this machine: the processes of a run are children of the supervisor's.
+
+They talk over Unix sockets in a folder of the run's own that no other user may enter.
+"""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 from satrap.cluster.children import Children
 from satrap.cluster.command import Command, Spot
 from satrap.cluster.output import Output
-from satrap.cluster.supervisor import Event, How, Process
+from satrap.cluster.rows_file import forget_rows, has_rows, rows_file
+from satrap.cluster.supervisor import Event, How, Process, Role
 from satrap.errors import ConfigError
+from satrap.rpc.address import MOST_PATH_BYTES
+from satrap.rpc.unix_socket import require_private
+
+_MOST_NAME_BYTES = 30  # of a socket: "/server-65535.4294967295"
 
 
 class LocalLauncher:
@@ -22,15 +32,21 @@ class LocalLauncher:
 
     def forget(self, name: str) -> None:
         """See Launcher."""
-        for file in [*self._memory.glob(f"satrap-{name}-*"), *self._folder.glob(f"meeting-{name}-*")]:
+        forget_rows(self._memory, name)
+        for file in self._folder.glob(f"meeting-{name}-*"):
             file.unlink(missing_ok=True)
+        shutil.rmtree(_sockets(name), ignore_errors=True)
 
     def start(self, command: Command) -> None:
         """See Launcher."""
         name, process = command.membership.name, command.process
         meeting = (self._folder / f"meeting-{name}-{process.start}").absolute()
-        rows = self._memory / f"satrap-{name}-{process.role}-{process.number}"
-        listen = command.listen("127.0.0.1", rows.exists())
+        rows, warning = rows_file(self._memory, name, f"{process.role}-{process.number}")
+        if warning is not None and process.role is Role.SERVER:
+            self._output.say(f"{process}: {warning}")
+        sockets = _sockets(name)
+        require_private(sockets)
+        listen = command.listen(f"ipc://{sockets}", has_rows(rows))
         if listen != command.address:
             rows.unlink(missing_ok=True)
         spot = Spot(listen=listen, rows=rows, script=command.script.path, meeting=f"file://{meeting}")
@@ -48,3 +64,10 @@ class LocalLauncher:
     def close(self) -> None:
         """See Launcher."""
         self._children.close()
+
+
+def _sockets(name: str) -> Path:
+    """The folder of the run's sockets. Not in the run's own, whose path may be too long for them."""
+    places = [Path(tempfile.gettempdir()), Path("/tmp")]
+    fitting = [place for place in places if len(os.fsencode(place / name)) + _MOST_NAME_BYTES <= MOST_PATH_BYTES]
+    return (fitting or places)[0] / f"satrap-{name}"

@@ -28,10 +28,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from satrap.cluster.children import GRACE_SECONDS, Children, Gone, Report
+from satrap.cluster.children import GRACE_SECONDS, Children, Gone, Report, Said
 from satrap.cluster.command import Command, Script, Spot
 from satrap.cluster.output import Output
 from satrap.cluster.resources import Needs, amounts
+from satrap.cluster.rows_file import forget_rows, has_rows, rows_file
 from satrap.cluster.supervisor import Event, How, NoPlace, Plan, Process, Role
 from satrap.errors import ConfigError, SatrapError
 from satrap.rpc.keys import Keys, make_keys
@@ -63,14 +64,13 @@ class _Keeper:
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(f"memory is {os.fspath(memory)!r}, which cannot be written to at {self._host}")
         process, node = command.process, ray.get_runtime_context().get_node_id()
-        rows = memory / f"satrap-{command.membership.name}-{node[:12]}-{process.role}-{process.number}"
-        folder = self._folder = rows.with_suffix(".keys")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        who = f"{node[:12]}-{process.role}-{process.number}"
+        rows, warning = rows_file(memory, command.membership.name, who)
+        folder = self._folder = Path(tempfile.mkdtemp(".keys", f"satrap-{command.membership.name}-", memory))
         for name, key in keys.items():
             with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(key)
-        listen = command.listen(self._host, rows.exists())
+        listen = command.listen(f"tcp://{self._host}", has_rows(rows))
         if listen != command.address:
             rows.unlink(missing_ok=True)
         listener = None if self._listener is None else self._listener.fileno()
@@ -87,7 +87,7 @@ class _Keeper:
         self._children.start(process, command.arguments(spot), rows, fds)
         if self._listener is not None:
             self._listener.close()
-        return []
+        return [] if warning is None else [Said(process, "stderr", f"satrap: {warning}\n".encode())]
 
     def end(self, process: Process, how: How, for_good: bool) -> None:
         """Tells the child to end."""
@@ -104,10 +104,9 @@ class _Keeper:
 def _forget(memory: Path, name: str) -> None:
     """On a node: removes what a run left there."""
     for path in memory.glob(f"satrap-{name}-*"):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.geteuid():
             shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    forget_rows(memory, name)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,9 @@ The pairs are the expensive part, and not by their arithmetic: 27 x 27 products 
 but in torch's terms every row of the batch is copied, multiplied alone and gathered from. Two forms, chosen by where
 the vectors are. On the CPU the core's kernel takes a sample from its input to its output in one pass; elsewhere, and
 under torch.compile, it is torch's products with a gradient of its own: one product with the mirrored gradient instead
-of two, and gathers instead of a scatter. docs/log.md has the other forms that were measured.
+of two, and gathers instead of a scatter. A program that is exported or traced holds torch's operators alone and takes
+any batch size: every size is read from `shape`, because len() of a tensor is a constant of the program. docs/log.md has
+the other forms that were measured.
 """
 
 import atexit
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from satrap import _core
+from satrap.models.parts import is_traced
 from satrap.threads import torch_threads
 
 
@@ -41,7 +44,7 @@ class Interaction(torch.nn.Module):
 
     def in_torch(self, first: torch.Tensor | None, block: torch.Tensor) -> torch.Tensor:
         """The same by torch's operators alone."""
-        vectors = block.reshape(len(block), block.shape[1] // self.dim, self.dim)
+        vectors = block.unflatten(1, (-1, self.dim))
         if first is None:
             return dot_products(vectors, self.pairs, self.mirror)
         # To the first's dtype: under autocast the copy that cat makes is half as large.
@@ -51,6 +54,8 @@ class Interaction(torch.nn.Module):
 
 def dot_products(vectors: torch.Tensor, pairs: torch.Tensor, mirror: torch.Tensor) -> torch.Tensor:
     """The dot products of all pairs of vectors [batch, n, dim] in torch: [batch, n (n - 1) / 2]."""
+    if is_traced() or torch.compiler.is_exporting():  # a Function is Python, which no program can hold
+        return _columns(_products(vectors), pairs)
     dots: torch.Tensor = _Dots.apply(vectors, pairs, mirror)  # type: ignore[no-untyped-call]
     return dots
 
@@ -97,7 +102,7 @@ class _Fused(torch.autograd.Function):
 
 def _is_plain(block: torch.Tensor) -> bool:
     """Whether the kernel may read its memory: not what tracers, torch.compile and torch.func put in its place."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    traced = torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
     return (
         not traced
         and type(block) in (torch.Tensor, torch.nn.Parameter)
@@ -123,20 +128,25 @@ class _Dots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, pairs: torch.Tensor, mirror: torch.Tensor) -> torch.Tensor:
-        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        products = _products(vectors)
         ctx.save_for_backward(vectors.to(products.dtype), mirror)  # autocast may have multiplied in another dtype
         ctx.dtype = vectors.dtype
-        return _columns(products.flatten(1), pairs)
+        return _columns(products, pairs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = gradients
         vectors, mirror = ctx.saved_tensors
-        padded = torch.cat([gradient, gradient.new_zeros(len(gradient), 1)], 1)  # the diagonal has no gradient
-        both = _columns(padded, mirror).view(len(vectors), vectors.shape[1], vectors.shape[1])
+        padded = torch.nn.functional.pad(gradient, (0, 1))  # the diagonal has no gradient
+        both = _columns(padded, mirror).unflatten(1, (vectors.shape[1], vectors.shape[1]))
         return torch.bmm(both, vectors).to(ctx.dtype), None, None
 
 
 def _columns(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     # gather and not index_select: torch runs the latter in one thread, and slowly in 16 bits.
-    return matrix.gather(1, index.expand(len(matrix), len(index)))
+    return matrix.gather(1, index.expand(matrix.shape[0], -1))
+
+
+def _products(vectors: torch.Tensor) -> torch.Tensor:
+    """The dot products of every vector with every vector, flat: [batch, n * n]."""
+    return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)

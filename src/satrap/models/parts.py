@@ -38,7 +38,9 @@ def block_dims(where: str, embeddings: object) -> dict[str, int]:
 def check_inputs(
     where: str, dense: torch.Tensor | None, embeddings: torch.Tensor, num_dense: int, total_dim: int
 ) -> None:
-    """Refuses inputs of another shape than the model was made for. Reads shapes only, so it costs nothing compiled."""
+    """Refuse inputs of another shape than the model was made for. Reads shapes only, so it costs nothing compiled."""
+    if is_traced():  # sizes are tensors there, and comparing them would make constants of them
+        return
     if embeddings.dim() != 2 or embeddings.shape[1] != total_dim:
         raise InputError(
             f"{where}: embeddings have the shape {tuple(embeddings.shape)}; wanted [batch, {total_dim}], the block of "
@@ -52,6 +54,11 @@ def check_inputs(
             f"{where}: dense has the shape {found}; wanted ({embeddings.shape[0]}, {num_dense}), one row for each "
             "sample, as num_dense said"
         )
+
+
+def is_traced() -> bool:
+    """Return whether torch.jit.trace records this call."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def count(where: str, name: str, value: object, low: int) -> int:

@@ -3,13 +3,13 @@
     class Shard(Protocol):
         def lookup(self, origin: Origin, ids: NDArray[np.uint64]) -> NDArray[np.float32]: ...
 
-    with Service(shard, Shard, "tcp://127.0.0.1:0") as service:
+    with Service(shard, Shard, "ipc:///run/user/1000/satrap/*") as service:
         with Client(Shard, service.address) as client:
             rows = client.call.lookup(Origin(trainer=0, step=1), ids)
 
 From what decides to what does: header, values, methods and faults are what travels; schedule and ledger decide when a
-call is sent and what becomes of a request; address and keys say where and with whom; service and client own the
-sockets. Delivery is at least once, so served methods must be idempotent.
+call is sent and what becomes of a request; address, unix_socket and keys say where and with whom; service and client
+own the sockets. Delivery is at least once, so served methods must be idempotent.
 
 Needs pyzmq (`pip install 'satrap[cluster]'`).
 """

@@ -36,13 +36,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from satrap.checks import check_number, suggest
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
-from satrap.rpc.address import join_address, require_loopback, resolve_host, split_address
+from satrap.rpc.address import is_unix, join_address, resolve_host, split_address, unix_path
 from satrap.rpc.faults import decode_error
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Limits
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.schedule import Schedule
+from satrap.rpc.unix_socket import require_private
 from satrap.rpc.values import in_pieces
 
 P = TypeVar("P")
@@ -75,18 +76,23 @@ class Client(Generic[P]):
     ) -> None:
         """Calls are answered at `address`, e.g. "tcp://server:5555"; nothing is sent before the first one.
 
-        keys: `Keys.read("client.key")`, which `satrap keys` wrote; without them only loopback addresses are called.
+        keys: `Keys.read("client.key")`, which `satrap keys` wrote. Without them a server at tcp:// is called that does
+        without, too: who it is, and who listens, is not known.
         deadline: seconds that a call may take, unless it says otherwise.
         retry_seconds: after which a request without an answer is sent again.
         """
         self._methods = {name: (method, method.number) for name, method in methods_of(protocol).items()}
         self._keys = keys
-        host, port = split_address(address)
-        if not port or host in ("*", "0.0.0.0", "::"):
-            raise ConfigError(f"the address is {address!r}; wanted that of one server: a host and its port")
-        if self._keys is None:
-            require_loopback(address, resolve_host(host), "a client")
+        if is_unix(address):
+            path = unix_path(address)
+            require_private(path.parent)
+            is_one = path.name != "*"
         else:
+            host, port = split_address(address)
+            is_one = port != 0 and host not in ("*", "0.0.0.0", "::")
+        if not is_one:
+            raise ConfigError(f"the address is {address!r}; wanted that of one server: a host and its port, or a path")
+        if self._keys is not None:
             self._keys.require_role("client")
         self.address = address
         self._deadline = _check_seconds("deadline", deadline)
@@ -94,9 +100,11 @@ class Client(Generic[P]):
         self._process = os.getpid()
         self._context = zmq.Context()
         self._own = threading.local()
-        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._connections: set[_Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
+        # It keeps all of these until then: a context that is collected before its sockets waits for them for ever.
+        self._finalizer = weakref.finalize(self, _end, self._process, self._context, self._connections)
         self.call = self.within(self._deadline)
 
     def within(self, deadline: float) -> P:
@@ -131,7 +139,7 @@ class Client(Generic[P]):
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
         schedule.look(now)
         connection = self._connection(min(seconds, _CONNECT_SECONDS))
-        pending = Pending(connection, method, number, origin, frames, schedule, seconds)
+        pending = Pending(self, connection, method, number, origin, frames, schedule, seconds)
         with connection.lock:
             connection.require_open()
             connection.waiting[pending.number] = pending
@@ -145,17 +153,16 @@ class Client(Generic[P]):
         self.close()
 
     def close(self) -> None:
-        """Ends the connections of all threads; calls that wait raise RpcError. Does nothing twice, or in a fork."""
+        """Ends the connections of all threads; calls that wait raise RpcError. Does nothing twice, or in a fork. A
+        client that is collected, or left at the end of the process, is closed likewise."""
         if os.getpid() != self._process:
             return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            connections = list(self._connections)
-        for connection in connections:
-            connection.close()
-        self._context.destroy(0)  # and a socket whose making was interrupted, or this would wait for it for ever
+        _end(self._process, self._context, self._connections)
+        self._finalizer.detach()  # not before: an interrupt may have come
 
     def _connection(self, seconds: float) -> "_Connection":
         if os.getpid() != self._process:
@@ -163,17 +170,27 @@ class Client(Generic[P]):
                 f"this client was made in process {self._process} and this is its fork {os.getpid()}: its "
                 "connections belong to the former. Make a client here, or start workers with 'spawn'"
             )
-        connection: _Connection | None = getattr(self._own, "connection", None)
+        held: _Held | None = getattr(self._own, "held", None)
+        connection = None if held is None else held.connection
         if connection is None or connection.refusal is not None:
             with self._lock:
                 if self._closed:
                     raise RpcError(f"{self.address}: this client is closed; make another")
                 connection = _Connection(self._context, self.address, self._keys)
                 self._connections.add(connection)
-            self._own.connection = connection
+            self._own.held = _Held(connection, self._connections)
             with connection.lock:
                 connection.poll(_OUT, math.ceil(1000 * seconds))
         return connection
+
+
+def _end(process: int, context: "zmq.Context[zmq.Socket[bytes]]", connections: "set[_Connection]") -> None:
+    """Closes the sockets of a client, then their context."""
+    if os.getpid() != process:
+        return
+    for connection in list(connections):
+        connection.close()
+    context.destroy(0)  # and a socket whose making was interrupted, or this would wait for it for ever
 
 
 class _Calls:
@@ -193,6 +210,7 @@ class Pending:
 
     def __init__(
         self,
+        client: Client[Any],
         connection: "_Connection",
         method: Method,
         method_number: int,
@@ -205,6 +223,7 @@ class Pending:
         self.schedule = schedule
         self.answer: tuple[Kind, Sequence[memoryview]] | RpcError | None = None
         self.frames: Sequence[memoryview] = frames
+        self._client = client  # which is not collected before its calls have ended
         self._connection, self._method, self._seconds = connection, method, seconds
         self._method_number, self._origin = method_number, origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
@@ -296,8 +315,6 @@ class _Connection:
         socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
         socket.connect_timeout = _CONNECT_TIMEOUT_MS
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-        host, port = split_address(address)
-        socket.ipv6 = ":" in host or _only_v6(host)
         if keys is not None:
             socket.curve_serverkey = keys.peer
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -305,7 +322,12 @@ class _Connection:
         self._refusals = socket.get_monitor_socket(
             zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
         )
-        self._endpoint, self._stood = join_address(host, port), time.monotonic()
+        self._endpoint = address
+        if not is_unix(address):
+            host, port = split_address(address)
+            socket.ipv6 = ":" in host or _only_v6(host)
+            self._endpoint = join_address(host, port)
+        self._stood = time.monotonic()
         socket.connect(self._endpoint)
 
     def require_open(self) -> None:
@@ -429,6 +451,18 @@ class _Connection:
         for pending in list(self.waiting.values()):
             pending.answer = error
         self.waiting.clear()
+
+
+class _Held:
+    """A thread's connection; closed when the thread ends."""
+
+    def __init__(self, connection: _Connection, connections: set[_Connection]) -> None:
+        self.connection, self._connections, self._process = connection, connections, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:
+            self._connections.discard(self.connection)
+            self.connection.close()
 
 
 def _check_seconds(name: str, value: float) -> float:

@@ -9,6 +9,7 @@ it is damaged.
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,10 @@ class Keys:
             raise ConfigError(f"keys is {path!r}; wanted the path of a key file")
         try:
             with open(path, "rb") as file:
-                mode = os.fstat(file.fileno()).st_mode & 0o777
+                found = os.fstat(file.fileno())
+                mode = found.st_mode & 0o777
+                if found.st_uid not in (os.geteuid(), 0):
+                    raise ConfigError(f"{path}: user {found.st_uid} made it, who has its secret; make new keys")
                 if mode & 0o077:
                     raise ConfigError(f"{path}: others may read it (mode {mode:o}); make new keys, or chmod 600 it")
                 text = file.read(4096)
@@ -54,12 +58,15 @@ class Keys:
 
 
 def make_keys(folder: str | Path) -> list[Path]:
-    """Writes server.key and client.key into the folder, which is made if need be. Never replaces a file."""
+    """Writes server.key and client.key into the folder, which is made if need be, for this user alone. Never replaces
+    a file."""
     folder = Path(folder)
     paths = [folder / f"{role}.key" for role in ROLES]
     server, client = zmq.curve_keypair(), zmq.curve_keypair()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
         for path in paths:
             if os.path.lexists(path):
                 raise ConfigError(f"{path} is there already; name another folder, or remove both files")

@@ -34,12 +34,13 @@ import zmq
 
 from satrap.checks import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
-from satrap.rpc.address import is_wildcard, join_address, require_loopback, resolve_host, split_address
+from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
 from satrap.rpc.faults import encode_error
 from satrap.rpc.header import Header, Kind
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Ledger, Limits, Request, Verdict
 from satrap.rpc.methods import Method, methods_of
+from satrap.rpc.unix_socket import SocketFile
 from satrap.rpc.values import in_pieces
 
 _UNREAD = 64  # messages of one connection that wait, in either direction
@@ -63,13 +64,16 @@ class Service:
         address: str,
         keys: Keys | None = None,
         *,
+        insecure: bool = False,
         num_threads: int = 2,
         limits: Limits | None = None,
         close_seconds: float = 10.0,
     ) -> None:
-        """Serves `served`, which satisfies `protocol`, at `address` ("tcp://127.0.0.1:0"; 0 is any free port).
+        """Serves `served`, which satisfies `protocol`, at `address` ("ipc:///folder/name", "tcp://10.0.0.5:0"; 0 is any
+        free port).
 
-        keys: `Keys.read("server.key")`, which `satrap keys` wrote; without them only loopback addresses are served.
+        keys: `Keys.read("server.key")`, which `satrap keys` wrote; tcp:// needs them.
+        insecure: serve tcp:// without keys: whoever can reach the port may call, and read what others send.
         num_threads: that run the methods.
         close_seconds: how long close() waits for methods that run.
         """
@@ -89,7 +93,7 @@ class Service:
         self._process = os.getpid()
         self._context = zmq.Context()
         try:
-            self._open_sockets(address, keys)
+            self._open_sockets(address, keys, insecure)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -104,13 +108,17 @@ class Service:
         for thread in self._threads:
             thread.start()
 
-    def _open_sockets(self, address: str, keys: Keys | None) -> None:
-        host, port = split_address(address)
-        number = resolve_host(host)
-        if keys is None:
-            require_loopback(address, number, "a service")
-        else:
+    def _open_sockets(self, address: str, keys: Keys | None, insecure: bool) -> None:
+        if keys is not None:
             keys.require_role("server")
+        elif not is_unix(address) and not insecure:
+            split_address(address)
+            raise ConfigError(
+                f"{address} is to be served without keys: everybody who can reach the port, other users of this "
+                "machine too, could read and change the rows. On one machine listen at ipc:///folder/name; else make "
+                "keys with `satrap keys FOLDER` and give them (keys=, --keys), or give that protection up "
+                "(insecure=True, --insecure)"
+            )
         self._router = router = self._context.socket(zmq.ROUTER)
         self._heard = [(router, zmq.POLLIN)]  # Socket.poll takes twice as long
         router.router_mandatory = True
@@ -118,16 +126,41 @@ class Service:
         router.sndhwm = router.rcvhwm = _UNREAD
         router.heartbeat_ivl, router.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         router.linger = _LINGER_MS
-        router.ipv6 = ":" in number
-        self._gatekeeper = None if keys is None else _let_in(self._context, router, keys)
+        self._file: SocketFile | None = None
+        self._gatekeeper: Any = None
         try:
-            router.bind(join_address(number, port))
+            self._gatekeeper = None if keys is None else _let_in(self._context, router, keys)
+            self._address = self._bind(address)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _bind(self, address: str) -> str:
+        """Where clients connect."""
+        if is_unix(address):
+            self._file = SocketFile(address)
+            endpoint = self._file.address
+        else:
+            host, port = split_address(address)
+            number = resolve_host(host)
+            self._router.ipv6 = ":" in number
+            endpoint = join_address(number, port)
+        try:
+            self._router.bind(endpoint)
         except zmq.ZMQError as error:
-            if self._gatekeeper is not None:
-                self._gatekeeper.stop()
-            raise ConfigError(f"{address} cannot be served: {error}; give a free port of this machine, or 0") from None
-        bound, port = split_address(router.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._address = join_address(os.uname().nodename if is_wildcard(bound) else bound, port)
+            what = "another path" if is_unix(address) else "a free port of this machine, or 0"
+            raise ConfigError(f"{address} cannot be served: {error}; give {what}") from None
+        if is_unix(address):
+            return endpoint
+        bound, port = split_address(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        return join_address(os.uname().nodename if is_wildcard(bound) else bound, port)
+
+    def _let_go(self) -> None:
+        """Of what the sockets leave when they are closed."""
+        if self._gatekeeper is not None:
+            self._gatekeeper.stop()
+        if self._file is not None:
+            self._file.release()
 
     @property
     def address(self) -> str:
@@ -173,6 +206,8 @@ class Service:
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
         self._context.term()  # waits for replies on their way, at most _LINGER_MS
+        if self._file is not None:
+            self._file.release()
         if left:
             raise RpcError(
                 f"{self._address}: {len(left)} methods still ran {self._close_seconds:g} s after close(); their "

@@ -1,7 +1,7 @@
 """Training data: declared sources, and the road from their files to batches.
 
 Reading order: block (what a source gives), order (who reads what), ahead (threads), road (windows, batches, positions),
-source (what a user declares); then files, text_file, text, decode, and one file for each kind.
+source (what a user declares); then files, decode, text_file, text, and one file for each kind.
 """
 
 from satrap.sources.arrow import Arrow

@@ -13,6 +13,7 @@ from satrap.checks import check_integer, set_field
 from satrap.columns import Columns
 from satrap.errors import SourceError
 from satrap.hashing import pyarrow_for
+from satrap.inputs import Position
 from satrap.sources.block import Block, Piece
 from satrap.sources.decode import check_kinds, check_types, decode_table
 from satrap.sources.files import File, files_signature, find_files
@@ -38,7 +39,7 @@ class Arrow(Source):
         super().__post_init__()
         set_field(self, "block_rows", check_integer("Arrow", "block_rows", self.block_rows, 1, 1 << 30))
 
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         arrow = pyarrow_for("reading Arrow data")
         if isinstance(self.path, arrow.Table | arrow.RecordBatch):
             return table_blocks(self.path, columns, self.block_rows, self.max_bad_rows, "the table")
@@ -64,11 +65,12 @@ class Arrow(Source):
                     raise SourceError(f"{file.name}: the stream has no end mark: it was cut, or its writer not closed")
                 return [_Stream(self, columns, file)], kinds
             count = reader.num_record_batches
-            rows = reader.get_batch(0).num_rows if count else 0
-        together = max(1, self.block_rows // max(1, rows))  # the footer does not say how long the others are
-        pieces = max(1, -(-rows // self.block_rows))
+            # The footer does not say how long they are. In memory that costs nothing; elsewhere it means to read them.
+            known = range(count if file.is_local else min(count, 1))
+            rows = [reader.get_batch(i).num_rows for i in known]
+        together = max(1, self.block_rows // max([1, *rows[:1]]))
         blocks: list[Block] = [
-            _RecordBatches(self, columns, file, first, min(count, first + together), pieces)
+            _RecordBatches(self, columns, file, first, min(count, first + together), rows)
             for first in range(0, count, together)
         ]
         return blocks, kinds
@@ -77,10 +79,13 @@ class Arrow(Source):
 class _RecordBatches(Block):
     """Some record batches of a file, side by side."""
 
-    def __init__(self, source: Arrow, columns: Columns, file: File, first: int, end: int, pieces: int) -> None:
+    def __init__(self, source: Arrow, columns: Columns, file: File, first: int, end: int, rows: list[int]) -> None:
+        """rows: the number in each record batch of the file, or in the first one only."""
         self._source, self._columns, self._file = source, columns, file
         self._first, self._end = first, end
-        self.num_pieces = pieces
+        if file.is_local:
+            self.num_rows = sum(rows[first:end])
+        self.num_pieces = max(1, -(-(self.num_rows or rows[0]) // source.block_rows))
 
     def read(self) -> Iterator[tuple[str, int, Any]]:
         arrow = pyarrow_for("reading Arrow data")
@@ -91,6 +96,13 @@ class _RecordBatches(Block):
             for row in range(0, table.num_rows, self._source.block_rows):
                 first = f"{self._first}" if self._end - self._first == 1 else f"{self._first} to {self._end - 1}"
                 yield f"record batch {first}", row, table.slice(row, self._source.block_rows)
+
+    def num_rows_of(self, raw: tuple[str, int, Any]) -> int:
+        return int(raw[2].num_rows)
+
+    def cut(self, raw: tuple[str, int, Any], begin: int, end: int) -> tuple[str, int, Any]:
+        batch, before, table = raw
+        return batch, before + begin, table.slice(begin, end - begin)
 
     def decode(self, raw: tuple[str, int, Any]) -> Piece:
         batch, before, table = raw
@@ -112,6 +124,13 @@ class _Stream(Block):
                     yield before + row, chosen.slice(row, self._source.block_rows)
                 before += batch.num_rows
 
+    def num_rows_of(self, raw: tuple[int, Any]) -> int:
+        return int(raw[1].num_rows)
+
+    def cut(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
+        before, batch = raw
+        return before + begin, batch.slice(begin, end - begin)
+
     def decode(self, raw: tuple[int, Any]) -> Piece:
         before, batch = raw
         return decode_table(batch, self._columns, self._file.name, before, self._source.max_bad_rows)
@@ -124,12 +143,21 @@ class _Rows(Block):
 
     def __init__(self, table: Any, columns: Columns, begin: int, most_bad: int, where: str) -> None:
         self._table, self._columns, self._begin, self._most_bad, self._where = table, columns, begin, most_bad, where
+        self.num_rows = table.num_rows
 
-    def read(self) -> Iterator[Any]:
-        yield self._table
+    def read(self) -> Iterator[tuple[int, Any]]:
+        yield self._begin, self._table
 
-    def decode(self, raw: Any) -> Piece:
-        return decode_table(raw, self._columns, self._where, self._begin, self._most_bad)
+    def num_rows_of(self, raw: tuple[int, Any]) -> int:
+        return int(raw[1].num_rows)
+
+    def cut(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
+        before, table = raw
+        return before + begin, table.slice(begin, end - begin)
+
+    def decode(self, raw: tuple[int, Any]) -> Piece:
+        before, table = raw
+        return decode_table(table, self._columns, self._where, before, self._most_bad)
 
 
 def table_blocks(table: Any, columns: Columns, block_rows: int, most_bad: int, where: str) -> list[Block]:

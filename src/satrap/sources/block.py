@@ -43,9 +43,22 @@ class Piece:
     """Rows that were refused: at most one more than the user allows."""
     dropped: int = 0
     """Rows without a label, where the user said to drop them."""
+    begin: int = 0
+    """The first of the samples that is wanted."""
+    end: int | None = None
+    """The sample behind the last that is wanted; None: all are."""
+    offset: Any = None
+    """What the data gave to go on from behind these samples."""
+
+    @property
+    def stop(self) -> int:
+        """The sample behind the last that is wanted."""
+        if self.end is not None:
+            return self.end
+        return len(self.decoded()) if self.whole is None else self.whole.batch_size
 
     def __len__(self) -> int:
-        return len(self.decoded()) if self.whole is None else self.whole.batch_size
+        return self.stop - self.begin
 
     def decoded(self) -> Samples:
         """The samples, made now if they were not."""
@@ -59,10 +72,20 @@ class Block(ABC):
     """How many pieces to expect; a guess, only for reading ahead."""
     exact = False
     """That is exactly how many there are, so that the end need not be looked for."""
+    num_rows: int | None = None
+    """How many rows it has; None: not known before it is read."""
 
     @abstractmethod
     def read(self) -> Iterator[Any]:
         """The pieces, not decoded yet. Opens what it reads when the first is asked for."""
+
+    @abstractmethod
+    def num_rows_of(self, raw: Any) -> int:
+        """How many rows a piece has that `read` gave. A row may turn out to be no sample when it is decoded."""
+
+    @abstractmethod
+    def cut(self, raw: Any, begin: int, end: int) -> Any:
+        """Some rows of a piece that `read` gave, as such a piece."""
 
     @abstractmethod
     def decode(self, raw: Any) -> Piece:

@@ -9,9 +9,10 @@ from typing import Any
 
 from satrap.checks import require_mapping, suggest
 from satrap.errors import ConfigError
+from satrap.path_allowlist import PathAllowlist
 from satrap.sources.arrow import Arrow
 from satrap.sources.criteo import Criteo
-from satrap.sources.files import absolute
+from satrap.sources.files import PermittedFiles, absolute
 from satrap.sources.parquet import Parquet
 from satrap.sources.source import Source
 from satrap.sources.text import CSV
@@ -39,3 +40,11 @@ def source_from_dict(data: Mapping[str, Any]) -> Source:
     if kind not in _KINDS:
         raise ConfigError(f"source: type is {kind!r}; {suggest(kind, list(_KINDS))}")
     return _KINDS[kind].from_dict(data)
+
+
+def restricted(source: Any, permitted: PathAllowlist) -> Source:
+    """The same source; it reads what is permitted and refuses the rest."""
+    if not travels(source):
+        raise ConfigError(f"source: its path is {source.path!r}; wanted paths and URLs, and no filesystem")
+    guarded: Source = source.replace(filesystem=PermittedFiles(permitted))
+    return guarded

@@ -16,6 +16,7 @@ from satrap.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from satrap.errors import SourceError
 from satrap.hashing import hash_integers, hash_strings, is_text, pyarrow_for
 from satrap.sources.block import BadRow, Piece
+from satrap.sources.files import naming
 
 _Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
 _Flat = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]
@@ -214,11 +215,14 @@ class _Decoder:
             numbers = _floats(array)
         else:
             numbers = self._text_label(column, array, texts)
-        missing = np.isnan(numbers)
+        missing, infinite = np.isnan(numbers), np.isinf(numbers)
+        if infinite.any():
+            self._fault(column.name, infinite, array, "a finite label")
         if column.above is not None:
             numbers = (numbers > np.float32(column.above)).astype(np.float32)
-        if np.isinf(numbers).any():
-            self._fault(column.name, np.isinf(numbers), array, "a finite label")
+        outside = column.outside(numbers) & ~missing
+        if outside.any():
+            self._fault(column.name, outside, array, column.wanted)
         if missing.any():
             self._missing_labels(column, missing)
             if not isinstance(column.missing, str):
@@ -297,14 +301,36 @@ def decode(
 
 def decode_table(table: Any, columns: Columns, where: str, before: int, most_bad: int) -> Piece:
     """The samples of an Arrow table or record batch. before: rows that come before it in what `where` names."""
-    return decode(
-        arrays_of(table),
-        table.num_rows,
-        columns,
-        where=where,
-        row=lambda i: f"{where}, row {before + i + 1}",
-        most_bad=most_bad,
-    )
+    rows = f"{where}, rows {before + 1} to {before + table.num_rows}"
+    with naming(rows):
+        arrays = arrays_of(table)
+    for name, array in arrays.items():
+        with naming(f"{rows}, column {name!r}"):
+            _validate(array)
+    with naming(rows):
+        return decode(
+            arrays,
+            table.num_rows,
+            columns,
+            where=where,
+            row=lambda i: f"{where}, row {before + i + 1}",
+            most_bad=most_bad,
+        )
+
+
+def _validate(array: Any) -> None:
+    """Raises if an offset, a dictionary index, a type id or a text's UTF-8 is damaged: nobody checks them when they are
+    used. Of a list only the items of these rows are looked at, since a file may hold all its rows in one array."""
+    arrow = pyarrow_for("reading data")
+    types = arrow.types
+    array.validate()  # buffers are there, and long enough
+    if not (types.is_list(array.type) or types.is_large_list(array.type)):
+        array.validate(full=True)
+        return
+    offsets = _numpy(array.offsets)
+    if offsets[0] < 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > len(array.values):
+        raise ValueError(f"its offsets fall, or leave its {len(array.values)} items")
+    _validate(array.values.slice(offsets[0], offsets[-1] - offsets[0]))
 
 
 def arrays_of(table: Any) -> dict[str, Any]:
@@ -329,7 +355,16 @@ def check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
     what its ids are made of, "texts" or "integers"; a column that is all null is made of neither."""
     columns.check(where, schema.names)
     arrow = pyarrow_for("reading data")
-    empty = {name: arrow.array([], _storage(arrow, schema.field(name).type)) for name in columns.needed()}
+    empty = {}
+    for name in columns.needed():
+        kind = _storage(arrow, schema.field(name).type)
+        try:
+            empty[name] = arrow.array([], kind)
+        except (arrow.ArrowException, LookupError, TypeError) as error:  # a union
+            raise SourceError(
+                f"{where}: column {name!r} is of type {kind}, which cannot be read; leave the column out, or write it "
+                "as another type"
+            ) from error
     decode(empty, 0, columns, where=where, row=str, most_bad=0)
     kinds = {column.name: _item_type(arrow, empty[column.name].type) for column in columns.ids}
     return {

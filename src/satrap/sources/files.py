@@ -17,8 +17,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from satrap.checks import describe
-from satrap.errors import ConfigError, SourceError
+from satrap.errors import ConfigError, SatrapError, SourceError
 from satrap.hashing import pyarrow_for
+from satrap.path_allowlist import PathAllowlist, is_url
 
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
 _MAGIC = re.compile(r"[*?\[]")
@@ -39,20 +40,35 @@ class File:
         """As messages name it."""
         return self.storage.prefix + self.path
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is mapped into memory where that is asked for."""
+        return self.size > 0 and self.storage.is_local
+
     @contextmanager
-    def open(self, *, mapped: bool = False) -> Iterator[Any]:
+    def open(self, *, mapped: bool = False, part: str = "") -> Iterator[Any]:
         """The file as a pyarrow file with random access, mapped into memory if asked for and local. What goes wrong
-        while it is open names it."""
-        arrow = pyarrow_for("reading files")
-        try:
-            with self.storage.open(self.path, self.size, mapped) as opened:
-                if (now := opened.size()) != self.size:
-                    raise SourceError(
-                        f"{self.name} has {now} bytes and had {self.size} when reading began: it was changed meanwhile"
-                    )
-                yield opened
-        except (arrow.ArrowException, OSError, EOFError) as error:
-            raise SourceError(f"{self.name}: cannot be read ({error}): it is torn, or of another format") from error
+        while it is open names it, and the part that is read."""
+        where = f"{self.name}, {part}" if part else self.name
+        with naming(where), self.storage.open(self.path, self.size, mapped) as opened:
+            if (now := opened.size()) != self.size:
+                raise SourceError(
+                    f"{self.name} has {now} bytes and had {self.size} when reading began: it was changed meanwhile"
+                )
+            yield opened
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Damaged data raises a SourceError that names it, whatever pyarrow, NumPy or Python makes of the damage."""
+    arrow = pyarrow_for("reading files")
+    try:
+        yield
+    except SatrapError:
+        raise
+    except (arrow.ArrowException, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
+        found = str(error) or type(error).__name__
+        raise SourceError(f"{where}: cannot be read ({found}): it is torn, damaged, or of another format") from error
 
 
 class Storage(ABC):
@@ -60,6 +76,8 @@ class Storage(ABC):
 
     prefix: str
     """What stands before a path in messages."""
+    is_local = False
+    """Whether files can be mapped into memory."""
 
     @abstractmethod
     def stat(self, path: str) -> int | None:
@@ -78,6 +96,7 @@ class _ArrowStorage(Storage):
     def __init__(self, filesystem: Any, prefix: str) -> None:
         self._filesystem = filesystem
         self.prefix = prefix
+        self.is_local = isinstance(filesystem, pyarrow_for("reading files").fs.LocalFileSystem)
 
     def stat(self, path: str) -> int | None:
         from pyarrow.fs import FileType
@@ -95,7 +114,7 @@ class _ArrowStorage(Storage):
 
     def open(self, path: str, size: int, mapped: bool) -> Any:
         arrow = pyarrow_for("reading files")
-        if mapped and size > 0 and isinstance(self._filesystem, arrow.fs.LocalFileSystem):
+        if mapped and size > 0 and self.is_local:
             return arrow.memory_map(path)
         return self._filesystem.open_input_file(path)
 
@@ -152,6 +171,31 @@ class _Ranges(io.RawIOBase):
         data = bytes(self._filesystem.cat_file(self._path, start=self._at, end=end))
         self._at += len(data)
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class PermittedFiles:
+    """Given as a source's filesystem: the files that its paths and URLs name, as far as they are permitted."""
+
+    permitted: PathAllowlist
+
+
+class _PermittedStorage(Storage):
+    """What a folder or glob came to is asked about once more when it is opened: it may be a link that leads out."""
+
+    def __init__(self, storage: Storage, permitted: PathAllowlist) -> None:
+        self._storage, self._permitted = storage, permitted
+        self.prefix = storage.prefix
+
+    def stat(self, path: str) -> int | None:
+        return self._storage.stat(path)
+
+    def find(self, folder: str) -> list[tuple[str, int]]:
+        return self._storage.find(folder)
+
+    def open(self, path: str, size: int, mapped: bool) -> Any:
+        self._permitted.require(path)
+        return self._storage.open(path, size, mapped)
 
 
 def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
@@ -234,6 +278,10 @@ def _storage(path: str, filesystem: Any) -> tuple[Storage, str]:
     """Where the path lies, and what it is called there."""
     arrow = pyarrow_for("reading files")
     url = _URL.match(path)
+    if isinstance(filesystem, PermittedFiles):
+        filesystem.permitted.require_below(path)
+        storage, inside = _storage(path, None)
+        return storage if is_url(path) else _PermittedStorage(storage, filesystem.permitted), inside
     if filesystem is not None:
         if isinstance(filesystem, arrow.fs.FileSystem):
             return _ArrowStorage(filesystem, ""), path[url.end() :] if url else path

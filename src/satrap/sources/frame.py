@@ -14,6 +14,7 @@ from satrap.checks import check_integer, describe, set_field
 from satrap.columns import Columns
 from satrap.errors import ConfigError, SourceError
 from satrap.hashing import pyarrow_for
+from satrap.inputs import Position
 from satrap.sources.arrow import table_blocks
 from satrap.sources.block import Block, Piece
 from satrap.sources.decode import check_types, decode_table
@@ -41,7 +42,7 @@ class Frame(Source):
                 f"Frame: found {describe(self.data)}; wanted a DataFrame, an Arrow table or a dict of arrays"
             )
 
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         arrow = pyarrow_for("reading frames")
         if isinstance(self.data, arrow.Table):
             return table_blocks(self.data, columns, self.block_rows, self.max_bad_rows, "the frame")
@@ -79,9 +80,16 @@ class _Range(Block):
     def __init__(self, rows: _Rows, columns: Columns, begin: int, end: int, most_bad: int) -> None:
         self._rows, self._columns, self._most_bad = rows, columns, most_bad
         self._begin, self._end = begin, end
+        self.num_rows = end - begin
 
     def read(self) -> Iterator[tuple[int, int]]:
         yield self._begin, self._end
+
+    def num_rows_of(self, raw: tuple[int, int]) -> int:
+        return raw[1] - raw[0]
+
+    def cut(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
+        return raw[0] + begin, raw[0] + end
 
     def decode(self, raw: tuple[int, int]) -> Piece:
         begin, end = raw

@@ -3,9 +3,10 @@
 Items are taken in the caller's thread, one at a time. An Inputs that is a batch already is checked and handed on as it
 is; anything else is copied before the next item is taken. TorchRec is not imported: what has keys(), values() and
 offsets() is taken for a KeyedJaggedTensor, and what has dense_features, sparse_features and labels for its Batch. An
-iterable can only be read from its start, so a position costs reading what came before.
+iterable can only be read from its start, so a position costs reading what came before, unless the data has offsets.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from satrap.checks import check_flag, describe, kind_of, suggest
 from satrap.columns import Columns, IdColumn
 from satrap.errors import ConfigError, InputError, SourceError
 from satrap.features import Features
-from satrap.inputs import Inputs
+from satrap.inputs import Inputs, Position
 from satrap.sources.block import Block, Piece
 from satrap.sources.decode import decode
 from satrap.sources.frame import as_arrow, as_numpy
@@ -45,17 +46,29 @@ class Iterable(Source):
     _: KW_ONLY
     samples: bool = False
     """Each item is one sample: a dict of a value, or a list of values, for each column. Missing keys are missing."""
+    offsets: bool = False
+    """The data knows how to go on: `items` is a function of an offset, None at the start, and gives pairs (item, offset
+    behind it). A checkpoint saves the offset before the first item that was not trained on whole, and the function is
+    called with it when the run resumes. An offset is what JSON can say: a number, a text, a dict by partition."""
     batch_size: int | None = None
     """Samples in a batch, whatever the items hold. None: each item is a batch."""
     _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_flag("Iterable", "samples", self.samples)
+        for name in ("samples", "offsets"):
+            check_flag("Iterable", name, getattr(self, name))
         super().__post_init__()
         if not callable(self.items) and not hasattr(self.items, "__iter__"):
             raise ConfigError(
                 f"Iterable: found {describe(self.items)}; wanted an iterable, or a function returning one"
             )
+        if self.offsets and not callable(self.items):
+            raise ConfigError(
+                f"Iterable: offsets is True and items is {describe(self.items)}; wanted a function of an offset that "
+                "returns pairs (item, offset behind it)"
+            )
+        if self.offsets and self.shuffle:
+            raise ConfigError("Iterable: offsets and shuffle are True: an offset means an order; leave out one of them")
         if self._is_once() and self.epochs != 1:
             raise ConfigError(
                 f"Iterable: epochs is {self.epochs} and a {type(self.items).__name__} can be read once; give a list, "
@@ -73,10 +86,13 @@ class Iterable(Source):
         # By name only: items may bring the weights of a weighted feature without a column for them.
         return super()._columns(features.names if isinstance(features, Features) else features)
 
+    def signature(self) -> dict[str, Any]:
+        return super().signature() | ({"offsets": True} if self.offsets else {})
+
     def _is_once(self) -> bool:
         return isinstance(self.items, Iterator)
 
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         if self._is_once():
             if self._used:
                 raise SourceError(
@@ -84,35 +100,67 @@ class Iterable(Source):
                     "returns a new iterator"
                 )
             self._used.append(True)
-        return [_Items(self, columns)]
+        return [_Items(self, columns, None if position is None else position.offset)]
 
 
 class _Items(Block):
     """All items."""
 
-    def __init__(self, source: Iterable, columns: Columns) -> None:
-        self._source, self._columns = source, columns
+    def __init__(self, source: Iterable, columns: Columns, offset: Any) -> None:
+        """offset: where the first epoch goes on."""
+        self._source, self._columns, self._offset = source, columns, offset
 
-    def read(self) -> Iterator[tuple[int, Any]]:
-        given = self._source.items
-        items = iter(given() if callable(given) else given)
-        if not self._source.samples:
-            yield from enumerate(items)
-            return
-        before = 0
-        while some := list(islice(items, _PIECE_SAMPLES)):
-            yield before, some
-            before += len(some)
-
-    def decode(self, raw: tuple[int, Any]) -> Piece:
-        number, item = raw
-        most_bad = self._source.max_bad_rows
+    def read(self) -> Iterator[Piece]:
+        most_bad, offset = self._source.max_bad_rows, None
+        items = self._items()
         if self._source.samples:
-            return _decode_samples(number, item, self._columns, most_bad)
-        piece = decode_item(f"item {number}", item, self._columns, most_bad)
-        if self._source.batch_size is None:
-            return piece
-        return replace(piece, samples=piece.decoded(), whole=None)  # they wait while the next item is made
+            before = 0
+            while some := list(islice(items, _PIECE_SAMPLES)):
+                if self._source.offsets:
+                    pairs = [_pair(before + i, item) for i, item in enumerate(some)]
+                    some, offset = [item for item, _ in pairs], pairs[-1][1]
+                yield replace(_decode_samples(before, some, self._columns, most_bad), offset=offset)
+                before += len(some)
+            return
+        for number, item in enumerate(items):
+            if self._source.offsets:
+                item, offset = _pair(number, item)
+            piece = replace(decode_item(f"item {number}", item, self._columns, most_bad), offset=offset)
+            if self._source.batch_size is not None:  # it waits while the next item is made
+                piece = replace(piece, samples=piece.decoded(), whole=None)
+            yield piece
+
+    def _items(self) -> Iterator[Any]:
+        given = self._source.items
+        if self._source.offsets:
+            offset, self._offset = self._offset, None
+            return iter(given(offset))
+        return iter(given() if callable(given) else given)
+
+    def num_rows_of(self, raw: Piece) -> int:
+        return len(raw)
+
+    def cut(self, raw: Piece, begin: int, end: int) -> Piece:
+        return replace(raw, samples=raw.decoded(), whole=None, begin=begin, end=end)
+
+    def decode(self, raw: Piece) -> Piece:
+        return raw
+
+
+def _pair(number: int, item: Any) -> tuple[Any, Any]:
+    """An item and the offset behind it."""
+    if not isinstance(item, tuple) or len(item) != 2:
+        raise SourceError(f"item {number} is {describe(item)}; wanted a pair (item, offset behind it)")
+    try:
+        text = json.dumps(item[1])
+    except (TypeError, ValueError):
+        text = "null"
+    if text == "null":
+        raise SourceError(
+            f"item {number}: its offset is {describe(item[1])}; wanted what JSON can say: a number, a text, a list or "
+            "a dict of those"
+        )
+    return item[0], item[1]
 
 
 def _decode_samples(before: int, items: list[Any], columns: Columns, most_bad: int) -> Piece:

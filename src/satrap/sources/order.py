@@ -1,11 +1,10 @@
 """Who reads what, and in which order: pure functions of numbers, the same on every machine and with any NumPy.
 
-An epoch's blocks are put into one order, and the ranks share them: rounds of `world` blocks are dealt out, one to each
-rank; the blocks left over, fewer than `world`, are read by every rank, and each takes its share of their samples. So
-every sample goes to exactly one rank. Ranks get equally many samples as far as blocks are equally long; the last
-block of a file is shorter, so one rank may have more batches than another.
+`turns` and `share` deal blocks out as older releases did, with whose order the trainers did not all end at the same
+step. They finish an epoch that was begun so; every other is dealt out by `satrap.sources.deal`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +22,11 @@ class Turn(NamedTuple):
     """Every rank reads it and takes its share."""
 
 
-def turns(num_blocks: int, *, shuffle: bool, seed: int, epoch: int, rank: int, world: int) -> list[Turn]:
+def turns(order: Sequence[int], *, rank: int, world: int) -> list[Turn]:
     """What one rank reads in one epoch, in order."""
-    order = permutation(num_blocks, seed, epoch) if shuffle else np.arange(num_blocks)
-    dealt = num_blocks - num_blocks % world
-    own = [Turn(int(block), False) for block in order[rank:dealt:world]]
-    return own + [Turn(int(block), True) for block in order[dealt:]]
+    dealt = len(order) - len(order) % world
+    own = [Turn(block, False) for block in order[rank:dealt:world]]
+    return own + [Turn(block, True) for block in order[dealt:]]
 
 
 def share(num_samples: int, number: int, rank: int, world: int) -> tuple[int, int]:

@@ -12,7 +12,9 @@ from typing import Any
 
 from satrap.checks import check_integer, set_field
 from satrap.columns import Columns
+from satrap.errors import SourceError
 from satrap.hashing import is_text, pyarrow_for
+from satrap.inputs import Position
 from satrap.sources.block import Block, Piece
 from satrap.sources.decode import check_kinds, check_types, decode_table
 from satrap.sources.files import File, files_signature, find_files
@@ -40,7 +42,7 @@ class Parquet(Source):
         super().__post_init__()
         set_field(self, "block_rows", check_integer("Parquet", "block_rows", self.block_rows, 1, 1 << 30))
 
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         files = find_files(self.path, self.filesystem)
         with ThreadPoolExecutor(min(_FOOTER_THREADS, len(files)), thread_name_prefix="satrap-footer") as pool:
             found = list(pool.map(lambda file: self._blocks_of(file, columns), files))
@@ -58,6 +60,11 @@ class Parquet(Source):
             schema, metadata = footer.schema_arrow, footer.metadata
             kinds = check_types(schema, columns, file.name)
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            if sum(rows) != metadata.num_rows:
+                raise SourceError(
+                    f"{file.name}: its footer counts {metadata.num_rows} rows and {sum(rows)} in its row groups: it is "
+                    "damaged, write it again"
+                )
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         arrow = pyarrow_for("reading Parquet")
         texts = [c.name for c in columns.ids if is_text(arrow, schema.field(c.name).type) and c.separator is None]
@@ -90,16 +97,21 @@ class _RowGroups(Block):
         """texts: columns that are hashed, once for each different text; before: rows of the file above the block."""
         self._source, self._columns, self._file, self._groups = source, columns, file, groups
         self._texts, self._before, self._large = texts, before, large
+        self._rows = rows
         self.num_pieces = max(1, -(-rows // source.block_rows))
+        self.num_rows = rows
 
     def read(self) -> Iterator[tuple[int, Any]]:
-        with self._file.open() as opened:
+        first, last = self._groups[0], self._groups[-1]
+        part = f"row group {first}" if first == last else f"row groups {first} to {last}"
+        with self._file.open(part=part) as opened:
             from pyarrow.parquet import ParquetFile
 
             needed = list(self._columns.needed())
             parquet = ParquetFile(
                 opened,
                 read_dictionary=self._texts,
+                page_checksum_verification=True,  # of pages that have one
                 pre_buffer=not self._large,
                 buffer_size=max(_LEAST_BUFFER_BYTES, _BUFFER_BYTES // len(needed)) if self._large else 0,
             )
@@ -107,6 +119,18 @@ class _RowGroups(Block):
             for batch in parquet.iter_batches(self._source.block_rows, self._groups, needed, use_threads=False):
                 yield before, batch
                 before += batch.num_rows
+            if before != self._before + self._rows:
+                raise SourceError(
+                    f"{self._file.name}, {part}: {before - self._before} rows were found and its footer counts "
+                    f"{self._rows}: it is damaged, write it again"
+                )
+
+    def num_rows_of(self, raw: tuple[int, Any]) -> int:
+        return int(raw[1].num_rows)
+
+    def cut(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
+        before, batch = raw
+        return before + begin, batch.slice(begin, end - begin)
 
     def decode(self, raw: tuple[int, Any]) -> Piece:
         before, batch = raw

@@ -25,6 +25,7 @@ from satrap.errors import SourceError
 from satrap.inputs import Inputs, Position
 from satrap.sources.ahead import Ahead
 from satrap.sources.block import Block, Piece
+from satrap.sources.deal import Cut, Dealer, Part, Plan, plans
 from satrap.sources.decode import joined
 from satrap.sources.order import Turn, permutation, share, turns
 
@@ -65,21 +66,29 @@ class Road:
                 number += 1
                 yield inputs
             if number == 0 and self.epochs is None:
-                raise SourceError(f"epoch {at.epoch} of rank {self.rank} has no batch, and epochs is None: no end")
-            at = Position(at.epoch + 1, 0, 0)
-
-
-_Part = tuple[Piece, int, int]
-"""A rank's samples of a piece: the first and the end."""
+                if self.world > 1:  # the others may have some
+                    return
+                raise SourceError(f"epoch {at.epoch} has no batch, and epochs is None: no end")
+            at = Position(at.epoch + 1, 0, 0, before=at.before)
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
     block: int
     """What its chain begins with, as a position counts blocks."""
+    end: int
+    """What follows its chain, likewise."""
+    rows: int
+    """How many rows were dealt out before its chain."""
     before: int
     """Samples of the chain in earlier windows."""
-    parts: list[_Part]
+    number: int
+    """How many windows of the chain come before it."""
+    chain: int
+    """The number of its chain, from 1 in this iteration."""
+    offset: Any
+    """What the data gave to go on from before its chain."""
+    parts: list[Piece]
     """Without their `extra`."""
     order: NDArray[np.int64]
     extra: dict[str, Any]
@@ -88,6 +97,42 @@ class _Window:
 
     def __len__(self) -> int:
         return len(self.order)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A chain whose windows are being made."""
+
+    block: int
+    """What it begins with, as a position counts blocks."""
+    rows: int
+    """How many rows were dealt out before it."""
+    number: int
+    """Its number, from 1 in this iteration."""
+    offset: Any
+    """What the data gave to go on from before it."""
+    samples: int = 0
+    """In its windows so far."""
+    windows: int = 0
+
+
+class _Cuts:
+    """Takes a rank's share out of the windows of one chain that other ranks left."""
+
+    def __init__(self, cuts: Sequence[Cut]) -> None:
+        self._cuts = cuts
+        self._seen = [0] * len(cuts)  # of each share its samples in earlier windows
+
+    def apply(self, window: _Window) -> _Window:
+        """The rank's samples of the next window. Those that it was given itself are left in: see `_Epoch._cut`."""
+        begin, end, before = 0, len(window), window.before
+        for i, cut in enumerate(self._cuts):
+            n, part = end - begin, (cut.rank + window.number) % cut.num_ranks
+            begin, end = begin + n * part // cut.num_ranks, begin + n * (part + 1) // cut.num_ranks
+            before, self._seen[i] = self._seen[i], self._seen[i] + end - begin
+            if i + 1 < len(self._cuts):
+                begin += min(max(0, cut.given - before), end - begin)
+        return replace(window, before=before, order=window.order[begin:end], whole=None)
 
 
 @dataclass(slots=True)
@@ -104,21 +149,25 @@ class _Epoch:
 
     def __init__(self, road: Road, start: Position, counts: Counts) -> None:
         self.road = road
-        self.start = start
         self.counts = counts
         self.skipped = 0  # bad rows of this epoch
-        self.turns = turns(
-            len(road.blocks),
-            shuffle=road.shuffle,
-            seed=road.seed,
-            epoch=start.epoch,
-            rank=road.rank,
-            world=road.world,
-        )
-        if start.block > len(self.turns):
+        self.num_chains = 0  # begun in this iteration
+        self.offset = start.offset  # that the last piece brought
+        self.before = tuple(each for each in start.before if max(p.epoch for p in each) >= start.epoch)
+        self.start = replace(start, before=self.before)
+        num_blocks = len(road.blocks)
+        order = permutation(num_blocks, road.seed, start.epoch) if road.shuffle else np.arange(num_blocks)
+        self.turns: list[Turn] = []
+        if road.world > 1 and start.is_of_older_release:
+            self.turns = turns(order.tolist(), rank=road.rank, world=road.world)
+            self.plan = Plan([], [Part(turn.block) for turn in self.turns])
+        else:
+            rows = [block.num_rows for block in road.blocks]
+            self.plan = plans(order.tolist(), rows, road.world, start.epoch, self.before)[road.rank]
+        if start.block > len(self.plan):
             raise SourceError(
                 f"position {start} is at block {start.block} and rank {road.rank} of {road.world} reads "
-                f"{len(self.turns)} in an epoch: the source or its settings changed since the position was saved"
+                f"{len(self.plan)} in an epoch: the source or its settings changed since the position was saved"
             )
 
     def batches(self) -> Iterator[Inputs]:
@@ -130,7 +179,7 @@ class _Epoch:
         have = 0
         for window in windows:
             begin = 0
-            if window.block == self.start.block:
+            if window.chain == 1:
                 begin = min(max(0, self.start.sample - window.before), len(window))
             if begin == len(window):
                 continue
@@ -144,58 +193,74 @@ class _Epoch:
             yield self._batch(pending, have, number + 1)
 
     def _windows(self) -> Generator[_Window]:
-        """The windows of the chains from the start on."""
-        with closing(self._pieces()) as pieces:
+        """The windows from the start on: of chains that other ranks left, then of the rank's own parts."""
+        first = len(self.plan.chains)
+        dealer = Dealer(self.start.rows, whole=self.road.batch_size is None)
+        for index in range(self.start.block, first):
+            chain = self.plan.chains[index]
+            with closing(self._pieces(self._begun(index, chain.parts), index, dealer)) as pieces:
+                cuts = _Cuts(chain.cuts)
+                for window in self._gathered((index, rows, piece) for _, rows, piece in pieces):
+                    yield cuts.apply(window)
+        at = max(self.start.block, first)
+        with closing(self._pieces(self._begun(at, self.plan.parts[at - first :]), at, dealer)) as pieces:
             yield from self._gathered(pieces)
 
-    def _gathered(self, pieces: Iterator[tuple[int, _Part | None]]) -> Iterator[_Window]:
-        road = self.road
-        parts: list[_Part] = []
-        chain, before, windows = None, 0, 0  # the chain's first block, its samples and windows so far
-        for index, piece in pieces:
-            if chain is None:
-                chain, before, windows = index, 0, 0
-            if piece is not None:
-                parts.append(piece)
-            if len(parts) == road.num_pieces or (piece is None and windows and parts):
-                yield self._window(chain, before, windows, parts)
-                before += sum(end - begin for _, begin, end in parts)
-                windows += 1
-                parts = []
-            if piece is None and windows:
-                chain = None
-        if chain is not None and parts:
-            yield self._window(chain, before, windows, parts)
+    def _begun(self, index: int, parts: Sequence[Part]) -> Sequence[Part]:
+        """The parts from an index on; where reading begins, that many rows were dealt out as the position says."""
+        if index != self.start.block or not self.start.sample or not parts:
+            return parts
+        return [parts[0]._replace(rows=self.start.rows), *parts[1:]]
 
-    def _pieces(self) -> Generator[tuple[int, _Part | None]]:
-        """The rank's samples: (block, piece and range), and (block, None) where a block ends."""
+    def _gathered(self, pieces: Iterator[tuple[int, int, Piece | None]]) -> Iterator[_Window]:
+        parts: list[Piece] = []
+        begun: _Chain | None = None
+        for index, rows, piece in pieces:
+            if begun is None:
+                self.num_chains += 1
+                begun = _Chain(index, rows, self.num_chains, self.offset)
+            if piece is not None and len(piece):
+                parts.append(piece)
+            has_offset = piece is not None and piece.offset is not None
+            if has_offset:
+                self.offset = piece.offset
+            if len(parts) == self.road.num_pieces or ((piece is None or has_offset) and begun.windows and parts):
+                yield self._window(begun, index + 1, parts)
+                parts = []
+            if (piece is None or has_offset) and begun.windows:
+                begun = None
+        if begun is not None and parts:
+            yield self._window(begun, index + 1, parts)
+
+    def _pieces(self, parts: Sequence[Part], first: int, dealer: Dealer) -> Generator[tuple[int, int, Piece | None]]:
+        """The rank's samples in these parts: (part, rows dealt out before it, piece), with None where a part ends."""
         road = self.road
-        todo = self.turns[self.start.block :]
         ahead = Ahead(
-            (road.blocks[turn.block] for turn in todo),
+            ((road.blocks[part.block], part) for part in parts),
+            dealer,
             num_threads=road.num_threads,
             num_pieces=road.num_pieces + 2 * road.num_threads,
         )
         with ahead:
-            index, number = self.start.block, 0
-            for piece in ahead.pieces():
+            index, number = first, 0
+            for rows_before, piece in ahead.pieces():
                 if piece is None:
-                    yield index, None
+                    yield index, rows_before, None
                     index, number = index + 1, 0
                     continue
                 self._count(piece)
-                begin, end = self._share(self.turns[index], number, len(piece))
+                yield index, rows_before, self._share(piece, index, number)
                 number += 1
-                if begin < end:
-                    yield index, (piece, begin, end)
 
-    def _share(self, turn: Turn, number: int, n: int) -> tuple[int, int]:
+    def _share(self, piece: Piece, index: int, number: int) -> Piece:
+        """What a rank took of a piece in an epoch that an older release began."""
         road = self.road
-        if not turn.shared:
-            return 0, n
+        if not self.turns or not self.turns[index].shared:
+            return piece
         if road.batch_size is None:  # pieces stay whole
-            return (0, n) if number % road.world == road.rank else (0, 0)
-        return share(n, turn.block + number, road.rank, road.world)
+            return piece if number % road.world == road.rank else replace(piece, end=0)
+        begin, end = share(len(piece), self.turns[index].block + number, road.rank, road.world)
+        return replace(piece, begin=begin, end=end, whole=None, samples=piece.decoded())
 
     def _count(self, piece: Piece) -> None:
         self.counts.dropped += piece.dropped
@@ -207,21 +272,36 @@ class _Epoch:
         self.skipped += len(piece.bad)
         self.counts.skipped += len(piece.bad)
 
-    def _window(self, chain: int, before: int, number: int, parts: list[_Part]) -> _Window:
-        n = sum(end - begin for _, begin, end in parts)
+    def _window(self, begun: "_Chain", end: int, parts: list[Piece]) -> _Window:
+        n = sum(map(len, parts))
         if self.road.shuffle:
-            order = permutation(n, self.road.seed, self.start.epoch, self.turns[chain].block, number)
+            at = begun.block - len(self.plan.chains)
+            block = (self.plan.parts[at] if at >= 0 else self.plan.chains[begun.block].parts[0]).block
+            order = permutation(n, self.road.seed, self.start.epoch, block, begun.windows)
         else:
             order = np.arange(n, dtype=np.int64)
         extra = {
-            name: joined([piece.extra[name].slice(begin, end - begin) for piece, begin, end in parts])
+            name: joined([piece.extra[name].slice(piece.begin, len(piece)) for piece in parts])
             for name in self.road.columns.extra
         }
-        whole = parts[0][0].whole
-        if self.road.shuffle or len(parts) > 1 or n < len(parts[0][0]):
-            whole = None
-        bare = [(replace(piece, extra={}), begin, end) for piece, begin, end in parts]
-        return _Window(chain, before, bare, order, extra, whole)
+        whole = parts[0].whole if not self.road.shuffle and len(parts) == 1 else None
+        bare = [replace(piece, extra={}) for piece in parts]
+        window = _Window(
+            block=begun.block,
+            end=end,
+            rows=begun.rows,
+            before=begun.samples,
+            number=begun.windows,
+            chain=begun.number,
+            offset=begun.offset,
+            parts=bare,
+            order=order,
+            extra=extra,
+            whole=whole,
+        )
+        begun.samples += n
+        begun.windows += 1
+        return window
 
     def _batch(self, pending: deque[_Segment], n: int, number: int) -> Inputs:
         """The next n samples of the pending segments, which hold as many."""
@@ -236,7 +316,16 @@ class _Epoch:
             if segment.begin == segment.end:
                 pending.popleft()
         last = taken[-1]
-        position = Position(self.start.epoch, last.window.block, number, last.window.before + last.end)
+        position = Position(
+            self.start.epoch,
+            last.window.block,
+            number,
+            last.window.before + last.end,
+            last.window.end,
+            last.window.rows,
+            self.before,
+            last.window.offset,
+        )
         if last.window.whole is not None and last.begin == 0 and last.end == n == len(last.window):
             return replace(last.window.whole, position=position)
         return inputs_of(self.road.columns, [(s.window, s.window.order[s.begin : s.end]) for s in taken], position)
@@ -244,14 +333,14 @@ class _Epoch:
 
 def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], position: Position) -> Inputs:
     """One batch of samples of some windows."""
-    parts: list[_Part] = []
+    parts: list[Piece] = []
     orders, before = [], 0
     for window, order in taken:
         parts += window.parts
         orders.append(order + before)
-        before += len(window)
+        before += sum(map(len, window.parts))
     values, offsets, weights, dense, label = _core.gather(
-        [(piece.decoded(), begin, end) for piece, begin, end in parts], np.concatenate(orders)
+        [(piece.decoded(), piece.begin, piece.stop) for piece in parts], np.concatenate(orders)
     )
     extra = {name: joined([w.extra[name].take(order) for w, order in taken]) for name in columns.extra}
     flat = label is not None and _has_flat_label(columns, parts)
@@ -268,11 +357,11 @@ def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], 
     )
 
 
-def _has_flat_label(columns: Columns, parts: list[_Part]) -> bool:
+def _has_flat_label(columns: Columns, parts: list[Piece]) -> bool:
     """The one label comes as [n], because it is declared so or, where the samples brought it, came so."""
     if columns.label:
         return columns.one_label
-    flat = {piece.flat_label for piece, _, _ in parts}
+    flat = {piece.flat_label for piece in parts}
     if len(flat) > 1:
         raise SourceError("a batch takes samples of items with labels [n] and of items with labels [n, 1]; give one")
     return flat.pop()

@@ -122,7 +122,14 @@ class Source(ABC):
         """This source with other values for some of its fields."""
         known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
         known_keys(type(self), type(self).__name__, known | changes)
-        return type(self)(**known | changes)
+        new = type(self)(**known | changes)
+        object.__setattr__(new, "_origin", self.origin)
+        return new
+
+    @property
+    def origin(self) -> int:
+        """The id() of the source that `replace` was first called on; its own, if it was not made by that."""
+        return getattr(self, "_origin", id(self))
 
     def to_dict(self) -> dict[str, Any]:
         """This declaration as plain JSON types; ConfigError if it holds what they cannot say: tables, a filesystem."""
@@ -167,8 +174,8 @@ class Source(ABC):
         """The batches of these features, in this order.
 
         position: that of the last batch that was read; None: from the start.
-        rank, world: every sample goes to exactly one of `world` ranks. Blocks are dealt out whole, so ranks may have a
-        batch more or less than another.
+        rank, world: every sample goes to exactly one of `world` ranks, and no rank gets two rows more than another. A
+            row that is no sample (malformed, or without a label) counts.
         """
         where = type(self).__name__
         world = check_integer(where, "world", world, 1, 1 << 20)
@@ -176,7 +183,7 @@ class Source(ABC):
         if position is not None and not isinstance(position, Position):
             raise InputError(f"{where}: position is {describe(position)}; wanted the position of a batch")
         columns = self._columns(features)
-        blocks = self._blocks(columns)
+        blocks = self._blocks(columns, position)
         road = Road(
             blocks=blocks,
             columns=columns,
@@ -212,8 +219,9 @@ class Source(ABC):
         return max(1, min(_DEFAULT_THREADS, thread_count(None) // 2))
 
     @abstractmethod
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
-        """Finds the data, refuses what is missing, and gives its blocks in one order."""
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
+        """Finds the data, refuses what is missing, and gives its blocks in one order. position: where reading begins,
+        for data that can go on by itself."""
 
 
 def _plain(where: str, value: Any) -> Any:

@@ -15,12 +15,14 @@ from satrap.checks import check_choice, check_flag, check_integer, describe, set
 from satrap.columns import Columns, DenseColumn, LabelColumn, as_names
 from satrap.errors import ConfigError
 from satrap.hashing import pyarrow_for
+from satrap.inputs import Position
 from satrap.sources.block import BadRow, Block, Piece
 from satrap.sources.files import File, files_signature, find_files
 from satrap.sources.source import Source
 from satrap.sources.text_file import TextFile, TextLayout, TextPiece
 
 _VALUE, _REFUSE, _DROP = 0, 1, 2  # what the core does about a missing label
+_LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # as the core numbers them
 _PACKED = 5  # how many times smaller compressed text may be; only for reading ahead
 
 
@@ -76,7 +78,7 @@ class CSV(Source):
     def signature(self) -> dict[str, Any]:
         return super().signature() | files_signature(self.path, self.filesystem)
 
-    def _blocks(self, columns: Columns) -> Sequence[Block]:
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         files = find_files(self.path, self.filesystem)
         names = self.columns
         if names is None:
@@ -158,6 +160,9 @@ class _Rows:
             case "label_text":
                 texts = next(label.texts for label in self._columns.label if label.name == name and label.texts)
                 return f"column {name!r} holds {text}; wanted one of {', '.join(map(repr, texts))}"
+            case "label_kind":
+                label = next(label for label in self._columns.label if label.name == name and label.above is None)
+                return f"column {name!r} holds {text}; wanted {label.wanted}"
         return f"column {name!r} holds {text}; {_WANTED[fault]}"
 
 
@@ -203,11 +208,36 @@ def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
         use.absent = _REFUSE if column.missing == "refuse" else _DROP
     else:
         use.absent, use.missing = _VALUE, column.missing
+    use.label_kind = _LABEL_KINDS[column.kind]
     use.above, use.texts, use.other = column.above, list((column.texts or {}).items()), column.other
     return use
 
 
-class _Range(Block):
+class _Text(Block):
+    """Rows of a file, in pieces of text."""
+
+    _file: TextFile
+    _rows: _Rows
+
+    def num_rows_of(self, raw: TextPiece) -> int:
+        return int(_core.count_rows(raw.text, self._quote))
+
+    def cut(self, raw: TextPiece, begin: int, end: int) -> TextPiece:
+        low, high = _core.rows_within(raw.text, self._quote, begin, end)
+        first_line = raw.first_line
+        return TextPiece(raw.text[low:high], lambda: first_line() + int(_core.count_lines(raw.text[:low])))
+
+    def decode(self, raw: TextPiece) -> Piece:
+        return self._rows.decode(self._file, raw)
+
+    @property
+    def _quote(self) -> int:
+        """What may enclose a newline that ends no row; -1: nothing."""
+        layout = self._file.layout
+        return layout.quote_byte if layout.newlines_in_values else -1
+
+
+class _Range(_Text):
     """The rows that begin in a range of a file's bytes."""
 
     exact = True
@@ -218,11 +248,8 @@ class _Range(Block):
     def read(self) -> Iterator[TextPiece]:
         yield self._file.piece(self._begin, self._end)
 
-    def decode(self, raw: TextPiece) -> Piece:
-        return self._rows.decode(self._file, raw)
 
-
-class _WholeFile(Block):
+class _WholeFile(_Text):
     """A file that can only be read from its start."""
 
     def __init__(self, file: TextFile, rows: _Rows) -> None:
@@ -231,9 +258,6 @@ class _WholeFile(Block):
 
     def read(self) -> Iterator[TextPiece]:
         return self._file.pieces()
-
-    def decode(self, raw: TextPiece) -> Piece:
-        return self._rows.decode(self._file, raw)
 
 
 def _text_array(offsets: Any, data: Any, present: Any) -> Any:

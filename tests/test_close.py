@@ -1,0 +1,292 @@
+"""Embeddings and clients that are closed, or collected: nothing hangs, and no thread, socket or descriptor is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster import DEADLINE_SECONDS, features, remote, serving
+from far_parts import Net, source, working, write
+from forks import in_fork
+from loop import batches, job, loss_of, tables
+from rpc_parts import Calls, Served, eventually
+from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
+from satrap.errors import RpcError
+from satrap.features import Features
+from satrap.rpc import Client, Service
+
+SECONDS = 30.0  # for all of them
+OWN_THREADS = {"satrap-close", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}
+
+
+def left() -> tuple[int, int]:
+    """Threads of this process, Python's and others, and its file descriptors."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def some_steps(way: str, overlap: bool, **options: Any) -> None:
+    """Trains a few steps, and ends there: with a live stream or without, closed or not."""
+    embeddings, model, optimizer = job(**options)
+    if options.get("servers"):
+        embeddings.tables.clear()  # type: ignore[union-attr]
+    stream = embeddings.stream(batches(8), overlap=overlap)
+    for batch in stream:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if batch.step == 3 and way != "dropped after":
+            break
+    if way == "closed":
+        embeddings.close()
+
+
+WAYS = ("closed", "dropped in the middle", "dropped after")
+
+
+@pytest.mark.parametrize(("where", "num_made"), [("here", 6), ("shared", 6), ("servers", 50)])
+def test_many_are_made_and_nothing_is_left(where: str, num_made: int, tmp_path: Path) -> None:
+    """In turn with threads or without, closed, dropped at the end, or dropped with a live stream."""
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"staleness": 2}
+        if where == "servers":
+            options["servers"] = [each.address for each in stack.enter_context(serving(2))]
+        some_steps("closed", overlap=True, **options)  # what a process makes once
+        gc.collect()
+        before, began = left(), time.monotonic()
+        for n in range(num_made):
+            if where == "shared":
+                options["shared"] = tmp_path / str(n)
+            some_steps(WAYS[n % 3], overlap=n % 2 == 0, **options)
+            if n % 10 == 9:
+                gc.collect()
+        gc.collect()
+        gc.collect()  # of what the first one's threads had
+        eventually(lambda: left() <= before)  # servers see that their callers are gone
+        assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_worker_gives_up_what_it_reads_for_one_that_ends_in_the_middle(tmp_path: Path, closes: bool) -> None:
+    path = write(tmp_path / "a.parquet", 12)
+    with serving(1) as services, working() as workers:
+        of = features()
+        embeddings = Embeddings(
+            dict(of), staleness=1, num_threads=1, servers=[services[0].address], workers=[workers[0].address]
+        )
+        model = Net(1 + of.total_dim + 5)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in embeddings.stream(source(path)):
+            model(batch).sum().backward()
+            optimizer.step()
+            if batch.step == 3:
+                break
+        (seat,) = workers[0].host._seats.values()
+        assert seat.readings
+        del batch
+        if closes:
+            embeddings.close()
+        del embeddings, model, optimizer
+        gc.collect()
+        eventually(lambda: not seat.readings)
+        eventually(lambda: not [each.name for each in threading.enumerate() if each.name in OWN_THREADS])
+
+
+NOTEBOOK = """
+import gc, sys
+sys.path.insert(0, {tests!r})
+from loop import batches, job, loss_of, tables, train
+
+def cell(steps):
+    global embeddings, model, optimizer, stream
+    embeddings, model, optimizer = job(servers=sys.argv[1:], staleness=2)
+    embeddings.tables.clear()  # type: ignore[union-attr]
+    stream = embeddings.stream(batches(20), overlap=True)
+    for batch in stream:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if batch.step == steps:
+            break
+
+cell(10)
+cell(5)  # run again
+del embeddings, model, optimizer, stream
+gc.collect()
+cell(10)  # in the middle of which the process ends
+print("done", flush=True)
+"""
+
+
+def test_a_notebook_whose_cells_run_again_ends() -> None:
+    program = NOTEBOOK.format(tests=str(Path(__file__).parent))
+    with serving(1) as services:
+        command = [sys.executable, "-W", "error", "-c", program, services[0].address]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+def test_closing_applies_what_was_handed_over(overlap: bool, tmp_path: Path) -> None:
+    """In the middle of a stream, whose last updates wait for lookups that will not come."""
+    found = []
+    for closes in (True, False):
+        with serving(2) as services:
+            addresses = [each.address for each in services]
+            embeddings, model, optimizer = job(servers=addresses, staleness=3, deterministic=True)
+            with embeddings:
+                for batch in embeddings.stream(batches(9), overlap=overlap):
+                    optimizer.zero_grad()
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    if batch.step == 4:
+                        break
+                if not closes:
+                    embeddings.drain()
+            assert embeddings.step == 4
+            with remote(Features(tables()), addresses) as looking:
+                found.append([table.stats()["updated"] for table in looking.tables.values()])
+    assert found[0] == found[1] and all(found[0])
+
+
+def test_what_is_closed_says_so() -> None:
+    with serving(1) as services:
+        embeddings, _, _ = kept = job(servers=[services[0].address])
+        data = batches(3)
+        with pytest.warns(UserWarning, match="no table has a row"):
+            looking = embeddings.eval().stream(data, overlap=True)
+        next(looking)
+        stream = embeddings.train().stream(data)
+        next(stream)
+        embeddings.close()
+        embeddings.close()
+        for call in (lambda: embeddings.tables, lambda: embeddings(data[0]), embeddings.counters):
+            with pytest.raises(StreamError, match="were closed: make others"):
+                call()
+        with pytest.raises(StreamError, match="were closed: make others"):
+            embeddings.stream(data)
+        with pytest.raises(StreamError, match="ended when the embeddings were closed"):
+            next(stream)
+        with pytest.raises(StreamError, match="was closed"):
+            next(looking)
+    del kept
+
+
+def test_the_users_own_error_comes_through() -> None:
+    def fail() -> None:
+        raise SnapshotError("in closing")
+
+    for raises, error in ((True, InputError), (False, SnapshotError)):
+        with pytest.raises(error), job()[0] as embeddings:
+            embeddings.worker.close = fail  # type: ignore[method-assign]
+            if raises:
+                raise InputError("the user's")
+
+
+def test_a_stream_that_its_own_thread_collects_ends() -> None:
+    """Python collects where it happens to be."""
+    streams: list[Any] = []
+    came, closed = threading.Event(), threading.Event()
+
+    def read() -> Iterator[Inputs]:
+        try:
+            yield from batches(2)
+            came.wait(DEADLINE_SECONDS)
+            began = time.monotonic()
+            streams.clear()
+            gc.collect()
+            assert time.monotonic() - began < 5.0
+            yield from batches(2)
+        finally:
+            closed.set()
+
+    streams.append(job(staleness=2)[0].stream(read(), overlap=True))
+    came.set()
+    assert closed.wait(DEADLINE_SECONDS)
+    eventually(lambda: not [each.name for each in threading.enumerate() if each.name in OWN_THREADS])
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with Service(Served(), Calls, "tcp://127.0.0.1:0") as service:
+        yield service
+
+
+def test_a_call_outlives_what_the_caller_keeps_of_its_client(service: Service) -> None:
+    pending = Client(Calls, service.address).begin("double", np.arange(3, dtype=np.uint64))
+    gc.collect()
+    np.testing.assert_array_equal(pending.result(), [0, 2, 4])
+    del pending
+    gc.collect()
+
+
+def test_a_client_is_collected_together_with_its_last_call(service: Service) -> None:
+    """As the traceback of an error keeps it: then nobody else has the connection, whose thread has ended."""
+    before = left()
+
+    def call() -> None:
+        pending = Client(Calls, service.address).begin("nothing")
+        pending.result()
+        pending.itself = pending  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    gc.collect()
+    eventually(lambda: left() <= before)
+
+
+def test_a_client_is_collected_with_connections_of_several_threads(service: Service) -> None:
+    before = left()
+    clients, called, ended = [Client(Calls, service.address)], threading.Barrier(4), threading.Event()
+
+    def call() -> None:
+        clients[0].call.nothing()
+        called.wait(DEADLINE_SECONDS)
+        ended.wait(DEADLINE_SECONDS)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    called.wait(DEADLINE_SECONDS)
+    clients.clear()
+    gc.collect()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    eventually(lambda: left() <= before)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_what_is_collected_in_a_fork_leaves_the_parents_alone(service: Service) -> None:
+    kept = [Client(Calls, service.address)]
+    kept[0].call.nothing()
+    embeddings, _, _ = job(staleness=2)
+    stream = [embeddings.stream(batches(9), overlap=True)]
+    next(stream[0])
+
+    def body() -> None:
+        began = time.monotonic()
+        kept.clear()
+        stream.clear()
+        gc.collect()
+        assert time.monotonic() - began < 5.0
+
+    in_fork(body)
+    kept[0].call.nothing()
+    next(stream[0])
+    embeddings.close()
+    kept[0].close()
+    with pytest.raises(RpcError, match="closed"):
+        kept[0].call.nothing()

@@ -1,0 +1,233 @@
+"""Files whose bytes were damaged: a read raises SourceError that names the file, or the format has no way to tell.
+
+Parquet can be written with a checksum of each page, which is verified; its footer and the format of Arrow files have
+none. What is read without one is checked as far as it must be to be used: offsets, indexes, UTF-8, numbers of rows.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from satrap.errors import SourceError
+from satrap.inputs import Inputs
+from satrap.sources import Arrow, Parquet
+from satrap.sources.source import Source
+
+N = 100
+FEATURES = ["number", "text", "coded", "list", "texts"]
+
+
+def columns(rng: np.random.Generator) -> pa.Table:
+    return pa.table(
+        {
+            "number": rng.integers(0, 50, N),
+            "text": [f"tëxt{i % 13}" if i % 7 else None for i in range(N)],
+            "coded": pa.array([f"d{i % 9}" for i in range(N)]).dictionary_encode(),
+            "list": [list(range(i % 5)) for i in range(N)],
+            "texts": [[f"x{k}" for k in range(i % 4)] for i in range(N)],
+            "age": rng.random(N),
+            "wide": pa.array(rng.random((N, 2)).tolist(), pa.list_(pa.float64(), 2)),
+            "click": rng.integers(0, 2, N).astype(np.float64),
+            "note": [{"a": i, "b": [f"é{i}"]} for i in range(N)],
+        }
+    )
+
+
+def write(kind: str, table: pa.Table, path: Path) -> Source:
+    options: dict[str, Any] = {"dense": ["age", "wide"], "label": "click", "extra": "note", "batch_size": 16}
+    if kind.startswith("parquet"):
+        version = "2.0" if kind.endswith("2") else "1.0"
+        sums = kind.startswith("parquet sums")
+        pq.write_table(table, path, row_group_size=32, write_page_checksum=sums, data_page_version=version)
+        return Parquet(path, block_rows=20, num_threads=0, **options)
+    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    packed = pa.ipc.IpcWriteOptions(compression="lz4" if kind == "packed arrow" else None)
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema, options=packed) as writer:
+        writer.write_table(table, max_chunksize=32)
+    return Arrow(path, block_rows=20, num_threads=0, **options)
+
+
+def content(batches: Iterator[Inputs]) -> list[Any]:
+    """All that a batch has, to the last text."""
+    return [
+        (
+            [None if a is None else a.tobytes() for a in (each.values, each.offsets, each.dense, each.label)],
+            each.extra["note"].to_pylist(),
+        )
+        for each in batches
+    ]
+
+
+@pytest.mark.parametrize("kind", ["parquet sums 1", "parquet sums 2", "parquet 2", "arrow", "packed arrow", "stream"])
+def test_flipped_bytes_are_refused_by_name(kind: str, tmp_path: Path, rng: np.random.Generator, seed: int) -> None:
+    """Or read as other values, where there is no checksum; nothing else is raised, and with one no value differs."""
+    path, draw = tmp_path / "flipped", random.Random(seed)
+    data = write(kind, columns(rng), path)
+    whole, wanted, refused = path.read_bytes(), content(data.batches(FEATURES)), 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 2, 8])):
+            damaged[draw.randrange(len(damaged))] ^= draw.randrange(1, 256)
+        path.write_bytes(damaged)
+        try:
+            found = content(data.batches(FEATURES))
+        except SourceError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            assert found == wanted or "sums" not in kind
+    assert refused > 10
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_flipped_value_is_noticed_by_its_pages_checksum(
+    sums: bool, version: str, compression: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    numbers = np.arange(1000, 1100)
+    table = pa.table({"id": numbers, "x": numbers * 0.5})
+    pq.write_table(
+        table, path, row_group_size=50, use_dictionary=False, compression=compression, write_page_checksum=sums,
+        data_page_version=version,
+    )  # fmt: skip
+    data, whole = Parquet(path, dense="x", block_rows=50), path.read_bytes()
+    given = 0
+    for name, value in (("id", struct.pack("<q", 1077)), ("x", struct.pack("<d", 538.5))):
+        at = (
+            whole.find(value)
+            if compression == "none"
+            else pq.read_metadata(path).row_group(1).column(int(name == "x")).total_compressed_size // 2
+            + pq.read_metadata(path).row_group(1).column(int(name == "x")).data_page_offset
+        )
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        batches = data.batches(["id"])
+        try:
+            given += sum(inputs.batch_size for inputs in batches)
+        except SourceError as error:
+            assert str(error).startswith(f"{path}, row group 1: cannot be read") or not sums
+            assert not sums or "CRC" in str(error) or "checksum" in str(error)
+    assert not sums or given == 0
+    assert sums or compression != "none" or given == 200, "nothing tells that these bytes were flipped"
+
+
+def test_a_footer_that_contradicts_its_pages(tmp_path: Path) -> None:
+    """Footers have no checksum: whichever number of rows is changed in it, none is lost without a word."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": range(77), "b": [1.0] * 77}), path)
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    places = [at.start() for at in re.finditer(b"\x9a\x01", whole[footer:])]  # 77, as Thrift writes it
+    refused = 0
+    assert len(places) >= 4
+    for at in places:
+        for other in (b"\x98\x01", b"\x9c\x01", b"\x82\x00", b"\x80\x00"):
+            path.write_bytes(whole[: footer + at] + other + whole[footer + at + 2 :])
+            try:
+                batches = Parquet(path, dense="b").batches(["a"])
+                assert sum(inputs.batch_size for inputs in batches) == 77
+            except SourceError as error:
+                assert str(path) in str(error)
+                refused += 1
+    assert refused >= 8
+
+
+# -- Arrow: what its reader does not look at ---------------------------------------------------------------------------
+
+
+def of_buffers(kind: Any, *buffers: Any, children: list[Any] | None = None) -> Any:
+    memory = [None if each is None else pa.py_buffer(each) for each in buffers]
+    return pa.Array.from_buffers(kind, 100, memory, children=children)
+
+
+def bounds(dtype: Any, bound: int = 3) -> Any:
+    """Offsets of 100 bags of one each, of which one is another."""
+    offsets = np.arange(101, dtype=dtype)
+    offsets[70] = bound
+    return offsets
+
+
+INDEX = np.zeros(100, np.int32)
+INDEX[70] = 9
+ITEMS = pa.array(range(100))
+TEXT = bytearray(b"x" * 100)
+TEXT[70] = 0xFF
+DAMAGED: dict[str, Any] = {
+    "index": pa.DictionaryArray.from_arrays(pa.array(INDEX), pa.array(["a", "b"]), safe=False),
+    "negative index": pa.DictionaryArray.from_arrays(pa.array(-INDEX), pa.array(["a", "b"]), safe=False),
+    "number index": pa.DictionaryArray.from_arrays(pa.array(INDEX), pa.array([1, 2]), safe=False),
+    "list": of_buffers(pa.list_(pa.int64()), None, bounds(np.int32), children=[ITEMS]),
+    "large list": of_buffers(pa.large_list(pa.int64()), None, bounds(np.int64), children=[ITEMS]),
+    "list beyond": of_buffers(pa.list_(pa.int64()), None, bounds(np.int32, 10**6), children=[ITEMS]),
+    "list before": of_buffers(pa.list_(pa.int64()), None, bounds(np.int32, -10), children=[ITEMS]),
+    "text": of_buffers(pa.string(), None, bounds(np.int32), b"x" * 100),
+    "large text": of_buffers(pa.large_string(), None, bounds(np.int64), b"x" * 100),
+    "text beyond": of_buffers(pa.string(), None, bounds(np.int32, 10**6), b"x" * 100),
+    "bytes": of_buffers(pa.binary(), None, bounds(np.int32), b"x" * 100),
+    "utf8": of_buffers(pa.string(), None, np.arange(101, dtype=np.int32), bytes(TEXT)),
+    "texts": of_buffers(
+        pa.list_(pa.string()), None, np.arange(101, dtype=np.int32),
+        children=[of_buffers(pa.string(), None, bounds(np.int32), b"x" * 100)],
+    ),
+    "indexes": of_buffers(
+        pa.list_(pa.dictionary(pa.int32(), pa.string())), None, np.arange(101, dtype=np.int32),
+        children=[pa.DictionaryArray.from_arrays(pa.array(INDEX), pa.array(["a"]), safe=False)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["file", "stream", "memory"])
+@pytest.mark.parametrize("use", ["id", "extra"])
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damage_that_arrow_does_not_see(case: str, use: str, kind: str, tmp_path: Path) -> None:
+    """It is named by file, rows and column. The samples before are given: only what is used is looked at."""
+    path = tmp_path / "a.arrow"
+    table = pa.table({"a": DAMAGED[case], "b": range(100)})
+    if kind != "memory":
+        new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+            writer.write_table(table)
+    data: Source = Arrow(table if kind == "memory" else path, block_rows=50, batch_size=50)
+    features = ["a"] if use == "id" else ["b"]
+    data = data.replace(extra="a") if use == "extra" else data
+    where = {"file": f"{path}, record batch 0", "stream": f"{path}", "memory": "the table"}[kind]
+    given = 0
+    with pytest.raises(SourceError, match=f"^{where}, rows 51 to 100, column 'a': cannot be read"):
+        for inputs in data.batches(features):
+            given += inputs.batch_size
+            assert inputs.values[0] != inputs.values[-1] or use == "id"
+    assert given == 50
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+def test_a_union_is_refused_by_name(mode: str, tmp_path: Path) -> None:
+    which = pa.array([0, 1], pa.int8())
+    parts = [pa.array([1, 2]), pa.array(["a", "b"])]
+    union = (
+        pa.UnionArray.from_dense(which, pa.array([0, 1], pa.int32()), parts)
+        if mode == "dense"
+        else pa.UnionArray.from_sparse(which, parts)
+    )
+    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), union)
+    for column in (union, nested):
+        table = pa.table({"a": [1, 2], "u": column})
+        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        for data in (Arrow(tmp_path / "a.arrow", extra="u"), Arrow(table, extra="u")):
+            with pytest.raises(
+                SourceError, match=f"(a.arrow|the table): column 'u' is of type .*{mode}_union.*; leave"
+            ):
+                list(data.batches(["a"]))
+        (inputs,) = Arrow(tmp_path / "a.arrow").batches(["a"])
+        assert inputs.values.tolist() == [1, 2], "a column that is not used may be of any type"

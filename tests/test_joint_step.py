@@ -1,0 +1,169 @@
+"""Several trainers over files: every sample is trained on once and counts as much as any other, wherever the data ends,
+and another number of trainers goes on with what is left. The oracle is one trainer in one process on the same samples.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import serving
+from loop import NUM_IDS, job, loss_of, rows
+from satrap import Inputs
+from satrap.inputs import Position
+from satrap.joint_step import JointStep, Padded, described
+from trainers import Trainers
+
+N = 143
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    with Trainers(3) as found:
+        yield found
+
+
+def samples() -> dict[str, Any]:
+    """Columns of N samples."""
+    rng = np.random.default_rng(3)
+    return {
+        "user": rng.integers(0, NUM_IDS, N, dtype=np.uint64),
+        "item": rng.integers(0, NUM_IDS, N, dtype=np.uint64),
+        "history": [rng.integers(0, NUM_IDS, int(k)).tolist() for k in rng.integers(1, 5, N)],
+        "d0": rng.integers(-8, 8, N) / 4,
+        "d1": rng.integers(-8, 8, N) / 4,
+        "label": rng.integers(0, 2, N),
+        "number": np.arange(N),
+    }
+
+
+def inputs_of(columns: dict[str, Any], numbers: list[int]) -> Inputs:
+    bags = [[[columns[name][i]] for i in numbers] for name in ("user", "item")]
+    bags.append([columns["history"][i] for i in numbers])
+    flat = [bag for each in bags for bag in each]
+    return Inputs(
+        names=("user", "item", "history"),
+        values=np.array([i for bag in flat for i in bag], np.uint64),
+        offsets=np.concatenate([[0], np.cumsum([len(bag) for bag in flat])]).astype(np.int64),
+        batch_size=len(numbers),
+        dense=np.stack([columns[name][numbers] for name in ("d0", "d1")], 1).astype(np.float32),
+        label=columns["label"][numbers].astype(np.float32),
+    )
+
+
+def write(folder: Path, kind: str) -> str:
+    """Two files of unequal length."""
+    columns = samples()
+    for name, begin, end in (("a", 0, 100), ("b", 100, N)):
+        path = folder / f"{name}.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        part = {key: value[begin:end] for key, value in columns.items()}
+        if kind == "parquet":
+            pq.write_table(pa.table(part), path, 40)
+            continue
+        with (gzip.open if kind == "csv.gz" else open)(path, "wt", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(part)
+            part["history"] = ["|".join(map(str, bag)) for bag in part["history"]]
+            writer.writerows(zip(*part.values(), strict=True))
+    return str(folder / f"*.{kind}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "how"),
+    [
+        ("parquet", 2, {}),
+        ("parquet", 3, {"shuffle": True, "shuffle_blocks": 2}),
+        ("csv", 2, {"shuffle": True, "shuffle_blocks": 2}),
+        ("csv.gz", 3, {}),
+        ("csv.gz", 2, {"batch_size": 71}),
+    ],
+)
+def test_every_sample_is_trained_on_once_and_counts_as_much(
+    trainers: Trainers, tmp_path: Path, kind: str, world: int, how: dict[str, Any]
+) -> None:
+    with serving(2) as services:
+        found = trainers.run(services, world, tmp_path, batches=0, file=write(tmp_path / "data", kind), how=how)
+    steps = [list(chain(*each)) for each in zip(*(each["seen"] for each in found), strict=True)]
+    assert sorted(chain(*steps)) == list(range(N))
+    size = world * how.get("batch_size", 8)
+    assert [len(each) for each in steps] == [size] * (N // size) + [N % size], "one short step, the last"
+    assert all(each["lost"] == {} for each in found)
+    embeddings, model, optimizer = job()
+    columns = samples()
+    with embeddings.stream([inputs_of(columns, step) for step in steps]) as stream:
+        for batch in stream:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
+        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv.gz"])
+def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, kind: str) -> None:
+    """2, then 3, then 1: what was trained on before each checkpoint, and what is trained on after it, is each sample
+    once."""
+    options = {"batches": 0, "file": write(tmp_path / "data", kind), "checkpoint": str(tmp_path / "run")}
+    options["how"] = {"shuffle": True, "shuffle_blocks": 2}
+    trained: list[int] = []
+    before = 0
+    for world, until, saved in ((2, 4, 2), (3, 7, 6), (1, None, None)):
+        with serving(2) as services:
+            found = trainers.run(services, world, tmp_path, until=until, **options)
+        assert all(each["resumed"] == (before > 0) for each in found)
+        kept = None if saved is None else saved - before
+        trained += [number for each in found for batch in each["seen"][:kept] for number in batch]
+        before = saved or 0
+    assert sorted(trained) == list(range(N))
+
+
+# -- pure --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any))
+def test_the_mean_of_weighted_means_is_the_mean(sizes: list[int]) -> None:
+    batches = [(n, 3 if n else 0, 0 if n else -1) for n in sizes]
+    steps = [JointStep.of(batches, rank) for rank in range(len(sizes))]
+    values = [np.arange(n) + 7.0 * rank for rank, n in enumerate(sizes)]
+    means = [step.weight * each.mean() if len(each) else 0.0 for step, each in zip(steps, values, strict=True)]
+    assert np.isclose(np.mean(means), np.concatenate(values).mean())
+    assert all(step.num_samples == sum(sizes) for step in steps)
+    assert all((step.weight == 0) == (n == 0) for step, n in zip(steps, sizes, strict=True))
+    if len(set(sizes)) == 1:
+        assert all(step.weight == 1.0 for step in steps), "exactly, so that bits stay"
+
+
+@pytest.mark.parametrize("label", [None, (5,), (5, 2)])
+def test_padding_is_shaped_as_the_others_batches(label: tuple[int, ...] | None) -> None:
+    one = Inputs(
+        names=("a",),
+        values=np.zeros(5, np.uint64),
+        batch_size=5,
+        dense=np.ones((5, 3), np.float32),
+        label=None if label is None else np.ones(label, np.float32),
+        position=Position(0, 0, 1, 5),
+    )
+    stream = Padded(iter([one]), ("a",))
+    assert next(stream) is one
+    padding = next(stream)
+    assert described(padding) == described(None)
+    dense, found = JointStep.of([described(padding), described(one)], 0).padding()
+    assert dense.shape == (2, 3) and not dense.any()
+    assert (None if found is None else found.shape[1:]) == (None if label is None else label[1:])
+    stream.stop()
+    assert list(stream) == []

@@ -1,0 +1,203 @@
+"""What servers write and workers read for others: what was named and lies below, links and ".." resolved."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+import pytest
+
+from cluster import batch, one_table, remote, serving
+from far_parts import Working, running, source, train, write
+from satrap import CSV, Arrow, Parquet
+from satrap.cluster.command import Script
+from satrap.errors import ConfigError, InputError, SatrapError
+from satrap.path_allowlist import PathAllowlist, without_glob
+from satrap.rpc import Client, Origin
+from satrap.server_calls import ServerCalls
+from satrap.sources import Source
+from satrap.sources.declared import restricted
+
+
+@pytest.mark.parametrize(
+    ("path", "permitted"),
+    [
+        ("data", True),
+        ("data/", True),
+        ("data/day/0.csv", True),
+        ("data/../data/0", True),
+        ("file://{}/data/0", True),
+        ("single.csv", True),
+        ("inner/x", True),
+        ("", False),
+        ("data2/0", False),
+        ("dat", False),
+        ("data/../other", False),
+        ("data/out/0", False),
+        ("data/out", False),
+        ("data/out/../data/0", True),
+        ("file://{}/other", False),
+        ("FILE://{}/other", False),
+        ("local://{}/other", False),
+        ("single.csv2", False),
+    ],
+)
+def test_paths(tmp_path: Path, path: str, permitted: bool) -> None:
+    for name in ("data", "other", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "out").symlink_to(tmp_path / "other")
+    (tmp_path / "named").symlink_to(tmp_path / "inner")
+    allowlist = PathAllowlist([tmp_path / "data", f"{tmp_path}/single.csv", tmp_path / "named"], "--data")
+    text = path.format(tmp_path) if "://" in path else f"{tmp_path}/{path}"
+    assert allowlist.permits(text) == permitted
+    if not permitted:
+        with pytest.raises(ConfigError, match=r"is refused: what is permitted is .*data', .*; name .*with --data"):
+            allowlist.require(text)
+
+
+@pytest.mark.parametrize(
+    ("url", "permitted"),
+    [
+        ("s3://bucket/runs", True),
+        ("s3://bucket/runs/a/b", True),
+        ("s3://bucket/runs2", False),
+        ("s3://bucket/run", False),
+        ("s3://bucket", False),
+        ("gs://bucket/runs", False),
+        ("s3://bucket/runs/../secret", False),
+        ("s3://bucket/runs/%2e%2E/secret", False),
+        ("s3://bucket/runs/%252e%252e/secret", False),
+        ("s3://bucket/runs/a::file:///etc/passwd", False),
+        ("zip://a::file:///etc/passwd", False),
+        ("simplecache::file:///etc/passwd", False),
+        ("/bucket/runs", False),
+    ],
+)
+def test_urls(url: str, permitted: bool) -> None:
+    assert PathAllowlist(["s3://bucket/runs/"], "--data").permits(url) == permitted
+
+
+@pytest.mark.parametrize(
+    ("path", "folder"),
+    [
+        ("/data/day_*.gz", "/data"),
+        ("/data/*/x", "/data"),
+        ("*.csv", "."),
+        ("/*", "/"),
+        ("a/b", "a/b"),
+        ("s3://bucket/day?", "s3://bucket"),
+        ("s3://buck*/day", "s3://"),
+    ],
+)
+def test_where_a_glob_begins(path: str, folder: str) -> None:
+    assert without_glob(path) == folder
+
+
+def test_nothing_is_permitted_unless_it_was_named() -> None:
+    with pytest.raises(ConfigError, match=r"'/x' is refused: what is permitted is nothing; .* with --checkpoints"):
+        PathAllowlist([], "--checkpoints").require("/x")
+    with pytest.raises(ConfigError, match="--data is ''; wanted a folder"):
+        PathAllowlist([""], "--data")
+
+
+def test_a_url_permits_what_is_staged_for_it() -> None:
+    with_url, without = PathAllowlist(["s3://b/run"], "--checkpoints"), PathAllowlist(["/none"], "--checkpoints")
+    with tempfile.TemporaryDirectory(prefix="satrap-checkpoint-") as staged:
+        part = f"{staged}/x/0-of-2"
+        assert with_url.permits(part) and not without.permits(part)
+        os.chmod(staged, 0o770)
+        assert not with_url.permits(part)
+    assert not with_url.permits(part)
+
+
+def test_what_a_command_line_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.py").touch()
+    given = ("day_*.gz", "--run=s3://b/run", "--test", "/a/x.csv,/b/*/y", "--flag", "-n", "3", "--sep=/", "../up")
+    named = Script(path=Path("jobs/train.py"), arguments=given).named()
+    wanted = {f"{tmp_path}/jobs", str(tmp_path), "s3://b/run", "/a/x.csv", "/b", str(tmp_path.parent / "up")}
+    assert named[0] == f"{tmp_path}/jobs" and wanted <= set(named)
+    assert "/" not in named
+    for each in set(named) - wanted:  # "3", and the list as one name
+        assert each in (f"{tmp_path}/3", "/a/x.csv,/b")
+
+
+@pytest.mark.parametrize("kind", [CSV, Parquet, Arrow])
+def test_a_source_reads_what_is_permitted(tmp_path: Path, kind: type[Source]) -> None:
+    table = pa.table({"id": [1, 2]})
+    for folder in ("data", "other"):
+        (tmp_path / folder).mkdir()
+        if kind is CSV:
+            pc.write_csv(table, tmp_path / folder / "x")
+        elif kind is Parquet:
+            pq.write_table(table, tmp_path / folder / "x")
+        else:
+            with pa.ipc.new_file(tmp_path / folder / "x", table.schema) as file:
+                file.write_table(table)
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "other" / "x")
+    (tmp_path / "data" / "folder").symlink_to(tmp_path / "other")
+    allowlist = PathAllowlist([tmp_path / "data"], "--data")
+
+    def read(path: Any) -> int:
+        source: Any = kind(path=path, extra="id", batch_size=10, num_threads=0)  # type: ignore[call-arg]
+        guarded = restricted(source, allowlist)
+        guarded.signature()
+        return sum(each.batch_size for each in guarded.batches(one_table()))
+
+    assert read(f"{tmp_path}/data/x") == read([f"{tmp_path}/data/x*"]) == 2
+    for path in (
+        "other/x",
+        "data/../other/x",
+        "data/link",
+        "data/folder/x",
+        "data/lin*",
+        "data",
+        "oth*/x",
+        "data/*/../../other/x",
+    ):
+        with pytest.raises(SatrapError, match="with --data"):
+            read(f"{tmp_path}/{path}")
+
+
+def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "out").symlink_to(tmp_path)
+    with serving(1, checkpoints=[tmp_path / "runs"]) as services, remote(one_table(), [services[0].address]) as worker:
+        table = worker.tables["t"]
+        worker.drop(worker.lookup(batch(range(5)), step=1).ticket)
+        table.save(tmp_path / "runs" / "1")
+        for path in (tmp_path / "1", tmp_path / "runs" / ".." / "1", tmp_path / "runs" / "out" / "1"):
+            with pytest.raises(ConfigError, match=r"0-of-1' is refused: .*with --checkpoints"):
+                table.save(path)
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["runs"]
+        for folder in ("/etc", f"{tmp_path}/runs/out"):
+            with pytest.raises(ConfigError, match=r"is refused: .*with --checkpoints"):
+                worker.tables.restore({"t": [folder]})
+        assert len(table) == 5
+        with Client(ServerCalls, services[0].address) as client, pytest.raises(InputError, match="from the root"):
+            client.call.verify(Origin(attempt=1), [["runs/1"]])
+        worker.tables.restore({"t": [tmp_path / "runs" / "1"]})
+        assert len(table) == 5
+
+
+def test_a_worker_reads_below_what_was_named(tmp_path: Path) -> None:
+    """And gives no `extra` column of another file away."""
+    for name in ("data", "secret"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "a.parquet", 2)
+    with (
+        serving(1) as (server,),
+        closing(Working(data=[tmp_path / "data"])) as worker,
+        running(servers=[server.address], workers=[worker.address]) as job,
+    ):
+        assert len(train(job, source(tmp_path / "data" / "a.parquet"))) == 2
+        for path in (tmp_path / "secret" / "a.parquet", tmp_path / "data" / ".." / "secret" / "*.parquet"):
+            with pytest.raises(ConfigError, match=r"secret.* is refused: .*with --data"):
+                train(job, source(path))

@@ -1,0 +1,76 @@
+"""A mover's calls, sent again or late: its turn is known from another mover's, and what came is not emptied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster import batch, contents, features, killables, one_table, remote, serving
+from satrap.errors import ConfigError
+from satrap.mover import Mover
+from satrap.rpc import Client, Origin
+from satrap.server_calls import ServerCalls
+
+EXACT = np.arange(200, dtype=np.uint64)
+
+
+def test_turns_outlive_the_server(tmp_path: Path) -> None:
+    """Killed, or begun anew by a clear: a mover of before is refused."""
+    buckets = np.array([0], np.uint32)
+    with killables(tmp_path, 1) as servers, remote(features(), [servers[0].address]) as worker:
+        for _ in range(2):
+            Mover([servers[0].address], [servers[0].address]).run()
+        servers[0].kill()
+        servers[0].restart()
+        worker.tables["item"].stats()  # greets it
+        with Client(ServerCalls, servers[0].address) as client:
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="another mover is at work: turn 2 has begun after this one's, 1"):
+                    client.call.freeze(Origin(step=1, map_version=1), 7, buckets)
+                worker.tables.clear()
+            with pytest.raises(ConfigError, match="has begun turn 2, too"):
+                client.call.begin_turn(Origin(step=2), 12)
+
+
+def test_a_turn_that_is_begun_again_after_its_server_was_killed(tmp_path: Path) -> None:
+    """The answer was lost with the server. A mover's own call is told from another mover's of the same turn."""
+    with (
+        killables(tmp_path, 1) as servers,
+        remote(one_table(), [servers[0].address]) as worker,
+        Client(ServerCalls, servers[0].address) as client,
+    ):
+        for turn, change in enumerate((lambda: None, worker.tables.clear), 1):
+            client.call.begin_turn(Origin(step=turn), 12)
+            change()  # a clear makes new tables, beside which the turn is noted, too
+            servers[0].kill()
+            servers[0].restart()
+            client.call.begin_turn(Origin(step=turn), 12)
+            with pytest.raises(ConfigError, match=f"has begun turn {turn}, too"):
+                client.call.begin_turn(Origin(step=turn), 13)
+            worker.tables["t"].stats()  # greets it
+
+
+def test_room_that_is_made_again_is_not_emptied() -> None:
+    """A call is sent again while it has no answer, so it may come once more after those that followed it."""
+    with serving(2) as services, remote(one_table(), [services[0].address]) as worker:
+        both = [each.address for each in services]
+        looked = worker.lookup(batch(EXACT), step=1)
+        worker.update([looked.ticket], [np.ones((len(EXACT), 2), np.float32)], step=1)
+        wanted, begin = contents(worker, EXACT), Client.begin
+        made: list[tuple[Client[Any], tuple[Any, ...]]] = []
+
+        def late(self: Client[Any], method: str, *arguments: Any, **named: Any) -> Any:
+            if method == "receive":
+                made.append((self, arguments))
+            elif method == "companions_in":
+                for client, again in made:
+                    begin(client, "receive", *again).result()
+            return begin(self, method, *arguments, **named)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Client, "begin", late)
+            Mover(both[:1], both).run()
+        assert made and contents(worker, EXACT) == wanted

@@ -2,21 +2,18 @@
 
 import dataclasses
 import gc
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
 
 import clicks
 from clicks import OPTIONS, bags_of, expected, make, read
@@ -85,62 +82,6 @@ def test_whole_batches_are_dealt_out_and_resumed() -> None:
     for i, inputs in enumerate(whole):
         rest = [each.values.tolist() for each in data.batches(["a"], position=inputs.position)]
         assert rest == [each.values.tolist() for each in whole[i + 1 :]]
-
-
-@given(
-    st.lists(st.integers(0, 5), max_size=12),
-    st.sampled_from([None, 1, 4]),
-    st.booleans(),
-    st.sampled_from([1, 1, 2, 3]),
-    st.data(),
-)
-def test_data_with_offsets_goes_on_by_itself(
-    sizes: list[int], batch_size: int | None, samples: bool, world: int, draw: st.DataObject
-) -> None:
-    """Like a broker: what lies before the offset is not given again. Stopped anywhere, it goes on as if it had not."""
-    ends = np.cumsum(sizes).tolist()
-    asked: list[int] = []
-
-    def items(offset: dict[str, int] | None) -> Iterator[Any]:
-        asked.append(0 if offset is None else offset["p0"])
-        if samples:
-            yield from (({"a": i}, {"p0": i + 1}) for i in range(asked[-1], sum(sizes)))
-        else:
-            at = ends.index(asked[-1]) + 1 if asked[-1] else 0
-            pairs = zip(sizes[at:], ends[at:], strict=True)
-            yield from (({"a": np.arange(end - size, end)}, {"p0": end}) for size, end in pairs if size)
-
-    data = Iterable(items, samples=samples, batch_size=batch_size or (4 if samples else None), offsets=True)
-    found = []
-    for rank in range(world):
-        whole = list(data.batches(["a"], rank=rank, world=world))
-        found += [each for inputs in whole for each in inputs.values.tolist()]
-        taken = draw.draw(st.integers(0, len(whole)))
-        position = None
-        if taken and (last := whole[taken - 1].position) is not None:
-            position = Position.from_dict(json.loads(json.dumps(last.to_dict())))
-        rest = list(data.batches(["a"], position=position, rank=rank, world=world))
-        assert [each.values.tolist() for each in rest] == [each.values.tolist() for each in whole[taken:]]
-        assert [each.position for each in rest] == [each.position for each in whole[taken:]]
-        if position is not None and not samples and world == 1:
-            num_given = sum(inputs.batch_size for inputs in whole[:taken])
-            assert asked[-1] == max(end for end in [0, *ends] if end < num_given), "where the last item given begins"
-    assert sorted(found) == list(range(sum(sizes)))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (lambda: Iterable([1], offsets=True), "offsets is True and items is .*; wanted a function of an offset"),
-        (lambda: Iterable(lambda _: [], offsets=True, shuffle=True, batch_size=1), "offsets and shuffle are True"),
-        (lambda: list(Iterable(lambda _: [{"a": [1]}], offsets=True).batches(["a"])), "item 0 is .*; wanted a pair"),
-        (lambda: list(Iterable(lambda _: [({"a": [1]}, {1})], offsets=True).batches(["a"])), "its offset is .*JSON"),
-        (lambda: list(Iterable(lambda _: [({"a": [1]}, None)], offsets=True).batches(["a"])), "its offset is None"),
-    ],
-)
-def test_offsets_that_cannot_be_used_are_refused(data: Callable[[], Any], message: str) -> None:
-    with pytest.raises((ConfigError, SourceError), match=message):
-        data()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Most properties are asked of a made-up source whose blocks and pieces are as une
 
 import gc
 import gzip
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,106 +26,18 @@ from hypothesis import given, settings
 
 import clicks
 from clicks import FEATURES, make
-from satrap import _core
-from satrap.columns import Columns, IdColumn
+from made_source import Made, Numbers, at, ids, made
+from satrap.columns import Columns
 from satrap.errors import ConfigError, InputError, SourceError
-from satrap.inputs import Inputs, Position
+from satrap.inputs import Position
 from satrap.sources import CSV, Parquet
 from satrap.sources.ahead import Ahead
-from satrap.sources.block import BadRow, Block, Piece
-from satrap.sources.deal import Dealer, Part, deal
-from satrap.sources.deal import share as deal_share
-from satrap.sources.order import permutation, share, turns
-from satrap.sources.source import Source
+from satrap.sources.block import Block, Piece
+from satrap.sources.deal import Dealer, Part
+from satrap.sources.order import permutation
 from test_source_formats import WRITERS, source
 
 DEADLINE = 120.0
-
-
-class Numbers(Block):
-    """Pieces of consecutive ids. `exact` or not, and with a guess that may be wrong; whole or not."""
-
-    def __init__(
-        self,
-        first: int,
-        sizes: Sequence[int],
-        guess: int | None,
-        bad: int = 0,
-        whole: bool = False,
-        counted: bool = False,
-    ) -> None:
-        self._first, self._sizes, self._bad, self._whole = first, sizes, bad, whole
-        self.num_rows = sum(sizes) if counted else None
-        self.exact = guess is None
-        self.num_pieces = len(sizes) if guess is None else guess
-
-    def read(self) -> Iterator[tuple[int, int]]:
-        first = self._first
-        for size in self._sizes:
-            yield first, size
-            first += size
-
-    def num_rows_of(self, raw: tuple[int, int]) -> int:
-        return raw[1]
-
-    def cut(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
-        return raw[0] + begin, end - begin
-
-    def decode(self, raw: tuple[int, int]) -> Piece:
-        ids = np.arange(raw[0], sum(raw), dtype=np.uint64)
-        bad = tuple(BadRow(lambda: f"block {self._first}", "bad") for _ in range(self._bad))
-
-        def samples() -> _core.Samples:
-            return _core.Samples(len(ids), [(ids, None, None)], None, None)
-
-        if self._whole:
-            return Piece(samples=samples, whole=Inputs(names=("a",), values=ids, batch_size=len(ids)), bad=bad)
-        return Piece(samples=samples(), bad=bad)
-
-
-@dataclass(frozen=True)
-class Made(Source):
-    """Blocks of pieces of the given sizes."""
-
-    sizes: Sequence[Sequence[int]] = ()
-    guess: int | None = None
-    bad: int = 0
-    whole: bool = False
-    counted: bool = False
-    """The number of rows of each block is known."""
-
-    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
-        blocks, first = [], 0
-        for sizes in self.sizes:
-            blocks.append(Numbers(first, sizes, self.guess, self.bad, self.whole, self.counted))
-            first += sum(sizes)
-        return blocks
-
-    @property
-    def total(self) -> int:
-        return sum(map(sum, self.sizes))
-
-
-def ids(batches: Any) -> list[int]:
-    return [i for inputs in batches for i in np.asarray(inputs.values).tolist()]
-
-
-@st.composite
-def made(draw: st.DrawFn, /, **fixed: Any) -> Made:
-    sizes = draw(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=8))
-    options = {
-        "sizes": sizes,
-        "guess": draw(st.sampled_from([None, 1, 3])) if all(sizes) else draw(st.sampled_from([1, 3])),
-        "batch_size": draw(st.integers(1, 20)),
-        "num_threads": draw(st.sampled_from([0, 1, 3])),
-        "shuffle": draw(st.booleans()),
-        "shuffle_blocks": draw(st.integers(1, 5)),
-        "seed": draw(st.integers(0, 2**64 - 1)),
-        "epochs": draw(st.integers(1, 2)),
-        "whole": draw(st.booleans()),
-        "counted": draw(st.booleans()),
-    }
-    return Made(**options | fixed)
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -148,49 +59,6 @@ def test_permutations_never_change() -> None:
     assert permutation(10, 7, 1, 2).tolist() == [0, 2, 3, 6, 9, 8, 7, 4, 5, 1]
 
 
-@given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 3))
-def test_every_block_is_read_by_one_rank_or_shared_by_all(n: int, world: int, shuffle: bool, seed: int, e: int) -> None:
-    order = permutation(n, seed, e).tolist() if shuffle else list(range(n))
-    ranks = [turns(order, rank=rank, world=world) for rank in range(world)]
-    own = [turn.block for rank in ranks for turn in rank if not turn.shared]
-    shared = [[turn.block for turn in rank if turn.shared] for rank in ranks]
-    assert all(each == shared[0] for each in shared)
-    assert sorted(own + shared[0]) == list(range(n))
-    assert len(shared[0]) < world and len({len(rank) for rank in ranks}) == 1
-    if not shuffle:
-        assert all(rank == sorted(rank) for rank in ranks)
-
-
-@given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 9))
-def test_rows_that_are_known_are_dealt_out_evenly_in_whole_blocks(rows: list[int], world: int) -> None:
-    ranks = deal([Part(block) for block in range(len(rows))], rows, world)
-    spans = [[(p.block, p.begin, rows[p.block] if p.end is None else p.end) for p in rank] for rank in ranks]
-    dealt = [(block, row) for rank in spans for block, begin, end in rank for row in range(begin, end)]
-    assert sorted(dealt) == [(block, row) for block, n in enumerate(rows) for row in range(n)], "every row once"
-    counts = [sum(end - begin for _, begin, end in rank) for rank in spans]
-    assert max(counts) - min(counts) <= 1
-    assert all(rank == sorted(rank) for rank in spans), "in their order"
-    assert sum(map(len, ranks)) - len(rows) < world, "at most one cut for each rank but one"
-
-
-@given(st.lists(st.integers(0, 20), max_size=10), st.integers(1, 9))
-def test_shares_of_pieces_are_even_after_every_piece(sizes: list[int], world: int) -> None:
-    counts, before = [0] * world, 0
-    for size in sizes:
-        found = [deal_share(size, before, rank, world) for rank in range(world)]
-        assert [row for begin, end in found for row in range(begin, end)] == list(range(size))
-        counts = [count + end - begin for count, (begin, end) in zip(counts, found, strict=True)]
-        assert max(counts) - min(counts) <= 1
-        before += size
-
-
-@given(st.integers(0, 100), st.integers(0, 30), st.integers(1, 9))
-def test_shares_are_even_and_cover_everything(n: int, number: int, world: int) -> None:
-    shares = [share(n, number, rank, world) for rank in range(world)]
-    assert sorted(chain.from_iterable(range(*each) for each in shares)) == list(range(n))
-    assert {end - begin for begin, end in shares} <= {n // world, -(-n // world)}
-
-
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
@@ -208,41 +76,8 @@ def test_every_sample_comes_once_an_epoch(data: Made) -> None:
     assert ids(data.replace(drop_last=True).batches(["a"])) == ids(full)
 
 
-def at(inputs: Inputs) -> Position:
-    assert inputs.position is not None
-    return inputs.position
-
-
 def sizes_of(total: int, size: int) -> list[int]:
     return [size] * (total // size) + ([total % size] if total % size else [])
-
-
-@given(made(), st.sampled_from([1, 2, 3, 7]))
-def test_ranks_partition_the_samples(data: Made, world: int) -> None:
-    ranks = [list(data.batches(["a"], rank=rank, world=world)) for rank in range(world)]
-    assert Counter(i for rank in ranks for i in ids(rank)) == dict.fromkeys(range(data.total), data.epochs)
-    counts = [len(ids(rank)) // (data.epochs or 1) for rank in ranks]
-    assert max(counts) - min(counts) <= 1, "as many for each"
-    if world == 1:
-        assert ids(ranks[0]) == ids(data.batches(["a"]))
-
-
-@given(made(), st.lists(st.sampled_from([1, 2, 3, 7]), min_size=2, max_size=4), st.data())
-def test_another_number_of_ranks_goes_on_with_what_is_left(data: Made, worlds: list[int], draw: st.DataObject) -> None:
-    """Trainers stop anywhere, each after its own number of batches, and others go on: every sample comes once."""
-    seen: Counter[int] = Counter()
-    start: Position | None = None
-    for world in worlds:
-        positions = []
-        for rank in range(world):
-            batches = list(data.batches(["a"], position=start, rank=rank, world=world))
-            taken = len(batches) if world is worlds[-1] else draw.draw(st.integers(0, len(batches)))
-            seen.update(ids(batches[:taken]))
-            first = start or Position(0, 0, 0)
-            positions.append(at(batches[taken - 1]) if taken else first)
-        start = Position.from_dict(Position.after(positions).to_dict())
-    assert not list(data.batches(["a"], position=start)), "nothing is left"
-    assert seen == dict.fromkeys(range(data.total), data.epochs)
 
 
 @given(made(), st.sampled_from([1, 1, 2, 5]))
@@ -255,18 +90,6 @@ def test_resuming_anywhere_is_going_on(data: Made, world: int) -> None:
             rest = list(data.batches(["a"], position=position, rank=rank, world=world))
             assert ids(rest) == ids(whole[i + 1 :])
             assert [each.position for each in rest] == [each.position for each in whole[i + 1 :]]
-
-
-def test_positions_of_older_releases_go_on_as_there() -> None:
-    """The file was written by a release that dealt blocks out in another way."""
-    cases = json.loads(Path(__file__).with_name("data").joinpath("positions_of_older_releases.json").read_text())
-    sizes = [[3, 4], [5], [], [2, 2, 2], [7], [1], [6, 1], [9]]
-    for case in cases:
-        data = Made(sizes=sizes, guess=1, batch_size=4, shuffle=case["shuffle"], shuffle_blocks=3, seed=5, counted=True)
-        position = Position.from_dict(case["position"])
-        rest = data.batches(["a"], position=position, rank=case["rank"], world=case["world"])
-        assert [inputs.values.tolist() for inputs in rest] == case["rest"]
-    assert len(cases) == 30
 
 
 @given(made(shuffle=True))
@@ -495,42 +318,6 @@ def test_formats_resume_and_partition(kind: str, shuffle: bool, tmp_path: Path, 
     for i, (position, _) in enumerate(whole):
         rest = [(inputs.position, clicks.samples_in(inputs)) for inputs in data.batches(FEATURES, position=position)]
         assert rest == whole[i + 1 :]
-
-
-@pytest.mark.parametrize("ending", ["csv", "csv.gz"])
-@pytest.mark.parametrize("newlines", [False, True])
-def test_ranks_share_the_rows_of_a_text(ending: str, newlines: bool, tmp_path: Path) -> None:
-    """With blank lines, quoted newlines, no newline at the end and rows that are refused: each row is one rank's."""
-    notes = ["a\n\nb" if newlines and i % 3 == 0 else "c" for i in range(200)]
-    rows = [f'{i},"{note}"' for i, note in enumerate(notes)]
-    rows[50:50], rows[90] = ["", ""], "bad,d"
-    text = ("id,note\n" + "\n".join(rows)).encode()
-    path = tmp_path / f"rows.{ending}"
-    path.write_bytes(text if ending == "csv" else gzip.compress(text))
-    data = CSV(
-        path,
-        ids={"id": IdColumn(kind="integer")},
-        extra="note",
-        newlines_in_values=newlines,
-        block_bytes=256,
-        batch_size=16,
-        max_bad_rows=1,
-        num_threads=2,
-    )
-    wanted = sorted({*range(200)} - {90 - 2})
-    for world in (1, 2, 3, 7):
-        ranks = [data.batches(["id"], rank=rank, world=world) for rank in range(world)]
-        found = [[i for inputs in rank for i in inputs.values.tolist()] for rank in ranks]
-        assert sorted(chain.from_iterable(found)) == wanted
-        assert sum(rank.skipped for rank in ranks) == 1, "the bad row is one rank's"
-        assert max(map(len, found)) - min(map(len, found)) <= 4, (
-            "two blank lines and a bad row are rows to be dealt out"
-        )
-    refused = data.replace(max_bad_rows=0)
-    line = text[: text.index(b"bad,d")].count(b"\n") + 1
-    with pytest.raises(SourceError, match=f"line {line}: column 'id'"):
-        for rank in range(3):
-            list(refused.batches(["id"], rank=rank, world=3))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

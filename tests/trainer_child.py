@@ -32,16 +32,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     scaler = scaler_of(job.get("scaler"))
     seen = []
-    data: Any = batches(job["batches"])
-    if job.get("file") is not None:
-        how: dict[str, Any] = {"dense": ["d0", "d1"], "label": "label", "batch_size": 8, "extra": "number"}
-        how |= job.get("how", {})
-        if job["file"].endswith(".parquet"):
-            data = Parquet(job["file"], block_rows=24, **how)
-        else:
-            ids = {name: IdColumn(kind="integer") for name in ("user", "item")}
-            ids["history"] = IdColumn(kind="integer", separator="|")
-            data = CSV(job["file"], block_bytes=500, ids=ids, **how)
+    data = data_of(job)
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     began = run is not None and run.resume()
     for _ in range(job["epochs"]):
@@ -86,6 +77,19 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     close(embeddings)
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
+
+
+def data_of(job: dict[str, Any]) -> Any:
+    """Batches in memory, or the job's files."""
+    if job.get("file") is None:
+        return batches(job["batches"])
+    how: dict[str, Any] = {"dense": ["d0", "d1"], "label": "label", "batch_size": 8, "extra": "number"}
+    how |= job.get("how", {})
+    if job["file"].endswith(".parquet"):
+        return Parquet(job["file"], block_rows=24, **how)
+    ids = {name: IdColumn(kind="integer") for name in ("user", "item")}
+    ids["history"] = IdColumn(kind="integer", separator="|")
+    return CSV(job["file"], block_bytes=500, ids=ids, **how)
 
 
 def close(embeddings: Embeddings) -> None:

@@ -27,6 +27,7 @@ class Hostile:
         self.folders: set[str] = set()
         self.wants_folders = False
         self.before_write: Callable[[str], None] = lambda path: None
+        self.after_write: Callable[[str], None] = lambda path: None
         self.fail_at: Callable[[str, str], type[BaseException] | None] = lambda operation, path: None
         self._rng: random.Random | None = None
         self._listed: set[str] = set()
@@ -94,6 +95,7 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             store.change(path, value[: len(value) // 2])
             raise
         store.change(path, value)
+        store.after_write(path)
 
     def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
         self.pipe_file(rpath, Path(lpath).read_bytes())

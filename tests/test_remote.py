@@ -27,6 +27,7 @@ from satrap.job import Job
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Pending, Service
+from satrap.saved_table import checksum_of
 from satrap.server import Server
 from satrap.server_calls import ServerCalls
 from satrap.servers import Servers
@@ -290,14 +291,14 @@ def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
         Client(ServerCalls, services[0].address) as client,
     ):
         at = [Origin(attempt=attempt, step=1, map_version=1) for attempt in range(5)]
-        client.call.restore(at[2], [])
+        client.call.restore(at[2], [], [])
         client.call.lookup(at[2], ids, offsets, 1, True, 0)
-        assert client.call.restore(at[2], []) is True
+        assert client.call.restore(at[2], [], []) is True
         assert client.call.stats(at[2], 0)["rows"] == 4, "it came again"
         client.call.begin_attempt(at[3])
         with pytest.raises(AttemptError):
-            client.call.restore(at[3], [])
-        assert client.call.restore(at[4], []) is True
+            client.call.restore(at[3], [], [])
+        assert client.call.restore(at[4], [], []) is True
         assert client.call.stats(at[4], 0)["rows"] == 0
         with pytest.raises(AttemptError, match="this process was replaced"):
             worker.tables["t"].stats()
@@ -308,9 +309,11 @@ def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Pat
         Service(Server(shared=tmp_path / "rows", checkpoints=["/"]), ServerCalls, ANYWHERE) as service,
         remote(one_table(), [service.address]) as worker,
     ):
+        worker.tables["t"].save(tmp_path / "a")
+        next((tmp_path / "a").rglob("part-*.arrow")).write_bytes(b"")
         worker.servers.attempt += 1
-        with pytest.raises(SnapshotError, match="nowhere"):
-            worker.servers.all("restore", [[str(tmp_path / "nowhere")]])
+        with pytest.raises(SnapshotError, match="has 0 bytes"):
+            worker.servers.all("restore", [[str(tmp_path / "a")]], [[checksum_of(tmp_path / "a")]])
         worker.tables.clear()
         worker.lookup(batch(range(4)), step=1)
         assert len(worker.tables["t"]) == 4

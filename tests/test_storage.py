@@ -6,6 +6,7 @@ and a second process that writes into the folder is refused.
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 import warnings
@@ -19,6 +20,7 @@ import pytest
 from checkpoint_job import Job
 from hostile_store import Hostile, KilledError, hostile
 from satrap.errors import CheckpointError
+from satrap.storage import open_storage
 
 URL = "hostile://bucket/run"
 STEPS = 12
@@ -157,10 +159,8 @@ def test_a_newest_version_that_is_not_whole_is_named(half: bool, store: Hostile)
     store.change(path, store.objects[path][:-2] if half else None)
     store.settle()
     job = Job(URL, 4)
-    with pytest.warns(
-        UserWarning,
-        match=rf"{URL}/{newest} has no whole checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The",
-    ):
+    words = rf"{URL}/{newest} has no whole checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next"
+    with pytest.warns(UserWarning, match=words):
         assert job.run.resume() and job.embeddings.step == 2
     job.train()
     assert [name[:13] for name in published(store)[-2:]] == ["000004-step-3", "000005-step-4"]
@@ -267,6 +267,46 @@ def test_a_removal_that_fails_is_said_and_tried_again(store: Hostile) -> None:
     store.fail_at = lambda operation, path: None
     assert job.run.save()
     assert [path.split("/")[-2] for path in store.objects if path.endswith("state.safetensors")] == published(store)
+
+
+def test_a_removal_begins_with_what_makes_a_checkpoint(store: Hostile) -> None:
+    """Even if no list shows it, and whatever its name."""
+    storage, removed = open_storage(URL), list[str]()
+
+    def note(operation: str, path: str) -> None:
+        if operation == "remove":
+            removed.append(path)
+
+    store.fail_at = note
+    for name in ("a", "z", "b"):
+        storage.write(f"v/{name}", b"x")
+    storage.remove("v", "z")
+    assert removed[0] == "bucket/run/v/z" and not store.objects
+    store.lag(Never())
+    storage.write("w/z", b"x")
+    storage.remove("w", "z")
+    assert not store.objects
+
+
+def test_a_checkpoint_that_was_written_with_an_error_is_not_another_runs(store: Hostile) -> None:
+    """The store says that it failed, and neither the write nor the removal after it has done as it says."""
+    job = Job(URL, 3)
+    job.train()
+
+    def lose_the_answer(path: str) -> None:
+        if path.endswith("checkpoint.json"):
+            store.fail_at = lambda operation, path: RuntimeError if operation == "remove" else None
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+    store.after_write = lose_the_answer
+    with pytest.raises(
+        CheckpointError, match=r"cannot be written: Connection timed out at .*/000004-step-3-\w+/checkpoint\.json"
+    ):
+        job.run.save()
+    store.after_write, store.fail_at = lambda path: None, lambda operation, path: None
+    assert published(store)[-1].startswith("000004-step-3-")
+    assert job.run.save()
+    assert Job(URL, 3).run.resume()
 
 
 def test_foreign_objects_are_neither_read_nor_removed(store: Hostile) -> None:

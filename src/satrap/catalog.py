@@ -2,9 +2,9 @@
 
 A version is called `<number>-step-<step>`, and where folders are not published by one rename `-<writer>` follows, 8 hex
 digits of the process that wrote it: so no two attempts ever write under one name. A version counts once its
-checkpoint.json is whole, which is written last. Others were cut short, are being written or removed, or are copies that
-somebody has not ended: they are passed over, their numbers are not used again, and they are swept only where nothing
-but Satrap can have made them and nothing can come of them any more.
+checkpoint.json is whole, which is written last. A torn version was cut short, is being written or removed, or is a copy
+that is not complete yet: it is passed over, its number is not used again, and it is swept only if its name has a writer
+and a newer version counts.
 """
 
 import re
@@ -45,22 +45,22 @@ class Catalog:
 
     @property
     def newest(self) -> str | None:
-        """The newest version that counts."""
+        """Returns the newest version that counts."""
         return self._whole[-1].name if self._whole else None
 
     @property
     def passed_over(self) -> list[str]:
-        """Versions that are newer than the newest that counts."""
+        """Returns the torn versions that are newer than the newest that counts."""
         last = self._whole[-1].number if self._whole else 0
         return [each.name for each in self._torn if each.number > last]
 
     @property
     def swept_later(self) -> set[str]:
-        """Those of them that will be garbage once there is a newer version that counts."""
+        """Returns the torn versions that become garbage once a newer version counts."""
         return {each.name for each in self._torn if each.writer}
 
     def next(self, step: int, writer: str) -> Version:
-        """The version to write now: no number is used twice, whatever became of the first."""
+        """Returns the version to write now: no number is used twice, whatever became of the first."""
         numbers = [each.number for each in (*self._whole, *self._torn, *self._used)]
         return Version(1 + max(numbers, default=0), step, writer)
 
@@ -70,7 +70,7 @@ class Catalog:
         return one is not None and name != than and (other is None or one.number >= other.number)
 
     def removable(self, keep: int) -> list[str]:
-        """The versions beyond the newest `keep`, less the parents of those."""
+        """Returns the versions beyond the newest `keep`, except the parents of those."""
         needed: set[str] = set()
         for each in self._whole[-keep:]:
             at: str | None = each.name
@@ -80,7 +80,7 @@ class Catalog:
         return [each.name for each in self._whole if each.name not in needed]
 
     def garbage(self) -> list[str]:
-        """What is left of uploads and removals that were cut short."""
+        """Returns what uploads and removals that were cut short have left."""
         last = self._whole[-1].number if self._whole else 0
         return [each.name for each in self._torn if each.writer and each.number < last]
 

@@ -325,8 +325,10 @@ class Checkpoint:
     def _saved_tables(self, folder: Path, *, is_whole: bool) -> tuple[SavedTable, ...]:
         """What the folder holds of each table; raises if a whole save has not all its rows."""
         found = []
-        for i, (name, table) in enumerate(self._embeddings.tables.items()):
-            saved, path = SavedTable.of(folder / "tables" / str(i), len(table)), folder / "tables" / str(i)
+        tables = self._embeddings.tables
+        for i, name in enumerate(tables):
+            path = folder / "tables" / str(i)
+            saved = SavedTable.of(path, len(tables[name]))
             rows = sum(part.rows for part in saved.parts)
             if is_whole and rows != saved.rows:
                 raise SnapshotError(f"table {name!r} has {saved.rows} rows, and {path} holds {rows}: nothing was saved")

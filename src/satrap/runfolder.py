@@ -12,7 +12,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Entry:
     step: int
     parent: str | None
     parent_crc32c: int | None
-    """Of the parent's checkpoint.json. None: no parent, or an earlier Satrap did not note it."""
+    """Checksum of the parent's checkpoint.json. None: no parent, or an earlier Satrap did not note it."""
     positions: tuple[Position | None, ...]
     """Of each trainer's source, in the order of their ranks."""
     source: Mapping[str, Any] | None
@@ -56,7 +56,7 @@ class Entry:
 
     @classmethod
     def parse(cls, data: bytes, folder: Path, where: str) -> "Entry":
-        """From the bytes of its checkpoint.json; CheckpointError if it is torn or of another format."""
+        """Reads the bytes of a checkpoint.json; CheckpointError if it is torn or of another format."""
         path = f"{where}/{MANIFEST}"
         try:
             content = json.loads(data)
@@ -89,7 +89,7 @@ class Entry:
             raise CheckpointError(f"{path} cannot be read ({error}); remove {where} to use an older one") from error
 
     def to_json(self) -> bytes:
-        """The bytes of checkpoint.json."""
+        """Returns the bytes of checkpoint.json."""
         body: dict[str, Any] = {
             "format": _FORMAT,
             "format_version": _FORMAT_VERSION,
@@ -113,7 +113,7 @@ class Entry:
             )
 
     def keys(self, read: Any) -> Iterator[str]:
-        """Names all objects that belong to it, read(key) each manifest."""
+        """Names all objects that belong to it. read(key) returns a manifest's bytes."""
         yield STATE
         for i, table in enumerate(self.saved or ()):
             for part in table.parts:
@@ -148,7 +148,7 @@ class RunFolder:
         """
         storage = self._storage
         try:
-            with self._errors(), storage.locked(_LOCK_SECONDS):
+            with self._errors(), self._locked():
                 catalog = self._look(last)
                 self._require_alone()
                 self._require_mine(catalog, last)
@@ -164,11 +164,6 @@ class RunFolder:
                     yield folder
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
-        except TimeoutError as error:
-            raise CheckpointError(
-                f"{storage.url}: another process has been saving into it for {_LOCK_SECONDS:g} s; end it if it is "
-                "stopped, or one that this run has replaced"
-            ) from error
         except OSError as error:
             raise CheckpointError(
                 f"step {step}: {storage.url} cannot be written: {error.strerror or error} at "
@@ -207,7 +202,7 @@ class RunFolder:
                 with self._reading():
                     catalog = self._look(None)
                     owner = self._owner()
-                    self._looked, self._before = True, owner and owner.writer
+                    self._looked, self._before = True, None if owner is None else owner.writer
                     self._say_passed_over(catalog)
                     name = catalog.newest
                     while name is not None:
@@ -234,7 +229,7 @@ class RunFolder:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _look(self, last: str | None) -> Catalog:
-        """What is there now. A list may lag, so the names that are known otherwise are looked up, too."""
+        """Finds out what is there now. A list may lag, so names that are known otherwise are looked up, too."""
         listed, owner = set(self._storage.names()), self._owner()
         used = {*self._announced, *(each for each in (last, owner and owner.announced) if each)}
         versions = sorted(version for name in listed | used if (version := Version.parse(name)) is not None)
@@ -259,7 +254,8 @@ class RunFolder:
             return None
 
     def _entry(self, name: str, child: Entry | None) -> Entry:
-        """A checkpoint, copied to this machine if it is not there; as the child says, if it is the parent of one."""
+        """Reads a checkpoint, and copies it if it is on another machine. child: the checkpoint that names it as its
+        parent."""
         where, data = f"{self._storage.url}/{name}", self._read(name)
         if data is None:
             needed = f"{child.where} needs its parent {name!r}" if child else f"{where} was just removed"
@@ -292,6 +288,18 @@ class RunFolder:
             )
 
     # Whose it is.
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._storage.locked(_LOCK_SECONDS))
+            except TimeoutError as error:
+                raise CheckpointError(
+                    f"{self._storage.url}: another process has been saving into it for {_LOCK_SECONDS:g} s; end it if "
+                    "it is stopped, or one that this run has replaced"
+                ) from error
+            yield
 
     def _owner(self) -> RunOwner | None:
         with suppress(FileNotFoundError):
@@ -349,7 +357,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_json(data: bytes) -> bool:
-    """False of what was cut short: the last byte closes the object."""
+    """Returns False if it was cut short: the last byte closes the object."""
     try:
         json.loads(data)
     except ValueError:
@@ -358,7 +366,7 @@ def _is_json(data: bytes) -> bool:
 
 
 def _parent(data: bytes) -> str | None:
-    """The parent's name, of a checkpoint that may be damaged: removing that is its owner's to decide."""
+    """Reads the parent's name; None if the file is damaged: to remove such a checkpoint is the user's decision."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         parent = json.loads(data)["parent"]
         return parent if isinstance(parent, str) else str(parent["name"])

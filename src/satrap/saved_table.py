@@ -24,13 +24,13 @@ class SavedPart:
     folder: str
     """"k-of-n" within the table's folder; "": that itself."""
     id: str
-    """The snapshot's."""
+    """The snapshot's id."""
     version: int
     """The table's version that it is."""
     rows: int
-    """Lines of its rows files."""
+    """Lines in its rows files."""
     crc32c: int
-    """Of all bytes of its manifest, which has those of the other files."""
+    """Checksum of all bytes of its manifest, which holds the checksums of the other files."""
 
     @classmethod
     def of(cls, path: Path, folder: str = "") -> Self:
@@ -48,9 +48,9 @@ class SavedTable:
     """One table of a checkpoint."""
 
     rows: int
-    """That the table held then; of changes more than are in these files."""
+    """Rows that the table held then: more than these files hold, if they are changes."""
     parts: tuple[SavedPart, ...]
-    """In order of their servers."""
+    """The snapshots, in the order of their servers."""
 
     @classmethod
     def of(cls, folder: Path, rows: int) -> Self:

@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -209,7 +210,7 @@ class _Objects:
             if name == last:
                 check()
             with self._failing(f"{tree}/{name}"):
-                self._in_folder(f"{tree}/{name}", lambda path, n=name: self._files.put_file(str(staged / n), path))
+                self._in_folder(f"{tree}/{name}", partial(self._files.put_file, str(staged / name)))
 
     def remove(self, tree: str, first: str) -> None:
         self._remove_object(f"{tree}/{first}")

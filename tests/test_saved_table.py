@@ -1,0 +1,266 @@
+"""A checkpoint is resumed with the tables, parts and parents that it was saved with, and with no others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint_job import Job
+from cluster import serving
+from loop import batches, bits, job, rows, train
+from satrap import Checkpoint, Embeddings, Inputs, Store, Table
+from satrap.errors import CheckpointError, SatrapError, SnapshotError
+from satrap.remote import RemoteWorker
+from satrap.runfolder import checksum
+from satrap.saved_table import checksum_of
+from satrap.tables import Tables
+from snapshots import forge, manifest
+
+OLD = Path(__file__).parent / "data/checkpoints-format-2"
+
+
+def replace(to: Path, by: Path) -> None:
+    shutil.rmtree(to)
+    shutil.copytree(by, to)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes checkpoint.json, with a right checksum."""
+    path = folder / "checkpoint.json"
+    content = json.loads(path.read_text())
+    del content["crc32c"]
+    change(content)
+    content["crc32c"] = checksum(json.dumps(content, sort_keys=True, indent=1).encode())
+    path.write_text(json.dumps(content, sort_keys=True, indent=1))
+
+
+def as_format_2(content: dict[str, Any]) -> None:
+    content["tables"] = [table["name"] for table in content["tables"]]
+    content["parent"] = content["parent"] and content["parent"]["name"]
+    content["format_version"] = 2
+
+
+def refused(run: Path, words: str, error: type[SatrapError] = SatrapError) -> None:
+    """By a run that is as it was."""
+    job = Job(str(run), 4)
+    before = job.state()
+    with pytest.raises(error, match=words):
+        job.run.resume()
+    for name, value in job.state().items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_a_table_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    Job(str(tmp_path), 3).train()
+    newest = tmp_path / "000003-step-3"
+    replace(newest / "tables/0", tmp_path / "000002-step-2/tables/0")
+    refused(tmp_path, rf"{newest}/tables/0 is not what {newest} was saved with, but snapshot \w+ of version 3 with")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_link_of_a_chain_from_another_run_is_refused(step: int, tmp_path: Path) -> None:
+    """Of the same configuration, seed and data, and of the same names."""
+    for name in ("one", "other"):
+        Job(str(tmp_path / name), 3, full_every=3).train()
+    link = f"00000{step}-step-{step}"
+    replace(tmp_path / "one" / link / "tables", tmp_path / "other" / link / "tables")
+    refused(tmp_path / "one", f"{link}/tables/0 is not what", SnapshotError)
+
+
+def test_a_parent_from_another_run_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        Job(str(tmp_path / name), 3, full_every=3).train()
+    replace(tmp_path / "one/000002-step-2", tmp_path / "other/000002-step-2")
+    words = r"000003-step-3 was saved after another checkpoint called 000002-step-2: the checkpoint\.json there has"
+    refused(tmp_path / "one", words, CheckpointError)
+
+
+def test_a_table_with_other_rows_than_it_was_saved_with_is_said(tmp_path: Path) -> None:
+    Job(str(tmp_path), 2).train()
+    rewrite(tmp_path / "000002-step-2", lambda content: content["tables"][1].update(rows=7))
+    with pytest.raises(
+        CheckpointError, match=r"table 'item' has \d+ rows now and had 7 when it was saved: do not train"
+    ):
+        Job(str(tmp_path), 2).run.resume()
+
+
+def test_a_whole_save_without_all_rows_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(str(tmp_path), 2)
+    job.train()
+    count = Store.__len__
+    monkeypatch.setattr(Store, "__len__", lambda store: count(store) + 1)
+    with pytest.raises(SnapshotError, match=r"table 'user' has \d+ rows, and .*/tables/0 holds \d+: nothing was saved"):
+        job.run.save()
+    assert not (tmp_path / "000003-step-2").exists()
+
+
+@pytest.mark.parametrize("full_every", [1, 4])
+def test_rows_that_expire_are_counted_alike(full_every: int, tmp_path: Path) -> None:
+    tables = {"user": Table("user", dim=2, expire_after=2), "item": Table("item", dim=2, capacity=20, num_buckets=1)}
+
+    def made() -> tuple[Embeddings, torch.nn.Module, Any, Checkpoint]:
+        embeddings, model = Embeddings(tables, num_threads=1), torch.nn.Linear(4, 1)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return embeddings, model, optimizer, Checkpoint(tmp_path, model, optimizer, embeddings, full_every=full_every)
+
+    embeddings, model, optimizer, run = made()
+    ids = np.arange(7 * 16, dtype=np.uint64).reshape(7, 16)
+    for batch in embeddings.stream([Inputs(names=("user", "item"), values=each, batch_size=8) for each in ids]):
+        model(batch.embeddings).sum().backward()
+        optimizer.step()
+        run.save()
+    assert made()[3].resume()
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+class Served:
+    """A job over two servers with two checkpoints, `one` and `two`."""
+
+    def __init__(self, addresses: list[str], folder: Path, **options: Any) -> None:
+        self.embeddings, self.model, optimizer = job(servers=addresses)
+        self.run = Checkpoint(folder, self.model, optimizer, self.embeddings, None, **options)
+        for seed in (0, 1):
+            train(self.embeddings, self.model, optimizer, batches(3, seed=seed))
+            self.run.save()
+        self.one, self.two = sorted(path for path in folder.iterdir() if "step" in path.name)
+
+    def refused(self, words: str) -> None:
+        before = bits(self.embeddings, self.model)
+        with pytest.raises(SnapshotError, match=words):
+            self.run.resume()
+        assert bits(self.embeddings, self.model) == before
+
+    def close(self) -> None:
+        assert isinstance(self.embeddings.worker, RemoteWorker)
+        self.embeddings.worker.servers.close()
+
+
+def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
+    with serving(2) as services:
+        served = Served([each.address for each in services], tmp_path)
+        table = served.two / "tables/1"
+        shutil.copytree(table, tmp_path / "right")
+        # From another checkpoint of the run.
+        replace(table / "1-of-2", served.one / "tables/1/1-of-2")
+        served.refused(rf"{table}/1-of-2 is not what {served.two} was saved with, but snapshot \w+ of version 2 with")
+        # Another server's.
+        replace(table / "1-of-2", table / "0-of-2")
+        served.refused(rf"{table}/1-of-2 is not what {served.two} was saved with")
+        # The same where checkpoint.json does not say: the parts themselves do.
+        for folder in (served.one, served.two):
+            rewrite(folder, as_format_2)
+        served.refused(rf"{table}: bucket \d+ is in [02] of its 2 parts")
+        replace(table, tmp_path / "right")
+        with pytest.warns(UserWarning, match="saved by an earlier Satrap"):
+            assert served.run.resume()
+        served.close()
+
+
+def test_servers_read_what_the_trainer_sees(tmp_path: Path) -> None:
+    with serving(2) as services:
+        served = Served([each.address for each in services], tmp_path)
+        assert isinstance(served.embeddings.worker, RemoteWorker)
+        servers = served.embeddings.worker.servers
+        chains = [[str(served.two / "tables" / str(table))] for table in (0, 1)]
+        seen = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
+        servers.all("verify", chains, seen, patient=True)
+        other = [[checksum_of(served.one / "tables/0")], seen[1]]
+        for call in ("verify", "restore"):
+            servers.attempt += call == "restore"
+            with pytest.raises(
+                SnapshotError, match="holds other snapshots on this machine than the trainer sees there"
+            ):
+                servers.all(call, chains, other, patient=True)
+        served.close()
+
+
+def test_tables_are_restored_from_all_parts_of_one_save(tmp_path: Path) -> None:
+    with serving(2) as services:
+        served = Served([each.address for each in services], tmp_path)
+        found = rows(served.embeddings)
+        served.close()
+    folders = {"user": served.two / "tables/0", "item": served.two / "tables/1"}
+    config = [Table.from_dict(manifest(folder / "0-of-2")["config"]) for folder in folders.values()]
+
+    def restored() -> Tables:
+        tables = Tables(config, num_threads=1)
+        tables.restore({name: [folder] for name, folder in folders.items()})
+        return tables
+
+    for name, store in restored().items():
+        np.testing.assert_array_equal(store.read(np.arange(30, dtype=np.uint64)).values, found[name])
+    part = folders["user"] / "0-of-2"
+    (begin, end) = manifest(part)["buckets"][0]
+    forge(part, lambda content: content.update(buckets=[[begin, end - 1]]))
+    with pytest.raises(
+        SnapshotError, match=r"holds ids of bucket \d+, which its manifest does not name|is in 0 of its 2"
+    ):
+        restored()
+
+
+def test_ids_of_buckets_that_the_manifest_does_not_name_are_refused(tmp_path: Path) -> None:
+    store = Store(Table("item", dim=2, num_buckets=2), num_threads=1)
+    store.lookup(np.arange(100, dtype=np.uint64))
+    store.save(tmp_path)
+    forge(tmp_path, lambda content: content.update(buckets=[[0, 1]]))
+    with pytest.raises(SnapshotError, match="holds ids of bucket 1, which its manifest does not name"):
+        Store.load(tmp_path, num_threads=1)
+
+
+@pytest.mark.parametrize("buckets", [[[0, 2], [1, 2]], [[1, 1]], [[0, 10**6]], [[0]], [0], [[0.5, 1]], "all"])
+def test_buckets_that_are_none_are_refused(buckets: Any, tmp_path: Path) -> None:
+    Store(Table("item", dim=2), num_threads=1).save(tmp_path)
+    forge(tmp_path, lambda content: content.update(buckets=buckets))
+    with pytest.raises(SnapshotError, match="buckets"):
+        Store.load(tmp_path, num_threads=1)
+
+
+def test_rows_that_are_on_their_way_to_a_server_are_not_counted_there() -> None:
+    store = Store(Table("item", dim=2, num_buckets=2), num_threads=1)
+    store.lookup(np.arange(100, dtype=np.uint64))
+    store._engine.set_owners(np.array([0, 1], np.uint32), 0)
+    here = len(store)
+    store._engine.set_owners(np.array([0, 1], np.uint32), 1)
+    assert 0 < here < 100 and here + len(store) == 100
+
+
+# -- checkpoints of an earlier Satrap ----------------------------------------------------------------------------------
+
+
+def test_an_old_checkpoint_is_resumed_with_a_warning(tmp_path: Path) -> None:
+    """Two, a full one and changes, saved by the release before checkpoint.json named its tables' snapshots."""
+    shutil.copytree(OLD / "local", tmp_path / "run")
+    run = Job(str(tmp_path / "run"), 6, full_every=2)
+    with pytest.warns(UserWarning, match=r"000004-step-4 was saved by an earlier Satrap, which did not note"):
+        assert run.run.resume() and run.embeddings.step == 4
+    found = run.state()
+    with np.load(OLD / "local.npz") as wanted:
+        for name in wanted.files:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+    run.train()
+    again = Job(str(tmp_path / "run"), 6)
+    assert again.run.resume() and again.embeddings.step == 6, "without a warning"
+
+
+@pytest.mark.parametrize("num_servers", [0, 2, 3])
+def test_an_old_checkpoint_of_servers_is_resumed_with_a_warning(num_servers: int, tmp_path: Path) -> None:
+    shutil.copytree(OLD / "servers", tmp_path / "run")
+    with serving(num_servers) as services:
+        options: Any = {"servers": [each.address for each in services]} if num_servers else {}
+        embeddings, model, optimizer = job(**options)
+        with pytest.warns(UserWarning, match="000002-step-4 was saved by an earlier Satrap"):
+            assert Checkpoint(tmp_path / "run", model, optimizer, embeddings, None).resume()
+        with np.load(OLD / "servers.npz") as wanted:
+            for name, values in rows(embeddings).items():
+                np.testing.assert_array_equal(values, wanted[name])
+        if isinstance(embeddings.worker, RemoteWorker):
+            embeddings.worker.servers.close()

@@ -171,7 +171,9 @@ def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> Non
     (tmp_path / "runs" / "out").symlink_to(tmp_path)
     with serving(1, checkpoints=[tmp_path / "runs"]) as services, remote(one_table(), [services[0].address]) as worker:
         table = worker.tables["t"]
-        worker.drop(worker.lookup(batch(range(5)), step=1).ticket)
+        ticket = worker.lookup(batch(range(5)), step=1).ticket
+        assert ticket is not None
+        worker.drop(ticket)
         table.save(tmp_path / "runs" / "1")
         for path in (tmp_path / "1", tmp_path / "runs" / ".." / "1", tmp_path / "runs" / "out" / "1"):
             with pytest.raises(ConfigError, match=r"0-of-1' is refused: .*with --checkpoints"):

@@ -16,9 +16,9 @@ There is one more than may run methods at a time, so one is always left that rec
 the methods of the object must be idempotent. Arrays that it is given are read-only views of what was received; arrays
 that it returns must not be changed afterwards, since they are sent from where they lie.
 
-Bounded are the requests (see Limits), replies that a connection does not read, and frames that wait to be received. One
-thing ZeroMQ cannot bound: it collects the frames of a message before it hands over the first, so a peer that never ends
-its message uses memory until its connection ends; only holders of the key, or of this machine, can do that.
+Bounded are the requests (see Limits), replies that a connection does not read, frames that wait to be received, and
+over TCP connections that bring nothing and messages that do not end (connections.py). A Unix socket is reached by this
+user alone, so its connections are not watched.
 """
 
 import os

@@ -108,6 +108,11 @@ class RunFolder:
         self._path = Path(path.removeprefix("file://"))
 
     @property
+    def local(self) -> Path:
+        """The folder itself, or the one in which checkpoints are put together for another file system."""
+        return self._path
+
+    @property
     def name(self) -> str:
         """Its last part, the same wherever the folder is seen from."""
         return Path(self._remote_path if self._remote is not None else self._path.absolute()).name

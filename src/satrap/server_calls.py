@@ -102,6 +102,10 @@ class ServerCalls(Protocol):
         since that version."""
         ...
 
+    def require_permitted(self, origin: Origin, folder: str) -> None:
+        """Raises ConfigError unless checkpoints may be written below the folder."""
+        ...
+
     def verify(self, origin: Origin, folders: list[list[str]]) -> None:
         """Raises unless `restore` could take these; reads them whole, and changes nothing."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import random
+import secrets
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ DEADLINE_SECONDS = 240.0
 Ids = NDArray[np.uint64]
 Floats = NDArray[np.float32]
 
-_SOCKETS = tempfile.mkdtemp(prefix="satrap-test-")
+_SOCKETS = Path(tempfile.gettempdir(), f"satrap-test-{secrets.token_hex(4)}")  # whoever listens there makes it
 ANYWHERE = f"ipc://{_SOCKETS}/*"
 """A Unix socket of any free name, in a folder of this process's own."""
 LOOPBACK = "tcp://127.0.0.1:0"

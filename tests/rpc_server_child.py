@@ -1,15 +1,22 @@
-"""`python rpc_server_child.py ADDRESS [limit=number ...]` prints its address and serves `Served` until stdin ends."""
+"""`python rpc_server_child.py ADDRESS [limit=number ...] [files=number] [keys=FILE]` prints its address and serves
+`Served` until stdin ends."""
 
+import resource
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from rpc_parts import Calls, Served
-from satrap.rpc import Limits, Service
+from satrap.rpc import Keys, Limits, Service
 
 if __name__ == "__main__":
-    limits = {name: int(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
-    with Service(Served(), Calls, sys.argv[1], insecure=True, limits=Limits(**limits)) as service:
+    given = dict(each.split("=", 1) for each in sys.argv[2:])
+    keys = Keys.read(given.pop("keys")) if "keys" in given else None
+    if "files" in given:
+        files = int(given.pop("files"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    limits = Limits(**{name: int(value) for name, value in given.items()})
+    with Service(Served(), Calls, sys.argv[1], keys, insecure=keys is None, limits=limits) as service:
         print(service.address, flush=True)
         sys.stdin.read()

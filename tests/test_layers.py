@@ -32,6 +32,8 @@ LAYERS = [
     "rpc.ledger",
     "rpc.address",
     "rpc.unix_socket",
+    "rpc.connections",
+    "rpc.guard",
     "rpc.keys",
     "rpc.service",
     "rpc.client",
@@ -162,7 +164,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     },
     "safetensors": {"statefile"},
     "fsspec": {"storage", "sources.files"},
-    "zmq": {"rpc.keys", "rpc.service", "rpc.client"},
+    "zmq": {"rpc.keys", "rpc.guard", "rpc.service", "rpc.client"},
     "ray": {"cluster.rays"},
 }
 PURE = {  # the standard library only

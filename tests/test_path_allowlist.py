@@ -15,7 +15,7 @@ import pytest
 
 from cluster import batch, one_table, remote, serving
 from far_parts import Working, running, source, train, write
-from satrap import CSV, Arrow, Parquet
+from satrap import CSV, Arrow, Checkpoint, Parquet
 from satrap.cluster.command import Script
 from satrap.errors import ConfigError, InputError, SatrapError
 from satrap.path_allowlist import PathAllowlist, without_glob
@@ -171,7 +171,9 @@ def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> Non
     (tmp_path / "runs" / "out").symlink_to(tmp_path)
     with serving(1, checkpoints=[tmp_path / "runs"]) as services, remote(one_table(), [services[0].address]) as worker:
         table = worker.tables["t"]
-        worker.drop(worker.lookup(batch(range(5)), step=1).ticket)
+        ticket = worker.lookup(batch(range(5)), step=1).ticket
+        assert ticket is not None
+        worker.drop(ticket)
         table.save(tmp_path / "runs" / "1")
         for path in (tmp_path / "1", tmp_path / "runs" / ".." / "1", tmp_path / "runs" / "out" / "1"):
             with pytest.raises(ConfigError, match=r"0-of-1' is refused: .*with --checkpoints"):
@@ -185,6 +187,20 @@ def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> Non
             client.call.verify(Origin(attempt=1), [["runs/1"]], [[0]])
         worker.tables.restore({"t": [tmp_path / "runs" / "1"]})
         assert len(table) == 5
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    with serving(1, checkpoints=[tmp_path / "runs"]) as (server,), running(servers=[server.address]) as job:
+        embeddings, model, optimizer = job
+        data = source(write(tmp_path / "a.parquet", 2))
+        for name, words in (("other", r"other' is refused: .*with --checkpoints"), ("runs", None)):
+            run = Checkpoint(tmp_path / name, model, optimizer, embeddings, data)
+            if words is None:
+                assert not run.save(every_steps=1000) and run.save()
+                continue
+            with pytest.raises(ConfigError, match=words):
+                run.save(every_steps=1000)
+            assert not (tmp_path / name).exists()
 
 
 def test_a_worker_reads_below_what_was_named(tmp_path: Path) -> None:

@@ -105,7 +105,10 @@ void files_that_are_not_ours(Random& random) {
         std::string foreign(bytes, '\0');
         for (char& c : foreign) c = static_cast<char>(random.word());
         std::ofstream(file.path, std::ios::binary) << foreign;
-        const char* says = bytes != 0 && bytes % 4096 == 0 ? "its first bytes are not ours" : "multiple of 4096";
+        std::filesystem::permissions(file.path, std::filesystem::perms(0600));
+        const char* says = bytes == 0          ? "is empty"
+                           : bytes % 4096 == 0 ? "its first bytes are not ours"
+                                               : "multiple of 4096";
         CHECK_THROWS(SharedMemoryError, says, file.attach(one));
         CHECK_THROWS(SharedMemoryError, says, SharedArena::config_of(file.path));
         CHECK_THROWS(SharedMemoryError, "exists already", file.create(one));

@@ -105,6 +105,7 @@ class Checkpoint:
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             if self._saved_step < 0 and self._embeddings.trainers.rank == 0:
                 self._home.require_mine(None)  # now, not when much is done that could not be saved
+                self._embeddings.tables.require_permitted(self._home.local)
             self._saved_step = max(0, self._saved_step)
             return False
         while not self._take_part(every_steps):

@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ _RAY_OPTIONS = (
 )
 _RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
 _AGAIN = "; run again, it ends what it began"
+_MOST_FILES = 1 << 16  # open at a time; each connection of a server or worker is one
 _CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
 
 
@@ -320,7 +322,7 @@ def _server(given: argparse.Namespace) -> Iterator[str]:
     from satrap.server_calls import ServerCalls
 
     ended = _told_to_end()
-    _check_secured(given)
+    _prepare_to_listen(given)
     keys = None if given.keys is None else Keys.read(given.keys)
     server = Server(shared=given.shared, num_threads=given.threads, checkpoints=given.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait for the last one
@@ -335,7 +337,7 @@ def _worker(given: argparse.Namespace) -> Iterator[str]:
     from satrap.worker_calls import WorkerCalls
 
     ended = _told_to_end()
-    _check_secured(given)
+    _prepare_to_listen(given)
     own = None if given.keys is None else Keys.read(given.keys)
     client = None if given.keys is None else Keys.read(Path(given.keys).with_name("client.key"))
     host = Host(keys=client, num_threads=given.threads, data=given.data)
@@ -348,9 +350,13 @@ def _worker(given: argparse.Namespace) -> Iterator[str]:
         host.close()
 
 
-def _check_secured(given: argparse.Namespace) -> None:
+def _prepare_to_listen(given: argparse.Namespace) -> None:
     if given.insecure and given.keys is not None:
         raise ConfigError("there are --keys and --insecure; wanted one of the two: leave --insecure out")
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+    if files != resource.RLIM_INFINITY and files < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _told_to_end() -> threading.Event:

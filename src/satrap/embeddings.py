@@ -71,12 +71,12 @@ class Embeddings(torch.nn.Module):
         seed: what initial values and random draws are a function of.
         num_threads: of table work; None: the cores that torch leaves free where the two overlap, else all.
         shared: a new file in shared memory for the rows, which then outlive the process.
-        servers: the rows lie there and not here: "tcp://host:port" of each `satrap server`, always in this order.
-            Under `satrap run` they are the run's, unless they are named.
-        keys: the file client.key of `satrap keys`; without it the servers are on this machine.
+        servers: the rows lie there and not here: "ipc:///folder/name" or "tcp://host:port" of each `satrap server`,
+            always in this order. Under `satrap run` they are the run's, unless they are named.
+        keys: the file client.key of `satrap keys`, for servers at tcp://.
         wire: how rows and gradients cross to the servers and back. "float32": as they are, bit for bit. "float16": in
             half the bytes, each rounded by at most 2^-11 of the largest magnitude of its row; nothing overflows.
-        workers: "tcp://host:port" of each `satrap worker`: they read the files of declared sources, look up and update;
+        workers: the address of each `satrap worker`: they read the files of declared sources, look up and update;
             this trainer uses the one of its rank. Any other data is looked up from here. Under `satrap run` they are
             the run's, unless they are named; []: none.
         dense: "sync": each trainer has the dense parameters, and DDP keeps them alike. "async": the servers have them,

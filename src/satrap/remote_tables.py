@@ -167,6 +167,10 @@ class RemoteTables(Mapping[str, RemoteTable]):
         """As `Tables.layout`."""
         return self._servers.view.members.version
 
+    def require_permitted(self, folder: str | os.PathLike[str]) -> None:
+        """Raises ConfigError unless all servers may write checkpoints below the folder."""
+        self._servers.all("require_permitted", os.path.abspath(folder))
+
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
         """As `Tables.restore`, but the tables may have been used: what they held goes."""
         if folders.keys() != self._tables.keys():

@@ -136,6 +136,11 @@ class RunFolder:
         self._said: set[str] = set()
 
     @property
+    def local(self) -> Path:
+        """The folder itself, or the one in which checkpoints are put together for another file system."""
+        return self._path
+
+    @property
     def name(self) -> str:
         """Its last part, the same wherever the folder is seen from."""
         return Path(self._storage.url.rpartition("://")[2]).absolute().name

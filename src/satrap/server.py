@@ -231,16 +231,22 @@ class Server(MovingServer):
             last = served.saved.get(table)
             if last == (folder, since, version):
                 return version  # it came again
-            self._require_permitted([[os.fspath(part)]])
+            self.require_permitted(origin, os.fspath(part))
             served.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
             owned = np.array(served.members.bucket_map.owners[table]) == served.number
             made = store.save_part(part, owned, since=since)
             served.saved[table] = folder, since, version
             return made
 
+    def require_permitted(self, origin: Origin, folder: str) -> None:
+        """See ServerCalls."""
+        if folder != os.path.abspath(folder):
+            raise InputError(f"the folder is {folder!r}; wanted its path from the root, without '..'")
+        self._permitted.require(folder)
+
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """See ServerCalls."""
-        self._require_permitted(folders)
+        self._require_all_permitted(origin, folders)
         with self._working(origin) as served:
             require_same_snapshots(folders, checksums)
             served.tables.verify(dict(zip(served.tables, folders, strict=False)))
@@ -249,7 +255,7 @@ class Server(MovingServer):
         """See ServerCalls. The old rows go before the new ones come: memory may not hold both.
 
         It is done for a map: whoever was told of another meanwhile asks again, in the same attempt."""
-        self._require_permitted(folders)
+        self._require_all_permitted(origin, folders)
         with self._pause():
             served = self._ready()
             self._require_map(served, origin)
@@ -297,12 +303,10 @@ class Server(MovingServer):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _require_permitted(self, folders: list[list[str]]) -> None:
+    def _require_all_permitted(self, origin: Origin, folders: list[list[str]]) -> None:
         for chain in folders:
             for folder in chain:
-                if folder != os.path.abspath(folder):
-                    raise InputError(f"the folder is {folder!r}; wanted its path from the root, without '..'")
-                self._permitted.require(folder)
+                self.require_permitted(origin, folder)
 
     def _empty(self, job: Job, members: Members, number: int) -> Served:
         slots = open_engine(

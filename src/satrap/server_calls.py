@@ -103,6 +103,10 @@ class ServerCalls(Protocol):
         since that version."""
         ...
 
+    def require_permitted(self, origin: Origin, folder: str) -> None:
+        """Raises ConfigError unless checkpoints may be written below the folder."""
+        ...
+
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """Raises unless `restore` could take these; reads them whole, and changes nothing. checksums: of each folder
         `checksum_of`, as the trainer sees it."""

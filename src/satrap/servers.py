@@ -73,7 +73,7 @@ class Servers:
     ) -> None:
         """Greets them all; raises if one is of another job.
 
-        addresses: of server 0, 1, ...: "tcp://host:port". If they were told of others since, those are the servers.
+        addresses: of server 0, 1, ... If they were told of others since, those are the servers.
         keys: the client's, of `satrap keys`; without them servers are on this machine.
         trainer: which of them this process is.
         together: how many trainers' updates make one step; 0: each is a step of its own.

@@ -90,6 +90,9 @@ class Tables(Mapping[str, Store]):
         none do."""
         return 0
 
+    def require_permitted(self, folder: _PathLike) -> None:
+        """As of tables on servers, which write below some folders only; these write wherever this process may."""
+
     def restore(
         self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
     ) -> bool:

@@ -54,7 +54,7 @@ _ANEW_SECONDS = 10.0  # without a connection, after which it is made anew
 _CLOSED_MS = 100  # in which a call that waits notices that its client was closed
 _RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
-_MOST_FRAME_BYTES = Limits().max_frame_bytes
+_MOST_FRAME_BYTES, _MOST_MESSAGE_BYTES = Limits().max_frame_bytes, Limits().max_partial_bytes
 # As numbers: to join two members of zmq.Flag takes as long as to send a header.
 _IN, _OUT, _MORE, _NOW = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
@@ -127,6 +127,11 @@ class Client(Generic[P]):
         if most > _MOST_FRAME_BYTES:
             raise InputError(
                 f"{method.name}: an array of {most} bytes; a server takes at most {_MOST_FRAME_BYTES} in one: "
+                "smaller batches, or more servers"
+            )
+        if (size := sum(frame.nbytes for frame in frames)) > _MOST_MESSAGE_BYTES:
+            raise InputError(
+                f"{method.name}: arrays of {size} bytes; a server takes at most {_MOST_MESSAGE_BYTES} together: "
                 "smaller batches, or more servers"
             )
         if self._keys is not None:

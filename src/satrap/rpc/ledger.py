@@ -35,11 +35,19 @@ class Limits:
     """Of those requests."""
     max_frame_bytes: int = 256 << 20
     """Of one array. A connection that sends a larger frame is cut before it is in memory."""
+    max_partial_bytes: int = 1 << 30
+    """Of messages that have come in part, over TCP, of all connections together; and so of any one message. Beyond it
+    connections are ended: see connections.py."""
     max_frames: int = 2500
     """Of one message. The surplus is thrown away as it comes, and the request refused."""
 
     def __post_init__(self) -> None:
-        for name, high in (("max_requests", 1 << 20), ("max_bytes", 1 << 62), ("max_frame_bytes", 1 << 62)):
+        for name, high in (
+            ("max_requests", 1 << 20),
+            ("max_bytes", 1 << 62),
+            ("max_frame_bytes", 1 << 62),
+            ("max_partial_bytes", 1 << 62),
+        ):
             check_integer("Limits", name, getattr(self, name), 1, high, ConfigError)
         check_integer("Limits", "max_frames", self.max_frames, 1, MAX_FRAMES, ConfigError)
 

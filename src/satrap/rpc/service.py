@@ -16,9 +16,9 @@ There is one more than may run methods at a time, so one is always left that rec
 the methods of the object must be idempotent. Arrays that it is given are read-only views of what was received; arrays
 that it returns must not be changed afterwards, since they are sent from where they lie.
 
-Bounded are the requests (see Limits), replies that a connection does not read, and frames that wait to be received. One
-thing ZeroMQ cannot bound: it collects the frames of a message before it hands over the first, so a peer that never ends
-its message uses memory until its connection ends; only holders of the key, or of this machine, can do that.
+Bounded are the requests (see Limits), replies that a connection does not read, frames that wait to be received, and
+over TCP connections that bring nothing and messages that do not end (connections.py). A Unix socket is reached by this
+user alone, so its connections are not watched.
 """
 
 import os
@@ -36,15 +36,19 @@ from satrap.checks import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
 from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
 from satrap.rpc.faults import encode_error
+from satrap.rpc.guard import Guard
 from satrap.rpc.header import Header, Kind
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Ledger, Limits, Request, Verdict
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.unix_socket import SocketFile
-from satrap.rpc.values import in_pieces
+from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, in_pieces
 
 _UNREAD = 64  # messages of one connection that wait, in either direction
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
+_HANDSHAKE_MS = 10_000
+# With keys arrays come in pieces. What a peer sends before it has shown its key is a frame, too.
+_MOST_KEYED_FRAME_BYTES = max(MAX_JSON_BYTES, PIECE_BYTES) + 1024
 _LINGER_MS = 1_000
 # Of the last reply before the connections are ended: what a caller has not read by then ZeroMQ throws away.
 _GRACE_SECONDS = 0.05
@@ -122,18 +126,24 @@ class Service:
         self._router = router = self._context.socket(zmq.ROUTER)
         self._heard = [(router, zmq.POLLIN)]  # Socket.poll takes twice as long
         router.router_mandatory = True
-        router.maxmsgsize = self._limits.max_frame_bytes
+        most = self._limits.max_frame_bytes
+        router.maxmsgsize = most if keys is None else min(most, _MOST_KEYED_FRAME_BYTES)
+        router.handshake_ivl = _HANDSHAKE_MS
         router.sndhwm = router.rcvhwm = _UNREAD
         router.heartbeat_ivl, router.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         router.linger = _LINGER_MS
         self._file: SocketFile | None = None
         self._gatekeeper: Any = None
+        # A Unix socket is reached by this user alone.
+        self._guard = None if is_unix(address) else Guard(router, self._limits.max_partial_bytes)
         try:
             self._gatekeeper = None if keys is None else _let_in(self._context, router, keys)
             self._address = self._bind(address)
         except BaseException:
             self._let_go()
             raise
+        if self._guard is not None:
+            self._guard.start()
 
     def _bind(self, address: str) -> str:
         """Where clients connect."""
@@ -157,6 +167,8 @@ class Service:
 
     def _let_go(self) -> None:
         """Of what the sockets leave when they are closed."""
+        if self._guard is not None:
+            self._guard.stop()
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
         if self._file is not None:
@@ -170,7 +182,8 @@ class Service:
     def counts(self) -> dict[str, int]:
         """What became of the messages so far, see Counts; and the requests that are queued and running now."""
         with self._changed:
-            return self._ledger.to_dict()
+            ended = 0 if self._guard is None else self._guard.num_ended
+            return {**self._ledger.to_dict(), "ended_connections": ended}
 
     def __enter__(self) -> Self:
         return self
@@ -202,6 +215,8 @@ class Service:
             self._ledger.drop_running()
             self._events.close()
             os.close(self._bell)
+            if self._guard is not None:
+                self._guard.stop()
             self._router.close()
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
@@ -260,16 +275,18 @@ class Service:
             first = self._router.recv(_NOW, copy=False)
         except zmq.Again:
             return
-        route, num_surplus = bytes(first.buffer), 0
+        route, num_surplus, num_bytes = bytes(first.buffer), 0, 0
         frames: list[memoryview] = []
         more = first.more
         while more:
             frame = self._router.recv(copy=False)
-            more = frame.more
+            more, num_bytes = frame.more, num_bytes + len(frame.buffer)
             if len(frames) <= self._limits.max_frames:
                 frames.append(frame.buffer)
             else:
                 num_surplus += 1
+        if self._guard is not None:
+            self._guard.took(first, num_bytes)
         header = None
         try:
             if not frames:

@@ -24,7 +24,7 @@ from satrap.cluster.resources import Resources, size_in_bytes
 from satrap.errors import ConfigError
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed: pip install 'satrap[ray]'", allow_module_level=True)
+    pytest.skip("Ray is not installed: pip install 'ray>=2.52'", allow_module_level=True)
 
 SIZES = ("--servers", "2", "--trainers", "2")
 ON_HEAD = ("--trainer-gpus", "1")  # which the other node has none of

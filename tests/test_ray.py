@@ -22,7 +22,7 @@ import pytest
 from runs import JOB, SATRAP, changed_job, finished, is_left, num_checkpoints, said, same, scale, scaled, started, until
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed: pip install 'satrap[ray]'", allow_module_level=True)
+    pytest.skip("Ray is not installed: pip install 'ray>=2.52'", allow_module_level=True)
 
 SIZES = ("--servers", "2", "--trainers", "2")
 ON_HEAD = ("--trainer-gpus", "1")  # which the other node has none of

@@ -267,7 +267,7 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
     try:
         from satrap.cluster.rays import on_ray
     except ImportError as error:
-        raise ConfigError(f"--cluster ray needs Ray ({error}): pip install 'satrap[ray]'") from error
+        raise ConfigError(f"--cluster ray needs Ray ({error}): pip install 'ray>=2.52'") from error
     from satrap.cluster.command import Script
     from satrap.cluster.output import Output
     from satrap.cluster.resources import Needs, Resources, size_in_bytes

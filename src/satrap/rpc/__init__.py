@@ -11,7 +11,7 @@ From what decides to what does: header, values, methods and faults are what trav
 call is sent and what becomes of a request; address, unix_socket and keys say where and with whom; service and client
 own the sockets. Delivery is at least once, so served methods must be idempotent.
 
-Needs pyzmq (`pip install 'satrap[cluster]'`).
+Needs pyzmq (`pip install pyzmq`).
 """
 
 from satrap.errors import RpcError
@@ -23,6 +23,6 @@ try:
     from satrap.rpc.ledger import Limits
     from satrap.rpc.service import Service
 except ModuleNotFoundError as error:
-    raise RpcError(f"servers and workers need pyzmq ({error}): pip install 'satrap[cluster]'") from error
+    raise RpcError(f"servers and workers need pyzmq ({error}): pip install pyzmq") from error
 
 __all__ = ["Client", "Keys", "Limits", "Origin", "Pending", "Service"]

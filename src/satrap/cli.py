@@ -10,8 +10,8 @@ import math
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -280,12 +280,13 @@ def _server(listen: str, keys: str | None, shared: str | None, threads: int | No
     from satrap.server import Server
     from satrap.server_calls import ServerCalls
 
-    ended = _told_to_end()
+    own = None if keys is None else Keys.read(keys)
+    wait_for_end = _told_to_end()
     server = Server(shared=shared, num_threads=threads)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait for the last one
-    with Service(server, ServerCalls, listen, None if keys is None else Keys.read(keys), limits=limits) as service:
+    with Service(server, ServerCalls, listen, own, limits=limits) as service:
         yield f"satrap server: listening at {service.address}"
-        ended.wait()
+        wait_for_end()
 
 
 def _worker(listen: str, keys: str | None, threads: int | None) -> Iterator[str]:
@@ -293,21 +294,24 @@ def _worker(listen: str, keys: str | None, threads: int | None) -> Iterator[str]
     from satrap.rpc import Keys, Service
     from satrap.worker_calls import WorkerCalls
 
-    ended = _told_to_end()
     own = None if keys is None else Keys.read(keys)
     client = None if keys is None else Keys.read(Path(keys).with_name("client.key"))
+    wait_for_end = _told_to_end()
     host = Host(keys=client, num_threads=threads)
     try:
         with Service(host, WorkerCalls, listen, own, num_threads=_CONVERSATIONS) as service:
             yield f"satrap worker: listening at {service.address}"
-            ended.wait()
+            wait_for_end()
     finally:
         host.close()
 
 
-def _told_to_end() -> threading.Event:
-    """Set at SIGTERM or Ctrl-C."""
-    ended = threading.Event()
+def _told_to_end() -> Callable[[], object]:
+    """Returns what waits until SIGTERM or Ctrl-C has come, from now on. A handler that sets an Event would not do: if
+    the signal comes just before the Event's waiter falls asleep, it sleeps on."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    return ended
+        signal.signal(number, lambda *_: None)
+    return partial(os.read, reader, 1)

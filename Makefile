@@ -17,7 +17,7 @@ fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export CTEST_PARALLEL_LEVEL = $(JOBS)
 
-.PHONY: setup test core-test check bench demo wheel format stub reference clean
+.PHONY: setup test core-test python-test check bench demo wheel format stub reference clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/.dev
@@ -39,8 +39,10 @@ setup: .venv/.dev
 	$(install) --no-build-isolation -e '.[dev]'
 	touch $@
 
+test: setup core-test python-test
+
 # The tests beside one another, then those that measure time. SEED=N repeats a run's random draws.
-test: setup core-test
+python-test: setup
 	$(bin)/python -m pytest -m "not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SEED:%=--seed %)
 	$(bin)/python -m pytest -m alone $(SEED:%=--seed %)
 

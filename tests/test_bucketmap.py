@@ -124,6 +124,7 @@ def test_members_come_and_go_and_are_numbered_anew() -> None:
     [
         ({"addresses": "tcp://a:1"}, "addresses is 'tcp://a:1'"),
         ({"addresses": []}, "wanted a list of at least one"),
+        ({"addresses": ["tcp://a:1", 1]}, "wanted a list of at least one"),
         ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "wanted each server once"),
         ({"addresses": ["tcp://a:1", "tcp://b:1"]}, "2 addresses; the bucket map has 1"),
         ({"bucket_map": 3}, "bucket_map"),

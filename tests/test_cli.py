@@ -94,3 +94,26 @@ def test_a_reader_that_has_seen_enough() -> None:
     assert child.wait(300) == 1
     assert child.stderr.read() == ""
     child.stderr.close()
+
+
+ENDED = """
+import os, signal, threading
+from satrap.cli import _told_to_end
+
+wait_for_end, begin = _told_to_end(), threading.Semaphore(0)
+
+def tell():
+    for _ in range(3000):
+        begin.acquire()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=tell, daemon=True).start()
+for _ in range(3000):
+    begin.release()
+    wait_for_end()
+"""
+
+
+def test_a_signal_that_comes_before_its_waiter_sleeps_wakes_it() -> None:
+    """Some of the 3000 come at that moment: with an Event none of three tries came through."""
+    subprocess.run([sys.executable, "-c", ENDED], check=True, timeout=240)

@@ -34,7 +34,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    quick = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}  # to see that a node is gone
+    quick = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}  # to see that a node is gone
     how: dict[str, Any] = {"object_store_memory": 100 << 20, "include_dashboard": False, "_system_config": quick}
     try:
         cluster.add_node(num_cpus=4, num_gpus=2, **how)

@@ -164,6 +164,26 @@ def test_patience_ends_after_silence_and_not_before(events: list[tuple[bool, flo
     assert other.deadline == patience
 
 
+def test_a_schedule_counts_and_its_pauses_double_up_to_half_a_second() -> None:
+    schedule, pauses = Schedule(deadline=100.0, retry_seconds=1.0, due=0.0), []
+    assert (schedule.num_sent, schedule.num_busy, schedule.num_working) == (0, 0, 0)
+    schedule.sent(0.0)
+    schedule.working(0.0)
+    for _ in range(9):
+        schedule.busy(0.0, 0.5)
+        pauses.append(schedule.due)
+    assert pauses == pytest.approx([0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5])
+    assert (schedule.num_sent, schedule.num_busy, schedule.num_working) == (1, 9, 1)
+
+
+@pytest.mark.parametrize(("away", "deadline"), [(2.0, 10.0), (2.25, 12.25)])
+def test_two_seconds_between_looks_are_waiting(away: float, deadline: float) -> None:
+    schedule = Schedule(deadline=10.0, retry_seconds=2.0, due=0.0)
+    schedule.look(1.0)
+    schedule.look(1.0 + away)
+    assert schedule.deadline == deadline
+
+
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     """The caller was stopped for 100 s, and its answer may be on the way."""
     schedule = Schedule(deadline=10.0, retry_seconds=2.0, due=0.0)

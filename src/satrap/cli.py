@@ -11,8 +11,8 @@ import os
 import resource
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -321,14 +321,14 @@ def _server(given: argparse.Namespace) -> Iterator[str]:
     from satrap.server import Server
     from satrap.server_calls import ServerCalls
 
-    ended = _told_to_end()
+    wait_for_end = _told_to_end()
     _prepare_to_listen(given)
     keys = None if given.keys is None else Keys.read(given.keys)
     server = Server(shared=given.shared, num_threads=given.threads, checkpoints=given.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait for the last one
     with Service(server, ServerCalls, given.listen, keys, insecure=given.insecure, limits=limits) as service:
         yield f"satrap server: listening at {service.address}"
-        ended.wait()
+        wait_for_end()
 
 
 def _worker(given: argparse.Namespace) -> Iterator[str]:
@@ -336,7 +336,7 @@ def _worker(given: argparse.Namespace) -> Iterator[str]:
     from satrap.rpc import Keys, Service
     from satrap.worker_calls import WorkerCalls
 
-    ended = _told_to_end()
+    wait_for_end = _told_to_end()
     _prepare_to_listen(given)
     own = None if given.keys is None else Keys.read(given.keys)
     client = None if given.keys is None else Keys.read(Path(given.keys).with_name("client.key"))
@@ -345,7 +345,7 @@ def _worker(given: argparse.Namespace) -> Iterator[str]:
     try:
         with Service(host, WorkerCalls, given.listen, own, **how) as service:
             yield f"satrap worker: listening at {service.address}"
-            ended.wait()
+            wait_for_end()
     finally:
         host.close()
 
@@ -359,9 +359,12 @@ def _prepare_to_listen(given: argparse.Namespace) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def _told_to_end() -> threading.Event:
-    """Set at SIGTERM or Ctrl-C."""
-    ended = threading.Event()
+def _told_to_end() -> Callable[[], object]:
+    """Returns what waits until SIGTERM or Ctrl-C has come, from now on. A handler that sets an Event would not do: if
+    the signal comes just before the Event's waiter falls asleep, it sleeps on."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    return ended
+        signal.signal(number, lambda *_: None)
+    return partial(os.read, reader, 1)

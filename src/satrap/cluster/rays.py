@@ -39,6 +39,7 @@ from satrap.rpc.keys import Keys, make_keys
 
 _REPORT_SECONDS = 0.5  # a keeper that waits for its child hears an order that late
 _CONNECT_SECONDS = 10.0
+_FORGET_SECONDS = 60.0  # Ray starts a process on each node for it, which takes long where the cores are busy
 _STORE_BYTES = 100 << 20  # of a Ray of our own, which carries reports only
 _KEYS = {Role.SERVER: ("server.key",), Role.WORKER: ("server.key", "client.key"), Role.TRAINER: ("client.key",)}
 _STRATEGIES = {Role.TRAINER: "PACK", Role.SERVER: "SPREAD", Role.WORKER: "SPREAD"}
@@ -153,7 +154,7 @@ class RayLauncher:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         asked = [forget.options(num_cpus=0, scheduling_strategy=each).remote(self._memory, name) for each in on]
-        ray.wait(asked, num_returns=len(asked), timeout=GRACE_SECONDS)
+        ray.wait(asked, num_returns=len(asked), timeout=_FORGET_SECONDS)
         for node, ref in zip(nodes, asked, strict=True):
             try:
                 ray.get(ref, timeout=0)

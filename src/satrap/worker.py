@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from satrap import arrays
-from satrap.config import Feature
+from satrap.config import Feature, Table
 from satrap.engine import given_step
 from satrap.errors import InputError, TicketError
 from satrap.features import Features
@@ -334,11 +334,12 @@ class _Sequence:
         return np.arange(self._max_length) < lengths
 
 
-def named_features(features: Features) -> list[tuple[str, int, str, bool, int]]:
-    """The features in the core's words."""
+def named_features(features: Features, tables: Sequence[Table]) -> list[tuple[str, int, str, bool, int]]:
+    """The features in the core's words, over these tables, which may be more and come in the order of the features'."""
+    numbers = {table.name: number for number, table in enumerate(tables)}
     return [
-        (name, table, feature.pooling, feature.weighted, feature.max_length or 0)
-        for (name, feature), table in zip(features.items(), features.table_index, strict=True)
+        (name, numbers[feature.table.name], feature.pooling, feature.weighted, feature.max_length or 0)
+        for name, feature in features.items()
     ]
 
 

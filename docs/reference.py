@@ -22,7 +22,7 @@ GROUPS = {
         "checkpoint.Checkpoint", "report.Counters",
     ],
     "Progress": ["progress.Progress", "sinks.Screen", "sinks.JsonLines", "sinks.TensorBoard", "report.Report"],
-    "Evaluation": ["evaluation.evaluate", "evaluation.auc", "metrics.Pass"],
+    "Evaluation": ["evaluation.evaluate", "evaluation.auc", "metrics.Pass", "reader.Reader", "reader.ReaderTable"],
     "Sources": [
         "sources.source.Source", "sources.parquet.Parquet", "sources.text.CSV", "sources.criteo.Criteo",
         "sources.arrow.Arrow", "sources.frame.Frame", "sources.iterable.Iterable", "inputs.Inputs", "inputs.Position",

@@ -24,7 +24,7 @@ SEED = 5
 
 def make_split(features: Features, *, num_threads: int = 1, simd: str = "auto") -> _core.Split:
     tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in features.tables]
-    return _core.Split(tables, named_features(features), num_threads, simd)
+    return _core.Split(tables, named_features(features, features.tables), num_threads, simd)
 
 
 def given_gradients(features: Features, block: F32 | None, sequences: dict[str, F32]) -> Given:

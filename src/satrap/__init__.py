@@ -57,11 +57,13 @@ if TYPE_CHECKING:
     from satrap.checkpoint import Checkpoint
     from satrap.embeddings import Embeddings
     from satrap.evaluation import auc, evaluate
+    from satrap.reader import Reader
 
 _LATER = {
     "Batch": "batch",
     "Checkpoint": "checkpoint",
     "Embeddings": "embeddings",
+    "Reader": "reader",
     "auc": "evaluation",
     "evaluate": "evaluation",
 }
@@ -120,6 +122,7 @@ __all__ = [
     "Position",
     "Probability",
     "Progress",
+    "Reader",
     "RowWiseAdagrad",
     "RpcError",
     "SGD",

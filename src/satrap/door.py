@@ -1,7 +1,8 @@
 """The door of a server: which calls may come in, and when none may.
 
-A call that works on rows is of the server's attempt and of its bucket map, or is refused. What changes the attempt, the
-map or the tables as a whole waits until no such call runs, and none begins meanwhile.
+A call that works on rows is of the server's attempt and of its bucket map, or is refused; one that only reads them may
+be of no attempt. What changes the attempt, the map or the tables as a whole waits until no such call runs, and none
+begins meanwhile.
 """
 
 import threading
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from satrap.errors import AttemptError, ConfigError, MovedError, NotReadyError
 from satrap.rpc import Origin
 from satrap.served import Served, Turn
+from satrap.server_calls import NO_ATTEMPT
 
 
 class Door:
@@ -25,8 +27,8 @@ class Door:
         self._served: Served | None = None
         self._turn = Turn()
 
-    def _ready(self) -> Served:
-        if self._served is None or not self._served.greeted:
+    def _ready(self, greeted: bool = True) -> Served:
+        if self._served is None or (greeted and not self._served.greeted):
             raise NotReadyError("this server has no job yet, or was restarted: say hello to it first")
         return self._served
 
@@ -46,15 +48,18 @@ class Door:
                 self._changed.notify_all()
 
     @contextmanager
-    def _working(self, origin: Origin | None) -> Iterator[Served]:
+    def _working(self, origin: Origin | None, *, reads: bool = False) -> Iterator[Served]:
         """Around a call that works on rows: of this attempt and map, and none while an attempt or a map begins. None:
-        a mover's, which says otherwise what it is of."""
+        a mover's, which says otherwise what it is of. reads: it changes nothing, and may be of no attempt."""
+        looks = reads and origin is not None and origin.attempt == NO_ATTEMPT
         with self._changed:
             while self._paused:
                 self._changed.wait()
-            served = self._ready()
-            if origin is not None:
+            served = self._ready(greeted=not looks)
+            if origin is not None and not looks:
                 self._require(served, origin)
+            elif origin is not None:
+                self._require_map(served, origin)
             self._running += 1
         began = time.perf_counter()
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
+from satrap.arrays import as_flag
 from satrap.batch import Batch
 from satrap.checks import check_choice
 from satrap.config import Table
@@ -63,6 +64,7 @@ class Embeddings(torch.nn.Module):
         wire: Literal["float32", "float16"] = "float32",
         workers: Sequence[str] | None = None,
         dense: Literal["sync", "async"] = "sync",
+        take_over: bool = False,
     ) -> None:
         """features: by the name of their column; a bare table stands for one id per sample.
 
@@ -81,6 +83,8 @@ class Embeddings(torch.nn.Module):
             the run's, unless they are named; []: none.
         dense: "sync": each trainer has the dense parameters, and DDP keeps them alike. "async": the servers have them,
             in tables of their own, and no trainer waits for another; the worker is opened by `optimizer`.
+        take_over: servers on which another process trains are taken from it, and its training ends; else that is
+            refused. To look at its rows take a `Reader`.
         """
         super().__init__()
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
@@ -95,7 +99,7 @@ class Embeddings(torch.nn.Module):
         self._require_possible(servers)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
-        rows = RowsAt(shared, servers, keys, wire, workers)
+        rows = RowsAt(shared, servers, keys, wire, workers, as_flag("Embeddings", "take_over", take_over))
         self._open = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
         self._worker = None if self.apart else self._open()
         self._dense: DenseParameters | None = None
@@ -280,9 +284,11 @@ class Embeddings(torch.nn.Module):
         self._loaded = None
 
     def join_attempt(self) -> None:
-        """All trainers go on in the attempt that the first one has begun at the servers. All of them call it."""
+        """All trainers go on in the attempt that the first one has begun at the servers; one alone begins it now. All
+        of them call it."""
         if not isinstance(self.worker, LocalWorker):
             servers = self.worker.servers
+            servers.begin()
             servers.attempt = self.trainers.from_first(servers.attempt)
             servers.latest_step = self.trainers.from_first(servers.latest_step)
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
+from satrap.config import Table
 from satrap.engine import open_engine
 from satrap.errors import ConfigError
 from satrap.features import Features
@@ -19,11 +20,11 @@ class LocalRows:
 
     remote = False
 
-    def __init__(self, features: Features, engine: _core.Engine) -> None:
-        """engine: of the features' tables."""
+    def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
+        """engine: of these tables."""
         self.num_threads = int(engine.num_threads)
         self._engine = engine
-        self._bags = _core.Bags(engine, named_features(features))
+        self._bags = _core.Bags(engine, named_features(features, tables))
 
     @property
     def latest_step(self) -> int:
@@ -101,7 +102,7 @@ class LocalWorker(Worker):
             raise ConfigError(f"features is a {type(features).__name__}; wanted a satrap.features.Features of it")
         slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
         self.tables = Tables.in_engine(slots)
-        super().__init__(features, LocalRows(features, slots[0].engine))
+        super().__init__(features, LocalRows(features, slots[0].engine, features.tables))
 
     def close(self) -> None:
         """Does nothing: the rows go with the last who has them."""

@@ -63,7 +63,7 @@ class RemoteRows:
     def __init__(self, features: Features, servers: Servers, *, num_threads: int | None) -> None:
         tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)
-        self._split = _core.Split(tables, named_features(features), self.num_threads, "auto")
+        self._split = _core.Split(tables, named_features(features, servers.job.tables), self.num_threads, "auto")
         self._servers = servers
         self._skipped: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
         # Not from 1: of a process before this one that was killed, lookups may be on their way.

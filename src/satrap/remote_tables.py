@@ -95,6 +95,7 @@ class RemoteTable:
     def set_lr(self, lr: float) -> None:
         """As `Store.set_lr`."""
         rate = arrays.as_lr(f"table {self.table.name!r}", lr, self.table.optimizer)
+        self._servers.begin()
         self._servers.all("set_lr", self._number, rate)
         self._servers.lrs[self._number] = rate
 
@@ -117,6 +118,7 @@ class RemoteTable:
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
+        self._servers.begin()
         self._servers.reach()  # before one of them writes
         versions = self._parts_saved(folder, since)
         while len(set(versions)) != 1:
@@ -177,6 +179,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
             raise InputError(f"folders are of {sorted(folders)}; wanted one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
         checksums = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
+        self._servers.begin()
         self._servers.reach()
         self._servers.all("verify", chains, checksums, patient=True)  # all of them, before one is changed
         return self._begin_anew(chains, checksums)
@@ -187,7 +190,7 @@ class RemoteTables(Mapping[str, RemoteTable]):
         self._begin_anew([], [])
 
     def _begin_anew(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
-        self._servers.attempt += 1  # which a restore begins, so that one that comes twice is done once
+        self._servers.begin_next()  # so that a restore that comes twice is done once
         may_follow = all(self._servers.all("restore", chains, checksums, patient=True))
         self._servers.latest_step = 0
         return may_follow

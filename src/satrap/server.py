@@ -22,6 +22,7 @@ from satrap.engine import attach_engine, open_engine, remove_unfinished, shared_
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
 from satrap.folder import part_name
 from satrap.job import Job
+from satrap.lease import Leases
 from satrap.meeting import Part, joined
 from satrap.members import Members
 from satrap.moving_server import MovingServer
@@ -29,7 +30,7 @@ from satrap.path_allowlist import PathAllowlist
 from satrap.rpc import Origin
 from satrap.saved_table import require_same_snapshots
 from satrap.served import Kept, Served, decoded, num_floats
-from satrap.server_calls import WIRES, Coded, Flags, Floats, Ids, Offsets
+from satrap.server_calls import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.tables import Tables
 
 MOST_TICKETS = 1024
@@ -52,6 +53,7 @@ class Server(MovingServer):
         thread_count(num_threads)
         self._permitted = PathAllowlist(checkpoints, "--checkpoints")
         self._shared, self._num_threads = shared, num_threads
+        self._leases = Leases()
         super().__init__()
         # A file that is not whole, or names no members, is of one killed in a hello or restore, which will come again.
         if shared is not None and Path(shared).exists() and not remove_unfinished(shared):
@@ -83,7 +85,8 @@ class Server(MovingServer):
                 self._require_turn(origin)
             if self._served is None:
                 if not commit:
-                    return {"attempt": 0, "latest_step": 0, "lrs": [table.optimizer.lr for table in wanted.tables]}
+                    lrs = [table.optimizer.lr for table in wanted.tables]
+                    return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.left()}
                 self._served = self._empty(wanted, given, server)
             served = self._served
             self._agree(served, wanted, given, server, by_mover)
@@ -96,6 +99,7 @@ class Server(MovingServer):
             "attempt": served.engine.attempt,
             "latest_step": served.engine.latest_step,
             "lrs": [table.lr for table in served.tables.values()],
+            "leases": self._leases.left(),
         }
 
     def members(self, origin: Origin, than: int) -> dict[str, Any]:
@@ -110,6 +114,10 @@ class Server(MovingServer):
             if served.members.version > than:
                 found |= {"members": served.members.to_dict(), "job": served.job.to_dict(), "state": served.state()}
             return found
+
+    def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:
+        """See ServerCalls. Whatever else the server is at."""
+        self._leases.renew(origin.attempt, process, where, seconds)
 
     def begin_attempt(self, origin: Origin) -> None:
         """See ServerCalls."""
@@ -136,7 +144,7 @@ class Server(MovingServer):
     ) -> tuple[Floats | None, Coded | None]:
         """See ServerCalls."""
         check_choice("lookup", "wire", wire, WIRES)
-        with self._working(origin) as served:
+        with self._working(origin, reads=not train) as served:
             engine = served.engine
             rows = engine.empty(1, num_floats(served.job, ids, offsets))
             given = (origin.step, self._oldest_open(served, origin, oldest_open)) if train else (0, 0)
@@ -209,18 +217,18 @@ class Server(MovingServer):
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
         """See ServerCalls."""
-        with self._working(origin) as served:
+        with self._working(origin, reads=True) as served:
             found = served.store(table).read(ids)
             return found.values.reshape(-1), found.state.reshape(-1), found.present
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
         """See ServerCalls."""
-        with self._working(origin) as served:
+        with self._working(origin, reads=True) as served:
             return served.store(table).stats()
 
     def version(self, origin: Origin, table: int) -> int:
         """See ServerCalls."""
-        with self._working(origin) as served:
+        with self._working(origin, reads=True) as served:
             return served.store(table).version
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
@@ -298,7 +306,7 @@ class Server(MovingServer):
 
     def check(self, origin: Origin, table: int) -> None:
         """See ServerCalls."""
-        with self._working(origin) as served:
+        with self._working(origin, reads=True) as served:
             served.store(table).check()
 
     # -- inside ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
 then changes nothing the second time. An `Origin` says of which attempt, trainer, step and bucket map a call is; ids
 come table by table, `offsets` says where each table's begin, and rows and gradients lie likewise, side by side.
 A caller whose wire is "float16" has them as one array of bytes instead, in the form of core/wire.hpp.
+
+A call of `NO_ATTEMPT` comes from a process that does not train. It may read (`lookup` without training, `read`,
+`stats`, `version`, `check`) in whatever attempt the server is, and need not say hello.
 """
 
 from typing import Any, Protocol
@@ -19,6 +22,7 @@ Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 Coded = NDArray[np.uint8]
 Numbers = NDArray[np.uint32]
+NO_ATTEMPT = 0
 WIRES = ("float32", "float16")
 
 
@@ -32,7 +36,8 @@ class ServerCalls(Protocol):
         of newer members, or may not take these yet.
 
         server: which of the members this one is. commit: False only asks, and changes nothing. Returns `attempt`,
-            `latest_step` and `lrs`. The origin says nothing.
+            `latest_step`, `lrs` and `leases`: of each process that trains where it is, and the seconds that its lease
+            has left. The origin says nothing.
         """
         ...
 
@@ -41,6 +46,10 @@ class ServerCalls(Protocol):
         since it was started), `turn` (of the newest mover); and if that version is higher than `than` the `members`,
         the `job`, and its `state`: `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each
         table `versions`, `expire_before` and `lrs`. The origin says nothing."""
+        ...
+
+    def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:
+        """The process trains in the origin's attempt, for so many seconds from now on."""
         ...
 
     def begin_attempt(self, origin: Origin) -> None:

@@ -9,6 +9,7 @@ whoever is refused as of an older one finds the newest in `Servers.view`, and do
 
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,15 +21,20 @@ from numpy.typing import NDArray
 from satrap.checks import check_choice
 from satrap.errors import AttemptError, DeadlineError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.job import Job
+from satrap.lease import LEASE_SECONDS, Lease, process_id
 from satrap.members import Members, check_addresses
 from satrap.rpc import Client, Keys, Origin, Pending
-from satrap.server_calls import WIRES, ServerCalls
+from satrap.server_calls import NO_ATTEMPT, WIRES, ServerCalls
 
 LAUNCH_ATTEMPTS = 1 << 16
 """Each launch of the trainers has as many attempts of its own: a restore begins one."""
 _MOST_GREETINGS = 8  # of one server in one call: each time it was started again
 _TURN_SECONDS = 0.1
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
+_FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
+_ELSEWHERE = (
+    "{where} trains on these servers, and would be replaced: look at its rows with satrap.Reader(servers=...), wait "
+    "until it has ended, or say satrap.Embeddings(..., take_over=True) to end its training"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +51,7 @@ class View:
 
 
 @dataclass(slots=True)
-class _Trouble:
+class Trouble:
     """What one call met at one server."""
 
     until: float
@@ -65,7 +71,9 @@ class Servers:
         trainer: int = 0,
         together: int = 0,
         attempt: int | None = None,
+        begin: bool = True,
         launch: int = 0,
+        take_over: bool = False,
         keys: Keys | None = None,
         wire: str = "float32",
         deadline: float = 60.0,
@@ -79,9 +87,11 @@ class Servers:
         together: how many trainers' updates make one step; 0: each is a step of its own.
         wire: how rows and gradients cross the network. "float32": as they are. "float16": scaled by row and rounded, in
             half the bytes; each by at most 2^-11 of the largest magnitude of its row (core/wire.hpp).
-        attempt: of the run, if somebody else began it. None: this process begins the next.
+        attempt: of the run, if somebody else began it. None: this process begins the next, now, or if it is not to
+            `begin`, when it is asked to; until then it may read.
         launch: how often a supervisor has started the trainers. Its attempts lie above those of all launches before;
             0: there is no supervisor.
+        take_over: an attempt may be begun though another process trains in the one before.
         deadline: seconds after which a call that got no answer is an error.
         retry_seconds: after which it is sent again.
         """
@@ -97,28 +107,72 @@ class Servers:
         first = Members.first([table.resolved_num_buckets for table in job.tables], addresses)
         self.view = self._view_of(first)
         """As of now: whoever makes several calls that belong together takes it once."""
-        self.attempt = 0 if attempt is None else attempt
+        self.attempt = NO_ATTEMPT if attempt is None else attempt
+        self._launch, self._take_over = launch, take_over
+        self._lease: Lease | None = None
         try:
-            self._begin(first=attempt is None, launch=launch)
+            self._greet_all()
+            if attempt is None and begin:
+                self.begin()
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, *, first: bool, launch: int) -> None:
+    def _greet_all(self) -> None:
         while any(self._learn(self.view, server) for server in range(len(self.view))):
             pass  # there may be fewer in the newer view
         self.reach()  # all of them, before one is this job's
-        found = self._greeted()
+        self._know(self._greeted())
+
+    def _know(self, found: list[dict[str, Any]]) -> None:
         self.latest_step: int = max(each["latest_step"] for each in found)
         """Of an earlier run, whose rows are still there."""
         self.lrs: list[float] = list(found[0]["lrs"])
-        newest = self.newest_attempt = max(each["attempt"] for each in found)
+        self.newest_attempt: int = max(each["attempt"] for each in found)
         """That had begun when they were greeted."""
-        if first:
-            if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
-                raise AttemptError(f"launch {newest // LAUNCH_ATTEMPTS} has begun: this process is of launch {launch}")
-            self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
+
+    def begin(self) -> None:
+        """Begins the next attempt, unless this process is of one. AttemptError if another process trains in the newest,
+        which it is refused from then on; but a later launch replaces an earlier one."""
+        if self.attempt != NO_ATTEMPT:
+            return
+        self._know(self._greeted(commit=False))
+        newest, launch = self.newest_attempt, self._launch
+        if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
+            raise AttemptError(f"launch {newest // LAUNCH_ATTEMPTS} has begun: this process is of launch {launch}")
+        if not self._take_over and not (launch and newest < launch * LAUNCH_ATTEMPTS):
+            self._wait_for_others()
+        self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
+        try:
             self.all("begin_attempt")
+        except BaseException:
+            self.attempt = NO_ATTEMPT
+            raise
+        self._lease = Lease(self.view.clients, self.origin(0))
+        weakref.finalize(self, self._lease.end)
+
+    def begin_next(self) -> None:
+        """The attempt that a restore begins follows this process's own."""
+        self.begin()
+        self.attempt += 1
+        if self._lease is not None:
+            self._lease.origin = self.origin(0)
+
+    def _wait_for_others(self) -> None:
+        """Returns once no other process has a lease; raises if one renews its own meanwhile."""
+        before: dict[str, float] = {}
+        while True:
+            left: dict[str, float] = {}
+            for each in self._greeted(commit=False):
+                for process, (where, seconds) in each["leases"].items():
+                    if process != process_id():
+                        left[process] = max(seconds, left.get(process, 0.0))
+                        if seconds > before.get(process, LEASE_SECONDS):
+                            raise AttemptError(_ELSEWHERE.format(where=where))
+            if not left:
+                return
+            before = left
+            time.sleep(_TURN_SECONDS)
 
     def reach(self) -> None:
         """Raises unless every server answers within a call's deadline, and is this job's."""
@@ -160,7 +214,7 @@ class Servers:
             return view.clients[server].begin(method, origin, *arguments[server], patient=patient)
 
         pending = {server: begin(server) for server in arguments}
-        trouble = {server: _Trouble(time.monotonic() + self._deadline) for server in arguments}
+        trouble = {server: Trouble(time.monotonic() + self._deadline) for server in arguments}
         found: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         while pending:
@@ -194,12 +248,14 @@ class Servers:
 
     def close(self) -> None:
         """Ends the connections."""
+        if self._lease is not None:
+            self._lease.end()
         for client in self._clients.values():
             client.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _answered(self, view: View, server: int, call: Pending, trouble: _Trouble, found: dict[int, Any]) -> bool:
+    def _answered(self, view: View, server: int, call: Pending, trouble: Trouble, found: dict[int, Any]) -> bool:
         """Notes what a server answered; False if it is to be called again."""
         try:
             found[server] = call.result()
@@ -208,16 +264,20 @@ class Servers:
         except MovedError as error:
             self._wait_for_move(view, server, error, trouble)
             return False
-        except NotReadyError:
-            trouble.greetings += 1
-            if trouble.greetings > _MOST_GREETINGS:
-                raise
-            self._greet(view, server)
+        except NotReadyError as error:
+            self._revive(view, server, error, trouble)
             return False
         except DeadlineError as error:
             self._ask_others(view, server, error)
             raise
         return True
+
+    def _revive(self, view: View, server: int, error: NotReadyError, trouble: Trouble) -> None:
+        """One that was started again is greeted."""
+        trouble.greetings += 1
+        if trouble.greetings > _MOST_GREETINGS:
+            raise error
+        self._greet(view, server)
 
     def _failure(self, view: View, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
         """What to raise of these."""
@@ -229,7 +289,7 @@ class Servers:
         told.__cause__ = first
         return told
 
-    def _wait_for_move(self, view: View, server: int, error: MovedError, trouble: _Trouble) -> None:
+    def _wait_for_move(self, view: View, server: int, error: MovedError, trouble: Trouble) -> None:
         """A while, longer each time; raises the error if there is a newer view."""
         if self._learn(view, server):
             raise error
@@ -239,7 +299,7 @@ class Servers:
                 "whoever moves them still at work? Started again, it ends what it began"
             ) from error
         time.sleep(trouble.pause)
-        trouble.pause = min(2 * trouble.pause, _LONGEST_PAUSE)
+        trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
 
     def _learn(self, view: View, server: int) -> bool:
         """Whether there is a newer view than this one; asks the server."""
@@ -251,8 +311,13 @@ class Servers:
         newest = Members.from_dict(found["members"])
         with self._lock:
             if self.view.members.version < newest.version:
-                self.view = self._view_of(newest)
+                self._take(newest)
         return True
+
+    def _take(self, members: Members) -> None:
+        self.view = self._view_of(members)
+        if self._lease is not None:
+            self._lease.clients = self.view.clients
 
     def _ask_others(self, view: View, silent: int, error: DeadlineError) -> None:
         """A server that does not answer may have been taken away: raises MovedError if another knows of that."""
@@ -279,7 +344,7 @@ class Servers:
 
     def _greet(self, view: View, server: int, *, commit: bool = True) -> dict[str, Any]:
         job, members = self.job.to_dict(), view.members.to_dict()
-        trouble = _Trouble(time.monotonic() + self._deadline)
+        trouble = Trouble(time.monotonic() + self._deadline)
         while True:
             try:
                 return view.clients[server].call.hello(Origin(), job, members, server, commit)

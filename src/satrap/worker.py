@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from satrap import arrays
-from satrap.config import Feature
+from satrap.config import Feature, Table
 from satrap.engine import given_step
 from satrap.errors import InputError, TicketError
 from satrap.features import Features
@@ -355,19 +355,22 @@ class _Sequence:
         return int(np.maximum(lengths - self._max_length, 0).sum())
 
 
-def named_features(features: Features) -> list[tuple[str, int, str, bool, int, bool, int | None]]:
-    """The features in the core's words."""
+def named_features(
+    features: Features, tables: Sequence[Table]
+) -> list[tuple[str, int, str, bool, int, bool, int | None]]:
+    """The features in the core's words, over these tables, which may be more and come in the order of the features'."""
+    numbers = {table.name: number for number, table in enumerate(tables)}
     return [
         (
             name,
-            table,
+            numbers[feature.table.name],
             feature.pooling,
             feature.weighted,
             feature.max_length or 0,
             feature.keep == "last",
             feature.padding_id,
         )
-        for (name, feature), table in zip(features.items(), features.table_index, strict=True)
+        for name, feature in features.items()
     ]
 
 

@@ -30,6 +30,7 @@ class RowsAt:
     keys: str | PathLike[str] | None = None
     wire: str = "float32"
     workers: Sequence[str] | None = None
+    take_over: bool = False
 
 
 def open_worker(
@@ -88,7 +89,8 @@ def open_worker(
 
 
 def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -> "Servers":
-    """The servers, in the attempt that the first trainer begins."""
+    """The servers, in the attempt that the first trainer begins. One trainer alone begins it when it trains, restores
+    or saves: until then it may look beside another process that does."""
     from satrap.rpc import Keys
     from satrap.servers import Servers
 
@@ -102,6 +104,8 @@ def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -
             trainer=trainers.rank,
             together=trainers.world if synchronous and trainers.world > 1 else 0,
             attempt=attempt,
+            begin=trainers.world > 1 or bool(rows.workers),
+            take_over=rows.take_over,
             launch=0 if place is None else place.launch,
             keys=None if rows.keys is None else Keys.read(rows.keys),
             wire=rows.wire,

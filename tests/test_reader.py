@@ -1,0 +1,333 @@
+"""Looking at rows that another process trains: a Reader changes nothing, and a trainer is not replaced by mistake."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bag_oracle import draw_bags
+from cluster import DEADLINE_SECONDS, IDS, features, killables, serving
+from loop import NUM_IDS, batches, bits, job, loss_of, tables, train
+from satrap import (
+    AttemptError,
+    Checkpoint,
+    CheckpointError,
+    ConfigError,
+    Embeddings,
+    InputError,
+    NotReadyError,
+    Reader,
+    SatrapError,
+    Store,
+    StreamError,
+    Table,
+)
+from satrap.features import Features
+from satrap.job import Job
+from satrap.lease import LEASE_SECONDS, Leases
+from satrap.mover import Mover
+from satrap.servers import Servers
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some have no row
+
+
+@contextmanager
+def trained(num_servers: int, path: Path) -> Iterator[tuple[Embeddings, list[str] | None]]:
+    """Embeddings over every kind of pooling after some steps, saved."""
+    with ExitStack() as stack:
+        addresses = [each.address for each in stack.enter_context(serving(num_servers))] if num_servers else None
+        embeddings = stack.enter_context(Embeddings(dict(features()), num_threads=1, servers=addresses))
+        width = embeddings.features.total_dim
+        model = torch.nn.Linear(width, 1)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        rng = np.random.default_rng(0)
+        for batch in embeddings.stream([draw_bags(rng, embeddings.features, 9).inputs() for _ in range(5)]):
+            (model(batch.embeddings).sum() + batch.sequences["path"].values.sum()).backward()
+            optimizer.step()
+        Checkpoint(path / "run", model, optimizer, embeddings).save()
+        yield embeddings, addresses
+
+
+@pytest.mark.parametrize("num_servers", [0, 2])
+@pytest.mark.parametrize("opened", ["servers", "folder", "url"])
+def test_it_reads_what_is_there_and_changes_nothing(num_servers: int, opened: str, tmp_path: Path) -> None:
+    if opened == "servers" and not num_servers:
+        pytest.skip("there are none")
+    with trained(num_servers, tmp_path) as (embeddings, addresses):
+        before = {name: table.stats() for name, table in embeddings.tables.items()}
+        of = dict(
+            sorted(features().items(), key=lambda each: each[1].table.name, reverse=True)
+        )  # the tables in another order
+        path = {"servers": None, "folder": str(tmp_path / "run"), "url": f"local://{tmp_path}/run"}[opened]
+        servers = addresses[1:] if opened == "servers" and addresses else None
+        with Reader(path, of, servers=servers, num_threads=2) as reader:
+            assert reader.features is not None and reader.features.names == embeddings.features.names
+            assert list(reader.tables) == list(embeddings.tables) and reader.step == 5
+            for name, table in embeddings.tables.items():
+                found = reader.tables[name]
+                assert (found.table, len(found), found.dim) == (table.table, len(table), table.table.dim)
+                ids = np.arange(100, dtype=np.uint64)
+                np.testing.assert_array_equal(reader.lookup(name, ids), table.lookup(ids, train=False))
+                for one, other in zip(found.read(IDS), table.read(IDS), strict=True):
+                    np.testing.assert_array_equal(one, other)
+            assert reader.version == max(table.version for table in embeddings.tables.values())
+            inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
+            mine, theirs = reader(inputs), embeddings(inputs)
+            assert torch.equal(mine.embeddings, theirs.embeddings) and mine.ticket is None
+            assert torch.equal(mine.sequences["path"].values, theirs.sequences["path"].values)
+            (streamed,) = reader.stream([inputs], overlap=True)
+            assert torch.equal(streamed.embeddings, mine.embeddings)
+            assert {name: each["rows"] for name, each in reader.stats().items()} == {
+                name: each["rows"] for name, each in before.items()
+            }
+        assert {name: table.stats() for name, table in embeddings.tables.items()} == before
+
+
+def test_some_of_the_features_will_do(tmp_path: Path) -> None:
+    with trained(0, tmp_path) as (embeddings, _):
+        inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
+        wanted = embeddings.split(embeddings(inputs).embeddings)
+        at = list(embeddings.features.names).index("tiny")
+        assert inputs.offsets is not None
+        begin, end = inputs.offsets[7 * at], inputs.offsets[7 * at + 7]
+        part = type(inputs)(
+            names=("tiny",),
+            batch_size=7,
+            values=inputs.values[begin:end],
+            offsets=inputs.offsets[7 * at : 7 * at + 8] - begin,
+        )
+        with Reader(tmp_path / "run", {"tiny": features()["tiny"]}) as reader:
+            assert torch.equal(reader(part).embeddings, wanted["tiny"])
+
+
+def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
+    table = Table("t", dim=3, absent="zeros")
+    store = Store(table, num_threads=1)
+    rows = store.lookup(EVERY[:10])
+    store.save(tmp_path / "t")
+    with Reader(tmp_path / "t") as reader:
+        np.testing.assert_array_equal(reader.lookup("t", EVERY[:10]), rows)
+        assert not reader.lookup("t", EVERY[10:]).any() and len(reader.tables["t"]) == 10
+
+
+def steps(embeddings: Embeddings, model: Any, optimizer: Any, data: Any, last: int) -> None:
+    for batch in embeddings.stream(data):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if batch.step == last:
+            break
+
+
+def look(reader: Reader | None, embeddings: Embeddings, data: Any) -> None:
+    """It sees what the trainer sees."""
+    if reader is not None:
+        for name, table in embeddings.tables.items():
+            np.testing.assert_array_equal(reader.lookup(name, EVERY), table.lookup(EVERY, train=False))
+        assert torch.equal(reader(data[0]).embeddings, embeddings(data[0]).embeddings)
+
+
+def test_it_follows_a_run_through_all_that_happens_to_it(tmp_path: Path) -> None:
+    """A server killed and started again, buckets moved, the run begun again from its checkpoint; and nothing of the
+    trainer's result changes."""
+    data, found = batches(12), []
+    for looks in (False, True):
+        with killables(tmp_path, 3) as servers, ExitStack() as stack:
+            addresses = [each.address for each in servers]
+            embeddings, model, optimizer = trainer = job(servers=addresses[:2])
+            stack.enter_context(embeddings)
+            run = Checkpoint(tmp_path / str(looks), model, optimizer, embeddings, data)
+            steps(*trainer, data, 3)
+            run.save()
+            reader = stack.enter_context(Reader(None, tables(), servers=addresses[:1])) if looks else None
+            look(reader, embeddings, data)
+            servers[1].kill()
+            servers[1].restart()
+            if reader is not None:
+                reader.lookup("item", EVERY)  # nobody has said hello to that server
+            look(reader, embeddings, data)
+            Mover(addresses[:2], addresses[1:], breath=0.0).run()
+            look(reader, embeddings, data)
+            steps(*trainer, data, 6)
+            look(reader, embeddings, data)
+            assert run.resume()
+            look(reader, embeddings, data)
+            assert embeddings.step == 3 and (reader is None or reader.step == 3)
+            steps(*trainer, data, 8)
+            look(reader, embeddings, data)
+            found.append(bits(embeddings, model))
+    assert found[0] == found[1]
+
+
+def other(what: str, address: str, pipe: Any) -> None:
+    """What a second process does with the same script."""
+    try:
+        embeddings, model, optimizer = job(servers=[address], take_over=what == "take over")
+        if what == "look":
+            embeddings.eval()
+            for batch in embeddings.stream(batches(3)):
+                model(batch.dense, batch.embeddings)
+            pipe.send(f"saw {len(embeddings.tables['item'])}")
+        else:
+            embeddings.tables.clear()  # type: ignore[union-attr]
+            train(embeddings, model, optimizer, batches(3))
+            pipe.send("trained")
+        pipe.recv()
+        embeddings.close()
+    except SatrapError as error:
+        pipe.send(f"{type(error).__name__} {error}")
+
+
+class Other:
+    """A process that does that; a fork, which begins at once."""
+
+    def __init__(self, what: str, address: str) -> None:
+        fork = multiprocessing.get_context("fork")
+        self.pipe, theirs = fork.Pipe()
+        self.process = fork.Process(target=other, args=(what, address, theirs))
+        self.process.start()
+
+    def __enter__(self) -> Other:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(DEADLINE_SECONDS)
+
+    def end(self) -> None:
+        """It closes its embeddings."""
+        self.pipe.send("end")
+        self.process.join(DEADLINE_SECONDS)
+        assert self.process.exitcode == 0
+
+    def said(self) -> str:
+        assert self.pipe.poll(DEADLINE_SECONDS)
+        return str(self.pipe.recv())
+
+
+def test_a_second_process_may_look_and_is_refused_to_train_unless_it_says_so() -> None:
+    with serving(1) as services, ExitStack() as stack:
+        address = services[0].address
+        embeddings, model, optimizer = job(servers=[address])
+        stack.enter_context(embeddings)
+        train(embeddings, model, optimizer, batches(5))
+        assert stack.enter_context(Other("look", address)).said() == "saw 30"
+        refused = r"AttemptError process \d+ on .* trains on these servers.*satrap\.Reader.*take_over=True"
+        assert re.match(refused, stack.enter_context(Other("train", address)).said())
+        train(embeddings, model, optimizer, batches(5))
+        with Reader(servers=[address]) as reader:
+            assert stack.enter_context(Other("take over", address)).said() == "trained"
+            with pytest.raises(AttemptError, match="this process was replaced"):
+                train(embeddings, model, optimizer, batches(5))
+            assert reader.step == 3 and len(reader.lookup("item", EVERY)) == len(EVERY)
+
+
+def test_one_that_was_killed_is_followed_within_seconds_and_one_that_ended_at_once() -> None:
+    with serving(1) as services:
+        seconds = []
+        for ending in (Other.kill, Other.end, Other.end):
+            began = time.monotonic()
+            with Other("train", services[0].address) as trainer:
+                assert trainer.said() == "trained"
+                seconds.append(time.monotonic() - began)
+                ending(trainer)
+        assert seconds[1] > LEASE_SECONDS / 2  # it waited for the lease of the first to run out
+        assert seconds[1] - seconds[2] > LEASE_SECONDS / 2
+
+
+@pytest.mark.parametrize("launches", [(1, 2), (0, 1)])
+def test_a_later_launch_replaces_an_earlier_one_at_once(launches: tuple[int, int]) -> None:
+    def open_(launch: int) -> Servers:
+        return Servers(Job(tables=Features(tables()).tables), [services[0].address], launch=launch)
+
+    with serving(1) as services:
+        parent, child = multiprocessing.Pipe()
+
+        def hold() -> None:
+            servers = open_(launches[0])
+            child.send("begun")
+            child.recv()
+            servers.close()
+
+        process = multiprocessing.get_context("fork").Process(target=hold)
+        process.start()
+        try:
+            assert parent.poll(DEADLINE_SECONDS)
+            began = time.monotonic()
+            open_(launches[1]).close()
+            assert time.monotonic() - began < LEASE_SECONDS / 2
+        finally:
+            process.kill()
+            process.join(DEADLINE_SECONDS)
+
+
+def test_the_same_process_replaces_itself() -> None:
+    """A notebook's cell that runs again, while the names still hold what it made before."""
+    with serving(1) as services:
+        kept = []
+        for _ in range(2):
+            kept.append(job(servers=[services[0].address]))
+            kept[-1][0].tables.clear()  # type: ignore[union-attr]
+            train(*kept[-1], batches(2))
+        with pytest.raises(AttemptError, match="this process was replaced"):
+            train(*kept[0], batches(2))
+        for embeddings, _, _ in kept:
+            embeddings.close()
+
+
+def test_leases() -> None:
+    leases = Leases()
+    leases.renew(3, "a", "here", 50.0)
+    leases.renew(3, "b", "there", 0.0)
+    assert leases.left().keys() == {"a"} and leases.left()["a"][0] == "here"
+    leases.renew(5, "c", "there", 50.0)
+    leases.renew(3, "a", "here", 500.0)  # it was replaced
+    assert float(leases.left()["a"][1]) <= 50.0
+    leases.renew(5, "c", "there", 0.0)
+    assert leases.left().keys() == {"a"}
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    wrong = {"item": Table("item", dim=6)}
+    with pytest.raises(ConfigError, match="either the path of a folder or servers"):
+        Reader()
+    with pytest.raises(ConfigError, match="either the path of a folder or servers"):
+        Reader(tmp_path, servers=["tcp://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match="keys are for servers"):
+        Reader(tmp_path, keys="client.key")
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a snapshot"):
+        Reader(tmp_path)
+    with serving(1) as services, pytest.raises(NotReadyError, match="nobody has trained on them"):
+        Reader(servers=[services[0].address])
+    with trained(2, tmp_path) as (embeddings, addresses):
+        assert addresses is not None
+        for path, servers in ((tmp_path / "run", None), (None, addresses)):
+            with pytest.raises(ConfigError, match="configured otherwise: table 'item', dim: 6 here, 5 there"):
+                Reader(path, wrong, servers=servers)
+            with pytest.raises(ConfigError, match="no table 'itme' here; the nearest known one is 'item'"):
+                Reader(path, {"item": Table("itme", dim=5)}, servers=servers)
+            reader = Reader(path, servers=servers)
+            inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
+            with pytest.raises(ConfigError, match="has no features"):
+                reader(inputs)
+            with pytest.raises(InputError, match=r"no table 'itme' in .*; the nearest known one is 'item'"):
+                reader.lookup("itme", IDS)
+            reader.close()
+            reader.close()
+            with pytest.raises(StreamError, match="was closed: make another"):
+                reader(inputs)
+            with pytest.raises(StreamError, match="was closed: make another"):
+                reader.lookup("item", IDS)

@@ -65,6 +65,7 @@ LAYERS = [
     "sources.ahead",
     "sources.decode",
     "sources.road",
+    "sources.length",
     "sources.source",
     "sources.files",
     "sources.text_file",

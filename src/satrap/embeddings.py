@@ -103,6 +103,7 @@ class Embeddings(torch.nn.Module):
         self._loaded: Mapping[str, Any] | None = None  # what a state_dict named
         self._optimizer: HybridOptimizer | None = None
         self._training: Stream | None = None
+        self._warned = False
         self._training_data: Any = None
 
     def _require_possible(self, servers: Sequence[str] | None) -> None:
@@ -206,6 +207,7 @@ class Embeddings(torch.nn.Module):
         place = torch.device("cpu" if device is None else device)
         if overlap is None:
             overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self._far(data) is not None
+            self._warn_of_no_core(overlap)
         if not self.training:
             return self._evaluation(data, place, overlap)
         if self._optimizer is None:
@@ -235,6 +237,18 @@ class Embeddings(torch.nn.Module):
             dense=self._dense,
         )
         return self._training
+
+    def _warn_of_no_core(self, overlap: bool) -> None:
+        """Once: without threads of its own a batch is looked up after all updates before it, unless that is fixed."""
+        if self._warned or overlap or not self.training or self.staleness == 0 or self.deterministic:
+            return
+        self._warned = True
+        warnings.warn(
+            f"staleness={self.staleness} has no effect: torch's {torch.get_num_threads()} threads leave no core "
+            "free, so table work runs between the steps, at staleness 0; leave a core free by "
+            "torch.set_num_threads(...), or say stream(overlap=True) for threads that share the cores",
+            stacklevel=3,
+        )
 
     def _evaluation(self, data: Any, place: torch.device, overlap: bool) -> Stream:
         inputs = self._batches(data, None)

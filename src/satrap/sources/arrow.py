@@ -124,6 +124,7 @@ class _Rows(Block):
 
     def __init__(self, table: Any, columns: Columns, begin: int, most_bad: int, where: str) -> None:
         self._table, self._columns, self._begin, self._most_bad, self._where = table, columns, begin, most_bad, where
+        self.num_rows = table.num_rows
 
     def read(self) -> Iterator[Any]:
         yield self._table

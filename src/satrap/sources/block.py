@@ -59,6 +59,10 @@ class Block(ABC):
     """How many pieces to expect; a guess, only for reading ahead."""
     exact = False
     """That is exactly how many there are, so that the end need not be looked for."""
+    num_rows: int | None = None
+    """How many rows it has; None: not known before it is read."""
+    num_items: int | None = None
+    """How many batches it has, if each of its pieces is one; None: not known before it is read."""
 
     @abstractmethod
     def read(self) -> Iterator[Any]:

@@ -79,6 +79,7 @@ class _Range(Block):
     def __init__(self, rows: _Rows, columns: Columns, begin: int, end: int, most_bad: int) -> None:
         self._rows, self._columns, self._most_bad = rows, columns, most_bad
         self._begin, self._end = begin, end
+        self.num_rows = end - begin
 
     def read(self) -> Iterator[tuple[int, int]]:
         yield self._begin, self._end

@@ -6,7 +6,7 @@ offsets() is taken for a KeyedJaggedTensor, and what has dense_features, sparse_
 iterable can only be read from its start, so a position costs reading what came before.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -92,6 +92,9 @@ class _Items(Block):
 
     def __init__(self, source: Iterable, columns: Columns) -> None:
         self._source, self._columns = source, columns
+        if isinstance(source.items, Sized):
+            known = len(source.items)
+            self.num_rows, self.num_items = (known, None) if source.samples else (None, known)
 
     def read(self) -> Iterator[tuple[int, Any]]:
         given = self._source.items

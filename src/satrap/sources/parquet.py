@@ -90,6 +90,7 @@ class _RowGroups(Block):
         """texts: columns that are hashed, once for each different text; before: rows of the file above the block."""
         self._source, self._columns, self._file, self._groups = source, columns, file, groups
         self._texts, self._before, self._large = texts, before, large
+        self.num_rows = rows
         self.num_pieces = max(1, -(-rows // source.block_rows))
 
     def read(self) -> Iterator[tuple[int, Any]]:

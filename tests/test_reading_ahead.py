@@ -1,6 +1,7 @@
 """Loops that ask for batches before they have stepped the earlier ones train as the plain loop, or say what to do."""
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -368,6 +369,8 @@ def test_staleness_without_a_free_core_is_told_once(monkeypatch: pytest.MonkeyPa
     embeddings, _, _ = job(4)
     with pytest.warns(UserWarning, match=r"staleness=4 .*torch\.set_num_threads.*overlap=True"):
         embeddings.stream(batches(1)).close()
-    embeddings.stream(batches(1)).close()  # warnings are errors here
-    for quiet, options in ((job(4)[0], {"overlap": False}), (job(4, deterministic=True)[0], {}), (job(0)[0], {})):
-        quiet.stream(batches(1), **options).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        embeddings.stream(batches(1)).close()
+        for quiet, options in ((job(4)[0], {"overlap": False}), (job(4, deterministic=True)[0], {}), (job(0)[0], {})):
+            quiet.stream(batches(1), **options).close()

@@ -28,8 +28,8 @@ NUM = 12
 def reset() -> Iterator[None]:
     """Accelerate keeps its state in the process."""
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)  # type: ignore[no-untyped-call]
-    GradientState._reset_state()  # type: ignore[no-untyped-call]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def items(sized: bool) -> Any:
@@ -62,7 +62,7 @@ class Validation:
         return self.embeddings.stream(batches(3, seed=1), train=False)
 
 
-class Module(lightning.LightningModule):
+class Module(lightning.LightningModule):  # type: ignore[misc]  # mypy skips it
     def __init__(self, embeddings: Embeddings, model: Net, optimizer: HybridOptimizer) -> None:
         super().__init__()
         self.embeddings, self.model, self.optimizer = embeddings, model, optimizer
@@ -106,8 +106,8 @@ def test_lightning_ends_in_the_plain_loops_bits(staleness: int, accumulate: int,
 def test_lightning_validates_in_the_middle(sized: bool) -> None:
     """And before, as its check of the validation loop."""
     module = Validated(*job())
-    first = batches(1)[0]
-    module.embeddings.tables["user"].lookup(first.values[:1])  # evaluating without any row would warn
+    store: Any = module.embeddings.tables["user"]
+    store.lookup(batches(1)[0].values[:1])  # to evaluate no row at all warns
     validation = Validation(module.embeddings)
     with module.embeddings.stream(items(sized)) as stream:
         fit(module, stream, validation, val_check_interval=4, num_sanity_val_steps=2)
@@ -179,7 +179,7 @@ def test_accelerates_state_without_rows_says_so_when_it_is_loaded(holds: bool, s
         optimizer.zero_grad()
     accelerator.save_state(str(tmp_path), safe_serialization=safe)
     accelerator.load_state(str(tmp_path))  # beside the rows that it was saved with
-    AcceleratorState._reset_state(reset_partial_state=True)  # type: ignore[no-untyped-call]
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, embeddings, _, _ = prepared()
     with pytest.raises(StreamError, match=f"state of step {NUM}, .* tables are at step 0, .*satrap.Checkpoint"):
         accelerator.load_state(str(tmp_path))

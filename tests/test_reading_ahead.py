@@ -255,7 +255,7 @@ def test_an_overflow_drops_its_batch_alone() -> None:
     for i, batch in enumerate(list(stream)):
         loss = loss_of(model, batch) * (float("inf") if i == 1 else 1.0)
         optimizer.zero_grad()
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
     assert stream.dropped == {"overflow": 1} and embeddings.step == 4
@@ -372,5 +372,6 @@ def test_staleness_without_a_free_core_is_told_once(monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         embeddings.stream(batches(1)).close()
-        for quiet, options in ((job(4)[0], {"overlap": False}), (job(4, deterministic=True)[0], {}), (job(0)[0], {})):
-            quiet.stream(batches(1), **options).close()
+        job(4)[0].stream(batches(1), overlap=False).close()
+        for quiet in (job(4, deterministic=True)[0], job(0)[0]):
+            quiet.stream(batches(1)).close()

@@ -113,9 +113,10 @@ def test_what_the_first_does_it_does_once_all_others_wait(tmp_path: Path) -> Non
     assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
 
 
-def test_a_step_that_all_drop_and_data_that_ends_unevenly(trainers: Trainers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_all_drop_and_data_that_ends_unevenly(trainers: Trainers, tmp_path: Path, ahead: bool) -> None:
     with serving(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]])
+        found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
     assert [len(each["seen"]) for each in found] == [4, 4], "nine batches are four for each, and one that one has more"
     assert [each["lost"] for each in found] == [{"batches/zero_grad": 1, "batches/uneven": 1}, {"batches/zero_grad": 1}]
     embeddings, _ = alone(found, 9, without=(2,))
@@ -136,9 +137,10 @@ def test_epochs_that_end_unevenly_and_a_save_between(trainers: Trainers, tmp_pat
 
 
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
-def test_drops_of_some(trainers: Trainers, tmp_path: Path, dropped: list[Any]) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drops_of_some(trainers: Trainers, tmp_path: Path, dropped: list[Any], ahead: bool) -> None:
     with serving(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped)
+        found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
     assert all(len(each["seen"]) == 3 for each in found)
     assert all(each["rows"] == found[0]["rows"] for each in found)
 

@@ -432,6 +432,8 @@ class Stream(Iterator[Batch]):
 
     def _close_if_done(self) -> None:
         if self._ended and not self._held and not self._ahead:
+            if self._all_have is not None:
+                self._worker.settle()  # others wait for the last step, and no lookup comes that would tell them
             self.close()
 
     def _drop_all(self, why: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from cluster import IDS, batch, serving
 from faults import killed_at_random
-from loop import Net, batches, loss_of, rows, tables, train
+from loop import Net, batches, bits, loss_of, rows, tables, train
 from one_row import ulp
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.config import Zeros
@@ -389,10 +389,29 @@ def test_what_changes_under_way() -> None:
             optimizer.zero_grad()
             with torch.no_grad():
                 model.layers[0].bias.add_(1.0)
+            further = next(stream)
             with pytest.raises(StreamError, match="parameter 1 was changed here, and the servers hold it"):
-                next(stream)
+                _ = further.embeddings
             with pytest.raises(StreamError, match="parameter 1 was changed here"):
                 stream.close()
+
+
+def test_reading_ahead_ends_in_the_plain_loops_bits() -> None:
+    """The first use of a batch brings the dense parameters of its step, and `dense` is one."""
+
+    def run(*, ahead: bool) -> list[bytes]:
+        with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+            stream = embeddings.stream(batches(6))
+            for batch in list(stream) if ahead else stream:
+                bottom = model.layers[0](torch.cat([batch.dense, batch.embeddings], 1))
+                model.layers[2](model.layers[1](bottom)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            stream.close()
+            assert not stream.dropped and embeddings.step == 6
+            return bits(embeddings, model)
+
+    assert run(ahead=True) == run(ahead=False)
 
 
 def test_a_sparse_gradient() -> None:

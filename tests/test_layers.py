@@ -73,6 +73,7 @@ LAYERS = [
     "sources.files",
     "sources.decode",
     "sources.road",
+    "sources.length",
     "sources.source",
     "sources.text_file",
     "sources.text",

@@ -125,9 +125,10 @@ def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[
     assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
 
 
-def test_a_step_that_all_drop_and_data_that_ends_unevenly(trainers: Trainers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_all_drop_and_data_that_ends_unevenly(trainers: Trainers, tmp_path: Path, ahead: bool) -> None:
     with serving(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]])
+        found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
     assert [len(each["seen"]) for each in found] == [5, 5] and found[1]["seen"][-1] == [], "one has padding at last"
     assert [each["lost"] for each in found] == [{"batches/zero_grad": 1}] * 2
     require_same_as_alone(found, 9, without=(2,))
@@ -157,9 +158,10 @@ def test_epochs_that_end_unevenly_and_a_save_between(trainers: Trainers, tmp_pat
 
 
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
-def test_drops_of_some(trainers: Trainers, tmp_path: Path, dropped: list[Any]) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drops_of_some(trainers: Trainers, tmp_path: Path, dropped: list[Any], ahead: bool) -> None:
     with serving(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped)
+        found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
     assert all(len(each["seen"]) == 3 for each in found)
     assert all(each["rows"] == found[0]["rows"] for each in found)
 

@@ -1,8 +1,9 @@
 """One of several trainers, as torchrun starts it: trains a job under DDP with its rows on servers, and prints what came
 of it as one line of JSON. Each line of its input is a job: rank, world, rendezvous file, and what it is, as JSON.
 
-With "counted" the embeddings' gradients are whole numbers, so that rows are exact in whatever order updates come. With
-"tells" a trainer prints a line at its third step, too.
+With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are whole
+numbers, so that rows are exact in whatever order updates come. With "tells" a trainer prints a line at its third step,
+too.
 """
 
 import json
@@ -37,7 +38,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     began = run is not None and run.resume()
     for _ in range(job["epochs"]):
         with embeddings.stream(data, overlap=job["overlap"], accumulate=job["accumulate"]) as stream:
-            for number, batch in enumerate(stream, 1):
+            for number, batch in enumerate(list(stream) if job.get("ahead") else stream, 1):
                 if batch.step == job["until"]:
                     break
                 if job.get("tells") and batch.step == 3:

@@ -338,7 +338,9 @@ class Checkpoint:
 
     def _state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
         """randoms: each trainer's."""
-        return {"objects": {name: each.state_dict() for name, each in self._objects.items()}, "random": randoms}
+        objects = {name: each.state_dict() for name, each in self._objects.items()}
+        del objects["optimizer"]["rows"]  # they are in the checkpoint, and come after the optimizer
+        return {"objects": objects, "random": randoms}
 
     def _read_state(self, entry: Entry) -> Any:
         path = entry.folder / STATE

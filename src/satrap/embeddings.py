@@ -106,9 +106,10 @@ class Embeddings(torch.nn.Module):
         self._step = 0
         self._past = Counters()  # of the training streams that ended
         self._followed: dict[int, _Followed] = {}  # by identity: lists are sources, too
-        self._loaded: Mapping[str, Any] | None = None  # what a state_dict named
+        self._loaded: Any = None  # what a state_dict named
         self._optimizer: HybridOptimizer | None = None
         self._training: Stream | None = None
+        self._warned = False
         self._training_data: Any = None
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._closed = False
@@ -197,6 +198,7 @@ class Embeddings(torch.nn.Module):
         device: torch.device | str | None = None,
         accumulate: int = 1,
         overlap: bool | None = None,
+        train: bool | None = None,
     ) -> Stream:
         """The batches of a source, looked up, as tensors on the device.
 
@@ -207,16 +209,21 @@ class Embeddings(torch.nn.Module):
         accumulate: how many batches make one optimizer step.
         overlap: table work beside the dense network; None: if there is a device, a worker in a process of its own, or
             staleness and a spare core.
+        train: whether the tables learn; None: as the module is, `train()` or `eval()`. False where a framework begins
+            its validation before it calls eval().
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
-        if self.training and (self._dense is None or self._dense.start is None):
+        train = self.training if train is None else train
+        if train and (self._dense is None or self._dense.start is None):
             self.join_attempt()
         self._require_same_rows()
         place = torch.device("cpu" if device is None else device)
         if overlap is None:
             overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self._far(data) is not None
-        if not self.training:
+            if train and not overlap:
+                self._warn_of_no_core()
+        if not train:
             return self._evaluation(data, place, overlap)
         if self._optimizer is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
@@ -255,6 +262,18 @@ class Embeddings(torch.nn.Module):
         )
         return self._training
 
+    def _warn_of_no_core(self) -> None:
+        """Once: without threads of its own a batch is looked up after all updates before it, unless that is fixed."""
+        if self._warned or self.staleness == 0 or self.deterministic:
+            return
+        self._warned = True
+        warnings.warn(
+            f"staleness={self.staleness} has no effect: torch's {torch.get_num_threads()} threads leave no core "
+            "free, so table work runs between the steps, at staleness 0; leave a core free by "
+            "torch.set_num_threads(...), or say stream(overlap=True) for threads that share the cores",
+            stacklevel=3,
+        )
+
     def _evaluation(self, data: Any, place: torch.device, overlap: bool) -> Stream:
         inputs = self._batches(data, None)
         if self._dense is not None:
@@ -266,22 +285,28 @@ class Embeddings(torch.nn.Module):
         self._evaluations.add(stream)
         return stream
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """For state_dict: which rows these are."""
-        return {"step": self.step, "versions": {name: store.version for name, store in self.tables.items()}}
+    def get_extra_state(self) -> Tensor:
+        """For state_dict: which rows these are, by step and version of each table. A tensor, which every file takes."""
+        return torch.tensor([self.step, *(store.version for store in self.tables.values())])
 
     def set_extra_state(self, state: Any) -> None:
-        """For load_state_dict: which rows there must be when the next stream begins."""
+        """For load_state_dict: which rows there must be when the next stream begins, or the next step is made."""
         self._loaded = state
 
-    def _require_same_rows(self) -> None:
-        wanted, found = self._loaded, self.get_extra_state()
-        if wanted is not None and wanted != found:
+    def require_rows(self, state: Any) -> None:
+        """Raises if the state, as `get_extra_state` gave it, names other rows than there are."""
+        wanted, found = _rows_of(state), _rows_of(self.get_extra_state())
+        if wanted != found:
             raise StreamError(
                 f"load_state_dict was given the state of {_told(wanted)}, but the tables are at {_told(found)}: rows "
-                "are in no state_dict; save and resume both with satrap.Checkpoint"
+                "are in no state_dict, nor in what Accelerate's save_state or Lightning's checkpoints write; save and "
+                "resume both with satrap.Checkpoint"
             )
-        self._loaded = None
+
+    def _require_same_rows(self) -> None:
+        if self._loaded is not None:
+            self.require_rows(self._loaded)
+            self._loaded = None
 
     def join_attempt(self) -> None:
         """All trainers go on in the attempt that the first one has begun at the servers; one alone begins it now. All
@@ -376,6 +401,7 @@ class Embeddings(torch.nn.Module):
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """For the optimizer: sends the gradients that wait to the tables."""
+        self._require_same_rows()
         scale /= self.trainers.world  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
         if not taken and self._dense is not None and self._dense.has_gradients():
@@ -436,5 +462,13 @@ class _Followed:
     """The next stream over it begins at the position."""
 
 
-def _told(state: Mapping[str, Any]) -> str:
-    return f"step {state['step']}, table versions {state['versions']}"
+def _rows_of(state: Any) -> list[int]:
+    """A step, and the version of each table."""
+    if isinstance(state, Mapping):  # of an older release
+        return [state["step"], *state["versions"].values()]
+    found: list[int] = state.tolist()
+    return found
+
+
+def _told(rows: list[int]) -> str:
+    return f"step {rows[0]}, table versions {rows[1:]}"

@@ -42,6 +42,13 @@ class Trained(Protocol):
     def drop_reached(self, cause: str) -> None:
         """The gradients that wait are not sent."""
 
+    def get_extra_state(self) -> Tensor:
+        """Which rows there are."""
+        ...
+
+    def require_rows(self, state: Any) -> None:
+        """Raises if there are other rows."""
+
 
 class HybridOptimizer(torch.optim.Optimizer):
     """See the file's docstring. Made by `Embeddings.optimizer`."""
@@ -147,16 +154,18 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._embeddings.drop_reached("zero_grad")
 
     def state_dict(self) -> dict[str, Any]:
-        """The dense optimizer's state and the tables' learning rates; the tables' own state is in a checkpoint."""
+        """The dense optimizer's state and the tables' learning rates. Rows are in a `Checkpoint`; this only names them:
+        to load it beside other rows is an error."""
         lrs = {group["table"]: group["lr"] for group in self._tables}
         own = {} if self._at_servers is None else {"start": self._at_servers.start}
-        return {"type": type(self.dense).__name__, "dense": self.dense.state_dict(), "lr": lrs} | own
+        rows = self._embeddings.get_extra_state()
+        return {"type": type(self.dense).__name__, "dense": self.dense.state_dict(), "lr": lrs, "rows": rows} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; refused if it is of other tables."""
         names = [group["table"] for group in self._tables]
         wanted = {"type", "dense", "lr"} if self._at_servers is None else {"type", "dense", "lr", "start"}
-        if set(state_dict) != wanted or set(state_dict["lr"]) != set(names):
+        if set(state_dict) - {"rows"} != wanted or set(state_dict["lr"]) != set(names):
             raise ConfigError(
                 f"the optimizer's state has {sorted(state_dict)} and is of tables {sorted(state_dict.get('lr', ()))}; "
                 f"wanted {sorted(wanted)} of tables {sorted(names)}"
@@ -166,6 +175,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"the dense optimizer was {state_dict['type']} and is {type(self.dense).__name__} here: make it as it "
                 "was, or name another folder"
             )
+        if "rows" in state_dict:  # not from a checkpoint, which brings its own
+            self._embeddings.require_rows(state_dict["rows"])
         if self._at_servers is not None:
             self._at_servers.start_at(state_dict["start"])
         self.dense.load_state_dict(state_dict["dense"])

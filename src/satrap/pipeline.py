@@ -283,6 +283,7 @@ class Pipeline(Generic[Item]):
         if left:
             self._inputs = iter(())  # a source that runs cannot be closed
             raise StreamError(f"{', '.join(left)} did not end within {_CLOSE_SECONDS:g} s: the source does not return")
+        self._state.ahead.clear()
         close = getattr(self._inputs, "close", None)
         if close is not None:
             close()

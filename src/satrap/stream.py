@@ -241,7 +241,7 @@ class Stream(Iterator[Batch]):
         self._inputs, self._train, self._worker = inputs, train, worker
         self._gate, self._on_hold, self._joint = gate, on_hold, joint
         self._held: list[Held] = []  # looked up, neither updated nor dropped
-        self._ahead: deque[Held] = deque()  # handed over behind them, before their lookup
+        self._ahead: deque[Held] = deque()  # behind them, handed over before their lookup
         self._handed: Counter[int] = Counter()  # batches handed over, by step
         self._stepped: set[int] = set()  # steps of which an update was handed on
         self._last_stepped = 0  # of them
@@ -297,7 +297,10 @@ class Stream(Iterator[Batch]):
         try:
             return len(self._inputs)  # type: ignore[arg-type]  # some have it
         except TypeError as error:
-            raise TypeError(f"the length of this stream is not known: {error}") from None
+            raise TypeError(
+                f"the length of this stream is not known: {error} (was it asked for by a torch DataLoader? It cannot "
+                "read a stream: put it inside, embeddings.stream(satrap.Iterable(loader)))"
+            ) from None
 
     def __next__(self) -> Batch:
         if self._ended:
@@ -317,7 +320,8 @@ class Stream(Iterator[Batch]):
             self._pipeline.drop(self._gate.oldest_open)
             return held.hand_over(None)
         self._handed[held.step] += 1
-        (self._held if held.is_there() else self._ahead).append(held)
+        self._ahead.append(held)
+        self._collect()  # in order: what came before it may be there by now
         return held.hand_over(self._use, with_dense=self._dense_at_servers)
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
@@ -468,6 +472,8 @@ class Stream(Iterator[Batch]):
 
     def _close_if_done(self) -> None:
         if self._ended and not self._held and not self._ahead:
+            if self._all_have is not None:
+                self._worker.settle()  # others wait for the last step, and no lookup comes that would tell them
             self.close()
 
     def _drop_all(self, why: str) -> None:

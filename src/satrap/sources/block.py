@@ -74,6 +74,9 @@ class Block(ABC):
     """That is exactly how many there are, so that the end need not be looked for."""
     num_rows: int | None = None
     """How many rows it has; None: not known before it is read."""
+    num_items: int | None = None
+    """How many samples it has, or batches if each of its pieces is one, where that can be asked of it but its rows cannot
+    be read on their own; None: not known before it is read."""
 
     @abstractmethod
     def read(self) -> Iterator[Any]:

@@ -7,7 +7,7 @@ iterable can only be read from its start, so a position costs reading what came 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -109,6 +109,8 @@ class _Items(Block):
     def __init__(self, source: Iterable, columns: Columns, offset: Any) -> None:
         """offset: where the first epoch goes on."""
         self._source, self._columns, self._offset = source, columns, offset
+        if isinstance(source.items, Sized) and (source.samples or source.batch_size is None):
+            self.num_items = len(source.items)
 
     def read(self) -> Iterator[Piece]:
         most_bad, offset = self._source.max_bad_rows, None

@@ -11,7 +11,7 @@ is just what came whole, in its order, is handed on without a copy.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -370,12 +370,18 @@ def _has_flat_label(columns: Columns, parts: list[Piece]) -> bool:
 class Batches(Iterator[Inputs]):
     """The batches of a source. Dropping it, or `close`, ends its threads."""
 
-    def __init__(self, road: Road) -> None:
+    def __init__(self, road: Road, length: Callable[[], int]) -> None:
+        """length: how many they are; TypeError if that is not known."""
+        self._length = length
         self._counts = Counts()
         self._batches = road.batches(self._counts)
 
     def __iter__(self) -> "Batches":
         return self
+
+    def __len__(self) -> int:
+        """How many they are, from the first one on; TypeError where that is not known before they are read."""
+        return self._length()
 
     def __next__(self) -> Inputs:
         return next(self._batches)

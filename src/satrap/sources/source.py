@@ -8,6 +8,7 @@ import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from satrap.checks import (
@@ -26,6 +27,7 @@ from satrap.errors import ConfigError, InputError
 from satrap.features import Features
 from satrap.inputs import Position
 from satrap.sources.block import Block
+from satrap.sources.length import num_batches
 from satrap.sources.road import Batches, Road
 
 _MAX_COUNT = 2**63 - 1
@@ -199,7 +201,7 @@ class Source(ABC):
             rank=rank,
             world=world,
         )
-        return Batches(road)
+        return Batches(road, partial(num_batches, road))
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
         where = type(self).__name__

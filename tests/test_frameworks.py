@@ -1,0 +1,213 @@
+"""Lightning's and Accelerate's own loops end in the bits of the plain one; their checkpoints, without rows, say so."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as lightning
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+
+import satrap
+from loop import Net, batches, bits, job, loss_of
+from satrap import Batch, Embeddings, StreamError
+from satrap.optimizer import HybridOptimizer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+]
+NUM = 12
+
+
+@pytest.fixture(autouse=True)
+def reset() -> Iterator[None]:
+    """Accelerate keeps its state in the process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def items(sized: bool) -> Any:
+    """Of a list the length is known; of a function it is not, so that Lightning reads one batch ahead."""
+    data = batches(NUM)
+    return satrap.Iterable(data if sized else lambda: iter(data))
+
+
+def plain(staleness: int = 0, *, accumulate: int = 1, num: int = NUM) -> list[bytes]:
+    embeddings, model, optimizer = job(staleness, deterministic=True)
+    with embeddings.stream(items(True), accumulate=accumulate) as stream:
+        for i, batch in enumerate(stream, 1):
+            (loss_of(model, batch) / accumulate).backward()
+            if i % accumulate == 0 or i == num:
+                optimizer.step()
+                optimizer.zero_grad()
+            if i == num:
+                break
+    return bits(embeddings, model)
+
+
+class Validation:
+    """A stream for each validation."""
+
+    def __init__(self, embeddings: Embeddings) -> None:
+        self.embeddings, self.passes = embeddings, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.passes += 1
+        return self.embeddings.stream(batches(3, seed=1), train=False)
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc]  # mypy skips it
+    def __init__(self, embeddings: Embeddings, model: Net, optimizer: HybridOptimizer) -> None:
+        super().__init__()
+        self.embeddings, self.model, self.optimizer = embeddings, model, optimizer
+        self.steps: list[int] = []
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        self.steps.append(batch.step)
+        self.log("loss", loss := loss_of(self.model, batch), batch_size=len(batch))
+        return loss
+
+    def configure_optimizers(self) -> HybridOptimizer:
+        return self.optimizer
+
+
+class Validated(Module):
+    def validation_step(self, batch: Batch, _: int) -> None:
+        assert batch.step == 0 and not batch.embeddings.requires_grad
+        self.log("val", loss_of(self.model, batch), batch_size=len(batch))
+
+
+def fit(module: Module, stream: Any, validation: Any = None, **options: Any) -> None:
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = lightning.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | options)
+    trainer.fit(module, stream, validation)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize(("staleness", "accumulate"), [(0, 1), (4, 1), (0, 3), (1, 2)])
+def test_lightning_ends_in_the_plain_loops_bits(staleness: int, accumulate: int, sized: bool) -> None:
+    module = Module(*job(staleness, deterministic=True))
+    with module.embeddings.stream(items(sized), accumulate=accumulate) as stream:
+        fit(module, stream, accumulate_grad_batches=accumulate)
+        assert not stream.dropped
+    assert module.steps == [1 + i // accumulate for i in range(NUM)]
+    assert bits(module.embeddings, module.model) == plain(staleness, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_lightning_validates_in_the_middle(sized: bool) -> None:
+    """And before, as its check of the validation loop."""
+    module = Validated(*job())
+    store: Any = module.embeddings.tables["user"]
+    store.lookup(batches(1)[0].values[:1])  # to evaluate no row at all warns
+    validation = Validation(module.embeddings)
+    with module.embeddings.stream(items(sized)) as stream:
+        fit(module, stream, validation, val_check_interval=4, num_sanity_val_steps=2)
+        assert not stream.dropped
+    assert validation.passes >= 1 + NUM // 4
+    assert bits(module.embeddings, module.model) == plain()
+    assert module.embeddings.training
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_lightning_stops_early(sized: bool) -> None:
+    """The batch that it had read ahead was never used."""
+    module = Module(*job())
+    with module.embeddings.stream(items(sized)) as stream:
+        fit(module, stream, limit_train_batches=5)
+    assert bits(module.embeddings, module.model) == plain(num=5)
+    assert module.embeddings.step == 5 and stream.dropped.keys() <= {"unused"}
+
+
+def test_a_second_epoch_of_a_stream_is_an_error_and_not_empty() -> None:
+    module = Module(*job())
+    with (
+        module.embeddings.stream(items(False)) as stream,
+        pytest.raises(StreamError, match="a stream is one pass over its data"),
+    ):
+        fit(module, stream, max_epochs=2)
+
+
+@pytest.mark.parametrize(("staleness", "accumulate"), [(0, 1), (4, 1), (0, 3), (1, 2)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_accelerate_ends_in_the_plain_loops_bits(staleness: int, accumulate: int, ahead: bool) -> None:
+    """With the stream prepared as all else is; ahead: all of its batches are taken before the first step."""
+    embeddings, model, inner = job(staleness, deterministic=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    with embeddings.stream(items(False), accumulate=accumulate) as stream:
+        net, optimizer, prepared = accelerator.prepare(model, inner, stream)
+        taken: Iterable[Batch] = list(prepared) if ahead else prepared
+        for batch in taken:
+            with accelerator.accumulate(net):
+                accelerator.backward(loss_of(net, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not stream.dropped
+    assert bits(embeddings, model) == plain(staleness, accumulate=accumulate)
+
+
+class Both(nn.Module):
+    """A model that holds the embeddings, so that its state_dict names their rows."""
+
+    def __init__(self, embeddings: Embeddings, model: Net) -> None:
+        super().__init__()
+        self.embeddings, self.model = embeddings, model
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["model alone", "model with embeddings"])
+@pytest.mark.parametrize("safe", [False, True], ids=["pickle", "safetensors"])
+def test_accelerates_state_without_rows_says_so_when_it_is_loaded(holds: bool, safe: bool, tmp_path: Path) -> None:
+    def prepared() -> tuple[Accelerator, Embeddings, Net, Any]:
+        embeddings, model, inner = job()
+        accelerator = Accelerator(cpu=True)
+        whole, optimizer = accelerator.prepare(Both(embeddings, model) if holds else model, inner)
+        assert whole is not None
+        return accelerator, embeddings, model, optimizer
+
+    accelerator, embeddings, model, optimizer = prepared()
+    for batch in embeddings.stream(items(True)):
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    accelerator.load_state(str(tmp_path))  # beside the rows that it was saved with
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, embeddings, _, _ = prepared()
+    with pytest.raises(StreamError, match=f"state of step {NUM}, .* tables are at step 0, .*satrap.Checkpoint"):
+        accelerator.load_state(str(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["stream", "step", "evaluation"])
+def test_a_models_state_without_rows_is_refused_before_it_is_used(what: str) -> None:
+    embeddings, model, optimizer = job()
+    for batch in embeddings.stream(items(True)):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = Both(embeddings, model).state_dict()
+    embeddings, model, optimizer = job()
+    begun = embeddings.stream(items(True))
+    Both(embeddings, model).load_state_dict(state)
+    with begun, pytest.raises(StreamError, match=f"state of step {NUM}, .* tables are at step 0"):
+        if what == "step":
+            loss_of(model, next(begun)).backward()
+            optimizer.step()
+        else:
+            embeddings.stream(items(True), train=what == "stream")
+
+
+def test_a_training_stream_is_begun_in_evaluation_if_told_so() -> None:
+    embeddings, model, optimizer = job()
+    embeddings.eval()
+    with embeddings.stream(batches(2), train=True) as stream:
+        loss_of(model, next(stream)).backward()
+        optimizer.step()
+    assert embeddings.step == 1 and not torch.is_inference_mode_enabled()

@@ -1,0 +1,377 @@
+"""Loops that ask for batches before they have stepped the earlier ones train as the plain loop, or say what to do."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import satrap
+from loop import BATCH, NUM_IDS, batches, bits, job, loss_of, rows
+from satrap import Batch, Checkpoint, Inputs, StreamError
+from satrap.stream import Stream
+
+each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+HOW: dict[str, Callable[[Stream], Iterable[Batch]]] = {}
+
+
+def by(name: str) -> Callable[[Callable[[Stream], Iterable[Batch]]], None]:
+    def note(how: Callable[[Stream], Iterable[Batch]]) -> None:
+        HOW[name] = how
+
+    return note
+
+
+@by("plain")
+def _(stream: Stream) -> Iterable[Batch]:
+    return stream
+
+
+@by("all at once")
+def _(stream: Stream) -> Iterable[Batch]:
+    return list(stream)
+
+
+@by("one ahead")
+def _(stream: Stream) -> Iterator[Batch]:
+    """As Lightning and Accelerate do."""
+    one = next(stream)
+    for following in stream:
+        yield one
+        one = following
+    yield one
+
+
+@by("three ahead")
+def _(stream: Stream) -> Iterator[Batch]:
+    held = list(islice(stream, 3))
+    for following in stream:
+        held.append(following)
+        yield held.pop(0)
+    yield from held
+
+
+def trained(
+    how: str, staleness: int, overlap: bool, *, accumulate: int = 1, skip: tuple[int, ...] = (), num: int = 14
+) -> tuple[list[bytes], dict[str, int], list[float]]:
+    """What a loop ends with: bits, batches dropped, losses."""
+    embeddings, model, optimizer = job(staleness, deterministic=True)
+    stream, losses = embeddings.stream(batches(num), overlap=overlap, accumulate=accumulate), []
+    for i, batch in enumerate(HOW[how](stream)):
+        assert batch.step == 1 + i // accumulate
+        if i in skip:
+            continue
+        loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        if (i + 1) % accumulate == 0 or i == num - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    embeddings.drain()
+    lost = dict(stream.dropped)
+    stream.close()
+    for store in embeddings.tables.values():
+        store.check()
+    return bits(embeddings, model), lost, losses
+
+
+@each_way
+@pytest.mark.parametrize(("staleness", "accumulate"), [(0, 1), (0, 3), (1, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("how", [name for name in HOW if name != "plain"])
+def test_reading_ahead_ends_in_the_plain_loops_bits(how: str, staleness: int, accumulate: int, overlap: bool) -> None:
+    found = trained(how, staleness, overlap, accumulate=accumulate)
+    assert found == trained("plain", staleness, overlap, accumulate=accumulate)
+    assert found[1] == {}
+
+
+@each_way
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("how", list(HOW))
+def test_batches_that_are_passed_over_are_counted_once(how: str, staleness: int, overlap: bool) -> None:
+    skip = (0, 3, 4, 5, 9)
+    found = trained(how, staleness, overlap, skip=skip)
+    assert found == trained("plain", staleness, overlap, skip=skip)
+    assert found[1] == {"unused": len(skip)}
+
+
+@each_way
+def test_what_the_staleness_let_out_trains_at_the_end_of_the_stream(overlap: bool) -> None:
+    embeddings, _, optimizer = job(4)
+    stream = embeddings.stream(batches(3), overlap=overlap)
+    held = list(stream)
+    assert [batch.step for batch in held] == [1, 2, 3]
+    losses = [batch.embeddings.square().mean() for batch in held]  # used, all before the first step
+    for loss in losses:
+        before = rows(embeddings)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        embeddings.drain()
+        assert any((rows(embeddings)[name] != before[name]).any() for name in before)
+    assert not stream.dropped and embeddings.step == 3
+    assert next(stream, None) is None
+
+
+@each_way
+def test_using_a_batch_too_early_names_the_cure_and_changes_nothing(overlap: bool) -> None:
+    embeddings, model, optimizer = job()
+    stream = embeddings.stream(batches(3), overlap=overlap)
+    first, second, third = stream
+    assert len(second) == BATCH and second.dense.shape == (BATCH, 2) and second.label.shape == (BATCH,)
+    assert "not looked up yet" in repr(second)
+    loss_of(model, first).backward()
+    for early, staleness in ((second, 1), (third, 2)):
+        with pytest.raises(StreamError, match=rf"step {early.step}: .*staleness={staleness}\)") as caught:
+            _ = early.embeddings
+        assert "step 1" in str(caught.value) and "optimizer.step()" in str(caught.value)
+    for batch in (first, second, third):
+        if batch is not first:
+            loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert embeddings.step == 3 and not stream.dropped
+
+
+@each_way
+def test_a_backward_pass_to_a_dropped_batch_raises(overlap: bool) -> None:
+    embeddings, model, optimizer = job()
+    stream = embeddings.stream(batches(3), overlap=overlap)
+    first, second, third = stream
+    loss = first.embeddings.sum()
+    loss_of(model, third).backward()
+    optimizer.step()
+    with pytest.raises(StreamError, match=r"step 1: its batch was dropped: .* step 3 was used .*staleness=2\)"):
+        loss.backward()
+    with pytest.raises(StreamError, match="step 2: its batch was dropped"):
+        _ = second.embeddings
+    assert stream.dropped == {"unused": 2}
+    stream.close()
+
+
+def test_a_backward_pass_after_zero_grad_raises() -> None:
+    embeddings, model, optimizer = job()
+    stream = embeddings.stream(batches(2))
+    loss = loss_of(model, next(stream))
+    loss.backward(retain_graph=True)
+    optimizer.zero_grad()
+    with pytest.raises(StreamError, match=r"step 1: its batch was dropped: zero_grad\(\) cleared its gradients"):
+        loss.backward()
+
+
+@each_way
+def test_a_batch_kept_when_its_stream_was_left_says_so(overlap: bool) -> None:
+    embeddings, model, optimizer = job()
+    first, second = islice(embeddings.stream(batches(6), overlap=overlap), 2)
+    loss = first.embeddings.sum()
+    for batch in embeddings.stream(batches(2, seed=1)):
+        loss_of(model, batch).backward()
+        optimizer.step()
+    with pytest.raises(StreamError, match="step 1: its batch was dropped: this stream ended when another training"):
+        loss.backward()
+    with pytest.raises(StreamError, match="step 2: its batch was dropped: this stream ended when another training"):
+        _ = second.sequences
+    assert embeddings.counters().lost == {"batches/closed": 1, "batches/unused": 1} and embeddings.step == 3
+
+
+@each_way
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_loop_that_uses_nothing_keeps_nothing(staleness: int, overlap: bool) -> None:
+    """Batches that the user let go of are settled, or a pass over an endless source would fill the memory."""
+    embeddings, _, _ = job(staleness)
+    arrays: list[weakref.ref[Any]] = []
+    most = 0
+
+    def made() -> Iterator[dict[str, Any]]:
+        rng = np.random.default_rng(0)
+        for _ in range(40):
+            values = rng.integers(0, NUM_IDS, (3, BATCH)).astype(np.uint64)
+            yield {"user": values[0], "item": values[1], "history": values[2]}
+
+    with embeddings.stream(satrap.Iterable(made, num_threads=0), overlap=overlap) as stream:
+        for _count, batch in enumerate(stream, 1):
+            arrays.append(weakref.ref(batch.inputs.values))
+            most = max(most, sum(each() is not None for each in arrays))
+        del batch
+    assert _count == 40 and most <= 2 * staleness + 4
+    assert stream.dropped == {"unused": 40}
+    gc.collect()
+    assert not any(each() is not None for each in arrays)
+
+
+@each_way
+def test_an_evaluation_in_the_middle_leaves_what_was_read_ahead(overlap: bool) -> None:
+    def run(evaluates: bool) -> list[bytes]:
+        embeddings, model, optimizer = job()
+        for i, batch in enumerate(HOW["one ahead"](embeddings.stream(batches(8), overlap=overlap))):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates and i % 3 == 0:
+                embeddings.eval()
+                assert len(list(embeddings.stream(batches(3, seed=1)))) == 3
+                embeddings.train()
+        return bits(embeddings, model)
+
+    assert run(True) == run(False)
+
+
+@each_way
+@pytest.mark.parametrize("how", ["one ahead", "three ahead"])
+def test_a_checkpoint_between_counts_no_batch_that_was_only_read(how: str, overlap: bool, tmp_path: Path) -> None:
+    data = satrap.Iterable(batches(10))
+    wanted = trained("plain", 0, overlap, num=10)[0]
+    embeddings, model, optimizer = job()
+    run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
+    for batch in HOW[how](embeddings.stream(data, overlap=overlap)):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if batch.step == 4:
+            run.save()
+            break
+    embeddings.stream([]).close()
+    embeddings, model, optimizer = job()
+    assert Checkpoint(tmp_path, model, optimizer, embeddings, data).resume() and embeddings.step == 4
+    for batch in HOW[how](embeddings.stream(data, overlap=overlap)):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert embeddings.step == 10 and bits(embeddings, model) == wanted
+
+
+def test_an_overflow_drops_its_batch_alone() -> None:
+    embeddings, model, optimizer = job()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    stream = embeddings.stream(batches(4))
+    for i, batch in enumerate(list(stream)):
+        loss = loss_of(model, batch) * (float("inf") if i == 1 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert stream.dropped == {"overflow": 1} and embeddings.step == 4
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"batch_size": None}])
+def test_a_data_loader_around_a_stream_is_refused(options: dict[str, Any], sized: bool) -> None:
+    embeddings, _, _ = job()
+    data: list[Inputs] = batches(4)
+    stream = embeddings.stream(data if sized else (each for each in data))
+    with pytest.raises((StreamError, TypeError), match=r"satrap\.Iterable\(loader\)"):
+        next(iter(DataLoader(stream, **options)))  # type: ignore[arg-type]
+    stream.close()
+
+
+class Wrapped(torch.utils.data.IterableDataset[Batch]):
+    """A stream that a DataLoader's workers would read, each in a process of its own."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.stream
+
+
+def test_a_data_loaders_worker_refuses_a_stream() -> None:
+    embeddings, _, _ = job()
+    with embeddings.stream(batches(4), overlap=False) as stream:
+        reader = iter(DataLoader(Wrapped(stream), batch_size=None, num_workers=1))
+        with pytest.raises(StreamError, match=r"satrap\.Iterable\(loader\)"):
+            next(reader)
+        reader._shutdown_workers()  # type: ignore[attr-defined]  # what it does when it is collected, but now
+
+
+def test_a_stream_is_one_pass() -> None:
+    embeddings, _, _ = job()
+    embeddings.eval()
+    with pytest.warns(UserWarning, match="no table has a row yet"):
+        stream = embeddings.stream(batches(3))
+    assert len(list(stream)) == 3 and next(stream, None) is None
+    with pytest.raises(StreamError, match=r"a stream is one pass over its data: begin another one"):
+        iter(stream)
+
+
+ROWS = 37
+COLUMNS = {"user": np.arange(ROWS), "item": np.arange(ROWS), "history": np.arange(ROWS)}
+
+
+def parquet(tmp_path: Path) -> str:
+    pq.write_table(pa.table(COLUMNS), tmp_path / "rows.parquet", row_group_size=10)
+    return str(tmp_path / "rows.parquet")
+
+
+SOURCES: dict[str, Callable[..., Any]] = {
+    "parquet": lambda folder, **options: satrap.Parquet(parquet(folder), block_rows=10, **options),
+    "table": lambda _, **options: satrap.Arrow(pa.table(COLUMNS), block_rows=10, **options),
+    "frame": lambda _, **options: satrap.Frame(COLUMNS, block_rows=10, **options),
+    "samples": lambda _, **options: satrap.Iterable(
+        [{name: int(i) for name in COLUMNS} for i in range(ROWS)], samples=True, **options
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"drop_last": True}, {"epochs": 3}, {"epochs": 2, "shuffle": True, "shuffle_blocks": 2}], ids=str
+)
+@pytest.mark.parametrize("kind", list(SOURCES))
+def test_a_streams_length_is_its_batches(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """From every position, and with another batch size behind it."""
+    embeddings, _, optimizer = job()
+    data = SOURCES[kind](tmp_path, batch_size=5, **options)
+    stream = embeddings.stream(data)
+    positions = [batch.position for batch in stream]
+    assert len(stream) == len(positions)
+    for position in positions[:: max(1, len(positions) // 5)]:
+        for other in (data, data.replace(batch_size=4)):
+            rest = other.batches(embeddings.features, position=position)
+            told = len(rest)
+            assert told == len(list(rest))
+    assert not optimizer.state
+
+
+def test_a_lists_length_is_its_items() -> None:
+    embeddings, _, _ = job()
+    data = satrap.Iterable(batches(5), epochs=2)
+    stream = embeddings.stream(data)
+    position = [batch.position for batch in stream][5]
+    assert len(stream) == 10 and len(data.batches(embeddings.features, position=position)) == 4
+    assert len(embeddings.stream(batches(3))) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"epochs": None}, "epochs is None"),
+        ({"max_bad_rows": 1}, "rows may be left out"),
+        ({"label": satrap.LabelColumn("user", missing="drop")}, "rows may be left out"),
+    ],
+)
+def test_a_length_that_is_not_known_says_why(options: dict[str, Any], told: str) -> None:
+    embeddings, _, _ = job()
+    with embeddings.stream(satrap.Frame(COLUMNS, batch_size=5, **options), overlap=False) as stream:
+        with pytest.raises(TypeError, match=f"the length of this stream is not known: {told}"):
+            len(stream)
+        assert len(list(islice(stream, 3))) == 3
+
+
+def test_staleness_without_a_free_core_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.embeddings.spare_cores", lambda: 0)
+    embeddings, _, _ = job(4)
+    with pytest.warns(UserWarning, match=r"staleness=4 .*torch\.set_num_threads.*overlap=True"):
+        embeddings.stream(batches(1)).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        embeddings.stream(batches(1)).close()
+        job(4)[0].stream(batches(1), overlap=False).close()
+        for quiet in (job(4, deterministic=True)[0], job(0)[0]):
+            quiet.stream(batches(1)).close()

@@ -75,8 +75,8 @@ class Block(ABC):
     num_rows: int | None = None
     """How many rows it has; None: not known before it is read."""
     num_items: int | None = None
-    """How many samples it has, or batches if each of its pieces is one, where that can be asked of it but its rows cannot
-    be read on their own; None: not known before it is read."""
+    """How many samples it has, or batches if each of its pieces is one, where that is known but they cannot be read on
+    their own; None: not known before it is read."""
 
     @abstractmethod
     def read(self) -> Iterator[Any]:

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src/satrap"
 # Lowest first. A file imports from files of the layers before its own; the native module knows nobody but errors.
 LAYERS = [
     "errors",
+    "interrupts",
     "checks",
     "config",
     "metrics",

@@ -14,6 +14,9 @@ number; one that nobody waits for is ignored.
    and the next one makes another connection. Nor, without a word, to who answered what it cannot read: whoever waits
    for a connection does so every some seconds.
 
+A call that Ctrl-C interrupts is given up, and may still run at the server. A message is sent and taken whole, whatever
+comes, so the connection is good for the next call.
+
 Delivery is at least once: a served method must be idempotent. Arrays are sent from where they lie, so leave the arrays
 of a call alone until its result came; received ones are read-only views.
 """
@@ -36,6 +39,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from satrap.checks import check_number, suggest
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
+from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import join_address, require_loopback, resolve_host, split_address
 from satrap.rpc.faults import decode_error
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
@@ -132,7 +136,7 @@ class Client(Generic[P]):
         schedule.look(now)
         connection = self._connection(min(seconds, _CONNECT_SECONDS))
         pending = Pending(connection, method, number, origin, frames, schedule, seconds)
-        with connection.lock:
+        with Uninterrupted(), connection.lock:
             connection.require_open()
             connection.waiting[pending.number] = pending
             connection.try_send(pending, time.monotonic())
@@ -165,12 +169,12 @@ class Client(Generic[P]):
             )
         connection: _Connection | None = getattr(self._own, "connection", None)
         if connection is None or connection.refusal is not None:
-            with self._lock:
+            with Uninterrupted(), self._lock:
                 if self._closed:
                     raise RpcError(f"{self.address}: this client is closed; make another")
                 connection = _Connection(self._context, self.address, self._keys)
                 self._connections.add(connection)
-            self._own.connection = connection
+                self._own.connection = connection
             with connection.lock:
                 connection.poll(_OUT, math.ceil(1000 * seconds))
         return connection
@@ -347,16 +351,19 @@ class _Connection:
             now = time.monotonic()
             schedule.look(now)
             if schedule.is_due(now):
-                self.try_send(pending, now)
+                with Uninterrupted():
+                    self.try_send(pending, now)
             blocked = schedule.is_due(now)
             if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
                 pending.tell_unconnected()
             if blocked and now > self._stood + _ANEW_SECONDS:
-                self._connect_anew(now)
+                with Uninterrupted():
+                    self._connect_anew(now)
             seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
             wanted = _IN | _OUT if blocked else _IN
             if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:
-                self._receive()
+                with Uninterrupted():
+                    self._receive()
             elif schedule.is_over(now) or now >= until:
                 return
 
@@ -367,7 +374,8 @@ class _Connection:
             polled.append((self._refusals, _IN))
         ready = dict(zmq.zmq_poll(polled, milliseconds))
         if self._refusals in ready:
-            self._take_refusal()
+            with Uninterrupted():
+                self._take_refusal()
         return ready.get(self.socket, 0)
 
     def close(self) -> None:

@@ -1,0 +1,169 @@
+"""Ctrl-C at every moment of a training loop, which goes on then as a notebook's does: every batch that a backward pass
+has reached is applied exactly once or counted as lost, whatever was interrupted; nothing hangs, no error is nameless.
+
+Rows are counted: each batch has ids of its own, gradients of 1 and SGD of lr 1, so a row is minus the number of its
+updates. Each moment of each call is tried, one after another, in one job that goes on and on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cluster import DEADLINE_SECONDS, serving
+from far_parts import send_through, working
+from interrupts import Interrupts, no_hang
+from rpc_parts import Calls, Served
+from satrap import SGD, Embeddings, Parquet, Table, Zeros
+from satrap.errors import StreamError
+from satrap.far import FarWorker
+from satrap.remote import RemoteWorker
+from satrap.rpc import Client, Service
+
+BATCH, NUM_BATCHES = 4, 5
+CALLS = ("next", "step", "zero_grad", "drain", "close")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Batches whose ids are in no other; a column says which batch a row is of."""
+    file = tmp_path_factory.mktemp("interrupts") / "rows.parquet"
+    ids = np.arange(BATCH * NUM_BATCHES, dtype=np.uint64)
+    pq.write_table(pa.table({"id": ids, "batch": ids // BATCH}), file)
+    return file
+
+
+@contextmanager
+def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
+    """Rows here, on two servers, or on those behind a worker in a process of its own."""
+    table = Table("t", dim=2, optimizer=SGD(lr=1.0), initial=Zeros(), num_buckets=8)
+    with ExitStack() as stack:
+        how: dict[str, Any] = {"staleness": staleness, "num_threads": 1}
+        if rows != "local":
+            how["servers"] = [each.address for each in stack.enter_context(serving(2))]
+        made = Embeddings({"id": table}, **how)
+        if isinstance(made.worker, RemoteWorker):
+            stack.callback(made.worker.servers.close)
+        if rows == "worker":
+            send_through(made, stack.enter_context(working())[0].address)
+            assert isinstance(made.worker, FarWorker)
+            stack.callback(made.worker.close)
+        yield made
+
+
+class Loop:
+    """A notebook's: a call that was interrupted is made again, or its batch is given up, or a new stream is begun."""
+
+    def __init__(self, embeddings: Embeddings, path: Path, overlap: bool, rng: np.random.Generator) -> None:
+        self._embeddings, self._overlap, self._rng = embeddings, overlap, rng
+        self._source = Parquet(str(path), batch_size=BATCH, extra="batch", num_threads=1)
+        self._optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+        self._seen = np.zeros(NUM_BATCHES, np.int64)  # how often a backward pass reached each batch
+        self._unseen = 0  # interrupts of next(): its batch may have been looked up and never come to the user
+        self._at, self._which = 0, ""
+        self.came = False
+        self._begin()
+
+    def round(self, which: str, at: int) -> bool:
+        """One step, and an interrupt at the n-th moment of the calls of that name; whether there was one."""
+        self._which, self._at, self.came = which, at, False
+        self._do("zero_grad", self._optimizer.zero_grad)
+        batch = self._do("next", self._next)
+        if batch is None:
+            self._do("close", self._stream.close)
+            self._begin()
+            batch = self._next()
+        batch.embeddings.sum().backward()
+        self._seen[int(batch.inputs.extra["batch"][0].as_py())] += 1
+        if self._seen.sum() % 7 == 0:
+            self._do("drop", self._optimizer.zero_grad)
+        self._do("step", self._optimizer.step)
+        self._do("drain", self._embeddings.drain)
+        self._embeddings.drain()
+        self._check()
+        return self.came
+
+    def _begin(self) -> None:
+        self._stream = self._embeddings.stream(self._source, overlap=self._overlap)
+
+    def _next(self) -> Any:
+        try:
+            return next(self._stream, None)
+        except StreamError as error:
+            assert "interrupted" in str(error)
+            return None
+
+    def _do(self, name: str, call: Callable[[], Any]) -> Any:
+        """What the call returns."""
+        if name != self._which or self.came:
+            return call()
+        interrupts = Interrupts(self._at)
+        try:
+            with interrupts:
+                return call()
+        except KeyboardInterrupt:
+            self._unseen += name == "next"
+            again = int(self._rng.integers(3))
+            if again == 0:
+                self._optimizer.zero_grad()
+            elif again == 1:
+                self._begin()
+            return call() if again == 2 or name == "next" else None
+        finally:
+            self.came = interrupts.came
+
+    def _check(self) -> None:
+        rows = self._embeddings.tables["t"].read(np.arange(BATCH * NUM_BATCHES, dtype=np.uint64)).values
+        applied = -rows.reshape(NUM_BATCHES, -1)
+        assert (applied == applied[:, :1]).all(), f"batches that are applied in part: {applied}"
+        missing = self._seen - applied[:, 0]
+        lost = self._embeddings.counters().lost
+        assert (missing >= 0).all(), f"applied more often than stepped: {-missing}"
+        assert missing.sum() <= sum(lost.values()) <= missing.sum() + self._unseen, f"missing {missing}, lost {lost}"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "threads"])
+@pytest.mark.parametrize("rows", ["local", "remote", "worker"])
+def test_every_moment_of_a_loop(rows: str, overlap: bool, path: Path, rng: np.random.Generator) -> None:
+    import os
+
+    calls = os.environ.get("CALLS", "next step drop drain close").split()
+    with embeddings_over(rows, 2 if overlap else 0) as embeddings:
+        loop = Loop(embeddings, path, overlap, rng)
+        for call in calls:
+            at, idle = 1, 0
+            while idle < 40:
+                try:
+                    with no_hang(DEADLINE_SECONDS):
+                        came = loop.round(call, at)
+                except BaseException as error:
+                    error.add_note(f"interrupted: moment {at} of {call}")
+                    raise
+                at, idle = (at + 1, 0) if came else (at, idle + 1)
+            print(f"{call}: {at - 1} moments")
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_every_moment_of_a_remote_call(connected: bool) -> None:
+    """The connection is good for the next call: no part of a message is left over."""
+    ids = np.arange(100, dtype=np.uint64)
+    with ExitStack() as stack, no_hang(DEADLINE_SECONDS):
+        service = stack.enter_context(Service(Served(), Calls, "tcp://127.0.0.1:0"))
+        client, at, came = stack.enter_context(Client(Calls, service.address, deadline=5.0)), 1, True
+        while came:
+            if not connected:
+                client = stack.enter_context(Client(Calls, service.address, deadline=5.0))
+            interrupts = Interrupts(at)
+            with suppress(KeyboardInterrupt), interrupts:
+                client.call.double(ids)
+            assert np.array_equal(client.call.double(2 * ids), 4 * ids), f"after moment {at}"
+            came, at = interrupts.came, at + (1 if connected else 7)
+        assert at > 100

@@ -69,12 +69,13 @@ class Loop:
         self._seen = np.zeros(NUM_BATCHES, np.int64)  # how often a backward pass reached each batch
         self._unseen = 0  # interrupts of next(): its batch may have been looked up and never come to the user
         self._at, self._which = 0, ""
-        self.came = False
+        self._came: bool | None = None
         self._begin()
 
-    def round(self, which: str, at: int) -> bool:
-        """One step, and an interrupt at the n-th moment of the calls of that name; whether there was one."""
-        self._which, self._at, self.came = which, at, False
+    def round(self, which: str, at: int) -> bool | None:
+        """One step, and an interrupt at the n-th moment of the call of that name; whether there was one. None: there
+        was no such call in this round."""
+        self._which, self._at, self._came = which, at, None
         self._do("zero_grad", self._optimizer.zero_grad)
         batch = self._do("next", self._next)
         if batch is None:
@@ -83,13 +84,17 @@ class Loop:
             batch = self._next()
         batch.embeddings.sum().backward()
         self._seen[int(batch.inputs.extra["batch"][0].as_py())] += 1
-        if self._seen.sum() % 7 == 0:
+        if self._which == "drop" or self._seen.sum() % 7 == 0:
             self._do("drop", self._optimizer.zero_grad)
-        self._do("step", self._optimizer.step)
+        else:
+            self._do("step", self._optimizer.step)
         self._do("drain", self._embeddings.drain)
         self._embeddings.drain()
         self._check()
-        return self.came
+        return self._came
+
+    def end(self) -> None:
+        self._stream.close()
 
     def _begin(self) -> None:
         self._stream = self._embeddings.stream(self._source, overlap=self._overlap)
@@ -103,7 +108,7 @@ class Loop:
 
     def _do(self, name: str, call: Callable[[], Any]) -> Any:
         """What the call returns."""
-        if name != self._which or self.came:
+        if name != self._which or self._came is not None:
             return call()
         interrupts = Interrupts(self._at)
         try:
@@ -118,7 +123,7 @@ class Loop:
                 self._begin()
             return call() if again == 2 or name == "next" else None
         finally:
-            self.came = interrupts.came
+            self._came = interrupts.came
 
     def _check(self) -> None:
         rows = self._embeddings.tables["t"].read(np.arange(BATCH * NUM_BATCHES, dtype=np.uint64)).values
@@ -139,16 +144,19 @@ def test_every_moment_of_a_loop(rows: str, overlap: bool, path: Path, rng: np.ra
     with embeddings_over(rows, 2 if overlap else 0) as embeddings:
         loop = Loop(embeddings, path, overlap, rng)
         for call in calls:
-            at, idle = 1, 0
-            while idle < 40:
+            at, misses = 1, 0  # calls differ in length
+            while misses < 5:
                 try:
                     with no_hang(DEADLINE_SECONDS):
                         came = loop.round(call, at)
                 except BaseException as error:
                     error.add_note(f"interrupted: moment {at} of {call}")
                     raise
-                at, idle = (at + 1, 0) if came else (at, idle + 1)
+                at += came is True
+                misses = 0 if came else misses + (came is False)
             print(f"{call}: {at - 1} moments")
+            assert at > 10
+        loop.end()
 
 
 @pytest.mark.parametrize("connected", [True, False])

@@ -23,13 +23,15 @@ from satrap.dense import DenseParameters, require_free_names
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Feature, Features
 from satrap.inputs import Inputs, Position
+from satrap.interrupts import Uninterrupted
 from satrap.local import LocalWorker
+from satrap.lookup import Lookup
 from satrap.optimizer import HybridOptimizer
 from satrap.place import here
 from satrap.report import Counters
 from satrap.sources.declared import travels
 from satrap.sources.iterable import Iterable as Items
-from satrap.stream import Lookup, Stream
+from satrap.stream import Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
@@ -221,26 +223,28 @@ class Embeddings(torch.nn.Module):
         self._require_own_rows()
         if self._dense is not None:
             self._dense.begin()
-        position = None
-        if (followed := self._followed.get(id(data))) is not None and followed.resume:
-            position, followed.resume = followed.position, False
+        followed = self._followed.get(id(data))
+        position = followed.position if followed is not None and followed.resume else None
         several = self.trainers.world > 1
         share = {"rank": self.trainers.rank, "world": self.trainers.world} if several else {}
         inputs = self._batches(data, position, **share)
         gate = Gate(self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step)
-        self._training_data = data
-        self._training = Stream(
-            inputs,
-            self.worker,
-            gate,
-            train=True,
-            device=place,
-            overlap=overlap,
-            on_hold=self._optimizer.hold,
-            position=position,
-            all_have=self.trainers.all if several and self._dense is None else None,
-            dense=self._dense,
-        )
+        with Uninterrupted():
+            self._training_data = data
+            self._training = Stream(
+                inputs,
+                self.worker,
+                gate,
+                train=True,
+                device=place,
+                overlap=overlap,
+                on_hold=self._optimizer.hold,
+                position=position,
+                all_have=self.trainers.all if several and self._dense is None else None,
+                dense=self._dense,
+            )
+            if followed is not None:
+                followed.resume = False
         return self._training
 
     def _warn_of_no_core(self) -> None:
@@ -342,10 +346,11 @@ class Embeddings(torch.nn.Module):
         if self._training is None:
             return
         self._training.close("this stream ended when another training stream was begun, or a checkpoint was resumed")
-        self._step, self._past = self._training.last_step, self._past + self._training.counters()
-        if (followed := self._followed.get(id(self._training_data))) is not None and not followed.resume:
-            followed.position = self._training.position
-        self._training = self._training_data = None
+        with Uninterrupted():
+            self._step, self._past = self._training.last_step, self._past + self._training.counters()
+            if (followed := self._followed.get(id(self._training_data))) is not None and not followed.resume:
+                followed.position = self._training.position
+            self._training = self._training_data = None
 
     def counters(self) -> Counters:
         """What training did so far, over all its streams: rows, seconds of each stage, staleness, what was lost."""

@@ -8,9 +8,11 @@ more, and wait for what runs. An error in a thread is raised where its piece wou
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
+from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 from satrap.sources.block import Block, Piece
 
 _END = object()
@@ -77,8 +79,18 @@ class Ahead:
         if self._pool is None:
             reading.results.append(lambda: reading.step(turn))
         else:
-            future: Future[Piece | None] = self._pool.submit(reading.step, turn)
-            reading.results.append(future.result)
+            with Uninterrupted():
+                future: Future[Piece | None] = self._pool.submit(reading.step, turn)
+            reading.results.append(partial(_result, future))
+
+
+def _result(future: Future[Piece | None]) -> Piece | None:
+    """Waits for it. An interrupt must not come while the future's own lock is held, which its thread waits for."""
+    with Uninterrupted() as held:
+        while not future.done():
+            wait([future], SLICE_SECONDS)
+            held.look()
+        return future.result()
 
 
 class _Reading:

@@ -175,8 +175,10 @@ class Client(Generic[P]):
                 connection = _Connection(self._context, self.address, self._keys)
                 self._connections.add(connection)
                 self._own.connection = connection
-            with connection.lock:
-                connection.poll(_OUT, math.ceil(1000 * seconds))
+            until = time.monotonic() + seconds
+            with Uninterrupted() as held, connection.lock:
+                while not connection.poll(_OUT, _CLOSED_MS) and connection.refusal is None and time.monotonic() < until:
+                    held.look()
         return connection
 
 
@@ -345,27 +347,31 @@ class _Connection:
 
     def wait(self, pending: Pending, until: float) -> None:
         """Returns once there is an answer, or the deadline or the time given has passed."""
+        with Uninterrupted() as held:  # pyzmq can lose an interrupt, and a message must be taken whole
+            while pending.answer is None:
+                held.look()
+                if not self._go_on(pending, until):
+                    return
+
+    def _go_on(self, pending: Pending, until: float) -> bool:
+        """Sends what is due, and takes a message if one comes within a while; False: the time is over."""
         schedule = pending.schedule
-        while pending.answer is None:
-            self.require_open()
-            now = time.monotonic()
-            schedule.look(now)
-            if schedule.is_due(now):
-                with Uninterrupted():
-                    self.try_send(pending, now)
-            blocked = schedule.is_due(now)
-            if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
-                pending.tell_unconnected()
-            if blocked and now > self._stood + _ANEW_SECONDS:
-                with Uninterrupted():
-                    self._connect_anew(now)
-            seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
-            wanted = _IN | _OUT if blocked else _IN
-            if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:
-                with Uninterrupted():
-                    self._receive()
-            elif schedule.is_over(now) or now >= until:
-                return
+        self.require_open()
+        now = time.monotonic()
+        schedule.look(now)
+        if schedule.is_due(now):
+            self.try_send(pending, now)
+        blocked = schedule.is_due(now)
+        if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
+            pending.tell_unconnected()
+        if blocked and now > self._stood + _ANEW_SECONDS:
+            self._connect_anew(now)
+        seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
+        wanted = _IN | _OUT if blocked else _IN
+        if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:
+            self._receive()
+            return True
+        return not schedule.is_over(now) and now < until
 
     def poll(self, wanted: int, milliseconds: int) -> int:
         """What the socket is ready for. A connection that is waited for may be refused meanwhile."""
@@ -374,8 +380,7 @@ class _Connection:
             polled.append((self._refusals, _IN))
         ready = dict(zmq.zmq_poll(polled, milliseconds))
         if self._refusals in ready:
-            with Uninterrupted():
-                self._take_refusal()
+            self._take_refusal()
         return ready.get(self.socket, 0)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Service
 
 BATCH, NUM_BATCHES = 4, 5
-CALLS = ("next", "step", "drop", "drain", "close")
+CALLS = ("next", "step", "drop", "drain", "pause", "close")
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +101,18 @@ class Loop:
         else:
             self._do("step", self._optimizer.step)
         self._do("drain", self._embeddings.drain)
+        self._do("pause", self._pause)
 
     def end(self) -> None:
         self._stream.close()
 
     def _begin(self) -> None:
         self._stream = self._embeddings.stream(self._source, overlap=self._overlap)
+
+    def _pause(self) -> None:
+        """What a checkpoint does around its saving."""
+        with self._embeddings.paused():
+            pass
 
     def _next(self) -> Any:
         try:

@@ -217,6 +217,9 @@ class Embeddings(torch.nn.Module):
                 self._warn_of_no_core()
         if not train:
             return self._evaluation(data, place, overlap)
+        return self._train_on(data, place, accumulate, overlap)
+
+    def _train_on(self, data: Any, place: torch.device, accumulate: int, overlap: bool) -> Stream:
         if self._optimizer is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
         self._leave_stream()

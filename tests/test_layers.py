@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src/satrap"
 # Lowest first. A file imports from files of the layers before its own; the native module knows nobody but errors.
 LAYERS = [
     "errors",
+    "interrupts",
     "checks",
     "path_allowlist",
     "config",
@@ -42,6 +43,7 @@ LAYERS = [
     "features",
     "inputs",
     "sync",
+    "stages",
     "pipeline",
     "threads",
     "engine",
@@ -114,6 +116,7 @@ LAYERS = [
     "twin",
     "dense",
     "batch",
+    "lookup",
     "stream",
     "optimizer",
     "embeddings",
@@ -154,6 +157,7 @@ OUTSIDE: dict[str, set[str] | None] = {
             "twin",
             "dense",
             "batch",
+            "lookup",
             "stream",
             "optimizer",
             "embeddings",

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import NonFiniteError, StreamError
-from satrap.pipeline import Pipeline, Update
+from satrap.pipeline import Pipeline
+from satrap.stages import Update
 from satrap.sync import Gate
 
 DEADLINE_SECONDS = 120.0

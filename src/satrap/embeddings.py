@@ -25,14 +25,16 @@ from satrap.dense import DenseParameters, require_free_names
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Feature, Features
 from satrap.inputs import Inputs, Position
+from satrap.interrupts import Uninterrupted
 from satrap.joint_step import Padded
 from satrap.local import LocalWorker
+from satrap.lookup import Lookup
 from satrap.optimizer import HybridOptimizer
 from satrap.place import here
 from satrap.report import Counters
 from satrap.sources.declared import travels
 from satrap.sources.iterable import Iterable as Items
-from satrap.stream import JointStream, Lookup, Stream
+from satrap.stream import JointStream, Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.threads import spare_cores
@@ -225,6 +227,9 @@ class Embeddings(torch.nn.Module):
                 self._warn_of_no_core()
         if not train:
             return self._evaluation(data, place, overlap)
+        return self._train_on(data, place, accumulate, overlap)
+
+    def _train_on(self, data: Any, place: torch.device, accumulate: int, overlap: bool) -> Stream:
         if self._optimizer is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval()")
         if id(data) not in self._followed and getattr(data, "origin", None) in self._followed:
@@ -237,9 +242,8 @@ class Embeddings(torch.nn.Module):
         self._require_own_rows()
         if self._dense is not None:
             self._dense.begin()
-        position = None
-        if (followed := self._followed.get(id(data))) is not None and followed.resume:
-            position, followed.resume = followed.position, False
+        followed = self._followed.get(id(data))
+        position = followed.position if followed is not None and followed.resume else None
         several = self.trainers.world > 1
         share = {"rank": self.trainers.rank, "world": self.trainers.world} if several else {}
         inputs = self._batches(data, position, **share)
@@ -247,19 +251,22 @@ class Embeddings(torch.nn.Module):
         if together:
             inputs = Padded(inputs, self.features.names)
         gate = Gate(self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step)
-        self._training_data = data
-        self._training = Stream(
-            inputs,
-            self.worker,
-            gate,
-            train=True,
-            device=place,
-            overlap=overlap,
-            on_hold=self._optimizer.hold,
-            position=position,
-            joint=JointStream(self.trainers.joint_step, self._optimizer.weigh) if together else None,
-            dense=self._dense,
-        )
+        with Uninterrupted():
+            self._training_data = data
+            self._training = Stream(
+                inputs,
+                self.worker,
+                gate,
+                train=True,
+                device=place,
+                overlap=overlap,
+                on_hold=self._optimizer.hold,
+                position=position,
+                joint=JointStream(self.trainers.joint_step, self._optimizer.weigh) if together else None,
+                dense=self._dense,
+            )
+            if followed is not None:
+                followed.resume = False
         return self._training
 
     def _warn_of_no_core(self) -> None:
@@ -365,10 +372,11 @@ class Embeddings(torch.nn.Module):
         if self._training is None:
             return
         self._training.close(f"this stream ended when {why}")
-        self._step, self._past = self._training.last_step, self._past + self._training.counters()
-        if (followed := self._followed.get(id(self._training_data))) is not None and not followed.resume:
-            followed.position = self._training.position
-        self._training = self._training_data = None
+        with Uninterrupted():
+            self._step, self._past = self._training.last_step, self._past + self._training.counters()
+            if (followed := self._followed.get(id(self._training_data))) is not None and not followed.resume:
+                followed.position = self._training.position
+            self._training = self._training_data = None
 
     def counters(self) -> Counters:
         """What training did so far, over all its streams: rows, seconds of each stage, staleness, what was lost."""

@@ -23,6 +23,7 @@ from satrap.assignment import Assignment
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs, Position
+from satrap.interrupts import Uninterrupted
 from satrap.reading import Beginning
 from satrap.remote import RemoteRows, RemoteWorker
 from satrap.rpc import Client, Keys
@@ -91,8 +92,12 @@ class WorkerAt:
     def begin(self, batches: "FarBatches") -> int:
         """Opens a stream of these; returns its number."""
         stream = next(self._numbers)
-        self.ask(lambda: self._open(stream, batches))
         self._streams[stream] = batches
+        try:
+            self.ask(lambda: self._open(stream, batches))
+        except BaseException:
+            self.end(stream)
+            raise
         return stream
 
     def _open(self, stream: int, batches: "FarBatches") -> None:
@@ -136,7 +141,7 @@ class FarInputs(Inputs):
         raise AttributeError(name)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FarTicket:
     """Satisfies `satrap.worker.Ticket`."""
 
@@ -207,16 +212,11 @@ class FarBatches(Iterator[FarInputs]):
                 lambda: self.at.call.read(self.at.servers.origin(0), self.stream, number, self.settled)
             )
         skipped, dropped = told["lost"]
-        self._lost = skipped, dropped
         if told["found"] == "end":
-            self._ended = True
+            self._lost, self._ended = (skipped, dropped), True
             raise StopIteration
         position, size = Position.from_dict(told["position"]), told["size"]
-        with self._lock:
-            self._read[number] = _Read(position, self._lost)
-            self._open.add(number)
-            self._last = number
-        return FarInputs(
+        found = FarInputs(
             names=self._names,
             batch_size=size,
             dense=None if dense is None else dense.reshape(size, -1).copy(),
@@ -226,6 +226,12 @@ class FarBatches(Iterator[FarInputs]):
             batches=self,
             number=number,
         )
+        with Uninterrupted(), self._lock:
+            self._lost = skipped, dropped
+            self._read[number] = _Read(position, self._lost)
+            self._open.add(number)
+            self._last = number
+        return found
 
     def looked_up(self, number: int, train: bool) -> None:
         """Nothing more comes of a batch that is not trained on."""
@@ -236,7 +242,7 @@ class FarBatches(Iterator[FarInputs]):
 
     def settle(self, number: int) -> None:
         """This batch is updated or dropped."""
-        with self._lock:
+        with Uninterrupted(), self._lock:
             self._open.discard(number)
             self._tickets.discard(number)
             oldest = min(self._open, default=self._last + 1)
@@ -298,6 +304,7 @@ class FarRows:
         if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
             raise TicketError("update of a batch: the tickets are of several streams; update those of each alone")
         servers, batches = self._at.servers, tickets[0].batches
+        servers.claim(step, tickets[0])
         origin, stream = servers.origin(step), batches.stream
         rates = dict(zip(self._names, servers.lrs, strict=True)) | {self._names[table]: lr for table, lr in lrs}
         parts = [[block, *sequences] for block, sequences in gradients]
@@ -311,13 +318,12 @@ class FarRows:
             return self._at.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
 
         skipped = self._at.ask(call)
-        with self._lock:
+        with Uninterrupted(), self._lock:
             for table, count in enumerate(skipped):
                 servers.skipped[table] += count
             for ticket in tickets:
                 ticket.used = True
-        for ticket in tickets:
-            batches.settle(ticket.number)
+                batches.settle(ticket.number)
 
     def drop(self, ticket: Any) -> None:
         """See Rows."""
@@ -326,8 +332,9 @@ class FarRows:
             return
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
-        ticket.used = True
-        ticket.batches.settle(ticket.number)
+        with Uninterrupted():
+            ticket.used = True
+            ticket.batches.settle(ticket.number)
         with suppress(NotReadyError, RpcError):  # it has nothing of it any more, or hears with the next batch
             self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from satrap.dense import DenseParameters
 from satrap.errors import ConfigError, StreamError
 from satrap.features import Features
+from satrap.interrupts import Uninterrupted
 from satrap.trainers import Trainers
 
 
@@ -131,7 +132,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         if inverse != 1.0:
             grads = [p.grad for group in self.dense.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(grads, inverse)
-        self.dense.step()
+        with Uninterrupted():  # parameters are stepped all or none
+            self.dense.step()
         return loss
 
     def _overflowed(self, here: bool) -> bool:

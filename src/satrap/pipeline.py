@@ -15,81 +15,39 @@ the gate: at most staleness + 1 steps are open, and as many batches wait to be l
 
 An exception of any stage is kept with a note that names the stage, ends the threads, and is raised by the user's next
 call; of several the first, and then an update's. Once it was told, `finish` still applies the updates that were handed
-over. Knows neither tables nor torch: it is given how to look up, and each update how to apply it.
+over.
+
+An interrupt (KeyboardInterrupt, in the user's thread alone) is no such error: the user's next call goes on where it
+came. What is handed over, and what is taken, is so at one moment, `Uninterrupted`; a lookup or an update in the user's
+thread that was interrupted is made again, which changes nothing if it had been made. Only a source that was interrupted
+cannot go on: a generator has ended then.
+
+Knows neither tables nor torch: it is given how to look up, and each update how to apply it.
 """
 
 import atexit
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from enum import Enum
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from satrap.errors import SatrapError, StreamError
 from satrap.inputs import Inputs
+from satrap.interrupts import SLICE_SECONDS, Uninterrupted
+from satrap.stages import Item, Seconds, Stage, State, Update
 from satrap.sync import Gate
 
-Item = TypeVar("Item")
-
+_INTERRUPTED = (
+    "this stream was interrupted while its source read a batch, and a source that was interrupted cannot go on: begin "
+    "another stream with embeddings.stream(...)"
+)
 _CLOSE_SECONDS = 10.0  # a reader that does not return within it is left to die with the process, and said so
 
 
-class _Stage(Enum):
-    READ = "read"
-    LOOKUP = "lookup"
-    UPDATE = "update"
-
-
-_TABLES = (_Stage.UPDATE, _Stage.LOOKUP)
-
-
-@dataclass(slots=True, kw_only=True)
-class Update:
-    """What one optimizer step asks of the tables."""
-
-    steps: Sequence[int]
-    """Of each batch in it, rising. The update is of the last."""
-    apply: Callable[[], None]
-    """Brings the gradients to the worker and updates; does nothing if that is done already."""
-
-
-@dataclass(slots=True)
-class Seconds:
-    """Time spent per stage so far. Table work in threads of its own overlaps the others, and lookups updates if each
-    have one."""
-
-    read: float = 0.0
-    lookup: float = 0.0
-    update: float = 0.0
-    wait: float = 0.0
-    """That the user's thread waited for the others."""
-    inside: float = 0.0
-    """That the user's thread spent in next() and submit(): waiting, or without threads doing all of the above."""
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
-
-@dataclass(slots=True)
-class _State(Generic[Item]):
-    """What the threads share, under one condition."""
-
-    waiting: deque[Inputs] = field(default_factory=deque)
-    ahead: deque[tuple[Inputs, Item]] = field(default_factory=deque)  # handed over, to be looked up
-    ready: deque[Item] = field(default_factory=deque)
-    updates: deque[Update] = field(default_factory=deque)
-    doing: set[_Stage] = field(default_factory=set)  # the table work that threads of ours are at
-    exhausted: bool = False
-    paused: bool = False
-    closed: bool = False
-    error: BaseException | None = None
-    told: bool = False  # the error was raised to the user
-    failed: int = 0  # batches whose update was refused
+_TABLES = (Stage.UPDATE, Stage.LOOKUP)
 
 
 class Pipeline(Generic[Item]):
@@ -113,7 +71,7 @@ class Pipeline(Generic[Item]):
         """
         self.seconds = Seconds()
         self._inputs, self._gate, self._look_up, self._read_ahead_of = inputs, gate, look_up, read_ahead
-        self._state: _State[Item] = _State()
+        self._state: State[Item] = State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._living = 0  # of them
@@ -128,19 +86,22 @@ class Pipeline(Generic[Item]):
                 target = partial(self._live, each)
                 self._threads.append(threading.Thread(target=target, name=f"satrap-{name}", daemon=True))
             self._living = len(self._threads)
-            for thread in self._threads:
-                thread.start()
+            with Uninterrupted():
+                for thread in self._threads:
+                    thread.start()
             atexit.register(self.close)  # a script that ends in the middle of a stream
 
     # -- the user's side ----------------------------------------------------------------------------------------------
 
-    def next(self) -> Item | None:
-        """The next batch; None at the end. One that only the user's step lets be looked up comes without its rows."""
-        with self._inside():
+    def next(self, taken: Callable[[Item], object] = lambda _: None) -> Item | None:
+        """The next batch; at the moment that it is taken out `taken` is called with it. None at the end. One that only
+        the user's step lets be looked up comes without its rows."""
+        with self._inside() as held:
             while True:
                 self._raise_error()
                 if self._state.ready:
                     item = self._state.ready.popleft()
+                    taken(item)
                     self._changed.notify_all()
                     return item
                 if self._ended():
@@ -149,30 +110,32 @@ class Pipeline(Generic[Item]):
                     raise StreamError("this stream was closed")
                 if self._state.ahead or self._blocked():
                     if self._state.waiting:
-                        return self._hand_ahead()
+                        item = self._hand_ahead()
+                        taken(item)
+                        return item
                     if not self._threads:
-                        self._run(_Stage.READ)
+                        self._run(Stage.READ, held)
                         continue
-                if self._threads or not self._do_one(wanted=True):  # False: another thread has paused it
-                    self._wait()
+                if self._threads or not self._do_one(held, wanted=True):  # False: another thread has paused it
+                    self._wait(held)
 
     def bring(self, is_there: Callable[[], bool]) -> bool:
         """Returns once a batch that was handed over ahead of its lookup is there; False if it cannot be looked up
         before the user steps or drops another."""
-        with self._inside():
+        with self._inside() as held:
             while not is_there():
                 self._raise_error()
                 if self._state.closed:
                     raise StreamError("this stream was closed")
                 if self._stuck():
                     return False
-                if self._threads or not self._do_one(wanted=True):
-                    self._wait()
+                if self._threads or not self._do_one(held, wanted=True):
+                    self._wait(held)
             return True
 
     def take_back(self, item: Item) -> bool:
         """The last batch handed over goes back, if it is not looked up."""
-        with self._changed:
+        with self._locked():
             mine = bool(self._state.ahead) and self._state.ahead[-1][1] is item
             if mine:
                 self._state.ahead.pop()
@@ -181,49 +144,51 @@ class Pipeline(Generic[Item]):
 
     def needs_user(self) -> bool:
         """Whether the next batch cannot be looked up before the user steps or drops one."""
-        with self._inside():
+        with self._inside() as held:
             if self._threads:
                 while not (self._state.ready or self._ended() or self._blocked() or self._state.closed):
-                    self._wait()
+                    self._wait(held)
             return not self._state.ready and not self._state.closed and self._blocked()
 
     def is_last(self) -> bool:
         """Whether no other batch will come. Reads one ahead to know it."""
-        with self._inside():
+        with self._inside() as held:
             while not (self._state.ready or self._state.waiting or self._state.exhausted or self._state.closed):
                 if self._threads:
-                    self._wait()
+                    self._wait(held)
                 else:
-                    self._run(_Stage.READ)
+                    self._run(Stage.READ, held)
             return self._state.exhausted and not self._state.ready and not self._state.waiting
 
-    def submit(self, update: Update) -> None:
-        """Takes over an update; without threads it is applied before this returns, unless its order must wait."""
-        with self._inside():
+    def submit(self, update: Update, taken: Callable[[], None] = lambda: None) -> None:
+        """Takes over an update: at that moment `taken` is called. Without threads it is applied before this returns,
+        unless its order must wait."""
+        with self._inside() as held:
             self._raise_error()
             self._state.updates.append(update)
+            taken()
             self._changed.notify_all()
             while not self._threads and self._state.updates:
-                if not self._do_one(wanted=False):
+                if not self._do_one(held, wanted=False):
                     break
             self._raise_error()
 
     def drop(self, step: int) -> None:
         """A batch of the step will not be updated."""
-        with self._changed:
+        with self._locked():
             self._gate.settle(step)
             self._changed.notify_all()
 
     def drain(self) -> bool:
         """Returns once every submitted update is applied; False if one waits for lookups that wait for the user."""
-        with self._changed:
+        with self._locked() as held:
             while self._state.updates or self._state.doing:
                 if self._state.error is not None and not self._state.doing:
                     break
                 if self._stuck():
                     return False
-                if self._threads or not self._do_one(wanted=False):
-                    self._changed.wait()
+                if self._threads or not self._do_one(held, wanted=False):
+                    self._wait(held)
         if self._state.error is not None:
             self.finish()
         return True
@@ -231,15 +196,15 @@ class Pipeline(Generic[Item]):
     def finish(self) -> None:
         """Looks nothing up any more, and applies every submitted update, in order. Of errors that the user does not
         know the first is raised; calling it again goes on behind the update that was refused."""
-        with self._changed:
+        with self._locked() as held:
             self._state.closed = True
             self._changed.notify_all()
             while self._state.doing:
-                self._changed.wait()
+                self._wait(held)
             if not self._state.told:
                 self._raise_error()
             while self._state.updates:
-                self._run(_Stage.UPDATE)
+                self._run(Stage.UPDATE, held)
 
     @property
     def failed(self) -> int:
@@ -250,16 +215,15 @@ class Pipeline(Generic[Item]):
     def paused(self) -> Iterator[None]:
         """Every update handed over is applied before, and no table work runs inside."""
         self.drain()
-        with self._changed:
-            self._state.paused = True
-            while self._state.doing:
-                self._changed.wait()
         try:
+            with self._locked() as held:
+                self._state.paused = threading.get_ident()
+                while self._state.doing:
+                    self._wait(held)
             yield
         finally:
-            with self._changed:
-                self._state.paused = False
-                self._changed.notify_all()
+            with self._locked():
+                pass
 
     def close(self) -> None:
         """Ends the threads; whatever was not updated stays so. Safe to call twice. Does nothing in a fork, which has
@@ -270,15 +234,16 @@ class Pipeline(Generic[Item]):
             threading.Thread(target=self.close, name="satrap-close", daemon=True).start()
             return
         until = time.monotonic() + _CLOSE_SECONDS
-        with self._changed:
+        with self._locked() as held:
             self._state.closed = True
             self._changed.notify_all()
-            # Waits here, which lets go of the lock altogether: a Ctrl-C may have come when it was just taken.
-            self._changed.wait_for(lambda: self._living == 0, _CLOSE_SECONDS)
-        atexit.unregister(self.close)
-        threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.join(max(0.1, until - time.monotonic()))
+            while self._living and time.monotonic() < until:
+                self._wait(held)
+        with Uninterrupted():
+            atexit.unregister(self.close)
+            threads, self._threads = self._threads, []
+            for thread in threads:  # they have ended, or will not
+                thread.join(SLICE_SECONDS)
         left = [thread.name for thread in threads if thread.is_alive()]
         if left:
             self._inputs = iter(())  # a source that runs cannot be closed
@@ -289,34 +254,49 @@ class Pipeline(Generic[Item]):
             close()
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[Uninterrupted]:
+        """Around every call of the user's: has the lock, and holds interrupts back until that is given back. So no
+        thread waits for a lock that an interrupt made this one forget."""
+        with Uninterrupted() as held, self._changed:
+            if self._state.paused == threading.get_ident():  # it ends now, or an interrupt came when it was to end
+                self._state.paused = None
+                self._changed.notify_all()
+            yield held
+
+    @contextmanager
+    def _inside(self) -> Iterator[Uninterrupted]:
+        """The same, and counts the time."""
         began = time.perf_counter()
         try:
-            with self._changed:
-                yield
+            with self._locked() as held:
+                yield held
         finally:
             self.seconds.inside += time.perf_counter() - began
 
-    def _wait(self) -> None:
+    def _wait(self, held: Uninterrupted) -> None:
+        """For a change, or a little while; raises what was held back."""
         began = time.perf_counter()
-        self._changed.wait()
+        self._changed.wait(SLICE_SECONDS)
         self.seconds.wait += time.perf_counter() - began
+        held.look()
 
     # -- deciding; the lock is held -----------------------------------------------------------------------------------
 
-    def _choose(self, wanted: bool, stages: Collection[_Stage] = _TABLES) -> _Stage | None:
+    def _choose(self, wanted: bool, stages: Collection[Stage] = _TABLES) -> Stage | None:
         """What table work of these stages may be done now: updates first. wanted: whether a lookup is, were the order
         free."""
         state = self._state
-        if state.paused:
+        if state.paused is not None:
             return None
-        if _Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[-1]):
-            return _Stage.UPDATE
-        if _Stage.LOOKUP not in stages or not (wanted or self._gate.deterministic) or not self._gate.may_look_up():
+        if state.begun is not None and Stage.LOOKUP in stages:
+            return Stage.LOOKUP
+        if Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[-1]):
+            return Stage.UPDATE
+        if Stage.LOOKUP not in stages or not (wanted or self._gate.deterministic) or not self._gate.may_look_up():
             return None
         if state.ahead or state.waiting:
-            return _Stage.LOOKUP
-        return None if self._threads or state.exhausted else _Stage.READ
+            return Stage.LOOKUP
+        return None if self._threads or state.exhausted else Stage.READ
 
     def _blocked(self) -> bool:
         """Whether there is no batch for the user, and none will be looked up until he steps or drops one."""
@@ -325,14 +305,17 @@ class Pipeline(Generic[Item]):
     def _stuck(self) -> bool:
         """Whether neither an update nor a lookup is allowed until the user steps or drops a batch."""
         state = self._state
-        if state.doing or (state.exhausted and not (state.waiting or state.ahead or state.updates)):
+        if state.doing or state.begun is not None:
+            return False
+        if state.exhausted and not (state.waiting or state.ahead or state.updates):
             return False
         may_update = bool(state.updates) and self._gate.may_update(state.updates[0].steps[-1])
         return not may_update and not self._gate.may_look_up()
 
     def _ended(self) -> bool:
         state = self._state
-        return state.exhausted and not state.ready and not state.waiting and _Stage.LOOKUP not in state.doing
+        looking_up = state.begun is not None or Stage.LOOKUP in state.doing
+        return state.exhausted and not (state.ready or state.waiting or looking_up)
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
@@ -341,27 +324,38 @@ class Pipeline(Generic[Item]):
 
     # -- doing --------------------------------------------------------------------------------------------------------
 
-    def _do_one(self, wanted: bool) -> bool:
+    def _do_one(self, held: Uninterrupted, wanted: bool) -> bool:
         """One piece of work in the caller's thread; False if none may be done. The lock is held and kept."""
         stage = self._choose(wanted)
         if stage is None:
             return False
-        self._run(stage)
+        self._run(stage, held)
         return True
 
-    def _run(self, stage: _Stage) -> None:
+    def _run(self, stage: Stage, held: Uninterrupted) -> None:
+        state = self._state
+        held.look()
         try:
-            if stage is _Stage.READ:
-                self._admit(self._read())
-            elif stage is _Stage.LOOKUP:
-                begun = self._begin_look_up()
-                self._looked_up(self._timed_look_up(*begun), begun[-1])
+            if stage is Stage.READ:
+                with held.let_in():
+                    inputs = self._read()
+                self._admit(inputs)
+            elif stage is Stage.LOOKUP:
+                state.begun = begun = state.begun or self._begin_look_up()
+                with held.let_in():
+                    item = self._timed_look_up(*begun)
+                state.begun = None
+                self._looked_up(item, begun[-1])
             else:
-                self._apply(self._state.updates[0])
-                self._finish(self._state.updates.popleft())
+                with held.let_in():
+                    self._apply(state.updates[0])
+                self._finish(state.updates.popleft())
         except BaseException as error:
-            self._fail(stage, error)
-            self._state.told = True
+            if isinstance(error, Exception):
+                self._fail(stage, error)
+            elif stage is Stage.READ:
+                self._fail(stage, StreamError(_INTERRUPTED))
+            state.told = state.error is not None
             raise
 
     def _admit(self, inputs: Inputs | None) -> None:
@@ -397,11 +391,11 @@ class Pipeline(Generic[Item]):
         for step in update.steps:
             self._gate.settle(step)
 
-    def _fail(self, stage: _Stage, error: BaseException) -> None:
+    def _fail(self, stage: Stage, error: BaseException) -> None:
         error.add_note(f"in the {stage.value} stage of the stream, near step {self._gate.next_step}")
-        if stage is _Stage.UPDATE and isinstance(error, SatrapError):  # refused; an interrupted one is tried again
+        if stage is Stage.UPDATE and isinstance(error, SatrapError):  # refused; any other is tried again
             self._state.failed += len(self._state.updates.popleft().steps)
-        if self._state.error is None or (self._state.told and stage is _Stage.UPDATE):
+        if self._state.error is None or (self._state.told and stage is Stage.UPDATE):
             self._state.error, self._state.told = error, False
         else:
             self._state.error.add_note(f"and then in the {stage.value} stage: {error!r}")
@@ -452,9 +446,9 @@ class Pipeline(Generic[Item]):
                         return
         except BaseException as error:
             with self._changed:
-                self._fail(_Stage.READ, error)
+                self._fail(Stage.READ, error)
 
-    def _work(self, stages: Sequence[_Stage]) -> None:
+    def _work(self, stages: Sequence[Stage]) -> None:
         """Does what there is of these."""
         stage = stages[-1]
         try:
@@ -466,17 +460,17 @@ class Pipeline(Generic[Item]):
                         return
                     stage = choice
                     self._state.doing.add(stage)
-                    if stage is _Stage.LOOKUP:
+                    if stage is Stage.LOOKUP:
                         begun = self._begin_look_up()
                     else:
                         update = self._state.updates[0]
                     self._changed.notify_all()
-                if stage is _Stage.LOOKUP:
+                if stage is Stage.LOOKUP:
                     item = self._timed_look_up(*begun)
                 else:
                     self._apply(update)
                 with self._changed:
-                    if stage is _Stage.LOOKUP:
+                    if stage is Stage.LOOKUP:
                         self._looked_up(item, begun[-1])
                     else:
                         self._finish(self._state.updates.popleft())

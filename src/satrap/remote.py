@@ -24,6 +24,7 @@ from satrap.engine import thread_count
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs
+from satrap.interrupts import Uninterrupted
 from satrap.remote_tables import RemoteTables
 from satrap.server_calls import Coded
 from satrap.servers import Servers, View
@@ -36,7 +37,7 @@ MOST_STALENESS = _core.WINDOW_STEPS - 1
 """A server remembers as many steps of each trainer: core/windows.hpp."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RemoteTicket:
     """Satisfies `satrap.worker.Ticket`."""
 
@@ -156,17 +157,20 @@ class RemoteRows:
         rates = list(self._servers.lrs)
         for table, lr in lrs:
             rates[table] = lr
+        self._servers.claim(step, tickets[0])
         while True:
             view = self._servers.view
-            sums = self._sums(tickets, gradients, scale, view)
+            with Uninterrupted():
+                sums = self._sums(tickets, gradients, scale, view)
             number = tickets[0].number if sums.same_ids else 0
             try:
                 self._send(sums, number, self._reach(step), rates, view)
                 break
             except MovedError:
                 continue  # to other servers, with ids: each bucket knows whether it has applied them
-        for ticket in tickets:
-            ticket.sums, ticket.used = None, True
+        with Uninterrupted():
+            for ticket in tickets:
+                ticket.sums, ticket.used = None, True
         if not sums.same_ids:
             self._forget(tickets)
 
@@ -214,9 +218,10 @@ class RemoteRows:
         """See Rows."""
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
-        if not ticket.split.used:
-            self._split.drop(ticket.split)
-        ticket.sums, ticket.used = None, True
+        with Uninterrupted():
+            if not ticket.split.used:
+                self._split.drop(ticket.split)
+            ticket.sums, ticket.used = None, True
         self._forget([ticket])
 
     def skip(self, step: int) -> None:

@@ -10,6 +10,7 @@ whoever is refused as of an older one finds the newest in `Servers.view`, and do
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from satrap import _core
 from satrap.checks import check_choice
-from satrap.errors import AttemptError, DeadlineError, MovedError, NotReadyError, SatrapError, TicketError
+from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
+from satrap.interrupts import Uninterrupted
 from satrap.job import Job
 from satrap.lease import LEASE_SECONDS, Lease, process_id
 from satrap.members import Members, check_addresses
@@ -28,6 +31,7 @@ from satrap.server_calls import NO_ATTEMPT, WIRES, ServerCalls
 
 LAUNCH_ATTEMPTS = 1 << 16
 """Each launch of the trainers has as many attempts of its own: a restore begins one."""
+_CLAIMS = 2 * _core.WINDOW_STEPS  # steps whose update is remembered: older ones the servers refuse themselves
 _MOST_GREETINGS = 8  # of one server in one call: each time it was started again
 _TURN_SECONDS = 0.1
 _FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
@@ -102,6 +106,7 @@ class Servers:
         """Of each table: gradients of this process that were not finite and were left out."""
         self._how: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
         self._deadline = deadline
+        self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # of what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
         first = Members.first([table.resolved_num_buckets for table in job.tables], addresses)
@@ -187,6 +192,23 @@ class Servers:
         """Of a call of ours."""
         version = (view or self.view).members.version
         return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=version)
+
+    def claim(self, step: int, ticket: object) -> None:
+        """Notes that the step's update is this ticket's, before it is sent; InputError if another's was sent before.
+
+        Servers know an update by its step alone: they would take this one for the other, sent again, and answer that it
+        is applied. No number crosses the network for it: step numbers of an attempt are given by this process only, and
+        what it remembers outlives a server that is started again."""
+        with Uninterrupted(), self._lock:
+            known = self._claims.setdefault((self.attempt, step), weakref.ref(ticket))
+            if known() is not ticket:
+                raise InputError(
+                    f"step {step} of trainer {self.trainer}: the update of another batch was sent under this number "
+                    "before, and servers apply one update of each step; give this one a step of its own. Nothing of it "
+                    "was sent"
+                )
+            while len(self._claims) > _CLAIMS:
+                self._claims.popitem(last=False)
 
     def each(
         self,

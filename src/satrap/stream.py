@@ -21,26 +21,26 @@ network.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap.batch import Batch, Held, Sequence, gradient_array
+from satrap.batch import Batch, Held
 from satrap.dense import DenseParameters
 from satrap.errors import StreamError
 from satrap.inputs import Inputs, Position
-from satrap.joint_step import PADDING_ROWS, JointStep, Padded, described
-from satrap.pipeline import Pipeline, Seconds, Update
+from satrap.interrupts import Uninterrupted
+from satrap.joint_step import JointStep, Padded, described
+from satrap.lookup import Lookup
+from satrap.pipeline import Pipeline
 from satrap.report import Counters
+from satrap.stages import Seconds, Update
 from satrap.sync import Gate
-from satrap.threads import torch_threads
-from satrap.worker import Worker
+from satrap.worker import Ticket, Worker
 
 _NO_LOADER = (
     "a stream cannot be read through a torch DataLoader: its batches are whole, and their gradients come back to this "
@@ -50,154 +50,6 @@ _WHY = {
     "zero_grad": "zero_grad() cleared its gradients before optimizer.step()",
     "overflow": "a GradScaler found an overflow and skipped its step",
 }
-
-
-class Lookup:
-    """Looks a batch up and makes tensors of it, on the device if there is one.
-
-    Copies go through pinned memory on a stream of their own: neither the dense network nor the tables wait for them.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        device: torch.device,
-        *,
-        train: bool,
-        overlap: bool,
-        dense: DenseParameters | None = None,
-    ) -> None:
-        """dense: of a training stream whose dense parameters are on the servers."""
-        self._worker, self._device, self._train, self._dense = worker, device, train, dense
-        same = not overlap and worker.num_threads == torch.get_num_threads()
-        self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same else nullcontext
-        on_gpu = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if on_gpu else None  # of batches on their way to the device
-        self._home = torch.cuda.Stream(device) if on_gpu else None  # of gradients on their way back
-
-    def __call__(self, inputs: Inputs, step: int, oldest_open: int, ahead: Held | None = None) -> Held:
-        """ahead: what `read_ahead` made of these inputs, if it did."""
-        if not inputs.batch_size:
-            return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
-        with self._threads():
-            if self._train:
-                if self._dense is not None:
-                    self._dense.look_up(step, oldest_open, self._place)
-                found = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
-            else:
-                found = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
-        held = self.read_ahead(inputs, step) if ahead is None else ahead
-        held.ticket = found.ticket
-        held.sequences = {
-            name: Sequence(self._place(values), self._place(found.masks[name]))
-            for name, values in found.sequences.items()
-        }
-        held.embeddings = self._place(found.block)  # last: it is there now
-        return held
-
-    def read_ahead(self, inputs: Inputs, step: int) -> Held:
-        """A batch without its rows."""
-        dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
-        label = None if inputs.label is None else self._place(inputs.label)
-        return Held(inputs, step if self._train else 0, self._place(dense), label)
-
-    def _pad(self, held: Held) -> Held:
-        """Zeros in place of the rows of a batch of padding."""
-        features = self._worker.features
-        for name, feature in features.items():
-            if feature.max_length is not None:
-                shape = (PADDING_ROWS, feature.max_length, feature.table.dim)
-                mask = self._place(np.zeros(shape[:2], np.bool_))
-                held.sequences = {**held.sequences, name: Sequence(self._place(np.zeros(shape, np.float32)), mask)}
-        held.embeddings = self._place(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
-        return held
-
-    def join(self, held: Held, step: JointStep) -> None:
-        """The batch takes part in a step of several trainers."""
-        held.weight = step.weight
-        if held.is_padding:
-            dense, label = step.padding()
-            held.dense, held.label = self._place(dense), None if label is None else self._place(label)
-
-    def _place(self, array: NDArray[Any]) -> Tensor:
-        host = torch.from_numpy(array)
-        if self._side is None:
-            return host
-        with torch.cuda.stream(self._side):
-            return host.pin_memory().to(self._device, non_blocking=True)
-
-    def arrive(self, held: Held) -> None:
-        """In the user's thread: the current stream awaits the copies of what is here."""
-        if self._side is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._side)
-            for tensor in held.tensors:
-                tensor.record_stream(current)
-
-    def hand_over(self, held: Held) -> None:
-        """In the user's thread, as it begins to use the rows: the leaves begin to collect gradients."""
-        for leaf in held.leaves:
-            leaf.requires_grad_()
-        if self._dense is not None:
-            self._dense.hand_over(held.step)
-
-    def forget(self, step: int) -> None:
-        """No batch of the step will be used."""
-        if self._dense is not None:
-            self._dense.forget(step)
-
-    def finish(self) -> None:
-        """Every update is applied and no lookup will follow: the dense parameters are the latest."""
-        if self._dense is not None:
-            self._dense.refresh()
-            self._dense.rest()
-
-    def update_with(self, batches: list[Held], lrs: dict[str, float], scale: float) -> Callable[[], None]:
-        """What applies the batches' gradients, in whatever thread."""
-        dense = None if self._dense is None else self._dense.gradients(scale)  # now: the next backward pass is near
-        ready = torch.cuda.current_stream(self._device).record_event() if self._home is not None else None
-        step = batches[-1].step
-        batches = [batch for batch in batches if not batch.is_padding]
-
-        def apply() -> None:
-            if not batches:
-                self._worker.skip(step)
-                self._worker.settle()
-                return
-            if batches[0].ticket.used:  # an interrupt came right after it
-                return
-            blocks, sequences = self._bring_home(batches, ready)
-            if self._dense is not None and dense is not None:
-                with self._on_home():
-                    values = dense.values.cpu().numpy()
-                self._dense.update(dense, values, step)
-            with self._threads():
-                self._worker.update(
-                    [batch.ticket for batch in batches],
-                    blocks,
-                    sequences,
-                    step=step,
-                    lrs=lrs,
-                    scale=scale,
-                )
-
-        return apply
-
-    def _bring_home(
-        self, batches: list[Held], ready: torch.cuda.Event | None
-    ) -> tuple[list[NDArray[np.float32] | None], list[dict[str, NDArray[np.float32] | None]]]:
-        """The gradients in CPU memory; from a device on a stream of their own, which waits for `ready` alone."""
-        if ready is not None:
-            ready.synchronize()
-        with self._on_home():
-            blocks = [gradient_array(each.embeddings, each.weight) for each in batches]
-            return blocks, [
-                {name: gradient_array(sequence.values, each.weight) for name, sequence in each.sequences.items()}
-                for each in batches
-            ]
-
-    def _on_home(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._home is None else torch.cuda.stream(self._home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +94,14 @@ class Stream(Iterator[Batch]):
         self._gate, self._on_hold, self._joint = gate, on_hold, joint
         self._held: list[Held] = []  # looked up, neither updated nor dropped
         self._ahead: deque[Held] = deque()  # behind them, handed over before their lookup
+        self._taken: Held | None = None  # from the pipeline, and not handed over yet
+        self._joined = False  # the other trainers know of it
+        self._let_go: deque[Ticket] = deque()  # of dropped batches, to be given up
         self._handed: Counter[int] = Counter()  # batches handed over, by step
         self._stepped: set[int] = set()  # steps of which an update was handed on
         self._last_stepped = 0  # of them
         self._dense_at_servers = dense is not None
-        self._ended = False
+        self._ended = self._finished = False
         self._left: str | None = None  # why there will be no other batch
         self._look_up = Lookup(worker, device, train=train, overlap=overlap, dense=dense)
         remote = train and worker.remote  # an evaluation has no updates
@@ -309,20 +164,25 @@ class Stream(Iterator[Batch]):
             raise StreamError(self._left)
         if self._train:
             self._pass_over()
-        held = self._pipeline.next()
-        if self._joint is not None and held is not None and not self._takes_part(held, self._joint):
-            held = None
-        if held is None:
+        if self._taken is None:  # else an interrupt came before it could be handed over
+            self._pipeline.next(self._take)
+        held = self._taken
+        if held is None or not self._takes_part(held):
             self._end()
             raise StopIteration
         self._look_up.arrive(held)
-        if not self._train:
-            self._pipeline.drop(self._gate.oldest_open)
-            return held.hand_over(None)
-        self._handed[held.step] += 1
-        self._ahead.append(held)
-        self._collect()  # in order: what came before it may be there by now
-        return held.hand_over(self._use, with_dense=self._dense_at_servers)
+        with Uninterrupted():
+            self._taken, self._joined = None, False
+            if not self._train:
+                self._pipeline.drop(self._gate.oldest_open)
+                return held.hand_over(None)
+            self._handed[held.step] += 1
+            self._ahead.append(held)
+            self._collect()  # in order: what came before it may be there by now
+            return held.hand_over(self._use, with_dense=self._dense_at_servers)
+
+    def _take(self, held: Held) -> None:
+        self._taken = held
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
         """One optimizer step: the gradients of all held batches that have some go to the tables. False if none has."""
@@ -342,19 +202,23 @@ class Stream(Iterator[Batch]):
                     f"step after every {self._gate.accumulate}th, or say how many with stream(accumulate=...)"
                 )
         apply = self._look_up.update_with(taken, lrs, scale)
-        self._stepped.update(batch.step for batch in taken)
-        self._last_stepped = max(self._last_stepped, taken[-1].step)
-        self._pipeline.submit(Update(steps=[batch.step for batch in taken], apply=apply))
-        self._forget(taken)
-        for batch in taken:
-            batch.forbid_gradients(
-                f"step {batch.step}: a loss reached its batch after optimizer.step() had taken it; add the losses up "
-                "before the step, or look the batch up again"
-            )
+        steps = [batch.step for batch in taken]
+        self._pipeline.submit(Update(steps=steps, apply=apply), lambda: self._handed_on(taken))
         if self._ended:
             self._pipeline.drain()
             self._close_if_done()
         return True
+
+    def _handed_on(self, batches: list[Held]) -> None:
+        """The pipeline has taken over the update of these."""
+        self._stepped.update(batch.step for batch in batches)
+        self._last_stepped = max(self._last_stepped, batches[-1].step)
+        self._forget(batches)
+        for batch in batches:
+            batch.forbid_gradients(
+                f"step {batch.step}: a loss reached its batch after optimizer.step() had taken it; add the losses up "
+                "before the step, or look the batch up again"
+            )
 
     def drop(self, cause: str) -> None:
         """The held batches that have gradients will not be updated."""
@@ -365,6 +229,10 @@ class Stream(Iterator[Batch]):
         """Returns once every update handed to the tables is applied."""
         while not self._pipeline.drain():  # a batch that was passed over keeps others from being looked up, in order
             self._collect()
+            if self._taken is not None:
+                taken, self._taken = self._taken, None
+                self._drop([taken], "unused", "next() was interrupted, and a checkpoint needed its place")
+                continue
             passed = [batch for batch in self._held if not batch.has_gradient and batch.step < self._last_stepped]
             if not passed:
                 raise StreamError(
@@ -385,14 +253,16 @@ class Stream(Iterator[Batch]):
 
         why: what its next batch is refused with.
         """
-        first = self._left is None
-        if first:
-            self._left = why
-            self._drop_all(why)
+        if self._left is None:
+            with Uninterrupted():
+                self._left = why
+                self._drop_all(why)
         try:
+            self._give_up()
             self._pipeline.finish()
-            if first:
+            if not self._finished:
                 self._look_up.finish()
+                self._finished = True
         finally:
             self._pipeline.close()
 
@@ -405,7 +275,8 @@ class Stream(Iterator[Batch]):
 
     def __del__(self) -> None:
         if hasattr(self, "_pipeline"):
-            self._pipeline.close()
+            with Uninterrupted():
+                self._pipeline.close()
 
     def _use(self, held: Held) -> None:
         """The user begins to use the rows of a batch. It is looked up now, if it was handed over ahead of that."""
@@ -417,16 +288,19 @@ class Stream(Iterator[Batch]):
                 self._make_room(held)
             self._collect()
             self._look_up.arrive(held)
-        self._look_up.hand_over(held)
-        if self._joint is not None:
-            self._joint.weigh(held.weight)
-        held.used = True
-        self._hold(self._held)
+        with Uninterrupted():
+            self._look_up.hand_over(held)
+            if self._joint is not None:
+                self._joint.weigh(held.weight)
+            held.used = True
+            self._hold(self._held)
 
     def _collect(self) -> None:
         """What was handed over ahead and is looked up now is held as the others are."""
-        while self._ahead and self._ahead[0].is_there():
-            self._held.append(self._ahead.popleft())
+        if self._ahead:
+            with Uninterrupted():
+                while self._ahead and self._ahead[0].is_there():
+                    self._held.append(self._ahead.popleft())
 
     def _make_room(self, wanted: Held) -> None:
         """The oldest step closes the gate for a batch that is used: it is dropped if no loss has reached it."""
@@ -472,7 +346,7 @@ class Stream(Iterator[Batch]):
 
     def _close_if_done(self) -> None:
         if self._ended and not self._held and not self._ahead:
-            if self._all_have is not None:
+            if self._joint is not None:
                 self._worker.settle()  # others wait for the last step, and no lookup comes that would tell them
             self.close()
 
@@ -480,21 +354,25 @@ class Stream(Iterator[Batch]):
         """The stream is closed."""
         self._collect()
         used = [held for held in self._held if held.used]
-        self._drop(used, "closed", why)
-        self._drop(self._held, "unused", why)
+        self._settle(used, "closed", why)
+        self._settle(self._held, "unused", why)
         while self._ahead:
             held = self._ahead.popleft()
-            self.dropped["unused"] += 1
+            self.dropped["unused"] += not held.is_padding
             held.lose(f"step {held.step}: its batch was dropped: {why}")
 
     def _drop(self, batches: list[Held], cause: str, why: str | None = None) -> None:
         """why: the cause, told to a backward pass that comes too late."""
+        with Uninterrupted():
+            self._settle(batches, cause, why)
+        self._give_up()
+
+    def _settle(self, batches: list[Held], cause: str, why: str | None) -> None:
+        """These will not be updated; what that means for their rows is left to `_give_up`."""
         for batch in batches:
-            if batch.ticket is not None and batch.ticket.used:  # an interrupt came right after its update
-                self._stepped.add(batch.step)
-            elif batch.ticket is not None:
+            if not batch.is_padding:
                 self.dropped[cause] += 1
-                self._worker.drop(batch.ticket)
+                self._let_go.append(batch.ticket)
             self._pipeline.drop(batch.step)
             batch.lose(f"step {batch.step}: its batch was dropped: {why or _WHY[cause]}")
         self._forget(batches)
@@ -505,20 +383,30 @@ class Stream(Iterator[Batch]):
                 self._look_up.forget(step)
                 self._worker.skip(step)
 
-    def _takes_part(self, held: Held, joint: JointStream) -> bool:
+    def _give_up(self) -> None:
+        """Tells the worker of dropped batches; again, if that was interrupted."""
+        while self._let_go:
+            if not self._let_go[0].used:
+                self._worker.drop(self._let_go[0])
+            self._let_go.popleft()
+
+    def _takes_part(self, held: Held) -> bool:
         """Whether any trainer has samples for the step that this batch is the next of."""
+        if self._joint is None or self._joined:
+            return True
         self._worker.settle()  # before another trainer may wait here for this one
-        step = joint.step(described(held.inputs))
+        step = self._joint.step(described(held.inputs))
         if step.num_samples:
             self._look_up.join(held, step)
+            self._joined = True
             return True
         assert isinstance(self._inputs, Padded)
         self._inputs.stop()
-        padding: Held | None = held
-        while padding is not None:
-            if not self._pipeline.take_back(padding):
-                self._pipeline.drop(padding.step)
-            padding = self._pipeline.next()
+        while self._taken is not None:  # this batch, and what was read behind it: all of it is padding
+            if not self._pipeline.take_back(self._taken):
+                self._pipeline.drop(self._taken.step)
+            self._taken = None
+            self._pipeline.next(self._take)
         return False
 
     def _forget(self, batches: list[Held]) -> None:

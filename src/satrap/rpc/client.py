@@ -14,6 +14,9 @@ number; one that nobody waits for is ignored.
    and the next one makes another connection. Nor, without a word, to who answered what it cannot read: whoever waits
    for a connection does so every some seconds.
 
+A call that Ctrl-C interrupts is given up, and may still run at the server. A message is sent and taken whole, whatever
+comes, so the connection is good for the next call.
+
 Delivery is at least once: a served method must be idempotent. Arrays are sent from where they lie, so leave the arrays
 of a call alone until its result came; received ones are read-only views.
 """
@@ -36,6 +39,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from satrap.checks import check_number, suggest
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
+from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, join_address, resolve_host, split_address, unix_path
 from satrap.rpc.faults import decode_error
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
@@ -145,7 +149,7 @@ class Client(Generic[P]):
         schedule.look(now)
         connection = self._connection(min(seconds, _CONNECT_SECONDS))
         pending = Pending(self, connection, method, number, origin, frames, schedule, seconds)
-        with connection.lock:
+        with Uninterrupted(), connection.lock:
             connection.require_open()
             connection.waiting[pending.number] = pending
             connection.try_send(pending, time.monotonic())
@@ -178,14 +182,16 @@ class Client(Generic[P]):
         held: _Held | None = getattr(self._own, "held", None)
         connection = None if held is None else held.connection
         if connection is None or connection.refusal is not None:
-            with self._lock:
+            with Uninterrupted(), self._lock:
                 if self._closed:
                     raise RpcError(f"{self.address}: this client is closed; make another")
                 connection = _Connection(self._context, self.address, self._keys)
                 self._connections.add(connection)
-            self._own.held = _Held(connection, self._connections)
-            with connection.lock:
-                connection.poll(_OUT, math.ceil(1000 * seconds))
+                self._own.held = _Held(connection, self._connections)
+            until = time.monotonic() + seconds
+            with Uninterrupted() as interrupts, connection.lock:
+                while not connection.poll(_OUT, _CLOSED_MS) and connection.refusal is None and time.monotonic() < until:
+                    interrupts.look()
         return connection
 
 
@@ -368,24 +374,31 @@ class _Connection:
 
     def wait(self, pending: Pending, until: float) -> None:
         """Returns once there is an answer, or the deadline or the time given has passed."""
+        with Uninterrupted() as held:  # pyzmq can lose an interrupt, and a message must be taken whole
+            while pending.answer is None:
+                held.look()
+                if not self._go_on(pending, until):
+                    return
+
+    def _go_on(self, pending: Pending, until: float) -> bool:
+        """Sends what is due, and takes a message if one comes within a while; False: the time is over."""
         schedule = pending.schedule
-        while pending.answer is None:
-            self.require_open()
-            now = time.monotonic()
-            schedule.look(now)
-            if schedule.is_due(now):
-                self.try_send(pending, now)
-            blocked = schedule.is_due(now)
-            if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
-                pending.tell_unconnected()
-            if blocked and now > self._stood + _ANEW_SECONDS:
-                self._connect_anew(now)
-            seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
-            wanted = _IN | _OUT if blocked else _IN
-            if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:
-                self._receive()
-            elif schedule.is_over(now) or now >= until:
-                return
+        self.require_open()
+        now = time.monotonic()
+        schedule.look(now)
+        if schedule.is_due(now):
+            self.try_send(pending, now)
+        blocked = schedule.is_due(now)
+        if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
+            pending.tell_unconnected()
+        if blocked and now > self._stood + _ANEW_SECONDS:
+            self._connect_anew(now)
+        seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
+        wanted = _IN | _OUT if blocked else _IN
+        if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:
+            self._receive()
+            return True
+        return not schedule.is_over(now) and now < until
 
     def poll(self, wanted: int, milliseconds: int) -> int:
         """What the socket is ready for. A connection that is waited for may be refused meanwhile."""

@@ -9,11 +9,12 @@ runs. An error in a thread is raised where its piece would have come.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
 from satrap import _core
+from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 from satrap.sources.block import Block, Piece
 from satrap.sources.deal import Dealer, Part
 
@@ -95,8 +96,9 @@ class Ahead:
         if self._pool is None:
             reading.results.append(lambda: self._read(reading, turn, future) or future.result())
         else:
-            self._pool.submit(self._read, reading, turn, future)
-            reading.results.append(future.result)
+            with Uninterrupted():
+                self._pool.submit(self._read, reading, turn, future)
+            reading.results.append(partial(_result, future))
 
     def _read(self, reading: "_Reading", turn: int, future: "Future[Dealt]") -> None:
         """The first step of a piece; then the second of all pieces whose turn it is."""
@@ -141,6 +143,15 @@ class Ahead:
             if not reading.is_over and not (reading.block.exact and reading.dealt == reading.block.num_pieces):
                 return
             self._to_deal.popleft()
+
+
+def _result(future: "Future[Dealt]") -> Dealt:
+    """Waits for it. An interrupt must not come while the future's own lock is held, which its thread waits for."""
+    with Uninterrupted() as held:
+        while not future.done():
+            wait([future], SLICE_SECONDS)
+            held.look()
+        return future.result()
 
 
 def _decode(block: Block, raw: Any, wanted: tuple[int, int] | None, before: int, future: "Future[Dealt]") -> None:

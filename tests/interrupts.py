@@ -1,0 +1,89 @@
+"""Ctrl-C at a chosen moment of the main thread: what a test of interrupts needs.
+
+CPython looks for signals at some instructions alone: when a function begins, after a call, at a jump back. `Interrupts`
+counts those in the frames of a block and asks for SIGINT at the n-th, as the C handler of a real one does: the handler
+of that moment runs at the next place where the interpreter looks, and there alone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import dis
+import faulthandler
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Self
+
+_WATCHED = ("/satrap/", "/zmq/", "/threading.py", "/contextlib.py", "/concurrent/futures/", "/queue.py")
+_LOOKS = {code for name, code in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))}
+
+
+class _Number(int):
+    """A number of a signal. To read `trip` asks for that signal, and no instruction of the reader looks for it."""
+
+    trip = property(_thread.interrupt_main)
+
+
+class Interrupts:
+    """A context manager: SIGINT at the n-th moment at which the main thread could see it inside."""
+
+    def __init__(self, at: int) -> None:
+        self.moments = 0
+        """That there were."""
+        self._at, self._signal = at, _Number(signal.SIGINT)
+        self._ending: FrameType | None = None  # of a __del__
+        self._codes: dict[CodeType, bytes] = {}  # co_code is made anew whenever it is read
+
+    @property
+    def came(self) -> bool:
+        """Whether there were as many moments."""
+        return self.moments >= self._at
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_name == "__del__" and self._ending is None:  # Python swallows what is raised inside
+            self._ending = frame
+            return self._end
+        if self._ending is not None or not any(part in frame.f_code.co_filename for part in _WATCHED):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        self._codes.setdefault(frame.f_code, frame.f_code.co_code)
+        return self._instruction
+
+    def _end(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "return":
+            self._ending = None
+        return self._end
+
+    def _instruction(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode" and self._codes[frame.f_code][frame.f_lasti] in _LOOKS:
+            self.moments += 1
+            if self.moments == self._at:
+                self._signal.trip  # noqa: B018
+        return self._instruction
+
+
+@contextmanager
+def no_hang(seconds: float) -> Iterator[None]:
+    """Fails the block if it takes longer, wherever it waits, and prints where."""
+
+    def hangs(number: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        raise AssertionError(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

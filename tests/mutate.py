@@ -52,6 +52,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 def changes_of(node: Any) -> Iterator[tuple[str, Any]]:
     """What may stand in a node's place, each with a word for it."""
+    other: Any
     if isinstance(node, ast.Compare):
         for i, op in enumerate(node.ops):
             if type(op) in SWAPS:
@@ -117,7 +118,7 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
         if fullname != self._name:
             return None
-        return importlib.util.spec_from_file_location(fullname, self._path, loader=self)  # type: ignore[arg-type]
+        return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
 
     def get_source(self, fullname: str) -> str:
         return self._path.read_text()

@@ -67,6 +67,7 @@ def test_features_of_a_table_stand_side_by_side() -> None:
         {"item": ITEM, "user": USER, "seen": ITEM.bag("mean"), "path": ITEM.sequence(4), "word": WORD, "liked": ITEM}
     )
     assert features.names == tuple(features) == ("item", "seen", "path", "liked", "user", "word")
+    assert features.pooled == {name: features[name].table.dim for name in ("item", "seen", "liked", "user", "word")}
     assert features.tables == (ITEM, USER, WORD)
     assert features.table_index == (0, 0, 0, 0, 1, 2)
     assert features.dims == (5, 5, 5, 5, 3, 2)

@@ -58,6 +58,7 @@ def test_room_that_is_made_again_is_not_emptied() -> None:
     with serving(2) as services, remote(one_table(), [services[0].address]) as worker:
         both = [each.address for each in services]
         looked = worker.lookup(batch(EXACT), step=1)
+        assert looked.ticket is not None
         worker.update([looked.ticket], [np.ones((len(EXACT), 2), np.float32)], step=1)
         wanted, begin = contents(worker, EXACT), Client.begin
         made: list[tuple[Client[Any], tuple[Any, ...]]] = []

@@ -1,8 +1,9 @@
 """One of several trainers, as torchrun starts it: trains a job under DDP with its rows on servers, and prints what came
 of it as one line of JSON. Each line of its input is a job: rank, world, rendezvous file, and what it is, as JSON.
 
-With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are whole numbers, so that rows are exact in whatever order updates come. With
-"tells" a trainer prints a line at its third step, too.
+With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are whole
+numbers, so that rows are exact in whatever order updates come. With "tells" a trainer prints a line at its third step,
+too.
 """
 
 import json

@@ -35,7 +35,10 @@ class Sequence:
 class Held:
     """A batch as its stream holds it, until it is updated or dropped."""
 
-    __slots__ = ("_batch", "dense", "embeddings", "inputs", "label", "lost", "sequences", "step", "ticket", "used")
+    __slots__ = (
+        *("_batch", "dense", "embeddings", "inputs", "label", "lost", "sequences", "step", "ticket"),
+        *("trains", "used"),
+    )
 
     def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None) -> None:
         """step: the optimizer step that it belongs to; 0 in evaluation."""
@@ -46,6 +49,8 @@ class Held:
         """Brings the gradients home; None in evaluation, and before the lookup."""
         self.used = False
         """The user was given the rows."""
+        self.trains = False
+        """That was where autograd records."""
         self.lost: str | None = None
         """Why the rows cannot be used any more."""
         self._batch: Callable[[], object] = _nothing
@@ -64,6 +69,11 @@ class Held:
     def is_passed_over(self) -> bool:
         """Whether the user let go of it and never used its rows: no loss will reach it."""
         return not self.used and self._batch() is None
+
+    @property
+    def may_get_gradient(self) -> bool:
+        """Whether a loss has reached it, or the user used it, holds it still and may have one."""
+        return self.has_gradient or (self.trains and self._batch() is not None)
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -67,11 +67,12 @@ class Module(lightning.LightningModule):  # type: ignore[misc]  # mypy skips it
         super().__init__()
         self.embeddings, self.model, self.optimizer = embeddings, model, optimizer
         self.steps: list[int] = []
+        self.skips: tuple[int, ...] = ()
 
-    def training_step(self, batch: Batch, _: int) -> Tensor:
+    def training_step(self, batch: Batch, _: int) -> Tensor | None:
         self.steps.append(batch.step)
         self.log("loss", loss := loss_of(self.model, batch), batch_size=len(batch))
-        return loss
+        return None if batch.step in self.skips else loss
 
     def configure_optimizers(self) -> HybridOptimizer:
         return self.optimizer
@@ -125,6 +126,17 @@ def test_lightning_stops_early(sized: bool) -> None:
         fit(module, stream, limit_train_batches=5)
     assert bits(module.embeddings, module.model) == plain(num=5)
     assert module.embeddings.step == 5 and stream.dropped.keys() <= {"unused"}
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
+@pytest.mark.parametrize("sized", [False, True])
+def test_lightning_skips_steps(sized: bool) -> None:
+    module = Module(*job())
+    module.skips = (1, 4, 5)
+    with module.embeddings.stream(items(sized)) as stream:
+        fit(module, stream)
+        assert stream.dropped == {"unused": 3}
+    assert module.steps == list(range(1, NUM + 1)) and module.embeddings.step == NUM
 
 
 def test_a_second_epoch_of_a_stream_is_an_error_and_not_empty() -> None:

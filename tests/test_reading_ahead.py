@@ -128,11 +128,14 @@ def test_using_a_batch_too_early_names_the_cure_and_changes_nothing(overlap: boo
     first, second, third = stream
     assert len(second) == BATCH and second.dense.shape == (BATCH, 2) and second.label.shape == (BATCH,)
     assert "not looked up yet" in repr(second)
-    loss_of(model, first).backward()
-    for early, staleness in ((second, 1), (third, 2)):
-        with pytest.raises(StreamError, match=rf"step {early.step}: .*staleness={staleness}\)") as caught:
-            _ = early.embeddings
-        assert "step 1" in str(caught.value) and "optimizer.step()" in str(caught.value)
+    loss = loss_of(model, first)
+    for told in ("the loop used", "a loss reached"):
+        for early, staleness in ((second, 1), (third, 2)):
+            match = rf"step {early.step}: .*{told} the batch of step 1 and optimizer\.step.*staleness={staleness}\)"
+            with pytest.raises(StreamError, match=match):
+                _ = early.embeddings
+        if told == "the loop used":
+            loss.backward()
     for batch in (first, second, third):
         if batch is not first:
             loss_of(model, batch).backward()
@@ -147,6 +150,7 @@ def test_a_backward_pass_to_a_dropped_batch_raises(overlap: bool) -> None:
     stream = embeddings.stream(batches(3), overlap=overlap)
     first, second, third = stream
     loss = first.embeddings.sum()
+    del first  # skipped, as far as the stream can see
     loss_of(model, third).backward()
     optimizer.step()
     with pytest.raises(StreamError, match=r"step 1: its batch was dropped: .* step 3 was used .*staleness=2\)"):
@@ -155,6 +159,23 @@ def test_a_backward_pass_to_a_dropped_batch_raises(overlap: bool) -> None:
         _ = second.embeddings
     assert stream.dropped == {"unused": 2}
     stream.close()
+
+
+@each_way
+def test_a_batch_may_be_skipped_after_its_forward_pass(overlap: bool) -> None:
+    """One whose loss is not finite, or that was only looked at."""
+    embeddings, model, optimizer = job()
+    stream = embeddings.stream(batches(8), overlap=overlap)
+    with torch.no_grad():
+        example = next(stream)
+        loss_of(model, example)
+    for batch in HOW["one ahead"](stream):
+        loss = loss_of(model, batch)
+        if batch.step in (3, 4, 7):
+            continue
+        loss.backward()
+        optimizer.step()
+    assert stream.dropped == {"unused": 4} and embeddings.step == 8 and example.step == 1
 
 
 def test_a_backward_pass_after_zero_grad_raises() -> None:

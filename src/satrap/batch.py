@@ -36,17 +36,8 @@ class Held:
     """A batch as its stream holds it, until it is updated or dropped."""
 
     __slots__ = (
-        "_batch",
-        "dense",
-        "embeddings",
-        "inputs",
-        "label",
-        "lost",
-        "sequences",
-        "step",
-        "ticket",
-        "used",
-        "weight",
+        *("_batch", "dense", "embeddings", "inputs", "label", "lost", "sequences", "step", "ticket"),
+        *("trains", "used", "weight"),
     )
 
     def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None) -> None:
@@ -60,6 +51,8 @@ class Held:
         """What its gradients count, beside those of the other trainers. See `satrap.joint_step`."""
         self.used = False
         """The user was given the rows."""
+        self.trains = False
+        """That was where autograd records."""
         self.lost: str | None = None
         """Why the rows cannot be used any more."""
         self._batch: Callable[[], object] = _nothing
@@ -83,6 +76,11 @@ class Held:
     def is_passed_over(self) -> bool:
         """Whether the user let go of it and never used its rows: no loss will reach it."""
         return not self.used and self._batch() is None
+
+    @property
+    def may_get_gradient(self) -> bool:
+        """Whether a loss has reached it, or the user used it, holds it still and may have one."""
+        return self.has_gradient or (self.trains and self._batch() is not None)
 
     @property
     def leaves(self) -> list[Tensor]:

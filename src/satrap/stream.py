@@ -9,10 +9,11 @@ a batch beyond comes without, and is looked up when its rows are first used or, 
 Lookups keep the order of the batches, so a loop that reads ahead trains as one that does not.
 
 A batch handed over is held until it is updated or dropped. It is dropped, and counted by cause, if its gradients are
-cleared without a step ("zero_grad"), if an overflow skips its step ("overflow"), if no loss has reached it and a later
-batch needs its place in the gate ("unused"), or if the stream is closed ("closed"; "unused" if its rows never were).
-Nothing of a dropped batch is lost silently: to use its rows, or a backward pass to them, is an error that says why. So
-is the use of a batch while an earlier one, whose gradients wait for a step, closes the gate.
+cleared without a step ("zero_grad"), if an overflow skips its step ("overflow"), if a later batch needs its place in
+the gate and the user never used it, or let go of it before a loss came ("unused"), or if the stream is closed
+("closed"; "unused" if its rows never were). Nothing of a dropped batch is lost silently: to use its rows, or a backward
+pass to them, is an error that says why. So is the use of a batch while an earlier one that the user is at closes the
+gate.
 
 Where there is no core to spare (dense network and tables on the same cores), table work is done inside next() and
 step(), by all threads; with a device, or with staleness and cores that torch leaves free, it runs beside the dense
@@ -229,9 +230,11 @@ class Stream(Iterator[Batch]):
         """Returns once every update handed to the tables is applied."""
         while not self._pipeline.drain():  # a batch that was passed over keeps others from being looked up, in order
             self._collect()
-            if self._taken is not None:
-                taken, self._taken = self._taken, None
-                self._drop([taken], "unused", "next() was interrupted, and a checkpoint needed its place")
+            if self._taken is not None and self._taken.is_there():
+                with Uninterrupted():
+                    self._settle([self._taken], "unused", "next() was interrupted, and a checkpoint needed its place")
+                    self._taken = None
+                self._give_up()
                 continue
             passed = [batch for batch in self._held if not batch.has_gradient and batch.step < self._last_stepped]
             if not passed:
@@ -292,7 +295,7 @@ class Stream(Iterator[Batch]):
             self._look_up.hand_over(held)
             if self._joint is not None:
                 self._joint.weigh(held.weight)
-            held.used = True
+            held.used, held.trains = True, torch.is_grad_enabled()
             self._hold(self._held)
 
     def _collect(self) -> None:
@@ -303,15 +306,17 @@ class Stream(Iterator[Batch]):
                     self._held.append(self._ahead.popleft())
 
     def _make_room(self, wanted: Held) -> None:
-        """The oldest step closes the gate for a batch that is used: it is dropped if no loss has reached it."""
+        """The oldest step closes the gate for a batch that is used: it is dropped if the user skipped it."""
         step, staleness = self._held[0].step, self._gate.staleness
         oldest = [batch for batch in self._held if batch.step == step]
-        if any(batch.has_gradient for batch in oldest):
+        if any(batch.may_get_gradient for batch in oldest):
+            reached = any(batch.has_gradient for batch in oldest)
+            what, drop = ("a loss reached", "zero_grad()") if reached else ("the loop used", "`del` of the batch")
             raise StreamError(
-                f"step {wanted.step}: its batch cannot be used yet: a loss reached the batch of step {step} and "
+                f"step {wanted.step}: its batch cannot be used yet: {what} the batch of step {step} and "
                 f"optimizer.step() was not called, and the staleness is {staleness}; call step() of what "
-                "embeddings.optimizer() returned before the next batch is used, or its zero_grad() to drop the batch, "
-                f"or say Embeddings(staleness={wanted.step - step}), or stream(accumulate=N) to step once for N batches"
+                f"embeddings.optimizer() returned before the next batch is used, or drop the earlier one by {drop}, or "
+                f"say Embeddings(staleness={wanted.step - step}), or stream(accumulate=N) to step once for N batches"
             )
         self._drop(
             oldest,

@@ -199,8 +199,7 @@ class Embeddings(torch.nn.Module):
         accumulate: how many batches make one optimizer step.
         overlap: table work beside the dense network; None: if there is a device, a worker in a process of its own, or
             staleness and a spare core.
-        train: whether the tables learn; None: as the module is, `train()` or `eval()`. False where a framework begins
-            its validation before it calls eval().
+        train: whether the tables learn; None: as `train()` or `eval()` said before.
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; wanted an integer, 1 or more")
@@ -211,8 +210,7 @@ class Embeddings(torch.nn.Module):
         place = torch.device("cpu" if device is None else device)
         if overlap is None:
             overlap = place.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self._far(data) is not None
-            if train and not overlap:
-                self._warn_of_no_core()
+            self._warn_of_no_core(train and not overlap)
         if not train:
             return self._evaluation(data, place, overlap)
         if self._optimizer is None:
@@ -243,9 +241,9 @@ class Embeddings(torch.nn.Module):
         )
         return self._training
 
-    def _warn_of_no_core(self) -> None:
-        """Once: without threads of its own a batch is looked up after all updates before it, unless that is fixed."""
-        if self._warned or self.staleness == 0 or self.deterministic:
+    def _warn_of_no_core(self, inline: bool) -> None:
+        """Once: a stream inline looks a batch up after all updates before it, unless the staleness is deterministic."""
+        if not inline or self._warned or self.staleness == 0 or self.deterministic:
             return
         self._warned = True
         warnings.warn(

@@ -115,7 +115,7 @@ def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path)
         servers[0].shared, servers[1].shared = servers[1].shared, servers[0].shared
         for each in servers:
             each.restart()
-        with pytest.raises(ConfigError, match="server: number (0 of 2 here, 1|1 of 2 here, 0) of 2 there"):
+        with pytest.raises(ConfigError, match=r"server: number (0 of 2 here, 1|1 of 2 here, 0) of 2 there"):
             worker.lookup(batch(range(20)), step=2)
 
 

@@ -85,6 +85,29 @@ def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tu
     assert found == [again, again if only else set(range(43)), again if only else set(range(43))]
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_batches_read_ahead_are_held_by_the_worker(tmp_path: Path, staleness: int) -> None:
+    """All of them are taken before the first step, which ends in the plain loop's bits."""
+    data = source(write(tmp_path / "a.parquet", 12))
+    found = []
+    for where, ahead in (((0, 0), False), ((0, 0), True), ((2, 1), True)):
+        with ExitStack() as stack:
+            job = stack.enter_context(running(staleness=staleness, deterministic=True, **addresses(stack, *where)))
+            embeddings, model, optimizer = job
+            stream = stack.enter_context(embeddings.stream(data))
+            seen = []
+            for batch in list(stream) if ahead else stream:
+                loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append((batch.step, loss.item(), batch.position))
+            stream.close()
+            assert not stream.dropped
+            found.append((seen, bits(job)))
+    assert len(found[0][0]) == 12 and all(each == found[0] for each in found)
+
+
 def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
     with ExitStack() as stack:
         embeddings, _, _ = stack.enter_context(running(**addresses(stack, 1, 1)))

@@ -25,6 +25,7 @@ from satrap import Checkpoint
 from satrap.errors import AttemptError, ChangesError, DeadlineError
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
+from satrap.saved_table import checksum_of
 
 SILENCE_SECONDS = 3.0
 
@@ -140,14 +141,15 @@ def test_a_server_that_dies_before_its_rows_are_replaced(tmp_path: Path) -> None
         saved = contents(worker)
         step([worker], 2)
         before = contents(worker)
-        pipe = Pipe(tmp_path / "a/1-of-2/manifest.json")
+        folder, seen = str(tmp_path / "a"), checksum_of(tmp_path / "a")
+        pipe = Pipe(tmp_path / "a/1-of-2/manifest.json")  # the trainer has read it, the servers are to
 
         def killed() -> None:
             pipe.wait_for_reader()
             servers[1].kill()
 
         with meanwhile(killed), pytest.raises(DeadlineError, match=rf"verify at {servers[1].address}: "):
-            worker.tables.restore({"t": [tmp_path / "a"]})
+            worker.servers.all("verify", [[folder]], [[seen]], patient=True)
         pipe.give_back()
         pipe.let_go()
         servers[1].restart()
@@ -162,13 +164,16 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
         step([worker], 1)
         worker.tables["t"].save(tmp_path / "a")
         saved, manifest = contents(worker), tmp_path / "a/0-of-1/manifest.json"
+        folder, seen = str(tmp_path / "a"), checksum_of(tmp_path / "a")
         pipe = Pipe(manifest)
 
         def killed() -> None:
-            pipe.wait_for_reader()
-            pipe.give_back()
-            again = Pipe(manifest)
-            pipe.let_go()
+            again = pipe
+            for _ in range(2):  # the server compares the manifest's id and checksum; then its old rows go
+                again.wait_for_reader()
+                again.give_back()
+                before, again = again, Pipe(manifest)
+                before.let_go()
             again.wait_for_reader()
             servers[0].kill()
             again.let_go()
@@ -176,7 +181,8 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
             servers[0].restart()
 
         with meanwhile(killed), pytest.raises(AttemptError, match="was started again while a restore began attempt 2"):
-            worker.tables.restore({"t": [tmp_path / "a"]})
+            worker.servers.attempt += 1
+            worker.servers.all("restore", [[folder]], [[seen]], patient=True)
         worker.tables.restore({"t": [tmp_path / "a"]})
         assert contents(worker) == saved
         step([worker], 2)

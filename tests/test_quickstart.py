@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,13 +48,14 @@ def test_the_guide_runs_as_written(
     write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
     write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
-    namespace: dict[str, object] = {}
+    assert len(blocks) == 5
+    namespace: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "docs/training.md", "exec"), namespace)
     shown = capsys.readouterr()
     assert "step 80 | 40k samples in" in shown.err
     assert shown.out.startswith("AUC ")
+    assert float(shown.out.split()[-1]) == namespace["found"].auc()  # a Reader of the checkpoint's
 
 
 def test_the_adult_example_reaches_its_auc() -> None:

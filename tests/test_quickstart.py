@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -50,13 +51,14 @@ def test_the_guide_runs_as_written(
     write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
     assert len(blocks) == 5
-    namespace: dict[str, object] = {}
+    namespace: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "docs/training.md", "exec"), namespace)
     shown = capsys.readouterr()
     assert "step 80 | 40k samples in" in shown.err
     assert shown.out.startswith("AUC ")
     assert torch.export.load(tmp_path / "model.pt2").module()(torch.zeros(7, 2), torch.zeros(7, 24)).shape == (7,)
+    assert float(shown.out.split()[-1]) == namespace["found"].auc()  # a Reader of the checkpoint's
 
 
 def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:

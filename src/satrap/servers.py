@@ -141,12 +141,13 @@ class Servers:
         which it is refused from then on; but a later launch replaces an earlier one."""
         if self.attempt != NO_ATTEMPT:
             return
-        self._know(self._greeted(commit=False))
+        found = self._greeted(commit=False)
+        self._know(found)
         newest, launch = self.newest_attempt, self._launch
         if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
             raise AttemptError(f"launch {newest // LAUNCH_ATTEMPTS} has begun: this process is of launch {launch}")
         if not self._take_over and not (launch and newest < launch * LAUNCH_ATTEMPTS):
-            self._wait_for_others()
+            self._wait_for_others(found)
         self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
         try:
             self.all("begin_attempt")
@@ -163,12 +164,12 @@ class Servers:
         if self._lease is not None:
             self._lease.origin = self.origin(0)
 
-    def _wait_for_others(self) -> None:
-        """Returns once no other process has a lease; raises if one renews its own meanwhile."""
+    def _wait_for_others(self, found: list[dict[str, Any]]) -> None:
+        """Returns once no other process has a lease; raises if one renews its own meanwhile. found: by now."""
         before: dict[str, float] = {}
         while True:
             left: dict[str, float] = {}
-            for each in self._greeted(commit=False):
+            for each in found:
                 for process, (where, seconds) in each["leases"].items():
                     if process != process_id():
                         left[process] = max(seconds, left.get(process, 0.0))
@@ -178,6 +179,7 @@ class Servers:
                 return
             before = left
             time.sleep(_TURN_SECONDS)
+            found = self._greeted(commit=False)
 
     def reach(self) -> None:
         """Raises unless every server answers within a call's deadline, and is this job's."""

@@ -222,7 +222,7 @@ class Told(Server):
     """Between the question for its version and a save it hears of the next one, as with buckets of one that saved."""
 
     def __init__(self) -> None:
-        super().__init__(num_threads=2)
+        super().__init__(num_threads=2, checkpoints=["/"])
         self.times = 0
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:

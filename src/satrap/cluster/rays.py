@@ -67,7 +67,7 @@ class _Keeper:
         process, node = command.process, ray.get_runtime_context().get_node_id()
         who = f"{node[:12]}-{process.role}-{process.number}"
         rows, warning = rows_file(memory, command.membership.name, who)
-        folder = self._folder = Path(tempfile.mkdtemp(".keys", f"satrap-{command.membership.name}-", memory))
+        folder = self._folder = Path(tempfile.mkdtemp(".keys", f"satrap-{command.membership.name}-{who}-", memory))
         for name, key in keys.items():
             with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(key)
@@ -106,7 +106,7 @@ def _forget(memory: Path, name: str) -> None:
     """On a node: removes what a run left there."""
     for path in memory.glob(f"satrap-{name}-*"):
         if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.geteuid():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # a keeper that ends may be at it, too
     forget_rows(memory, name)
 
 

@@ -118,7 +118,11 @@ def test_every_sample_is_trained_on_once_and_counts_as_much(
 def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, kind: str) -> None:
     """2, then 3, then 1: what was trained on before each checkpoint, and what is trained on after it, is each sample
     once."""
-    options = {"batches": 0, "file": write(tmp_path / "data", kind), "checkpoint": str(tmp_path / "run")}
+    options: dict[str, Any] = {
+        "batches": 0,
+        "file": write(tmp_path / "data", kind),
+        "checkpoint": str(tmp_path / "run"),
+    }
     options["how"] = {"shuffle": True, "shuffle_blocks": 2}
     trained: list[int] = []
     before = 0

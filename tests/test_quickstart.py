@@ -50,7 +50,7 @@ def test_the_guide_runs_as_written(
     write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
     write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     namespace: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "docs/training.md", "exec"), namespace)

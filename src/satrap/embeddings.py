@@ -89,16 +89,13 @@ class Embeddings(torch.nn.Module):
             refused. To look at its rows take a `Reader`.
         """
         super().__init__()
-        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-            raise ConfigError(f"staleness is {staleness!r}; wanted an integer, 0 (synchronous) or more")
         self.features = Features(features)
         self.staleness = staleness
         self.deterministic = deterministic
         self.trainers = Trainers()
-        check_choice("Embeddings", "dense", dense, ("sync", "async"))
         self.apart = dense == "async"
         """Whether trainers step without each other."""
-        self._require_possible(servers)
+        self._require_possible(dense, servers)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         rows = RowsAt(shared, servers, keys, wire, workers, as_flag("Embeddings", "take_over", take_over))
@@ -116,8 +113,12 @@ class Embeddings(torch.nn.Module):
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._closed = False
 
-    def _require_possible(self, servers: Sequence[str] | None) -> None:
-        """Raises if some options do not go together."""
+    def _require_possible(self, dense: str, servers: Sequence[str] | None) -> None:
+        """Raises if an option is none, or some do not go together."""
+        staleness: Any = self.staleness
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise ConfigError(f"staleness is {staleness!r}; wanted an integer, 0 (synchronous) or more")
+        check_choice("Embeddings", "dense", dense, ("sync", "async"))
         if self.deterministic and (self.staleness > 0 or self.apart) and self.trainers.world > 1:
             how = "dense='async'" if self.apart else f"staleness {self.staleness}"
             raise ConfigError(f"deterministic=True with {how} is for one trainer; here are several")

@@ -36,7 +36,7 @@ class JointStep:
         """The step in which each trainer has a batch as `described`."""
         total = sum(each[0] for each in batches)
         weight = len(batches) * batches[rank][0] / total if total else 0.0
-        largest = max(batches)  # one that has samples, if any trainer has
+        largest = max(batches, key=lambda each: each[0])  # one that has samples, if any trainer has
         return cls(total, weight, largest[1], largest[2])
 
     def padding(self) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:

@@ -25,12 +25,13 @@ from satrap.folder import parts_in, parts_of, read_manifest
 from satrap.inputs import Inputs
 from satrap.job import Job
 from satrap.local import LocalRows
+from satrap.lookup import Lookup
 from satrap.manifest import FILE_NAME
 from satrap.place import here
 from satrap.runfolder import RunFolder
 from satrap.sources.iterable import Iterable as Items
 from satrap.store import Store, StoredRows
-from satrap.stream import Lookup, Stream
+from satrap.stream import Stream
 from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.worker import Rows, Worker
@@ -153,7 +154,9 @@ class Reader:
 
     def __call__(self, inputs: Inputs) -> Batch:
         """One batch looked up, on the CPU: `model(batch.dense, batch.embeddings)`."""
-        return Lookup(self._of_features(), torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0)
+        return Lookup(self._of_features(), torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(
+            None
+        )
 
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
         """The batches of a source, looked up, as `Embeddings.stream` gives them in evaluation.

@@ -138,7 +138,7 @@ class RunFolder:
     @property
     def local(self) -> Path:
         """The folder itself, or the one in which checkpoints are put together for another file system."""
-        return self._path
+        return self._storage.staging
 
     @property
     def name(self) -> str:

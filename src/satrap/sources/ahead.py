@@ -94,11 +94,15 @@ class Ahead:
         turn = reading.next_turn()
         future: Future[Dealt] = Future()
         if self._pool is None:
-            reading.results.append(lambda: self._read(reading, turn, future) or future.result())
+            reading.results.append(partial(self._read_now, reading, turn, future))
         else:
             with Uninterrupted():
                 self._pool.submit(self._read, reading, turn, future)
             reading.results.append(partial(_result, future))
+
+    def _read_now(self, reading: "_Reading", turn: int, future: "Future[Dealt]") -> Dealt:
+        self._read(reading, turn, future)
+        return future.result()
 
     def _read(self, reading: "_Reading", turn: int, future: "Future[Dealt]") -> None:
         """The first step of a piece; then the second of all pieces whose turn it is."""

@@ -218,9 +218,9 @@ class _Stop(NamedTuple):
         if not given:
             return cls([], min(at, first), max(0, at - first))
         if at >= first:
-            parts, cuts = tuple(plan.parts[at - first : end - first]), (Cut(0, 1, given),)
+            parts, cuts = tuple(plan.parts[at - first : end - first]), [Cut(0, 1, given)]
         else:
-            parts, cuts = plan.chains[at].parts, plan.chains[at].cuts
-            cuts = (*cuts[:-1], cuts[-1]._replace(given=given))
-        begun = Chain((parts[0]._replace(rows=position.rows), *parts[1:]), cuts)
+            parts, earlier = plan.chains[at]
+            cuts = [*earlier[:-1], earlier[-1]._replace(given=given)]
+        begun = Chain((parts[0]._replace(rows=position.rows), *parts[1:]), tuple(cuts))
         return cls([begun], min(at + 1, first), max(0, end - first) if at >= first else 0)

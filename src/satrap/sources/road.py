@@ -221,13 +221,13 @@ class _Epoch:
                 begun = _Chain(index, rows, self.num_chains, self.offset)
             if piece is not None and len(piece):
                 parts.append(piece)
-            has_offset = piece is not None and piece.offset is not None
-            if has_offset:
+            is_end = piece is None or piece.offset is not None  # of a block, or of what the data goes on behind
+            if piece is not None and piece.offset is not None:
                 self.offset = piece.offset
-            if len(parts) == self.road.num_pieces or ((piece is None or has_offset) and begun.windows and parts):
+            if len(parts) == self.road.num_pieces or (is_end and begun.windows and parts):
                 yield self._window(begun, index + 1, parts)
                 parts = []
-            if (piece is None or has_offset) and begun.windows:
+            if is_end and begun.windows:
                 begun = None
         if begun is not None and parts:
             yield self._window(begun, index + 1, parts)

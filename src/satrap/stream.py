@@ -267,7 +267,7 @@ class Stream(Iterator[Batch]):
             raise StopIteration
         if self._left is not None:
             raise StreamError(self._left)
-        if self._train:
+        if self._train and (self._held or self._ahead):
             self._pass_over()
         held = self._pipeline.next()
         if self._all_have is not None:

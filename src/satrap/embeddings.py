@@ -408,7 +408,8 @@ class Embeddings(torch.nn.Module):
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """For the optimizer: sends the gradients that wait to the tables."""
-        self._require_same_rows()
+        if self._loaded is not None:
+            self._require_same_rows()
         scale /= self.trainers.world  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
         if not taken and self._dense is not None and self._dense.has_gradients():

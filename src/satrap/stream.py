@@ -163,7 +163,7 @@ class Stream(Iterator[Batch]):
             raise StopIteration
         if self._left is not None:
             raise StreamError(self._left)
-        if self._train:
+        if self._train and (self._held or self._ahead):
             self._pass_over()
         if self._taken is None:  # else an interrupt came before it could be handed over
             self._pipeline.next(self._take)

@@ -52,9 +52,9 @@ def test_what_another_may_have_made_is_left_alone(tmp_path: Path, how: str) -> N
     if how != "folder":
         first.unlink()
         assert rows_file(tmp_path, "run", "server-0")[0] == path, "rows that are there are found"
-        made(first, os.geteuid(), 0o620)
+        made(first, STRANGER if how == "owner" else os.geteuid(), 0o620)
     forget_rows(tmp_path, "run")
-    assert not path.exists() and first.exists()
+    assert not path.exists() and first.exists() == (how in ("owner", "folder"))
 
 
 def test_where_all_names_are_taken(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Folders of shared memory are everybody's, so another user may have made a file o
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from satrap.errors import ConfigError
@@ -32,8 +33,10 @@ def has_rows(path: Path) -> bool:
 def forget_rows(memory: Path, run: str) -> None:
     """Removes what servers of the run left, and no other user's files."""
     for path in memory.glob(f"satrap-{run}-*"):
-        if _owner(path) == os.geteuid():
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            found = os.lstat(path)
+            if found.st_uid == os.geteuid() and not stat.S_ISDIR(found.st_mode):
+                path.unlink()
 
 
 def _owner(path: Path) -> int | None:

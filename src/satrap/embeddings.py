@@ -108,10 +108,9 @@ class Embeddings(torch.nn.Module):
         self._loaded: Any = None  # what a state_dict named
         self._optimizer: HybridOptimizer | None = None
         self._training: Stream | None = None
-        self._warned = False
         self._training_data: Any = None
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._closed = False
+        self._closed = self._warned = False
 
     def _require_possible(self, dense: str, servers: Sequence[str] | None) -> None:
         """Raises if an option is none, or some do not go together."""

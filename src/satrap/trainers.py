@@ -125,7 +125,8 @@ class Trainers:
         if len(set(self.gather(norms.numpy().tobytes()))) > 1:
             raise StreamError(
                 "the trainers have different gradients for the dense parameters, so their models would part: wrap the "
-                "model before the optimizer is made: model = embeddings.parallel(model)"
+                "model before the optimizer is made: model = embeddings.parallel(model); and clip model.parameters() "
+                "alone, since the gradients of batch.embeddings are each trainer's own"
             )
 
 

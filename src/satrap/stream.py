@@ -318,9 +318,9 @@ class Stream(Iterator[Batch]):
         other = self._awaited()
         if other is not None and other is not held and other.weight != held.weight:
             raise StreamError(
-                f"step {held.step}: its batch has {held.inputs.batch_size} samples, and that of step {other.step}, which "
-                f"no backward pass has reached yet, has {other.inputs.batch_size}; several trainers weigh each batch by "
-                "its samples: call backward() for a batch before the next one is used"
+                f"step {held.step}: its batch has {held.inputs.batch_size} samples, and that of step {other.step}, "
+                f"which waits for its backward pass, has {other.inputs.batch_size}; several trainers weigh each batch "
+                "by its samples: call backward() for a batch before the next one is used"
             )
         self._joint.weigh(held.weight)
 

@@ -90,8 +90,7 @@ class Embeddings(torch.nn.Module):
         """
         super().__init__()
         self.features = Features(features)
-        self.staleness = staleness
-        self.deterministic = deterministic
+        self.staleness, self.deterministic = staleness, deterministic
         self.trainers = Trainers()
         self.apart = dense == "async"
         """Whether trainers step without each other."""

@@ -1,12 +1,14 @@
 """A script for trainers that do not wait for each other, whose shares are of unequal length: `async_job.py FOLDER
-LENGTHS EVERY`, with the number of batches of each trainer, joined by commas.
+LENGTHS EVERY [with]`, with the number of batches of each trainer, joined by commas.
 
 Its one parameter's gradients are whole numbers of trainer and step, so what it must end as is known. It saves on its
-way only, and ends by sys.exit, as scripts do. A trainer that resumes says the step and what the parameter is then.
+way only, and ends by sys.exit, as scripts do; with the last argument inside a `with` block of its embeddings. A trainer
+that resumes says the step and what the parameter is then.
 """
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,8 +18,7 @@ from loop import batches, tables
 from satrap import Checkpoint, Embeddings
 
 
-def main(folder: Path, lengths: list[int], every: int) -> int:
-    embeddings = Embeddings(tables(), staleness=2, num_threads=1, dense="async")
+def main(embeddings: Embeddings, folder: Path, lengths: list[int], every: int) -> int:
     model = Whole()
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     rank = embeddings.trainers.rank
@@ -34,4 +35,6 @@ def main(folder: Path, lengths: list[int], every: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [int(each) for each in sys.argv[2].split(",")], int(sys.argv[3])))
+    embeddings = Embeddings(tables(), staleness=2, num_threads=1, dense="async")
+    with embeddings if "with" in sys.argv[4:] else nullcontext():
+        sys.exit(main(embeddings, Path(sys.argv[1]), [int(each) for each in sys.argv[2].split(",")], int(sys.argv[3])))

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,18 @@ def test_the_short_run_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(stages.values()) == sorted(stages.values(), reverse=True)
     assert sum(stages.values()) <= 1.02 * 4096 / samples * 1000
     assert text.rstrip().endswith(f"bounded by {next(iter(stages))}")
+
+
+def test_cores_are_shared_by_the_processes_of_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    (script := tmp_path / "job.py").touch()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr("satrap.cluster.run.run", lambda script, *_: made.insert(0, script))
+    for workers, threads in (("0", 12), ("2", 6), ("50", 1)):
+        given = ["--servers", "4", "--workers", workers, "--trainers", "3", "--folder", str(tmp_path / workers)]
+        main(["run", str(script), *given])
+        found = made[0]
+        assert (found.trainer_threads, found.worker_threads, found.server_threads) == (4, threads, 3)
 
 
 def test_the_command_is_installed() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import satrap.place
 from cluster import ANYWHERE, DEADLINE_SECONDS, features, remote, serving
 from far_parts import Net, source, working, write
 from forks import in_fork
@@ -25,6 +26,7 @@ from rpc_parts import Calls, Served, eventually
 from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.errors import RpcError
 from satrap.features import Features
+from satrap.place import Place
 from satrap.rpc import Client, Service
 
 SECONDS = 30.0  # for all of them
@@ -192,6 +194,26 @@ def test_the_users_own_error_comes_through() -> None:
             embeddings.worker.close = fail  # type: ignore[method-assign]
             if raises:
                 raise InputError("the user's")
+
+
+@pytest.mark.parametrize(
+    ("raised", "left"), [(None, 0), (SystemExit(0), 0), (SystemExit(), 0), (SystemExit(1), 1), (InputError("the"), 1)]
+)
+def test_what_is_to_be_done_before(raised: BaseException | None, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there are connections; not by a block that failed, whose script finds it at its end."""
+    rows: list[int] = []
+    with serving(1) as services, suppress(InputError, SystemExit):
+        embeddings, _, _ = job(servers=[services[0].address])
+        monkeypatch.setattr(satrap.place, "_here", Place(rank=0, world=1, launch=1, servers=(services[0].address,)))
+        monkeypatch.setattr(satrap.place, "_before_end", [])
+        with embeddings:
+            embeddings.before_close(lambda: rows.append(len(embeddings.tables["item"])))
+            if raised is not None:
+                raise raised
+    assert len(rows) == 1 - left
+    with pytest.raises(StreamError, match="closed") if left else nullcontext():
+        satrap.place.end()
+    assert len(rows) == 1 - left
 
 
 def test_a_stream_that_its_own_thread_collects_ends() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
+from checkpoint_job import Job as SavedJob
 from cluster import DEADLINE_SECONDS, IDS, features, killables, serving
 from loop import NUM_IDS, batches, bits, job, loss_of, tables, train
 from satrap import (
@@ -22,11 +26,13 @@ from satrap import (
     Checkpoint,
     CheckpointError,
     ConfigError,
+    DeadlineError,
     Embeddings,
     InputError,
     NotReadyError,
     Reader,
     SatrapError,
+    SnapshotError,
     Store,
     StreamError,
     Table,
@@ -35,7 +41,10 @@ from satrap.features import Features
 from satrap.job import Job
 from satrap.lease import LEASE_SECONDS, Leases
 from satrap.mover import Mover
+from satrap.reader_servers import ReaderServers
+from satrap.runfolder import RunFolder
 from satrap.servers import Servers
+from satrap.tables import Tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some have no row
@@ -218,6 +227,108 @@ class Other:
         return str(self.pipe.recv())
 
 
+def test_a_server_that_lost_its_job_is_waited_for(tmp_path: Path) -> None:
+    with killables(tmp_path, 2) as servers, ExitStack() as stack:
+        addresses = [each.address for each in servers]
+        embeddings, model, optimizer = job(servers=addresses)
+        stack.enter_context(embeddings)
+        steps(embeddings, model, optimizer, batches(3), 3)
+        reader = stack.enter_context(Reader(servers=addresses))
+        impatient = ReaderServers(addresses, deadline=0.5)
+        stack.callback(impatient.close)
+        servers[1].kill()
+        servers[1].shared.unlink()
+        servers[1].restart()
+        with pytest.raises(NotReadyError, match=f"{addresses[1]} was started again, and no trainer has given it"):
+            _ = impatient.newest_step
+        later = stack.enter_context(ThreadPoolExecutor(1)).submit(lambda: reader.step)
+        assert wait([later], 0.2).not_done
+        with pytest.raises(AttemptError, match="started again without its rows"):
+            embeddings.tables["item"].stats()
+        assert later.result(DEADLINE_SECONDS) == 3
+
+
+def silent(stack: ExitStack) -> str:
+    """The address of a server that takes connections, and says nothing."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_one_of_several_servers_may_be_silent() -> None:
+    with serving(2) as services, ExitStack() as stack:
+        known, empty, first, other = services[0].address, services[1].address, silent(stack), silent(stack)
+        embeddings, model, optimizer = job(servers=[known])
+        stack.enter_context(embeddings)
+        steps(embeddings, model, optimizer, batches(2), 2)
+        reading = ReaderServers([first, empty, known], deadline=1.5)
+        stack.callback(reading.close)
+        assert (reading.addresses, reading.newest_step) == ((known,), 2)
+        with pytest.raises(DeadlineError, match=f"{first}: .*; {empty} has no job yet; .*{other}: "):
+            ReaderServers([first, empty, other], deadline=1.5)
+
+
+@pytest.mark.parametrize("at", ["found", "read"])
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_checkpoint_that_the_run_removes_is_followed_by_the_newest(
+    at: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is looked at, or copied, or its files are read."""
+    path = str(tmp_path) if where == "disk" else f"memory:/{tmp_path}"
+    saved = SavedJob(path, 2, keep=1)
+    saved.train()
+    of, name, times = (RunFolder, "_entry", 3) if at == "found" else (Tables, "restore", 3)
+    work, calls = getattr(of, name), []
+
+    def removed_before(*given: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) < times:
+            assert saved.run.save()
+        return work(*given, **options)
+
+    monkeypatch.setattr(of, name, removed_before)
+    with Reader(path) as reader:
+        copied = where == "memory" and at == "read"  # then all of it is here
+        assert len(calls) == (1 if copied else times)
+        assert f"{'000002' if copied else '000004'}-step-2" in str(reader)
+        np.testing.assert_array_equal(
+            reader.lookup("user", EVERY), saved.embeddings.tables["user"].lookup(EVERY, train=False)
+        )
+
+
+def test_one_that_is_damaged_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SavedJob(str(tmp_path), 1).train()
+    (tmp_path / "000001-step-1/tables/0/manifest.json").write_text("{")
+    read, calls = RunFolder._entry, []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return read(*given)
+
+    monkeypatch.setattr(RunFolder, "_entry", counted)
+    with pytest.raises(SnapshotError):
+        Reader(tmp_path)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("opened", ["servers", "folder"])
+def test_closing_ends_its_streams(opened: str, tmp_path: Path) -> None:
+    with trained(1, tmp_path) as (embeddings, addresses):
+        path, servers = (None, addresses) if opened == "servers" else (tmp_path / "run", None)
+        reader = Reader(path, features(), servers=servers)
+        inputs = [draw_bags(np.random.default_rng(n), embeddings.features, 7).inputs() for n in range(9)]
+        streams = [reader.stream(inputs, overlap=overlap) for overlap in (False, True)]
+        for each in streams:
+            next(each)
+        reader.close()
+        for each in streams:
+            with pytest.raises(StreamError, match="ended when its Reader was closed"):
+                next(each)
+        assert not [each.name for each in threading.enumerate() if each.name.startswith("satrap-read")]
+        for call in (lambda: reader.step, lambda: reader.version, reader.stats):
+            with pytest.raises(StreamError, match="this Reader was closed"):
+                call()
+
+
 def test_a_second_process_may_look_and_is_refused_to_train_unless_it_says_so() -> None:
     with serving(1) as services, ExitStack() as stack:
         address = services[0].address
@@ -306,6 +417,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Reader()
     with pytest.raises(ConfigError, match="either the path of a folder or servers"):
         Reader(tmp_path, servers=["tcp://127.0.0.1:1"])
+    for empty in ("", None):
+        with pytest.raises(ConfigError, match="path is empty" if empty is not None else "give either the path"):
+            Reader(empty)
     with pytest.raises(ConfigError, match="keys are for servers"):
         Reader(tmp_path, keys="client.key")
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a snapshot"):

@@ -220,6 +220,17 @@ def test_a_trainer_that_is_done_stays_for_what_the_others_save(tmp_path: Path, s
         assert (step, weight) == (28, summed(lengths))
 
 
+def test_a_trainer_stays_before_its_embeddings_are_closed(tmp_path: Path) -> None:
+    """With shares of unequal length, whichever of the two is done first."""
+    for name, lengths in (("a", "3,16"), ("b", "16,3")):
+        (folder := tmp_path / name).mkdir()
+        with started(folder, ASYNC, "--trainers", "2", arguments=(str(folder), lengths, "4", "with")) as run:
+            status, _, err = finished(run)
+        assert status == 0 and "launch 2" not in err, err
+        saved = sorted(each.name.partition("-")[2] for each in (folder / "checkpoints").glob("0*"))
+        assert saved == ["step-12", "step-16", "step-4", "step-8"]
+
+
 def test_a_trainer_that_is_done_outlives_a_save_that_fails(tmp_path: Path) -> None:
     """The first trainer cannot write it; the one that wanted it catches that, and trains on."""
     script = tmp_path / "job.py"

@@ -20,6 +20,7 @@ from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.errors import CheckpointError
 from satrap.place import Place
 from satrap.run_owner import OWNER
+from satrap.runfolder import RunFolder
 
 
 def names(run: Path) -> list[str]:
@@ -96,6 +97,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         Job(str(tmp_path / "file" / "run"), 1).train()
+
+
+def test_a_save_that_is_published_has_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what is to go then cannot be found out."""
+    job = Job(str(tmp_path), 3, keep=1)
+    job.train()
+    publish = RunFolder.publish
+
+    def with_another_owner(home: RunFolder, folder: Path) -> str:
+        name = publish(home, folder)
+        (tmp_path / OWNER).write_text('{"format": "of a later Satrap"}')
+        return name
+
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="could not be removed: .*cannot be read"):
+        patched.setattr(RunFolder, "publish", with_another_owner)
+        assert job.run.save()
+    assert names(tmp_path) == ["000003-step-3", "000004-step-3"]
+    (tmp_path / OWNER).unlink()
+    assert job.run.save() and names(tmp_path) == ["000005-step-3"]
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])

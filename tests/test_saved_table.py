@@ -15,7 +15,7 @@ import torch
 from checkpoint_job import Job
 from cluster import serving
 from loop import batches, bits, job, rows, train
-from satrap import Checkpoint, Embeddings, Inputs, Store, Table
+from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
 from satrap.remote import RemoteWorker
 from satrap.runfolder import checksum
@@ -53,6 +53,8 @@ def refused(run: Path, words: str, error: type[SatrapError] = SatrapError) -> No
     before = job.state()
     with pytest.raises(error, match=words):
         job.run.resume()
+    with pytest.raises(error, match=words):
+        Reader(run)
     for name, value in job.state().items():
         np.testing.assert_array_equal(value, before[name])
 
@@ -85,10 +87,10 @@ def test_a_parent_from_another_run_is_refused(tmp_path: Path) -> None:
 def test_a_table_with_other_rows_than_it_was_saved_with_is_said(tmp_path: Path) -> None:
     Job(str(tmp_path), 2).train()
     rewrite(tmp_path / "000002-step-2", lambda content: content["tables"][1].update(rows=7))
-    with pytest.raises(
-        CheckpointError, match=r"table 'item' has \d+ rows now and had 7 when it was saved: do not train"
-    ):
+    with pytest.raises(CheckpointError, match=r"table 'item' has \d+ rows now and had 7 when it was saved: do not use"):
         Job(str(tmp_path), 2).run.resume()
+    with pytest.raises(CheckpointError, match=r"table 'item' has \d+ rows now and had 7 when it was saved: do not use"):
+        Reader(tmp_path)
 
 
 def test_a_whole_save_without_all_rows_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +139,8 @@ class Served:
         before = bits(self.embeddings, self.model)
         with pytest.raises(SnapshotError, match=words):
             self.run.resume()
+        with pytest.raises(SnapshotError, match=words):
+            Reader(self.one.parent)
         assert bits(self.embeddings, self.model) == before
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ import os
 import random
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +35,18 @@ from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotEr
 from satrap.folder import put_on_disk
 from satrap.inputs import Position
 from satrap.optimizer import HybridOptimizer
-from satrap.place import before_end, here
-from satrap.runfolder import MANIFEST, STATE, Entry, RunFolder, checksum
+from satrap.place import here
+from satrap.runfolder import (
+    MANIFEST,
+    STATE,
+    TABLES,
+    Entry,
+    RunFolder,
+    checksum,
+    require_rows,
+    table_folders,
+    table_key,
+)
 from satrap.saved_table import SavedTable
 from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
 from satrap.trainers import unwrapped
@@ -91,7 +100,7 @@ class Checkpoint:
         self._saved_step = -1
         self._source: Mapping[str, Any] | None = None
         if embeddings.apart:
-            before_end(self._stay)
+            embeddings.before_close(self._stay)
 
     def save(self, *, every_steps: int | None = None) -> bool:
         """Writes a checkpoint; returns whether it did. every_steps: only if the step is a multiple, once.
@@ -159,7 +168,7 @@ class Checkpoint:
                 if parent is None or not unknown:
                     raise
                 # A server was started again, rows have moved, or more went than are remembered.
-                shutil.rmtree(folder / "tables", ignore_errors=True)
+                shutil.rmtree(folder / TABLES, ignore_errors=True)
                 parent, layout = None, tables.layout
                 versions = self._save_tables(folder, None)
             save_state(folder / STATE, self._state([state_of(each) for each in randoms]))
@@ -179,9 +188,9 @@ class Checkpoint:
             for file in (STATE, MANIFEST):
                 put_on_disk(folder / file)
             name = self._home.publish(folder)
-        self._last, self._layout = (name, versions), layout
-        self._since_full = 1 if parent is None else self._since_full + 1
-        self._home.forget_beyond(self._keep)
+            self._last, self._layout = (name, versions), layout
+            self._since_full = 1 if parent is None else self._since_full + 1
+            self._home.forget_beyond(self._keep)
 
     def resume(self) -> bool:
         """Brings everything to the newest checkpoint; False if there is none yet.
@@ -212,12 +221,6 @@ class Checkpoint:
             self._embeddings.join_attempt()
             self._embeddings.resume_at(newest.step, self._data, self._position_in(newest))
             self._saved_step = newest.step
-        if trainers.rank == 0 and any(entry.saved is None for entry in chain):
-            warnings.warn(
-                f"{newest.where} was saved by an earlier Satrap, which did not note which tables, parts and parents "
-                "belong together: that was not checked. The next full save notes it",
-                stacklevel=2,
-            )
         if (place := here()) is not None and place.rank == 0:  # of a run, which begins its launches by itself
             print(f"launch {place.launch} goes on after step {newest.step}, from {newest.where}", file=sys.stderr)
         return True
@@ -251,18 +254,10 @@ class Checkpoint:
 
     def _restore_tables(self, chain: list[Entry]) -> None:
         newest, tables = chain[-1], self._embeddings.tables
-        for entry in chain:
-            for i, saved in enumerate(entry.saved or ()):
-                saved.require(entry.folder / "tables" / str(i), entry.where)
-        folders = {name: [e.folder / "tables" / str(e.tables.index(name)) for e in chain] for name in tables}
+        folders = table_folders(chain)
         self._layout = tables.layout
         changes_may_follow = tables.restore(folders)
-        for name, saved in zip(newest.tables, newest.saved or (), strict=newest.saved is not None):
-            if (found := len(tables[name])) != saved.rows:
-                raise CheckpointError(
-                    f"{newest.where}: table {name!r} has {found} rows now and had {saved.rows} when it was saved: do "
-                    "not train on; resume an older checkpoint, and report this"
-                )
+        require_rows(chain, {name: len(table) for name, table in tables.items()})
         self._last = newest.folder.name, {name: tables[name].version for name in tables}
         self._since_full = len(chain) if changes_may_follow else self._full_every
 
@@ -319,7 +314,7 @@ class Checkpoint:
         versions = {}
         tables = self._embeddings.tables
         for i, name in enumerate(tables):
-            store, to = tables[name], folder / "tables" / str(i)
+            store, to = tables[name], folder / table_key(i)
             versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
         return versions
 
@@ -328,7 +323,7 @@ class Checkpoint:
         found = []
         tables = self._embeddings.tables
         for i, name in enumerate(tables):
-            path = folder / "tables" / str(i)
+            path = folder / table_key(i)
             saved = SavedTable.of(path, len(tables[name]))
             rows = sum(part.rows for part in saved.parts)
             if is_whole and rows != saved.rows:

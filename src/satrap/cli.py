@@ -226,7 +226,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
         checkpoints=tuple(given.checkpoints),
         data=tuple(given.data),
         trainer_threads=max(1, cores // plan.trainers),
-        worker_threads=max(1, cores // plan.servers),
+        worker_threads=max(1, cores // max(1, plan.workers)),
         server_threads=max(1, cores // plan.servers),
     )
     with folder_of_one_run(given.folder), Output(given.folder / "logs") as output:

@@ -7,7 +7,7 @@ step and the tables' versions: a stream refuses to begin with dense parameters o
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from satrap.joint_step import Padded
 from satrap.local import LocalWorker
 from satrap.lookup import Lookup
 from satrap.optimizer import HybridOptimizer
-from satrap.place import here
+from satrap.place import before_end, here
 from satrap.report import Counters
 from satrap.sources.declared import travels
 from satrap.sources.iterable import Iterable as Items
@@ -90,8 +90,7 @@ class Embeddings(torch.nn.Module):
         """
         super().__init__()
         self.features = Features(features)
-        self.staleness = staleness
-        self.deterministic = deterministic
+        self.staleness, self.deterministic = staleness, deterministic
         self.trainers = Trainers()
         self.apart = dense == "async"
         """Whether trainers step without each other."""
@@ -110,6 +109,7 @@ class Embeddings(torch.nn.Module):
         self._training: Stream | None = None
         self._training_data: Any = None
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._before_close: list[Callable[[], None]] = []
         self._closed = self._warned = False
 
     def _require_possible(self, dense: str, servers: Sequence[str] | None) -> None:
@@ -387,23 +387,40 @@ class Embeddings(torch.nn.Module):
         """Ends the streams, applies the updates that were handed over, and ends the connections to servers and workers.
         Rows in this process go, once nobody has the tables any more. Embeddings that are collected, or left at the end
         of the process, are closed likewise, but their last updates may be missing."""
+        self._close(finish=True)
+
+    def before_close(self, work: Callable[[], None]) -> None:
+        """For a checkpoint in a run: have it done before the connections end, or else at the end of the script."""
+        if here() is not None:
+            self._before_close.append(work)
+            before_end(self._finish)
+
+    def _finish(self) -> None:
+        while self._before_close:
+            self._before_close.pop(0)()
+
+    def _close(self, finish: bool) -> None:
+        """finish: do what was to be done before. One that failed does not: to the others its share would be done."""
         if self._closed:
             return
-        worker, self._worker = self._worker, None
-        self._closed = True
         with ExitStack() as stack:
-            if worker is not None:
-                stack.callback(worker.close)
+            if self._worker is not None:
+                stack.callback(self._worker.close)
+            stack.callback(setattr, self, "_worker", None)
+            stack.callback(setattr, self, "_closed", True)
             for stream in self._evaluations:
                 stack.callback(stream.close)
-            stack.callback(self._leave_stream, "the embeddings were closed")
+            self._leave_stream("the embeddings were closed")
+            if finish:
+                self._finish()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with nullcontext() if kind is None else suppress(Exception):  # not over the user's own error
-            self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        done = kind is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        with nullcontext() if done else suppress(Exception):  # not over the user's own error
+            self._close(finish=done)
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """For the optimizer: sends the gradients that wait to the tables."""

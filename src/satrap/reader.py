@@ -7,7 +7,9 @@ their optimizer state: that takes as much memory as they took in training.
 """
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -28,7 +30,7 @@ from satrap.local import LocalRows
 from satrap.lookup import Lookup
 from satrap.manifest import FILE_NAME
 from satrap.place import here
-from satrap.runfolder import RunFolder
+from satrap.runfolder import RunFolder, require_rows, table_folders
 from satrap.sources.iterable import Iterable as Items
 from satrap.store import Store, StoredRows
 from satrap.stream import Stream
@@ -113,8 +115,13 @@ class Reader:
             raise ConfigError("Reader: give either the path of a folder or servers=[...] of a live run")
         if path is not None and keys is not None:
             raise ConfigError("Reader: keys are for servers; the rows are in a folder: leave them out")
-        self._rows: _Rows = _InFolder(os.fspath(path), num_threads) if path else _OnServers(servers, keys, num_threads)
+        if path is not None and not os.fspath(path):
+            raise ConfigError("Reader: path is empty; wanted the folder of a run or of a table's snapshot")
         self._closed = False
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._rows: _Rows = (
+            _OnServers(servers, keys, num_threads) if path is None else _InFolder(os.fspath(path), num_threads)
+        )
         self.tables: Mapping[str, ReaderTable] = {name: ReaderTable(each) for name, each in self._rows.tables.items()}
         """The tables by name."""
         self.features: Features | None = None
@@ -139,11 +146,11 @@ class Reader:
     @property
     def version(self) -> int:
         """Of the newest save of the tables; 1 before the first."""
-        return max(each.version for each in self.tables.values())
+        return max(each.version for each in self._open().tables.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
         """As `Store.stats`, of each table."""
-        return {name: each.stats() for name, each in self.tables.items()}
+        return {name: each.stats() for name, each in self._open().tables.items()}
 
     def lookup(self, table: str, ids: ArrayLike) -> NDArray[np.float32]:
         """The values of the rows of a table, as `ReaderTable.lookup`."""
@@ -167,12 +174,17 @@ class Reader:
         source = data if hasattr(data, "batches") else Items(data)
         inputs: Iterator[Inputs] = source.batches(worker.features, position=None)
         gate = Gate(_AHEAD if overlap else 0)
-        return Stream(inputs, worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        stream = Stream(inputs, worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        self._streams.add(stream)
+        return stream
 
     def close(self) -> None:
-        """Ends the connections, or gives the copied rows up. Does nothing twice."""
+        """Ends the streams, and the connections, or gives the copied rows up. Does nothing twice."""
         self._closed, self._worker, self.tables = True, None, {}
-        self._rows.close()
+        with ExitStack() as stack:
+            stack.callback(self._rows.close)
+            for stream in self._streams:
+                stack.callback(stream.close, "this stream ended when its Reader was closed")
 
     def __enter__(self) -> Self:
         return self
@@ -251,19 +263,18 @@ class _InFolder:
     def _take_newest(self, path: str) -> None:
         home = RunFolder(path)
         for last in range(_MOST_READS, 0, -1):
-            with home.newest() as chain:
-                if not chain:
-                    raise CheckpointError(f"{path} has neither a checkpoint nor a snapshot of a table in it")
-                newest, names = chain[-1], list(chain[-1].tables)
-                try:
-                    self._fill(
-                        {n: [each.folder / "tables" / str(each.tables.index(n)) for each in chain] for n in names}
-                    )
-                    self.where = str(newest.folder)
+            name = home.newest_name()
+            try:
+                with home.newest() as chain:
+                    if not chain:
+                        raise CheckpointError(f"{path} has neither a checkpoint nor a snapshot of a table in it")
+                    self._fill(table_folders(chain))
+                    require_rows(chain, {each: len(table) for each, table in self.tables.items()})
+                    self.where = chain[-1].where
                     return
-                except SatrapError:
-                    if newest.folder.exists() or last == 1:  # else the run has removed it: there is a newer one
-                        raise
+            except (SatrapError, OSError):
+                if last == 1 or home.newest_name() == name:  # else the run saved another, and may have removed this one
+                    raise
 
     def _fill(self, folders: Mapping[str, list[Path]]) -> None:
         manifests = [read_manifest(parts_of(chain[0])[0]) for chain in folders.values()]

@@ -7,9 +7,10 @@ server that is being started again is waited for as long as any other answer.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from satrap.errors import MovedError, NotReadyError
+from satrap.errors import MovedError, NotReadyError, RpcError
 from satrap.job import Job
 from satrap.members import Members, check_addresses
 from satrap.rpc import Client, Keys, Origin
@@ -33,7 +34,17 @@ class ReaderServers(Servers):
     @property
     def newest_step(self) -> int:
         """The last step that the run has looked up or updated."""
-        return max(int(each["state"]["latest_step"]) for each in self.all("members", 0))
+        trouble = Trouble(time.monotonic() + self._deadline)
+        while True:
+            view = self.view
+            found = self.all("members", 0)
+            jobless = next((server for server, each in enumerate(found) if not each["version"]), None)
+            if jobless is None:
+                return max(int(each["state"]["latest_step"]) for each in found)
+            with suppress(MovedError):
+                where = view.members.addresses[jobless]
+                error = NotReadyError(f"{where} was started again, and no trainer has given it its job yet")
+                self._revive(view, jobless, error, trouble)
 
     def _greet_all(self) -> None:
         """Nobody is told anything."""
@@ -62,10 +73,18 @@ class ReaderServers(Servers):
 
 
 def _asked(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:
-    """What the first of them says that knows its job."""
+    """What the first of them says that knows its job. Each is asked for its share of the deadline."""
+    failed: dict[str, RpcError] = {}
     for address in addresses:
-        with Client(ServerCalls, address, keys, deadline=deadline) as client:
-            found: dict[str, Any] = client.call.members(Origin(), 0)
+        try:
+            with Client(ServerCalls, address, keys, deadline=deadline / len(addresses)) as client:
+                found: dict[str, Any] = client.call.members(Origin(), 0)
+        except RpcError as error:
+            failed[address] = error
+            continue
         if found["version"]:
             return found
-    raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: nobody has trained on them")
+    if not failed:
+        raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: nobody has trained on them")
+    first = next(iter(failed.values()))
+    raise type(first)("; ".join(str(failed.get(each, f"{each} has no job yet")) for each in addresses)) from first

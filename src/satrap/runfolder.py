@@ -11,7 +11,7 @@ import json
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from satrap.run_owner import OWNER, RunOwner
 from satrap.saved_table import SavedTable
 from satrap.storage import open_storage
 
-MANIFEST, STATE = "checkpoint.json", "state.safetensors"
+MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
 _FORMAT, _FORMAT_VERSION, _UNBOUND_VERSION = "satrap-checkpoint", 3, 2
 _LOCK_SECONDS = 60.0
 
@@ -117,10 +117,56 @@ class Entry:
         yield STATE
         for i, table in enumerate(self.saved or ()):
             for part in table.parts:
-                folder = f"tables/{i}/{part.folder}".rstrip("/")
+                folder = f"{table_key(i)}/{part.folder}".rstrip("/")
                 yield f"{folder}/{FILE_NAME}"
                 manifest = Manifest.from_json(read(f"{folder}/{FILE_NAME}"), f"{self.where}/{folder}/{FILE_NAME}")
                 yield from (f"{folder}/{file.name}" for file in manifest.files)
+
+
+def table_key(number: int) -> str:
+    """Where a checkpoint holds the table of that number."""
+    return f"{TABLES}/{number}"
+
+
+def table_folders(chain: Sequence[Entry]) -> dict[str, list[Path]]:
+    """Returns of each table the folders to restore it from, oldest first. Raises unless each of them holds what its
+    checkpoint was saved with.
+
+    chain: the newest checkpoint and its parents, oldest first.
+    """
+    found: dict[str, list[Path]] = {name: [] for name in chain[-1].tables}
+    for entry in chain:
+        if sorted(entry.tables) != sorted(found):
+            raise CheckpointError(
+                f"{entry.where} has tables {sorted(entry.tables)}, and {chain[-1].where}, which continues it, has "
+                f"{sorted(found)}: one of the two comes from another run; put the right one back"
+            )
+        for i, name in enumerate(entry.tables):
+            found[name].append(entry.folder / table_key(i))
+        for i, saved in enumerate(entry.saved or ()):
+            saved.require(entry.folder / table_key(i), entry.where)
+    return found
+
+
+def require_rows(chain: Sequence[Entry], found: Mapping[str, int]) -> None:
+    """Raises unless each table that was restored from there has as many rows as when it was saved. Warns if an earlier
+    Satrap saved it, which did not note what `table_folders` and this check.
+
+    found: how many rows each table has, by name.
+    """
+    newest = chain[-1]
+    for name, saved in zip(newest.tables, newest.saved or (), strict=newest.saved is not None):
+        if found[name] != saved.rows:
+            raise CheckpointError(
+                f"{newest.where}: table {name!r} has {found[name]} rows now and had {saved.rows} when it was saved: do "
+                "not use these rows; take an older checkpoint, and report this"
+            )
+    if any(entry.saved is None for entry in chain):
+        warnings.warn(
+            f"{newest.where} was saved by an earlier Satrap, which did not note which tables, parts and parents belong "
+            "together: that was not checked. The next full save notes it",
+            stacklevel=3,
+        )
 
 
 class RunFolder:
@@ -198,6 +244,11 @@ class RunFolder:
             raise
         return name
 
+    def newest_name(self) -> str | None:
+        """The name of the newest checkpoint; None if there is none."""
+        with self._reading():
+            return self._look(None).newest
+
     @contextmanager
     def newest(self) -> Iterator[list[Entry]]:
         """The newest checkpoint and its parents, oldest first, in folders of this machine; empty if there is none."""
@@ -224,10 +275,10 @@ class RunFolder:
             for name in (*catalog.garbage(), *catalog.removable(keep)):
                 self._parents.pop(name, None)
                 self._storage.remove(name, MANIFEST)
-        except OSError as error:
+        except (OSError, SatrapError) as error:
+            why = f"{error.strerror or error} at {error.filename}" if isinstance(error, OSError) else str(error)
             warnings.warn(
-                f"{self._storage.url}: old checkpoints could not be removed: {error.strerror or error} at "
-                f"{error.filename}; the next save tries again",
+                f"{self._storage.url}: old checkpoints could not be removed: {why}; the next save tries again",
                 stacklevel=2,
             )
 

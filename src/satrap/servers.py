@@ -324,8 +324,8 @@ class Servers:
             raise error
         if time.monotonic() > trouble.until:
             raise DeadlineError(
-                f"{view.clients[server].address}: buckets were on the move for {self._deadline:g} s ({error}): is "
-                "whoever moves them still at work? Started again, it ends what it began"
+                f"{view.clients[server].address}: buckets were on the move for {self._deadline:g} s ({error}): the "
+                "process that moves buckets may have stopped: run `satrap move` again with the same lists"
             ) from error
         time.sleep(trouble.pause)
         trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)

@@ -55,21 +55,27 @@ class SharedArena final : public Arena {
     static constexpr std::size_t kPage = 4096;
     static constexpr std::size_t kPiece = std::size_t{16} << 20;
 
-    // A new file. Its name is taken with O_EXCL: an existing one is somebody's rows.
+    // A new file. It has no name before it is whole, so that a kill leaves none that is empty; an existing one of its
+    // name is somebody's rows.
     static std::unique_ptr<SharedArena> create(const std::string& path, std::size_t tables,
                                                std::span<const char> config, bool complete = true) {
         std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
-        arena->fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-        if (arena->fd_ < 0)
-            arena->fail(errno == EEXIST ? "exists already; Store.attach() opens it, or remove it first"
-                                        : errno_text("cannot be created"));
+        const std::size_t slash = path.rfind('/');
+        const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+        arena->fd_ = ::open(folder.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
+        const bool named = arena->fd_ < 0; // not every file system has files without a name
+        if (named) arena->fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        if (arena->fd_ < 0) arena->refuse_to_create();
         arena->lock();
         try {
             arena->write_header(tables, config, complete);
         } catch (...) {
-            ::unlink(path.c_str());
+            if (named) ::unlink(path.c_str());
             throw;
         }
+        const std::string nameless = "/proc/self/fd/" + std::to_string(arena->fd_);
+        if (!named && ::linkat(AT_FDCWD, nameless.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0)
+            arena->refuse_to_create();
         return arena;
     }
 
@@ -289,6 +295,11 @@ class SharedArena final : public Arena {
             fail("may be used by others (mode " + mode.str() + "), who may have changed it; wanted mode 600");
         }
         return static_cast<std::uint64_t>(status.st_size);
+    }
+
+    [[noreturn]] void refuse_to_create() const {
+        fail(errno == EEXIST ? "exists already; Store.attach() opens it, or remove it first"
+                             : errno_text("cannot be created"));
     }
 
     void open_existing() {

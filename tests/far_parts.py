@@ -164,6 +164,7 @@ def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLIN
     """Gives a job with servers the worker at the address, and calls it again soon if no answer comes."""
     near = embeddings.worker
     assert isinstance(near, RemoteWorker)
+    near.servers.begin()
     how: dict[str, Any] = {"deadline": deadline, "retry_seconds": 0.03}
     embeddings._worker = FarWorker(embeddings.features, near.servers, address, num_threads=1, **how)
 

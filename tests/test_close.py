@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, features, remote, serving
+from cluster import ANYWHERE, DEADLINE_SECONDS, features, remote, serving
 from far_parts import Net, source, working, write
 from forks import in_fork
 from loop import batches, job, loss_of, tables
@@ -219,7 +219,7 @@ def test_a_stream_that_its_own_thread_collects_ends() -> None:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    with Service(Served(), Calls, "tcp://127.0.0.1:0") as service:
+    with Service(Served(), Calls, ANYWHERE) as service:
         yield service
 
 

@@ -328,7 +328,7 @@ def test_a_list_and_a_generator_are_one_source() -> None:
             positions.append(batch.position)
         found.append(([loss.item() for loss in losses], positions))
     assert all(each == found[0] for each in found)
-    assert found[0][1] == [Position(0, 0, number, number * BATCH) for number in range(1, 6)]
+    assert found[0][1] == [Position(0, 0, number, number * BATCH, end=1) for number in range(1, 6)]
 
 
 @pytest.mark.parametrize("data", [list, iter, Iterable], ids=["list", "iterator", "Iterable"])
@@ -358,7 +358,7 @@ def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> No
     again.resume_at(4, second, position)
     rest = [batch.inputs for batch in again.stream(second)]
     assert [inputs.values.tolist() for inputs in rest] == [inputs.values.tolist() for inputs in items[4:]]
-    assert [inputs.position for inputs in rest] == [Position(0, 0, i, i * BATCH) for i in (5, 6, 7)]
+    assert [inputs.position for inputs in rest] == [Position(0, 0, i, i * BATCH, end=1) for i in (5, 6, 7)]
 
 
 def test_streams_need_an_optimizer_or_evaluation() -> None:

@@ -89,7 +89,7 @@ def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone()
 
 
 def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> None:
-    command = ["make", "--dry-run", "--always-make", "demo"]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     installed = [line.partition("constraints.txt ")[2] for line in lines if " install " in line and "echo" not in line]
     assert installed == ["scikit-build-core nanobind cmake ninja", "--no-build-isolation -e '.[train]'"]

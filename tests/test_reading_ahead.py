@@ -374,7 +374,7 @@ def test_a_lists_length_is_its_items() -> None:
     [
         ({"epochs": None}, "epochs is None"),
         ({"max_bad_rows": 1}, "rows may be left out"),
-        ({"label": satrap.LabelColumn("user", missing="drop")}, "rows may be left out"),
+        ({"label": satrap.LabelColumn("user", missing="drop", kind="count")}, "rows may be left out"),
     ],
 )
 def test_a_length_that_is_not_known_says_why(options: dict[str, Any], told: str) -> None:

@@ -56,6 +56,8 @@ def inputs_of(rows: RowNumbers) -> Inputs:
 
 def fill(worker: Worker, tables: Any, rows: int) -> None:
     """Looks every row up once, as step 1; `tables` are the worker's."""
+    if isinstance(worker, RemoteWorker):
+        worker.servers.begin()  # before the rows: those of a run before would be refused
     count = total_rows(rows)
     for begin in range(0, count, BATCH_IDS):
         # The last batch begins again at the first row.

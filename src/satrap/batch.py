@@ -18,6 +18,7 @@ from torch import Tensor
 
 from satrap.errors import InputError, StreamError
 from satrap.inputs import Inputs, Position
+from satrap.joint_step import Padding
 
 _NOT_LOOKED_UP = torch.empty(0)
 
@@ -69,8 +70,8 @@ class Held:
 
     @property
     def is_padding(self) -> bool:
-        """Whether it has no samples, and is there for the other trainers' sake."""
-        return not self.inputs.batch_size
+        """Whether it is there for the other trainers' sake."""
+        return isinstance(self.inputs, Padding)
 
     @property
     def is_passed_over(self) -> bool:

@@ -101,6 +101,7 @@ class Host:
                 attempt=origin.attempt,
                 keys=self._keys,
                 wire=wanted.wire,
+                relays=True,
             )
             if servers.newest_attempt > origin.attempt:
                 servers.close()

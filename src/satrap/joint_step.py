@@ -50,7 +50,7 @@ class JointStep:
 
 def described(inputs: Inputs | None) -> tuple[int, int, int]:
     """What the other trainers must know of a batch: its samples, and the columns of its dense numbers and labels."""
-    if inputs is None or not inputs.batch_size:
+    if inputs is None or isinstance(inputs, Padding):
         return 0, 0, _NO_LABEL
     label = _NO_LABEL
     if inputs.label is not None:
@@ -58,18 +58,39 @@ def described(inputs: Inputs | None) -> tuple[int, int, int]:
     return inputs.batch_size, 0 if inputs.dense is None else inputs.dense.shape[1], label
 
 
+class Padding(Inputs):
+    """A batch without samples, of a trainer whose data has ended before another's."""
+
+
 class Padded(Iterator[Inputs]):
     """A trainer's batches, and behind them padding until it is stopped."""
 
     def __init__(self, batches: Iterator[Inputs], features: tuple[str, ...]) -> None:
         self._batches = batches
-        self._padding = Inputs(names=features, values=np.empty(0, np.uint64), batch_size=0)
-        self._stopped = False
+        self._padding = Padding(names=features, values=np.empty(0, np.uint64), batch_size=0)
+        self._read = self._handed_over = 0  # batches with samples
+        self._has_ended = False
+        self.is_stopped = False
+        """No trainer has another batch."""
 
     def __next__(self) -> Inputs:
-        if self._stopped:
+        if self.is_stopped:
             raise StopIteration
-        return next(self._batches, self._padding)
+        inputs = next(self._batches, None)
+        if inputs is None:
+            self._has_ended = True
+            return self._padding
+        self._read += 1
+        return inputs
+
+    def hand_over(self, inputs: Inputs) -> None:
+        """The training loop is given this batch."""
+        self._handed_over += not isinstance(inputs, Padding)
+
+    @property
+    def num_left(self) -> int | None:
+        """How many batches with samples are read and not handed over; None: more are still to be read."""
+        return self._read - self._handed_over if self._has_ended else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -79,4 +100,4 @@ class Padded(Iterator[Inputs]):
 
     def stop(self) -> None:
         """No trainer has another batch."""
-        self._stopped = True
+        self.is_stopped = True

@@ -16,7 +16,7 @@ from torch import Tensor
 from satrap.batch import Held, Sequence, gradient_array
 from satrap.dense import DenseParameters
 from satrap.inputs import Inputs
-from satrap.joint_step import PADDING_ROWS, JointStep
+from satrap.joint_step import PADDING_ROWS, JointStep, Padding
 from satrap.threads import torch_threads
 from satrap.worker import Worker
 
@@ -48,7 +48,7 @@ class Lookup:
         """ahead: what `read_ahead` made of these inputs, if it did."""
         if ahead is not None and ahead.is_there():  # an interrupt came right after it
             return ahead
-        if not inputs.batch_size:
+        if isinstance(inputs, Padding):
             return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
         with self._threads():
             if self._train:

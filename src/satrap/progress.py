@@ -82,6 +82,8 @@ class Progress:
             labels = batch.label if labels is None else labels
             for name, values in (("labels", labels), ("scores", scores)):  # now, where the user sees which line
                 require_column(name, getattr(values, "shape", ()))
+        if not len(batch):  # it has no samples, and is there for the other trainers' sake
+            loss = labels = scores = None
         self._meter.step(batch.step, len(batch), loss, labels, scores)
         now = self._clock()
         if now >= self._due:

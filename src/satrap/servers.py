@@ -78,6 +78,7 @@ class Servers:
         begin: bool = True,
         launch: int = 0,
         take_over: bool = False,
+        relays: bool = False,
         keys: Keys | None = None,
         wire: str = "float32",
         deadline: float = 60.0,
@@ -96,6 +97,7 @@ class Servers:
         launch: how often a supervisor has started the trainers. Its attempts lie above those of all launches before;
             0: there is no supervisor.
         take_over: an attempt may be begun though another process trains in the one before.
+        relays: this is a worker, which sends on what its trainer has numbered.
         deadline: seconds after which a call that got no answer is an error.
         retry_seconds: after which it is sent again.
         """
@@ -106,6 +108,7 @@ class Servers:
         """Of each table: gradients of this process that were not finite and were left out."""
         self._how: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
         self._deadline = deadline
+        self._relays = relays
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # of what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
@@ -201,6 +204,8 @@ class Servers:
         Servers know an update by its step alone: they would take this one for the other, sent again, and answer that it
         is applied. No number crosses the network for it: step numbers of an attempt are given by this process only, and
         what it remembers outlives a server that is started again."""
+        if self._relays:
+            return
         with Uninterrupted(), self._lock:
             known = self._claims.setdefault((self.attempt, step), weakref.ref(ticket))
             if known() is not ticket:

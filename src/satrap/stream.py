@@ -178,6 +178,8 @@ class Stream(Iterator[Batch]):
                 self._pipeline.drop(self._gate.oldest_open)
                 return held.hand_over(None)
             self._handed[held.step] += 1
+            if isinstance(self._inputs, Padded):
+                self._inputs.hand_over(held.inputs)
             self._ahead.append(held)
             self._collect()  # in order: what came before it may be there by now
             return held.hand_over(self._use, with_dense=self._dense_at_servers)
@@ -197,7 +199,7 @@ class Stream(Iterator[Batch]):
                 "the backward pass of each"
             )
         for step in {batch.step for batch in taken}:
-            if self._handed[step] < self._gate.accumulate and not self._ended and not self._pipeline.is_last():
+            if self._handed[step] < self._gate.accumulate and not self._ended and not self._is_last():
                 raise StreamError(
                     f"step {step}: optimizer.step() after {self._handed[step]} of {self._gate.accumulate} batches; "
                     f"step after every {self._gate.accumulate}th, or say how many with stream(accumulate=...)"
@@ -209,6 +211,12 @@ class Stream(Iterator[Batch]):
             self._pipeline.drain()
             self._close_if_done()
         return True
+
+    def _is_last(self) -> bool:
+        """Whether this trainer has no other batch. Reads one ahead to know it."""
+        if self._pipeline.is_last():
+            return True
+        return isinstance(self._inputs, Padded) and self._inputs.num_left == 0
 
     def _handed_on(self, batches: list[Held]) -> None:
         """The pipeline has taken over the update of these."""
@@ -264,7 +272,13 @@ class Stream(Iterator[Batch]):
             self._give_up()
             self._pipeline.finish()
             if not self._finished:
-                self._look_up.finish()
+                try:
+                    self._look_up.finish()
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
+                    self._finished = True  # the user knows
+                    raise
                 self._finished = True
         finally:
             self._pipeline.close()
@@ -292,11 +306,27 @@ class Stream(Iterator[Batch]):
             self._collect()
             self._look_up.arrive(held)
         with Uninterrupted():
+            self._weigh(held)
             self._look_up.hand_over(held)
-            if self._joint is not None:
-                self._joint.weigh(held.weight)
             held.used, held.trains = True, torch.is_grad_enabled()
             self._hold(self._held)
+
+    def _weigh(self, held: Held) -> None:
+        """The next backward pass is of this batch."""
+        if self._joint is None:
+            return
+        other = self._awaited()
+        if other is not None and other is not held and other.weight != held.weight:
+            raise StreamError(
+                f"step {held.step}: its batch has {held.inputs.batch_size} samples, and that of step {other.step}, which "
+                f"no backward pass has reached yet, has {other.inputs.batch_size}; several trainers weigh each batch by "
+                "its samples: call backward() for a batch before the next one is used"
+            )
+        self._joint.weigh(held.weight)
+
+    def _awaited(self) -> Held | None:
+        """The first batch that is used and that no backward pass has reached."""
+        return next((each for each in self._held if each.used and not each.has_gradient), None)
 
     def _collect(self) -> None:
         """What was handed over ahead and is looked up now is held as the others are."""
@@ -399,14 +429,16 @@ class Stream(Iterator[Batch]):
         """Whether any trainer has samples for the step that this batch is the next of."""
         if self._joint is None or self._joined:
             return True
-        self._worker.settle()  # before another trainer may wait here for this one
-        step = self._joint.step(described(held.inputs))
-        if step.num_samples:
-            self._look_up.join(held, step)
-            self._joined = True
-            return True
         assert isinstance(self._inputs, Padded)
-        self._inputs.stop()
+        if not self._inputs.is_stopped:  # else an interrupt came while it ended
+            self._worker.settle()  # before another trainer may wait here for this one
+            with Uninterrupted():
+                step = self._joint.step(described(held.inputs))
+                if step.num_samples:
+                    self._look_up.join(held, step)
+                    self._joined = True
+                    return True
+                self._inputs.stop()
         while self._taken is not None:  # this batch, and what was read behind it: all of it is padding
             if not self._pipeline.take_back(self._taken):
                 self._pipeline.drop(self._taken.step)
@@ -422,6 +454,9 @@ class Stream(Iterator[Batch]):
         self.position = max([*known, *([] if self.position is None else [self.position])], default=None)
         self.last_step = max(self.last_step, *(batch.step for batch in batches))
         self._hold([batch for batch in self._held if batch not in batches])
+        if self._joint is not None:
+            awaited = self._awaited()
+            self._joint.weigh(1.0 if awaited is None else awaited.weight)
 
     def _hold(self, held: list[Held]) -> None:
         self._held = held

@@ -92,61 +92,68 @@ class Ahead:
     def _start(self, reading: "_Reading") -> None:
         self._under_way += 1
         turn = reading.next_turn()
-        future: Future[Dealt] = Future()
         if self._pool is None:
-            reading.results.append(partial(self._read_now, reading, turn, future))
-        else:
-            with Uninterrupted():
-                self._pool.submit(self._read, reading, turn, future)
-            reading.results.append(partial(_result, future))
+            reading.results.append(partial(self._read_now, reading, turn))
+            return
+        future: Future[Dealt] = Future()
+        with Uninterrupted():
+            self._pool.submit(self._read, reading, turn, future)
+        reading.results.append(partial(_result, future))
 
-    def _read_now(self, reading: "_Reading", turn: int, future: "Future[Dealt]") -> Dealt:
-        self._read(reading, turn, future)
-        return future.result()
+    def _read_now(self, reading: "_Reading", turn: int) -> Dealt:
+        """All three steps of a piece, in the caller's thread."""
+        raw, num_rows = reading.take(turn)
+        while self._to_deal[0] is not reading:  # those before it are handed out
+            self._to_deal.popleft()
+        before, wanted = self._dealt(reading, raw, num_rows)
+        return before, None if raw is _END else _decoded(reading.block, raw, wanted)
 
     def _read(self, reading: "_Reading", turn: int, future: "Future[Dealt]") -> None:
-        """The first step of a piece; then the second of all pieces whose turn it is."""
+        """The first step of a piece, in a thread; then the second of all pieces whose turn it is."""
         try:
             raw, num_rows = reading.take(turn)
         except BaseException as error:
             future.set_exception(error)
             raw, num_rows = _END, None
+        assert self._pool is not None
         with self._lock:
             reading.raw[turn] = raw, num_rows, future
-            dealt = [] if self._closed else list(self._deal())
-        for decode in dealt:
-            if self._pool is None:
-                decode()
-                continue
-            with self._lock:
-                if not self._closed:
+            for decode, its_future in [] if self._closed else list(self._deal()):
+                try:
                     self._pool.submit(decode)
+                except RuntimeError as error:  # the interpreter ends
+                    its_future.set_exception(error)
 
-    def _deal(self) -> Iterator[Callable[[], None]]:
+    def _deal(self) -> "Iterator[tuple[Callable[[], None], Future[Dealt]]]":
         """The second step of the pieces whose turn it is; yields their third."""
         while self._to_deal:
             reading = self._to_deal[0]
-            if not reading.is_begun:
-                self._dealer.begin(reading.part)
-                reading.is_begun = True
             while not reading.is_over and (found := reading.raw.pop(reading.dealt, None)) is not None:
                 raw, num_rows, future = found
                 reading.dealt += 1
-                if raw is _END:
-                    reading.is_over = True
-                    if not future.done():  # with an error
-                        future.set_result((self._dealer.rows, None))
+                before, wanted = self._dealt(reading, raw, num_rows)
+                if raw is not _END:
+                    yield partial(_decode, reading.block, raw, wanted, before, future), future
                     continue
-                before = self._dealer.rows
-                wanted = None if num_rows is None else self._dealer.wanted(num_rows)
-                if wanted == (0, num_rows):
-                    wanted = None
-                if self._dealer.is_done:
-                    reading.stop()
-                yield partial(_decode, reading.block, raw, wanted, before, future)
+                reading.is_over = True
+                if not future.done():  # with an error
+                    future.set_result((before, None))
             if not reading.is_over and not (reading.block.exact and reading.dealt == reading.block.num_pieces):
                 return
             self._to_deal.popleft()
+
+    def _dealt(self, reading: "_Reading", raw: Any, num_rows: int | None) -> tuple[int, tuple[int, int] | None]:
+        """How many rows were dealt out before a piece, and which of its own are wanted; None: all."""
+        if not reading.is_begun:
+            self._dealer.begin(reading.part)
+            reading.is_begun = True
+        before = self._dealer.rows
+        if raw is _END or num_rows is None:
+            return before, None
+        wanted = self._dealer.wanted(num_rows)
+        if self._dealer.is_done:
+            reading.stop()
+        return before, None if wanted == (0, num_rows) else wanted
 
 
 def _result(future: "Future[Dealt]") -> Dealt:
@@ -159,15 +166,17 @@ def _result(future: "Future[Dealt]") -> Dealt:
 
 
 def _decode(block: Block, raw: Any, wanted: tuple[int, int] | None, before: int, future: "Future[Dealt]") -> None:
-    """The third step of a piece."""
+    """The third step of a piece, in a thread."""
     try:
-        if wanted is not None and wanted[0] == wanted[1]:
-            piece = Piece(samples=_core.Samples(0, [], None, None))
-        else:
-            piece = block.decode(raw if wanted is None else block.cut(raw, *wanted))
-        future.set_result((before, piece))
+        future.set_result((before, _decoded(block, raw, wanted)))
     except BaseException as error:
         future.set_exception(error)
+
+
+def _decoded(block: Block, raw: Any, wanted: tuple[int, int] | None) -> Piece:
+    if wanted is not None and wanted[0] == wanted[1]:
+        return Piece(samples=_core.Samples(0, [], None, None))
+    return block.decode(raw if wanted is None else block.cut(raw, *wanted))
 
 
 class _Reading:

@@ -36,6 +36,8 @@ def _given(road: Road, rows: list[int]) -> int:
     """What this trainer was given of the epoch: rows, or items that are batches."""
     at = road.position
     if road.batch_size is None:
+        if at.batch > rows[0]:
+            raise TypeError("its position counts batches that were cut in another way")
         return at.batch
     if road.blocks and road.blocks[0].num_rows is None:  # one block of samples, and so one chain
         return at.sample

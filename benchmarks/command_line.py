@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,11 +70,11 @@ def run_benchmark(
     make_record: Callable[[C, Results], dict[str, Any]],
 ) -> int:
     """Run the cases that the options select, by default those of the README's `table`; the exit status."""
+    for environment in environments if options.make_peers else ():
+        say(f"{environment.name} is ready: {make_peers(options.peers_home, environment)}")
     if options.list:
         print("\n".join(case.name for case in select_cases(cases, options.case)))
         return 0
-    for environment in environments if options.make_peers else ():
-        say(f"{environment.name} is ready: {make_peers(options.peers_home, environment)}")
     chosen = select_cases(cases, options.case or ("*" if options.quick else table))
     if not chosen:
         say("no case has such a name; --list prints them")
@@ -89,8 +90,9 @@ def run_benchmark(
         def rounds_of(group: Sequence[C]) -> tuple[Results, list[str]]:
             return run_rounds(group[0].name, lambda number: plan(group, number, settings), settings)
 
-        header = describe_run(name, options, arguments)
+        header, start = describe_run(name, options, arguments), time.monotonic()
         wrong = measure(group_by_table(chosen), rounds_of, make_record, header, options.out)
+    say(f"took {(time.monotonic() - start) / 60:.1f} minutes")
     return finish(wrong, check=options.check)
 
 

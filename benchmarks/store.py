@@ -16,7 +16,7 @@ from benchmarks.plan import plan
 from benchmarks.records import make_record
 
 CONTENDERS = ("satrap", "torch", "fbgemm", "index_select")
-TABLE = ("train/*/zipf", "lookup")
+TABLE = ("train/*/adagrad/zipf", "lookup")
 """The cases of the README's table, and lookups."""
 FULL = {"rounds": 3, "warmup": 5, "steps": 30}
 QUICK = {"rounds": 1, "warmup": 3, "steps": 8}

@@ -42,7 +42,7 @@ def plan(group: Sequence[TrainCase], round_number: int, settings: Settings) -> l
     less = {label: mode for label, mode in SATRAP_MODES.items() if mode != "stale"}
     forms = [("satrap", SATRAP_MODES, all_cores), *(("satrap", less, form) for form in fewer)]
     for peer in TORCH_PEERS:
-        forms += [(peer, {peer: "sync"}, form) for form in peer_forms(cores) if _takes(peer, form)]
+        forms += [(peer, {peer: "sync"}, form) for form in _forms(peer, cores)]
     forms.append(("paddle", {"paddle": "sync"}, Form(cores=cores, threads=(cores,))))
     runs = []
     for name, modes, form in forms:
@@ -53,9 +53,11 @@ def plan(group: Sequence[TrainCase], round_number: int, settings: Settings) -> l
     return runs
 
 
-def _takes(peer: str, form: Form) -> bool:
-    """As several processes TorchRec's kernel is called directly, without what its own sharding adds in Python."""
-    return peer != "torchrec" or form.num_processes == 1
+def _forms(peer: str, cores: int) -> list[Form]:
+    """TorchRec's own module is measured on all cores alone: the other forms are those of the kernel that it calls."""
+    if peer == "torchrec":
+        return [Form(cores=cores, threads=(cores,), huge_pages=huge) for huge in (False, True)]
+    return peer_forms(cores)
 
 
 def _models(cases: Sequence[TrainCase], settings: Settings) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ A case's name says all of it: kind/rows x dim/optimizer/ids/threads. The kinds:
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Protocol, TypeVar
@@ -66,6 +66,7 @@ class Case:
     ids: str | None = None
     """How the ids are drawn; None where every id occurs once."""
     num_threads: int = 2
+    """That a contender may use in all; peers are measured with fewer, too."""
     targets: tuple[Target, ...] = ()
 
     @property
@@ -81,14 +82,12 @@ class Case:
         return (self.kind, self.rows, self.dim, self.optimizer, self.num_threads, alone)
 
 
-def full_cases() -> list[Case]:
+def full_cases(num_threads: int) -> list[Case]:
     """Every case that the project's targets speak of."""
+    reading = tuple(Target(figure=figure, at_least=0.8) for figure in ("ratio", "ratio_eval"))
     cases = [
-        *_train_cases((MILLION, 20 * MILLION), (2, 1)),
-        *(
-            Case(kind="lookup", rows=20 * MILLION, dim=64, ids="uniform", num_threads=t, targets=_lookup_targets(t))
-            for t in (2, 1)
-        ),
+        *_train_cases((MILLION, 20 * MILLION)),
+        Case(kind="lookup", rows=20 * MILLION, dim=64, ids="uniform", targets=reading),
         *(
             Case(kind="first_seen", rows=rows, dim=dim, ids=ids)
             for rows, dim, ids in product((MILLION, 20 * MILLION), DIMS, DISTRIBUTIONS)
@@ -101,13 +100,13 @@ def full_cases() -> list[Case]:
     stall = (Target(figure="stall_ms", at_most=50.0),)
     cases.extend(Case(kind="growth", rows=20 * MILLION, dim=dim, targets=stall) for dim in DIMS)
     speed = tuple(Target(figure=figure, at_least=1.0) for figure in ("save_gb_per_s", "load_gb_per_s"))
-    return [*cases, Case(kind="snapshot", rows=5 * MILLION, dim=64, targets=speed)]
+    return _with_threads(num_threads, [*cases, Case(kind="snapshot", rows=5 * MILLION, dim=64, targets=speed)])
 
 
-def quick_cases() -> list[Case]:
-    """One small case or a few of every kind, to see in about a minute that all of it runs and roughly how fast."""
-    return [
-        *_train_cases((MILLION,), (2,)),
+def quick_cases(num_threads: int) -> list[Case]:
+    """One small case or a few of every kind, to see in a minute or two that all of it runs and roughly how fast."""
+    cases = [
+        *_train_cases((MILLION // 2,)),
         Case(kind="lookup", rows=MILLION, dim=64, ids="uniform"),
         Case(kind="first_seen", rows=MILLION, dim=16, ids="zipf"),
         Case(kind="shared", rows=MILLION // 2, dim=16, ids="zipf"),
@@ -115,40 +114,27 @@ def quick_cases() -> list[Case]:
         Case(kind="growth", rows=2 * MILLION, dim=16),
         Case(kind="snapshot", rows=MILLION // 2, dim=64),
     ]
+    return _with_threads(num_threads, cases)
 
 
-def _train_cases(sizes: Iterable[int], threads: Iterable[int]) -> list[Case]:
+def _train_cases(sizes: Iterable[int]) -> list[Case]:
     cases = []
-    for rows, num_threads, dim, optimizer, ids in product(sizes, threads, DIMS, OPTIMIZERS, DISTRIBUTIONS):
-        target = Target(figure="ratio", at_least=3.0 if rows == MILLION else 5.0)
-        targets = (target,) if ids == "zipf" and num_threads == 2 else ()
-        case = Case(
-            kind="train",
-            rows=rows,
-            dim=dim,
-            optimizer=optimizer,
-            ids=ids,
-            num_threads=num_threads,
-            targets=targets,
-        )
-        cases.append(case)
+    for rows, dim, optimizer, ids in product(sizes, DIMS, OPTIMIZERS, DISTRIBUTIONS):
+        target = Target(figure="ratio", at_least=5.0 if rows > MILLION else 3.0)
+        targets = (target,) if ids == "zipf" else ()
+        cases.append(Case(kind="train", rows=rows, dim=dim, optimizer=optimizer, ids=ids, targets=targets))
     return cases
 
 
-def _lookup_targets(num_threads: int) -> tuple[Target, ...]:
-    if num_threads != 2:
-        return ()
-    return tuple(Target(figure=figure, at_least=0.8) for figure in ("ratio", "ratio_eval"))
+def _with_threads(num_threads: int, cases: Iterable[Case]) -> list[Case]:
+    """The cases with this many threads; the targets are those of two."""
+    return [replace(case, num_threads=num_threads, targets=case.targets if num_threads == 2 else ()) for case in cases]
 
 
-def select_cases(cases: Iterable[C], patterns: Sequence[str], threads: Sequence[int]) -> list[C]:
-    """The cases with one of these thread counts whose name matches a pattern, or begins with it; all without one."""
-    return [
-        case
-        for case in cases
-        if case.num_threads in threads
-        and (not patterns or any(fnmatchcase(case.name, f"{pattern}*") for pattern in patterns))
-    ]
+def select_cases(cases: Iterable[C], patterns: Sequence[str]) -> list[C]:
+    """The cases whose name matches a pattern, or begins with it; all without one."""
+    wanted = [f"{pattern}*" for pattern in patterns] or ["*"]
+    return [case for case in cases if any(fnmatchcase(case.name, pattern) for pattern in wanted)]
 
 
 def group_by_table(cases: Iterable[C]) -> list[list[C]]:

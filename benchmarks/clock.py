@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.ranks import ALONE, Ranks
+
 Batch = TypeVar("Batch")
 OTHER_ERROR_TICKS = 3
 STEAL_ERROR_TICKS = 1
@@ -30,15 +32,22 @@ class CpuCounters:
     own: float
 
 
-def read_cpu() -> CpuCounters | None:
-    """The counters now, or None on a machine without /proc/stat."""
+def read_cpu(others: Sequence[int] = ()) -> CpuCounters | None:
+    """The counters now, or None on a machine without /proc/stat.
+
+    The time of the other processes, and of children that ended, counts as this process's own.
+    """
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:
         return None
     user, nice, system, idle, iowait, irq, softirq, stolen = (float(field) for field in fields)
     busy = user + nice + system + irq + softirq
-    own = time.process_time() * os.sysconf("SC_CLK_TCK")
+    ended = os.times()
+    own = (time.process_time() + ended.children_user + ended.children_system) * os.sysconf("SC_CLK_TCK")
+    for other in others:
+        fields = Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()
+        own += int(fields[11]) + int(fields[12])
     return CpuCounters(busy=busy, stolen=stolen, total=busy + idle + iowait + stolen, own=own)
 
 
@@ -54,22 +63,31 @@ def noise_between(before: CpuCounters | None, after: CpuCounters | None) -> dict
 
 
 def time_steps(
-    step: Callable[[Batch], object], batches: Sequence[Batch], *, num_warmup: int, ids_per_step: int
+    step: Callable[[Batch], object],
+    batches: Sequence[Batch],
+    *,
+    num_warmup: int,
+    ids_per_step: int,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Run `step` on every batch once, in order; the first `num_warmup` are not timed. Rates are in ids per second."""
-    before = read_cpu()
+    """Run `step` on every batch once, in order; the first `num_warmup` are not timed. Rates are in ids per second.
+
+    Several ranks begin the timed steps together and do not wait for each other in them; the slowest one's time counts.
+    """
+    before = read_cpu(ranks.others)
     for batch in batches[:num_warmup]:
         step(batch)
+    ranks.barrier()
     seconds = []
     for batch in batches[num_warmup:]:
         start = time.perf_counter()
         step(batch)
         seconds.append(time.perf_counter() - start)
     return {
-        "rows_per_s": round(ids_per_step * len(seconds) / sum(seconds)),
+        "rows_per_s": round(ids_per_step * len(seconds) / ranks.longest(sum(seconds))),
         "median_step_ms": round(1e3 * statistics.median(seconds), 3),
         "longest_step_ms": round(1e3 * max(seconds), 3),
-        **noise_between(before, read_cpu()),
+        **noise_between(before, read_cpu(ranks.others)),
     }
 
 
@@ -78,9 +96,9 @@ def resident_bytes() -> int:
     return _kib_field("/proc/self/smaps_rollup", "Rss:")
 
 
-def peak_resident_bytes() -> int:
-    """The most resident memory this process ever had."""
-    return _kib_field("/proc/self/status", "VmHWM:")
+def peak_resident_bytes(others: Sequence[int] = ()) -> int:
+    """The most resident memory that this process ever had, and that of each of the others."""
+    return sum(_kib_field(f"/proc/{process}/status", "VmHWM:") for process in ("self", *others))
 
 
 def available_bytes() -> int:

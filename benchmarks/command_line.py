@@ -1,20 +1,24 @@
 """What the command lines of the benchmarks share: their options, the header of every line, running group after group.
 
-`benchmarks.store` and `benchmarks.train` add their own options and say which cases there are, how the rounds of a group
-are run and how a record is made of them.
+`benchmarks.store` and `benchmarks.train` say which cases there are, which runs a round of a group needs and how a
+record is made of them; `run_benchmark` does the rest.
 """
 
 import argparse
 import json
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import machine
-from benchmarks.cases import AnyCase
-from benchmarks.peers import DEFAULT_HOME
+from benchmarks.cases import AnyCase, group_by_table, select_cases
+from benchmarks.peers import DEFAULT_HOME, Environment, find_pythons, make_peers
 from benchmarks.records import complaints
-from benchmarks.runs import Results, Settings, say
+from benchmarks.runs import Results, Run, Settings, run_rounds, say
+from benchmarks.summary import summary
 
 C = TypeVar("C", bound=AnyCase)
 Defaults = Mapping[str, int]
@@ -37,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser, contenders: Sequence[str], full
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the JSON lines here too")
     parser.add_argument("--make-peers", action="store_true", help="install the peers under --peers-home if need be")
     parser.add_argument("--peers-home", type=Path, default=Path(DEFAULT_HOME), help=f"default {DEFAULT_HOME}")
-    parser.add_argument("--peer-huge-pages", action="store_true", help="give the peers that use torch huge pages too")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory (default /dev/shm)")
     parser.add_argument("--batches", type=Path, help="keep the batches in this folder (default: a temporary one)")
 
@@ -56,6 +59,43 @@ def parse(
     return parsed
 
 
+def run_benchmark(
+    name: str,
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    cases: Sequence[C],
+    table: Sequence[str],
+    environments: Sequence[Environment],
+    plan: Callable[[Sequence[C], int, Settings], Sequence[Run]],
+    make_record: Callable[[C, Results], dict[str, Any]],
+) -> int:
+    """Run the cases that the options select, by default those of the README's `table`; the exit status."""
+    for environment in environments if options.make_peers else ():
+        say(f"{environment.name} is ready: {make_peers(options.peers_home, environment)}")
+    if options.list:
+        print("\n".join(case.name for case in select_cases(cases, options.case)))
+        return 0
+    chosen = select_cases(cases, options.case or ("*" if options.quick else table))
+    if not chosen:
+        say("no case has such a name; --list prints them")
+        return 2
+    pythons = find_pythons(options.peers_home)
+    if "satrap" in options.contenders and "satrap" not in pythons:
+        command = f".venv/bin/python -m benchmarks.{name}"
+        say(f"satrap does not import in {sys.executable}: `make setup`, then `{command}`")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="satrap-bench-") as temporary:
+        settings = settings_of(options, pythons, Path(temporary))
+
+        def rounds_of(group: Sequence[C]) -> tuple[Results, list[str]]:
+            return run_rounds(group[0].name, lambda number: plan(group, number, settings), settings)
+
+        header, start = describe_run(name, options, arguments), time.monotonic()
+        wrong = measure(group_by_table(chosen), rounds_of, make_record, header, options.out)
+    say(f"took {(time.monotonic() - start) / 60:.1f} minutes")
+    return finish(wrong, check=options.check)
+
+
 def settings_of(options: argparse.Namespace, pythons: dict[str, Path], temporary: Path) -> Settings:
     """What the runs are told; batches are kept in a temporary folder unless an option names one."""
     batches: Path = options.batches or temporary
@@ -68,7 +108,6 @@ def settings_of(options: argparse.Namespace, pythons: dict[str, Path], temporary
         pythons=pythons,
         batches=batches,
         tmpfs=options.tmpfs,
-        peer_huge_pages=options.peer_huge_pages,
     )
 
 
@@ -92,7 +131,6 @@ def describe_run(benchmark: str, options: argparse.Namespace, arguments: Sequenc
         "num_rounds": options.rounds,
         "num_warmup": options.warmup,
         "num_steps": options.steps,
-        "peer_huge_pages": options.peer_huge_pages,
         "machine": machine.describe_machine(),
     }
 
@@ -104,8 +142,12 @@ def measure(
     header: Mapping[str, Any],
     out: Path | None,
 ) -> list[str]:
-    """Run all groups, print a line for each case as soon as its group is done; what went wrong or missed its target."""
+    """Run all groups, print a line for each case as soon as its group is done; what went wrong or missed its target.
+
+    The summary of all cases goes to stderr in the end.
+    """
     wrong: list[str] = []
+    records = []
     for group in groups:
         results, failures = run_rounds(group)
         wrong += failures
@@ -117,11 +159,13 @@ def measure(
             wrong += complaints(record)
             if not any(record["clean_rounds"]):
                 say(f"{case.name}: other processes or the host disturbed every round")
-            line = json.dumps({**header, **record})
+            records.append({**header, **record})
+            line = json.dumps(records[-1])
             print(line, flush=True)
             if out is not None:
                 with out.open("a") as file:
                     file.write(line + "\n")
+    say("\n".join(["", *summary(records)]))
     return wrong
 
 

@@ -3,6 +3,7 @@
 Each is built with every row present, takes the same batches in its own form (`prepare`, not timed) and does one step of
 the work (`train`, `lookup` and their kin, timed). Everyone uses the same learning rate and eps; the initial
 accumulator is 0. Each imports its own framework only when it is built, so that one worker process has one framework.
+The peers can be built with a share of the features, for one of several processes.
 """
 
 from typing import Any, Protocol
@@ -11,10 +12,11 @@ import numpy as np
 
 from benchmarks.workload import (
     BATCH_IDS,
-    NUM_FEATURES,
     SAMPLES,
+    WHOLE,
     Floats,
     RowNumbers,
+    Share,
     gradients,
     hashed_ids,
     rows_per_feature,
@@ -24,6 +26,8 @@ from benchmarks.workload import (
 LR = 0.02
 EPS = 1e-8
 CAPACITY_SLACK = 1.05
+RANGE = 0.01
+FILL_VALUES = 1 << 20
 
 
 class Contender(Protocol):
@@ -88,22 +92,35 @@ class SatrapTable:
         return {"satrap": version("satrap"), "simd": self.store.simd, "numpy": np.__version__}
 
 
+def fill_uniform(values: Any) -> None:
+    """Values within RANGE, the same ones again after a million: to draw 5 GB of them takes longer than to measure."""
+    import torch
+
+    torch.manual_seed(1)
+    drawn = torch.empty(FILL_VALUES).uniform_(-RANGE, RANGE)
+    for part in values.detach().view(-1).split(FILL_VALUES):
+        part.copy_(drawn[: len(part)])
+
+
 class TorchTable:
     """One nn.Embedding(sparse=True) with all rows, stepped by torch's sparse Adagrad or a row-wise one written here."""
 
-    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
+    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int, share: Share = WHOLE) -> None:
         import torch
 
         torch.set_num_threads(num_threads)
-        torch.manual_seed(1)
-        weight = torch.empty(total_rows(rows), dim).uniform_(-0.01, 0.01)
-        self.embedding = torch.nn.Embedding(total_rows(rows), dim, sparse=True, _weight=weight)
-        self.gradients = torch.from_numpy(gradients(dim))
+        self.rows, self.share = rows, share
+        count = share.num_features * rows_per_feature(rows)
+        weight = torch.empty(count, dim)
+        fill_uniform(weight)
+        self.embedding = torch.nn.Embedding(count, dim, sparse=True, _weight=weight)
+        self.gradients = torch.from_numpy(share.gradients(dim))
+        self.sample_gradients = torch.from_numpy(share.sample_gradients(dim))
         if optimizer == "adagrad":
             adagrad = torch.optim.Adagrad(self.embedding.parameters(), lr=LR, eps=EPS)
             self.optimizer_step: Any = adagrad.step
         else:
-            self.sums = torch.zeros(total_rows(rows))
+            self.sums = torch.zeros(count)
             self.sums.fill_(0.0)  # every page exists before anything is timed
             self.optimizer_step = self._rowwise_step
 
@@ -122,11 +139,20 @@ class TorchTable:
     def prepare(self, rows: RowNumbers) -> list[Any]:
         import torch
 
-        return list(torch.from_numpy(rows))
+        return list(torch.from_numpy(self.share.own_rows(rows, self.rows)))
 
     def train(self, rows: Any) -> None:
         self.embedding.weight.grad = None
         self.embedding(rows).backward(self.gradients)
+        self.optimizer_step()
+
+    def train_exchanged(self, rows: Any) -> None:
+        """The same, after which every process has all features of its own samples."""
+        from benchmarks.exchange import exchange
+
+        self.embedding.weight.grad = None
+        block = self.embedding(rows.view(self.share.num_features, SAMPLES).t()).flatten(1)
+        exchange(block, self.share.size).backward(self.sample_gradients)
         self.optimizer_step()
 
     def probe(self, rows: RowNumbers) -> Floats:
@@ -143,7 +169,7 @@ class TorchTable:
 class FbgemmTable:
     """FBGEMM's fused table on the CPU: one table per feature in one operator, the optimizer inside its backward."""
 
-    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
+    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int, share: Share = WHOLE) -> None:
         import torch
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -154,31 +180,39 @@ class FbgemmTable:
         )
 
         torch.set_num_threads(num_threads)
-        torch.manual_seed(1)
-        self.count, self.dim = rows_per_feature(rows), dim
+        self.rows, self.share, self.dim, self.count = rows, share, dim, rows_per_feature(rows)
         kinds = {"adagrad": EmbOptimType.EXACT_ADAGRAD, "rowwise": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
         self.tables: Any = SplitTableBatchedEmbeddingBagsCodegen(
-            embedding_specs=[(self.count, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for _ in range(NUM_FEATURES)],
+            embedding_specs=[(self.count, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * share.num_features,
             optimizer=kinds[optimizer],
             learning_rate=LR,
             eps=EPS,
             bounds_check_mode=BoundsCheckMode.NONE,
         )
-        self.tables.init_embedding_weights_uniform(-0.01, 0.01)
+        for weights in self.tables.split_embedding_weights():
+            fill_uniform(weights)
         for states in self.tables.split_optimizer_states():
             for state in states:
                 state.zero_()  # every page exists before anything is timed
-        self.offsets = torch.arange(BATCH_IDS + 1)  # one id per bag
-        gradient = torch.from_numpy(gradients(dim)).view(NUM_FEATURES, SAMPLES, dim)
-        self.gradients = gradient.transpose(0, 1).reshape(SAMPLES, NUM_FEATURES * dim).contiguous()
+        self.offsets = torch.arange(share.num_ids + 1)  # one id per bag
+        gradient = torch.from_numpy(share.gradients(dim)).view(share.num_features, SAMPLES, dim)
+        self.gradients = gradient.transpose(0, 1).reshape(SAMPLES, share.num_features * dim).contiguous()
+        self.sample_gradients = torch.from_numpy(share.sample_gradients(dim))
 
     def prepare(self, rows: RowNumbers) -> list[Any]:
         import torch
 
-        return list(torch.from_numpy(rows % self.count))  # features are laid out one after another, as FBGEMM wants
+        # Features are laid out one after another, as FBGEMM wants.
+        return list(torch.from_numpy(self.share.own_rows(rows, self.rows) % self.count))
 
     def train(self, local_rows: Any) -> None:
         self.tables(local_rows, self.offsets).backward(self.gradients)
+
+    def train_exchanged(self, local_rows: Any) -> None:
+        """The same, after which every process has all features of its own samples."""
+        from benchmarks.exchange import exchange
+
+        exchange(self.tables(local_rows, self.offsets), self.share.size).backward(self.sample_gradients)
 
     def probe(self, rows: RowNumbers) -> Floats:
         weights = self.tables.split_embedding_weights()

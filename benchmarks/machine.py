@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def describe_machine() -> dict[str, Any]:
     """The processor, the memory, and the kernel settings that change the figures."""
     return {
-        "cpu": _field("/proc/cpuinfo", "model name"),
+        "cpu": _cpu(),
+        "l3": _text("/sys/devices/system/cpu/cpu0/cache/index3/size"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(int(_field("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
         "huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
@@ -54,6 +55,19 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def _cpu() -> str:
+    """The name, and the numbers that tell models apart where a hypervisor gives them one name ("AMD EPYC")."""
+    name, *numbers = (_field("/proc/cpuinfo", field) for field in ("model name", "cpu family", "model", "stepping"))
+    return "{} (family {}, model {}, stepping {})".format(name, *numbers)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def _field(path: str, name: str) -> str:
     for line in Path(path).read_text().splitlines():
         key, _, value = line.partition(":")
@@ -64,8 +78,4 @@ def _field(path: str, name: str) -> str:
 
 def _chosen(path: str) -> str:
     """The bracketed word of a kernel setting such as "always [madvise] never"."""
-    try:
-        words = Path(path).read_text().split()
-    except OSError:
-        return "unknown"
-    return next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
+    return next((word.strip("[]") for word in _text(path).split() if word.startswith("[")), "unknown")

@@ -15,7 +15,6 @@ import numpy as np
 
 DEFAULT_HOME = "~/.cache/satrap-peers"
 # torch 2.13.0 spelled like this is a CPU build where the index has one.
-TORCH = ("torch==2.13.0", f"numpy=={np.__version__}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +30,10 @@ class Environment:
     """Imports only if all is there."""
 
 
-FBGEMM = Environment(
-    name="fbgemm",
-    packages=TORCH,
-    bare_packages=("fbgemm-gpu-cpu==1.8.0",),
-    module="fbgemm_gpu.split_table_batched_embeddings_ops_training",
-)
+# FBGEMM is called without TorchRec, too.
 TORCHREC = Environment(
     name="torchrec",
-    packages=TORCH,
+    packages=("torch==2.13.0", f"numpy=={np.__version__}"),
     bare_packages=(
         "fbgemm-gpu-cpu==1.8.0",
         "torchrec==1.8.0",
@@ -69,13 +63,22 @@ PADDLE = Environment(
 )
 
 
-def peers_python(home: Path, environment: Environment = FBGEMM) -> Path | None:
+def peers_python(home: Path, environment: Environment) -> Path | None:
     """The interpreter of a peer's environment, or None if it has not been made."""
     python = _python(home, environment)
     return python if python.exists() and imports(python, environment.module) else None
 
 
-def make_peers(home: Path, environment: Environment = FBGEMM) -> Path:
+def find_pythons(home: Path) -> dict[str, Path]:
+    """The interpreter for each contender that is installed: this one where it will do, else a peer's environment."""
+    here, torchrec, paddle = Path(sys.executable), peers_python(home, TORCHREC), peers_python(home, PADDLE)
+    torch = here if imports(here, "torch") else torchrec
+    found = {"satrap": here if imports(here, "satrap.store") else None, "torch": torch, "index_select": torch}
+    found |= {"torchrec": torchrec, "fbgemm": torchrec, "paddle": paddle}
+    return {name: python for name, python in found.items() if python is not None}
+
+
+def make_peers(home: Path, environment: Environment) -> Path:
     """Make the environment if it is not there and works; return its interpreter. Needs the network, about 1 GB."""
     found = peers_python(home, environment)
     if found is not None:

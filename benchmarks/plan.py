@@ -1,14 +1,18 @@
 """Which processes a group of the store's cases needs in a round, and what each is told to do. Starts nothing."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks.cases import Case
-from benchmarks.runs import TORCH_HUGE_PAGES, Run, Settings
+from benchmarks.forms import Form, own_forms, peer_forms
+from benchmarks.runs import Run, Settings
 from benchmarks.workload import batch_file
 
-TRAIN_MODES = {"satrap": "train", "satrap_plain": "train_plain"}
-LOOKUP_MODES = {"satrap": "lookup", "satrap_eval": "lookup_eval"}
+# Satrap's modes by label, the peers' mode, the peers.
+TRAINED = {"satrap": "train", "satrap_plain": "train_plain"}, "train", ("torch", "fbgemm")
+LOOKED_UP = {"satrap": "lookup", "satrap_eval": "lookup_eval"}, "lookup", ("index_select",)
+STREAMS = 2  # at most, of one run
 STATES = {"sgd": 0, "rowwise": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "ftrl": 2}
 
 
@@ -17,24 +21,21 @@ def plan(group: Sequence[Case], round_number: int, settings: Settings) -> list[R
     case = group[0]
     if case.kind in ("memory", "growth", "snapshot"):
         return [_upkeep_run(case, settings)]
-    if case.kind == "lookup":
-        modes = {"satrap": LOOKUP_MODES, "index_select": {"index_select": "lookup"}}
-        huge = {"index_select_huge": "lookup"}
-        runs = [_steps_run(group, round_number, settings, name, modes[name]) for name in ("satrap", "index_select")]
-        return [*runs, _steps_run(group, round_number, settings, "index_select", huge, TORCH_HUGE_PAGES)]
     if case.kind == "first_seen":
-        return [_steps_run(group, round_number, settings, "satrap", {"satrap": "train"}, filled=False)]
+        return [_steps_run(group, round_number, settings, {"satrap": "train"}, filled=False)]
     if case.kind == "shared":
-        kept = {"satrap_shared": "train"}
-        return [
-            _steps_run(group, round_number, settings, "satrap", {"satrap": "train"}),
-            _steps_run(group, round_number, settings, "satrap", kept, shared=True),
-        ]
-    environment = TORCH_HUGE_PAGES if settings.peer_huge_pages else {}
-    return [
-        _steps_run(group, round_number, settings, "satrap", TRAIN_MODES),
-        *(_steps_run(group, round_number, settings, p, {p: "train"}, environment) for p in ("torch", "fbgemm")),
-    ]
+        kept = _steps_run(group, round_number, settings, {"satrap_shared": "train"}, shared=True)
+        return [_steps_run(group, round_number, settings, {"satrap": "train"}), kept]
+    ours, mode, peers = TRAINED if case.kind == "train" else LOOKED_UP
+    runs = [_steps_run(group, round_number, settings, ours, form) for form in own_forms(case.num_threads)]
+    for peer in peers:
+        for form in peer_forms(case.num_threads):
+            if form.num_processes == 1:
+                runs.append(_steps_run(group, round_number, settings, {peer: mode}, form))
+            elif case.kind == "train":
+                modes = {peer: "train_exchanged", f"{peer}_apart": "train"}
+                runs.append(_steps_run(group, round_number, settings, modes, form))
+    return runs
 
 
 def table_bytes(rows: int, dim: int, optimizer: str) -> int:
@@ -59,35 +60,38 @@ def _steps_run(
     group: Sequence[Case],
     round_number: int,
     settings: Settings,
-    contender: str,
     modes: dict[str, str],
-    environment: dict[str, str] | None = None,
+    form: Form | None = None,
     *,
     filled: bool = True,
     shared: bool = False,
 ) -> Run:
-    """Streams are labelled ids:name; every name after the first draws its own batches, since the first used its up."""
+    """Streams are labelled ids:name; every stream after the first draws its own batches, as the first used its up."""
     case = group[0]
+    form = form or Form(cores=case.num_threads, threads=(case.num_threads,))
+    steps = settings.num_warmup + settings.num_steps
     streams = []
-    for number, (name, mode) in enumerate(modes.items()):
-        part = len(TRAIN_MODES) * round_number + number
+    for number, (threads, (name, mode)) in enumerate(product(form.threads, modes.items())):
         for member in group:
             assert member.ids is not None
-            num_steps = settings.num_warmup + settings.num_steps
-            file = batch_file(settings.batches, case.rows, member.ids, num_steps, part)
-            streams.append({"label": f"{member.ids}:{name}", "mode": mode, "file": str(file)})
+            file = batch_file(settings.batches, case.rows, member.ids, steps, STREAMS * round_number + number)
+            label = f"{member.ids}:{form.label(name, threads)}"
+            streams.append({"label": label, "mode": mode, "file": str(file), "num_threads": threads})
     table: dict[str, Any] = {"rows": case.rows, "dim": case.dim, "optimizer": case.optimizer}
-    table["num_threads"] = case.num_threads
+    table["num_threads"] = form.threads[0]
     if not filled:
         table["filled"] = False
+    first = next(iter(modes))
+    contender = first.partition("_shared")[0]
     job: dict[str, Any] = {"kind": "steps", "contender": contender, "table": table, "streams": streams}
     job |= {"num_warmup": settings.num_warmup, "num_steps": settings.num_steps, "compare": case.kind == "train"}
+    job["num_processes"] = form.num_processes
     size = table_bytes(case.rows, case.dim, case.optimizer)
     return Run(
-        label=next(iter(modes)),
+        label=form.label(first),
         contender=contender,
         job=job,
         needed_bytes=size,
         shared_bytes=size if shared else 0,
-        environment=environment or {},
+        environment=form.environment,
     )

@@ -1,31 +1,35 @@
 """From the rounds of a group of cases to one record per case: rates, ratios within a round, spread, noise, targets.
 
 A figure is {"median", "low", "high", "rounds"}: one value per round, and their spread. A ratio is taken inside a round,
-against the better of the peers in that round, before anything is averaged: what drifts between rounds drifts for both.
+against the best form of the best peer in that round, before anything is averaged: what drifts between rounds drifts for
+both.
 Rounds that something else on the machine disturbed stay in "rounds", but the median and the spread are those of the
 clean rounds wherever there is one.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.cases import AnyCase, Case
+from benchmarks.forms import ONE_THREAD, labels_of
 from benchmarks.runs import Results, Round
 
 SAME_WORK = 1e-3
-# For each kind, its ratios: what is divided, and the peers of whom the better counts.
+# For each kind, its ratios: what is divided, and the peers of whom the best form counts.
 RATIOS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "train": {"ratio": ("satrap", ("torch", "fbgemm")), "ratio_plain": ("satrap_plain", ("torch", "fbgemm"))},
-    "lookup": {
-        "ratio": ("satrap", ("index_select", "index_select_huge")),
-        "ratio_eval": ("satrap_eval", ("index_select", "index_select_huge")),
+    "train": {
+        "ratio": ("satrap", ("torch", "fbgemm")),
+        "ratio_plain": ("satrap_plain", ("torch", "fbgemm")),
+        "ratio_apart": ("satrap", ("torch_apart", "fbgemm_apart")),
     },
+    "lookup": {"ratio": ("satrap", ("index_select",)), "ratio_eval": ("satrap_eval", ("index_select",))},
     "shared": {"ratio": ("satrap_shared", ("satrap",))},
 }
 NOT_FIGURES = ("other_cpu", "steal", "noisy", "peak_resident_bytes", "versions")
 
 Figure = dict[str, Any]
+Values = Sequence[float | None]
 
 
 def spread(values: Sequence[float | None], clean: Sequence[bool]) -> Figure:
@@ -53,7 +57,7 @@ def make_record(case: Case, results: Results) -> dict[str, Any]:
         rates = {name: each(rounds, "rows_per_s") for name, rounds in timed.items()}
         record["rows_per_s"] = {name: spread(values, clean) for name, values in rates.items()}
         record["step_ms"] = {name: spread(each(rounds, "median_step_ms"), clean) for name, rounds in timed.items()}
-        record["figures"], record["all_peers_present"] = _ratios(case.kind, rates, clean)
+        record["figures"] = ratios(RATIOS.get(case.kind, {}), rates, clean)
     record["targets"] = judge(case, record)
     record["clean_rounds"] = clean
     record["noise"] = worst_noise(timed)
@@ -80,7 +84,7 @@ def judge(case: AnyCase, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     for target in case.targets:
         figure = record["figures"].get(target.figure, {})
         value = figure.get("median")
-        complete = figure.get("all_peers_present", record.get("all_peers_present", True))
+        complete = figure.get("all_peers_present", True)
         usable = value is not None and complete
         met = target.met_by(value) if usable else None
         judged.append({"figure": target.figure, "wanted": target.wanted(), "value": value, "met": met})
@@ -116,25 +120,39 @@ def own_figures(rounds: Sequence[Round], clean: Sequence[bool]) -> dict[str, Fig
     return {name: spread(each(rounds, name), clean) for name in names}
 
 
-def _ratios(
-    kind: str, rates: Mapping[str, Sequence[float | None]], clean: Sequence[bool]
-) -> tuple[dict[str, Figure], bool]:
-    """The ratios of this kind of case, and whether every peer was there in every round."""
-    figures: dict[str, Figure] = {}
-    complete = True
-    for name, (ours, peers) in RATIOS.get(kind, {}).items():
-        present = [peer for peer in peers if peer in rates]
-        complete = complete and all(peer in rates and None not in rates[peer] for peer in peers)
-        if ours not in rates or not present:
-            continue
-        values: list[float | None] = []
-        better: list[str | None] = []
-        for number, rate in enumerate(rates[ours]):
-            beside = {peer: speed for peer in present if (speed := rates[peer][number]) is not None}
-            better.append(max(beside, key=lambda peer: beside[peer]) if beside else None)
-            values.append(round(rate / max(beside.values()), 3) if rate is not None and beside else None)
-        figures[name] = {**spread(values, clean), "against": better}
-    return figures, complete
+def ratios(
+    wanted: Mapping[str, tuple[str, Sequence[str]]], rates: Mapping[str, Values], clean: Sequence[bool]
+) -> dict[str, Figure]:
+    """Ratios of rates by name, of (ours, peers); and, named with _1t, those of one thread against one thread."""
+    figures = {name: against(ours, peers, rates, max, clean) for name, (ours, peers) in wanted.items()}
+    for name, (ours, peers) in wanted.items():
+        alone = {label: values for label, values in rates.items() if ONE_THREAD in label.split("/")}
+        figures[f"{name}_{ONE_THREAD}"] = against(f"{ours}/{ONE_THREAD}", peers, alone, max, clean)
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def against(
+    ours: str,
+    peers: Sequence[str],
+    values: Mapping[str, Values],
+    best: Callable[[Sequence[float]], float],
+    clean: Sequence[bool],
+) -> Figure | None:
+    """Ours divided by the best form of the peers, round by round; None if it or all of them were not measured."""
+    present = [label for label in labels_of(peers, values) if label != ours]
+    if ours not in values or not present:
+        return None
+    quotients: list[float | None] = []
+    better: list[str | None] = []
+    for number, value in enumerate(values[ours]):
+        beside = {label: known for label in present if (known := values[label][number]) is not None}
+        chosen = best(list(beside.values())) if beside else None
+        usable = value is not None and chosen is not None and chosen > 0
+        quotients.append(round(value / chosen, 3) if usable and value is not None and chosen is not None else None)
+        better.append(next((label for label, known in beside.items() if known == chosen), None))
+    measured = all(labels_of([peer], present) for peer in peers)
+    complete = measured and all(None not in values[label] for label in present)
+    return {**spread(quotients, clean), "against": better, "all_peers_present": complete}
 
 
 def clean_rounds(timed: Mapping[str, Sequence[Round]]) -> list[bool]:

@@ -23,8 +23,6 @@ from benchmarks.machine import ROOT
 from benchmarks.peers import runs
 
 TIMEOUT_SECONDS = 1800
-# Asks torch to back large arrays with huge pages, which numpy and Satrap do unasked.
-TORCH_HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +37,6 @@ class Settings:
     """The interpreter of every contender that is installed."""
     batches: Path
     tmpfs: Path
-    peer_huge_pages: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

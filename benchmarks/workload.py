@@ -11,6 +11,7 @@ Nothing here is timed and nothing depends on a framework: numpy only.
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,51 @@ def rows_per_feature(rows: int) -> int:
 def total_rows(rows: int) -> int:
     """The rows that really exist: `rows` without the remainder that does not divide over the features."""
     return NUM_FEATURES * rows_per_feature(rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The features and samples of one of several processes; all of them where it is alone."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def num_features(self) -> int:
+        return NUM_FEATURES // self.size
+
+    @property
+    def num_ids(self) -> int:
+        """Of a batch: its features, for all samples."""
+        return self.num_features * SAMPLES
+
+    @property
+    def num_samples(self) -> int:
+        return SAMPLES // self.size
+
+    def own_rows(self, numbers: RowNumbers, rows: int) -> RowNumbers:
+        """Of batches, the row numbers of its features, counted from the first of its own rows."""
+        begin = self.rank * self.num_ids
+        first = self.rank * self.num_features * rows_per_feature(rows)
+        return np.ascontiguousarray(numbers[:, begin : begin + self.num_ids] - first)
+
+    def own_samples(self, numbers: Floats) -> Floats:
+        """Of [batches, samples, ...], its samples."""
+        begin = self.rank * self.num_samples
+        return np.ascontiguousarray(numbers[:, begin : begin + self.num_samples])
+
+    def gradients(self, dim: int) -> Floats:
+        """Its part of `gradients`."""
+        return gradients(dim)[self.rank * self.num_ids :][: self.num_ids]
+
+    def sample_gradients(self, dim: int) -> Floats:
+        """`gradients` as its samples have them, [samples, 26 * dim], times the ranks, which a mean over all undoes."""
+        of_all = gradients(dim).reshape(NUM_FEATURES, SAMPLES, dim)[:, self.rank * self.num_samples :]
+        own = of_all[:, : self.num_samples].swapaxes(0, 1).reshape(self.num_samples, NUM_FEATURES * dim)
+        return np.asarray(own * np.float32(self.size), np.float32)
+
+
+WHOLE = Share()
 
 
 def hashed_ids(row_numbers: RowNumbers) -> Ids:

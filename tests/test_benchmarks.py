@@ -1,12 +1,16 @@
-"""The benchmark's command line where it should not begin. Nothing is measured here."""
+"""The store benchmark's command line where it should not begin, and work split over several ranks."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from benchmarks import store
+from benchmarks import command_line, peers, store, workload
+from benchmarks.machine import ROOT
 
 
 def test_without_satrap_nothing_is_begun(
@@ -15,8 +19,46 @@ def test_without_satrap_nothing_is_begun(
     def measure(*_: Any) -> list[str]:
         raise AssertionError("a case was begun")
 
-    monkeypatch.setattr(store, "imports", lambda python, module: module != "satrap.store")
-    monkeypatch.setattr(store, "measure", measure)
+    monkeypatch.setattr(peers, "imports", lambda python, module: module != "satrap.store")
+    monkeypatch.setattr(command_line, "measure", measure)
     assert store.main(["--quick", "--peers-home", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert "satrap does not import" in printed.err and "make setup" in printed.err and printed.out == ""
+
+
+RANK = """
+import sys, torch
+from benchmarks import exchange, ranks
+here = ranks.join({"rank": int(sys.argv[1]), "num_processes": 2, "rendezvous": sys.argv[2]})
+own = torch.arange(8.0).view(4, 2).add(100 * here.rank).requires_grad_()  # four samples, two numbers of its feature
+block = exchange.exchange(own, 2)
+block.backward(torch.arange(8.0).view(2, 4) + 100 * here.rank)
+print(block.tolist(), own.grad.tolist(), here.longest(here.rank))
+here.barrier()
+"""
+
+
+def test_ranks_exchange_rows_for_their_samples_and_get_the_gradients_of_their_features(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    assert printed == [
+        "[[0.0, 1.0, 100.0, 101.0], [2.0, 3.0, 102.0, 103.0]] [[0.0, 0.5], [2.0, 2.5], [50.0, 50.5], [52.0, 52.5]] 1.0",
+        "[[4.0, 5.0, 104.0, 105.0], [6.0, 7.0, 106.0, 107.0]] [[1.0, 1.5], [3.0, 3.5], [51.0, 51.5], [53.0, 53.5]] 1.0",
+    ]
+
+
+def test_shares_of_the_features_are_the_whole_batch() -> None:
+    rows = 26 * 100
+    numbers = workload.row_numbers(rows, "uniform", 2, 0)
+    shares = [workload.Share(rank=rank, size=2) for rank in range(2)]
+    first, second = (share.own_rows(numbers, rows) for share in shares)
+    assert np.array_equal(np.concatenate([first, second + 13 * 100], 1), numbers)
+    assert first.max() < 13 * 100 and second.min() >= 0
+    gradients = np.concatenate([share.gradients(3) for share in shares])
+    assert np.array_equal(gradients, workload.gradients(3))
+    by_sample = np.concatenate([share.sample_gradients(3) for share in shares])
+    assert np.array_equal(by_sample, 2 * gradients.reshape(26, 4096, 3).swapaxes(0, 1).reshape(4096, 78))

@@ -38,7 +38,7 @@ def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
 
 
 def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:
-    (case,) = select_cases(cases.full_cases(), ["echo/20Mx16"], [2])
+    (case,) = select_cases(cases.full_cases(), ["echo/20Mx16"])
     record = echo.make_record(case, {"worker": [told(1.0, 2.0), told(3.0, 4.0), None, told(4.0, 4.0, noisy=True)]})
     assert record["figures"]["ratio"]["rounds"] == [0.5, 0.75, None, 1.0]
     assert record["figures"]["ratio"]["median"] == 0.625

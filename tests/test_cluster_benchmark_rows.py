@@ -29,7 +29,7 @@ QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
 
 
 def case_named(pattern: str) -> cases.ClusterCase:
-    (found,) = select_cases(cases.full_cases(), [pattern], [2])
+    (found,) = select_cases(cases.full_cases(), [pattern])
     return found
 
 
@@ -237,7 +237,7 @@ def test_the_kinds_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_peer_that_fails_leaves_its_ratio_unmeasured(tmp_path: Path) -> None:
-    case = paced(select_cases(cases.quick_cases(), ["rows"], [2])[0], parse_options(["--steps", "1"]))
+    case = paced(select_cases(cases.quick_cases(), ["rows"])[0], parse_options(["--steps", "1"]))
     results, failures = rounds.run_rounds(
         case, 1, batches=tmp_path, pythons={"paddle": Path(sys.executable)}, tmpfs=tmp_path
     )

@@ -28,7 +28,7 @@ emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machine
 
 
 def case_named(pattern: str) -> cases.ClusterCase:
-    (found,) = select_cases(cases.full_cases(), [pattern], [2])
+    (found,) = select_cases(cases.full_cases(), [pattern])
     return found
 
 

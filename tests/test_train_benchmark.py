@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from benchmarks.cases import group_by_table, select_cases
 from benchmarks.command_line import describe_run
+from benchmarks.ranks import use_threads
 from benchmarks.records import complaints
 from benchmarks.runs import Results, Settings
+from benchmarks.summary import summary
 from benchmarks.train import cases, figures, pairs, plan, reading, workload
 from benchmarks.train.__main__ import parse_options
 from benchmarks.workload import NUM_FEATURES, SAMPLES
@@ -21,12 +23,12 @@ LOUD = {"other_cpu": 0.5, "steal": 0.0, "noisy": True}
 
 def settings(folder: Path, **changes: Any) -> Settings:
     given: dict[str, Any] = {"num_rounds": 1, "num_warmup": 1, "num_steps": 1, "contenders": (), "pythons": {}}
-    given |= {"batches": folder, "tmpfs": folder, "peer_huge_pages": False}
+    given |= {"batches": folder, "tmpfs": folder}
     return Settings(**given | changes)
 
 
 def case_named(pattern: str) -> cases.TrainCase:
-    (found,) = select_cases(cases.full_cases(2), [pattern], [2])
+    (found,) = select_cases(cases.full_cases(2), [pattern])
     return found
 
 
@@ -90,9 +92,13 @@ def test_cases_of_one_table_share_their_processes_and_peers_do_what_they_can(tmp
     trained = [case for case in cases.quick_cases(2) if case.kind == "train"]
     (group,) = group_by_table(trained)
     runs = {each.label: each for each in plan.plan(group, 0, settings(tmp_path))}
-    assert list(runs) == ["satrap", "torchrec", "fbgemm", "torch", "paddle"]
-    assert [model["precision"] for model in runs["satrap"].job["models"]] == ["fp32", "bf16", "fp32"]
-    assert [model["precision"] for model in runs["paddle"].job["models"]] == ["fp32", "fp32"]
+    several = [f"{peer}{form}" for peer in ("fbgemm", "torch") for form in ("", "/huge", "/2p", "/2p/huge")]
+    assert list(runs) == ["satrap", "satrap/1t", "torchrec", "torchrec/huge", *several, "paddle"]
+    models = {label: [(m["top"], m["precision"]) for m in run.job["models"]] for label, run in runs.items()}
+    light = [("light", "fp32"), ("light", "bf16")]
+    assert models["satrap"] == models["fbgemm/huge"] == [*light, ("heavy", "fp32")]
+    assert models["satrap/1t"] == models["fbgemm/2p"] == light  # heavy models are for all cores of one process
+    assert models["paddle"] == [light[0], ("heavy", "fp32")]
     assert "paddle" not in plan.peers_of(case_named("train/20Mx16/light/fp32/rowwise"))
 
 
@@ -107,6 +113,17 @@ def test_modes_draw_batches_of_their_own_and_peers_get_the_first_modes(tmp_path:
     assert len(set(first.values())) == 3
     assert {first[label] for label in ("satrap", "torchrec", "fbgemm", "torch", "paddle")} == {first["satrap"]}
     assert not set(first.values()) & set(second.values())
+
+
+def test_a_peer_is_measured_in_every_form_and_the_form_is_in_its_environment(tmp_path: Path) -> None:
+    (light, *_) = cases.quick_cases(2)
+    runs = {each.label: each for each in plan.plan([light], 0, settings(tmp_path))}
+    labels = [form["labels"]["torch"] for run in runs.values() for form in run.job["forms"] if run.contender == "torch"]
+    assert labels == ["torch", "torch/1t", "torch/huge", "torch/1t/huge", "torch/2p", "torch/2p/huge"]
+    for label, run in runs.items():
+        assert (run.environment.get("THP_MEM_ALLOC_ENABLE") == "1") == label.endswith("/huge")
+        processes, threads = run.job["num_processes"], run.job["table"]["num_threads"]
+        assert (processes, threads) == ((2, 1) if "/2p" in label else (1, 1 if "/1t" in label else 2))
 
 
 def test_a_file_of_text_is_read_only_where_the_source_exists(tmp_path: Path) -> None:
@@ -154,6 +171,26 @@ def test_ratios_are_taken_against_the_best_peer_of_the_round() -> None:
     assert [target["met"] for target in record["targets"]] == [True, True, False]
     (complaint,) = complaints(record)
     assert "stale_ratio is 0.8, wanted at least 0.97" in complaint
+
+
+def test_the_best_form_of_a_peer_counts_and_one_thread_is_compared_with_one_thread() -> None:
+    ours = {"satrap/1t": stream(50, 80, 6), "satrap_plain/1t": stream(40, 90, 7)}
+    forms = {"fbgemm/1t": stream(40, 99, 30), "fbgemm/1t/huge": stream(20, 99, 30), "fbgemm/2p": stream(60, 70, 20)}
+    changes = {"satrap/1t": [run(ours)], **{label: [run({label: each})] for label, each in forms.items()}}
+    record = figures.make_record(case_named("train/20Mx16/light/fp32/adagrad"), one_round(**changes))
+    found = {name: (figure["median"], figure["against"]) for name, figure in record["figures"].items()}
+    assert found["ratio"] == (1.5, ["fbgemm/2p"])  # 90 / 60
+    assert found["ratio_1t"] == (1.25, ["fbgemm/1t"])
+    assert found["ratio_plain_1t"] == (1.0, ["fbgemm/1t"])
+    assert found["cost_ratio"] == (0.25, ["fbgemm/2p"])
+    assert not record["figures"]["ratio_1t"]["all_peers_present"]  # TorchRec's own module has no run of one thread here
+
+    header = {"machine": {"cpu": "Some CPU", "cores": 2, "memory_gib": 4}, "date": "today", "num_rounds": 1}
+    lines = summary([{**header, "command": "this", "commit": "0" * 40, **record}])
+    assert lines[0].startswith("today, Some CPU")
+    (row,) = [line for line in lines if line.startswith("| train/")]
+    assert "| 0.1 2p |" in row and "| 1.50 (1.50-1.50) |" in row and "| 1.25 (1.25-1.25) |" in row
+    assert [line.split(":")[0] for line in lines if "wanted" in line] == ["missed", "met", "missed"]
 
 
 def test_a_missing_peer_leaves_only_its_figures_unmeasured() -> None:
@@ -253,7 +290,7 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 
 def test_more_threads_than_cores_are_refused() -> None:
     with pytest.raises(RuntimeError, match="wants 100000 threads"):
-        pairs.pin(100_000)
+        use_threads(100_000)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 30, 31])

@@ -61,7 +61,7 @@ def find_pythons(cases: Sequence[ClusterCase], options: argparse.Namespace) -> d
 def main(arguments: Sequence[str]) -> int:
     options = parse_options(arguments)
     every = quick_cases() if options.quick else full_cases()
-    cases = select_cases(every, options.case, [case.num_threads for case in every])
+    cases = select_cases(every, options.case)
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between, peak_resident_bytes
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster import servers
 from benchmarks.cluster.cases import ClusterCase
-from benchmarks.cluster.processes import read_cpu_of
 from benchmarks.cluster.raw import RawClient
 from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
@@ -68,13 +67,13 @@ def beside(
         contenders = {"rpc": client.call.lookup, "raw": plain.lookup}
         for lookup in contenders.values():
             run(lookup, (batches * num_warmup)[:num_warmup], dim)
-        before = read_cpu_of((raw, rpc))
+        before = read_cpu((raw, rpc))
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for begin in range(0, num_steps, TURN):
             turn = batches[: num_steps - begin]
             for name in sorted(contenders, reverse=begin // TURN % 2 == 0):
                 seconds[name] += run(contenders[name], turn, dim)
-        return seconds, noise_between(before, read_cpu_of((raw, rpc)))
+        return seconds, noise_between(before, read_cpu((raw, rpc)))
 
 
 def run(lookup: Callable[[Ids], Floats], batches: Sequence[Ids], dim: int) -> list[float]:

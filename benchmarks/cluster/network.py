@@ -16,12 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import noise_between
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.link import Shape
 from benchmarks.cluster.machines import Machines, emulated
 from benchmarks.cluster.prediction import ASYNC, HYBRID, SYNCHRONOUS, Alone, step_seconds
-from benchmarks.cluster.processes import peak_resident_with, read_cpu_of, talking, tell, told
+from benchmarks.cluster.processes import talking, tell, told
 from benchmarks.cluster.turn import BATCH, Turn
 from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
@@ -43,7 +43,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         rig = Rig(stack, job)
         for mode in (SYNCHRONOUS, ASYNC):
             rig.turn(mode, Shape(), num_warmup=rig.num_batches)  # makes the rows
-        before = read_cpu_of(rig.pids)
+        before = read_cpu(rig.pids)
         lone = {mode: [rig.turn(mode, Shape())] for mode in ALONE}
         probes = {Shape().name: rig.probe(Shape())}
         took: dict[tuple[Shape, str], float] = {}
@@ -52,8 +52,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             took |= {(shape, mode): rig.turn(mode, shape)["seconds"] for mode in MODES}
         for mode, turns in lone.items():
             turns.append(rig.turn(mode, Shape()))
-        noise = noise_between(before, read_cpu_of(rig.pids))
-        peak = peak_resident_with(rig.pids)
+        noise = noise_between(before, read_cpu(rig.pids))
+        peak = peak_resident_bytes(rig.pids)
     alone = {
         mode: Alone(seconds=statistics.fmean(each["seconds"] for each in turns), crossed=turns[0]["crossed"])
         for mode, turns in lone.items()

@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between
-from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster.rows import GRADIENT
 from benchmarks.cluster.train import TOP, batches_of, first_and_last
+from benchmarks.contenders import RANGE
 from benchmarks.train.cases import DENSE_LR
-from benchmarks.train.contenders import RANGE
 from benchmarks.train.paddle import PaddleTrain, PaddleTrainer
 from benchmarks.train.workload import NUM_DENSE
 from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES, RowNumbers, batch_file, total_rows
@@ -171,7 +170,7 @@ def measure(job: Mapping[str, Any], steps: Steps, version: str) -> dict[str, Any
     steps.flush()
     _, losses = steps.run(batches[:num_warmup])
     steps.flush()
-    before = read_cpu_of([server])
+    before = read_cpu([server])
     start = time.perf_counter()
     seconds, more = steps.run(batches[num_warmup:])
     steps.flush()
@@ -180,7 +179,7 @@ def measure(job: Mapping[str, Any], steps: Steps, version: str) -> dict[str, Any
         "step_ms": round(1e3 * statistics.median(seconds), 3),
         "flush_ms": round(1e3 * (total - sum(seconds)), 3),
         **first_and_last([*losses, *more]),
-        **noise_between(before, read_cpu_of([server])),
+        **noise_between(before, read_cpu([server])),
     }
     if job["kind"] == "train":
         figures["samples_per_s"] = round(SAMPLES * num_steps / total)
@@ -188,7 +187,7 @@ def measure(job: Mapping[str, Any], steps: Steps, version: str) -> dict[str, Any
         figures["rows_per_s"] = round(BATCH_IDS * num_steps / total)
     return {
         "streams": {f"{job['kind']}:paddle": figures},
-        "peak_resident_bytes": peak_resident_with([server]),
+        "peak_resident_bytes": peak_resident_bytes([server]),
         "versions": {"paddlepaddle": version},
     }
 

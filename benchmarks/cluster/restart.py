@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.command import ANYWHERE, satrap_server
-from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
 from benchmarks.cluster.rows import GRADIENT
 from benchmarks.machine import versions
 from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
@@ -50,14 +49,14 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         assert looked.ticket is not None
         worker.update([looked.ticket], [gradient], step=2)
         known = worker.lookup(batch, train=False).block.tobytes()
-        before, found = read_cpu_of([server.pid]), []
+        before, found = read_cpu([server.pid]), []
         for _ in range(int(job["num_steps"])):
             seconds, seen = away(server, address, lambda: worker.lookup(batch, train=False).block.tobytes())
             if seen != known:
                 raise RuntimeError("the rows of a server that was killed and started again are others than before")
             found.append(seconds)
-        noise = noise_between(before, read_cpu_of([server.pid]))
-        peak = peak_resident_with([server.pid])
+        noise = noise_between(before, read_cpu([server.pid]))
+        peak = peak_resident_bytes([server.pid])
     longest = {name: round(max(seconds[name] for seconds in found), 3) for name in FIGURES}
     return {
         "streams": {"restart:server": longest | noise},

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.command import satrap_server
-from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
 from benchmarks.machine import versions
-from benchmarks.records import Figure, clean_rounds, each, judge, processes, spread, streams_of, worst_noise
+from benchmarks.records import Figure, against, clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results
-from benchmarks.train.figures import against
 from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, batch_file
 
 TURN = 5
@@ -44,13 +42,13 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         for worker in workers.values():
             tables.fill(worker, worker.tables, rows)
             run(worker, batches[:num_warmup], gradient, step=2)
-        before = read_cpu_of([pid])
+        before = read_cpu([pid])
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
         for begin in range(num_warmup, count, TURN):
             for name in sorted(workers, reverse=begin // TURN % 2 == 0):
                 seconds[name] += run(workers[name], batches[begin : begin + TURN], gradient, step=2 + begin)
-        noise = noise_between(before, read_cpu_of([pid]))
-        peak = peak_resident_with([pid])
+        noise = noise_between(before, read_cpu([pid]))
+        peak = peak_resident_bytes([pid])
     unique = [len(np.unique(batch.values)) for batch in batches[:TURN]]
     return {
         "streams": {f"rows:{name}": {**summarize(spent), **noise} for name, spent in seconds.items()},

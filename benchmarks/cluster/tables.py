@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.clock import available_bytes
+from benchmarks.contenders import RANGE
 from benchmarks.plan import table_bytes
-from benchmarks.train.contenders import FEATURES, RANGE
+from benchmarks.train.contenders import FEATURES
 from benchmarks.workload import BATCH_IDS, SAMPLES, RowNumbers, hashed_ids, total_rows
 from satrap import RowWiseAdagrad, Table, Uniform
 from satrap.features import Features

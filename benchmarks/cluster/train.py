@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import noise_between
+from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.command import satrap_server
-from benchmarks.cluster.processes import peak_resident_with, read_cpu_of
 from benchmarks.cluster.rows import unmeasured
 from benchmarks.machine import versions
-from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
+from benchmarks.records import against, clean_rounds, each, judge, processes, spread, streams_of, worst_noise
 from benchmarks.runs import Results
 from benchmarks.train.cases import BOTTOM, TOPS
-from benchmarks.train.figures import against
 from benchmarks.train.workload import NUM_DENSE, Batches, batches_file, load_batches
 from benchmarks.workload import SAMPLES, hashed_ids
 
@@ -68,12 +66,12 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             modes = {label: make_mode(embeddings, label, job) for label in STALENESS}
             for mode in modes.values():
                 take_turn(embeddings, mode, 0, num_warmup)
-            before = read_cpu_of([pid])
+            before = read_cpu([pid])
             for begin in range(num_warmup, num_warmup + num_steps, TURN):
                 for mode in modes.values():
                     take_turn(embeddings, mode, begin, begin + TURN)
-            noise = noise_between(before, read_cpu_of([pid]))
-            peak = peak_resident_with([pid])
+            noise = noise_between(before, read_cpu([pid]))
+            peak = peak_resident_bytes([pid])
         finally:
             worker.servers.close()
     return {

@@ -54,6 +54,14 @@ class TrainCase:
         return f"{self.top}/{self.precision}"
 
     @property
+    def in_every_form(self) -> bool:
+        """Whether peers are measured with fewer threads and as several processes, too.
+
+        A heavy step is nine tenths dense products, in whatever form: they would take most of the benchmark's time.
+        """
+        return self.top == "light"
+
+    @property
     def table(self) -> tuple[object, ...]:
         """Cases that agree on this are measured on one table."""
         return (self.kind, self.rows, self.dim, self.optimizer, self.num_threads)

@@ -11,26 +11,28 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contenders import CAPACITY_SLACK, EPS, LR, FbgemmTable, TorchTable
+from benchmarks.contenders import CAPACITY_SLACK, EPS, LR, RANGE, FbgemmTable, TorchTable
+from benchmarks.ranks import Ranks
 from benchmarks.train.pairs import TrainContender, Trainer
 from benchmarks.train.workload import Batches
 from benchmarks.workload import (
     BATCH_IDS,
     NUM_FEATURES,
     SAMPLES,
+    WHOLE,
     Floats,
     RowNumbers,
+    Share,
     hashed_ids,
     rows_per_feature,
     total_rows,
 )
 
-RANGE = 0.01
 FEATURES = tuple(f"c{number}" for number in range(1, NUM_FEATURES + 1))
 
 
-def build(name: str, table: Mapping[str, Any]) -> TrainContender:
-    """The contender of this name, with its tables filled."""
+def build(name: str, table: Mapping[str, Any], ranks: Ranks) -> TrainContender:
+    """The contender of this name, with its tables filled; its share of them where there are several ranks."""
     if name == "paddle":
         from benchmarks.train.paddle import PaddleTrain
 
@@ -41,7 +43,8 @@ def build(name: str, table: Mapping[str, Any]) -> TrainContender:
         "fbgemm": FbgemmTrain,
         "torchrec": TorchrecTrain,
     }
-    contender: TrainContender = contenders[name](**table)
+    shared = {} if ranks.size == 1 else {"share": Share(rank=ranks.rank, size=ranks.size)}
+    contender: TrainContender = contenders[name](**table, **shared)
     return contender
 
 
@@ -152,26 +155,40 @@ class PlainTrainer:
     def __init__(self, contender: Any, top: str, precision: str) -> None:
         from benchmarks.train.model import DenseStep, plain_model
 
-        self.contender = contender
-        self.step, self.alone = (DenseStep(plain_model(contender.dim, top), precision) for _ in range(2))
+        self.contender, self.share = contender, getattr(contender, "share", WHOLE)
+        several = self.share.size > 1
+        self.step, self.alone = (
+            DenseStep(plain_model(contender.dim, top), precision, several_ranks=several) for _ in range(2)
+        )
 
     def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
+        from benchmarks.exchange import exchange
+
         for ids, dense, labels in batches:
-            loss = self.step(dense, self.contender.look_up(ids), labels)
+            block = self.contender.look_up(ids)
+            loss = self.step(dense, exchange(block, self.share.size), labels)
             self.contender.update()
             yield loss
 
     def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
         from benchmarks.train.model import fixed_steps
 
-        return fixed_steps(self.alone, self.contender.dim, batches)
+        return fixed_steps(self.alone, self.contender.dim, batches, self.share.num_samples)
+
+
+def with_samples(ids: Any, batches: Batches, share: Share = WHOLE) -> list[Any]:
+    """Each batch's ids with the dense numbers and labels of the samples of this process."""
+    import torch
+
+    dense, labels = (torch.from_numpy(share.own_samples(each)) for each in (batches.dense, batches.labels))
+    return list(zip(ids, dense, labels, strict=True))
 
 
 class TorchTrain(TorchTable):
     """Plain PyTorch: one nn.Embedding(sparse=True) with all rows, looked up by [4096, 26] row numbers."""
 
-    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
-        super().__init__(rows=rows, dim=dim, optimizer=optimizer, num_threads=num_threads)
+    def __init__(self, *, dim: int, **options: Any) -> None:
+        super().__init__(dim=dim, **options)
         self.dim = dim
 
     def trainer(self, mode: str, top: str, precision: str) -> Trainer:
@@ -180,9 +197,9 @@ class TorchTrain(TorchTable):
     def prepare(self, batches: Any) -> list[Any]:
         import torch
 
-        by_sample = batches.rows.reshape(-1, NUM_FEATURES, SAMPLES).swapaxes(1, 2)
-        ids = torch.from_numpy(np.ascontiguousarray(by_sample))
-        return list(zip(ids, torch.from_numpy(batches.dense), torch.from_numpy(batches.labels), strict=True))
+        own = self.share.own_rows(batches.rows, self.rows)
+        ids = torch.from_numpy(np.ascontiguousarray(own.reshape(-1, self.share.num_features, SAMPLES).swapaxes(1, 2)))
+        return with_samples(ids, batches, self.share)
 
     def look_up(self, ids: Any) -> Any:
         return self.embedding(ids).flatten(1)
@@ -195,17 +212,14 @@ class TorchTrain(TorchTable):
 class FbgemmTrain(FbgemmTable):
     """What TorchRec trains with, called directly: 26 tables in one fused operator, which updates in its backward."""
 
-    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
-        super().__init__(rows=rows, dim=dim, optimizer=optimizer, num_threads=num_threads)
-
     def trainer(self, mode: str, top: str, precision: str) -> Trainer:
         return PlainTrainer(self, top, precision)
 
     def prepare(self, batches: Any) -> list[Any]:
         import torch
 
-        ids = torch.from_numpy(batches.rows % self.count)
-        return list(zip(ids, torch.from_numpy(batches.dense), torch.from_numpy(batches.labels), strict=True))
+        ids = torch.from_numpy(self.share.own_rows(batches.rows, self.rows) % self.count)
+        return with_samples(ids, batches, self.share)
 
     def look_up(self, ids: Any) -> Any:
         return self.tables(ids, self.offsets)
@@ -260,7 +274,7 @@ class TorchrecTrain:
             KeyedJaggedTensor(list(FEATURES), values, lengths=self.lengths, stride=SAMPLES)
             for values in torch.from_numpy(batches.rows % self.count)
         ]
-        return list(zip(ids, torch.from_numpy(batches.dense), torch.from_numpy(batches.labels), strict=True))
+        return with_samples(ids, batches)
 
     def look_up(self, ids: Any) -> Any:
         return self.collection(ids).values()

@@ -5,17 +5,19 @@ contender's against a dense step in its own framework; a peer that seems to pay 
 peers enter says in "all_peers_present" whether all of them were there in every round.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.records import (
     Figure,
+    against,
     agree,
     clean_rounds,
     each,
     judge,
     own_figures,
     processes,
+    ratios,
     spread,
     streams_of,
     worst_noise,
@@ -26,7 +28,6 @@ from benchmarks.train.plan import TORCHREC, peers_of
 
 # Frameworks draw other first weights and rows, and a step of Adagrad depends on the gradients before it.
 SAME_WORK = 0.2
-Values = Sequence[float | None]
 
 
 def make_record(case: TrainCase, results: Results) -> dict[str, Any]:
@@ -64,43 +65,22 @@ def _figures(peers: Sequence[str], streams: Mapping[str, Sequence[Round]], clean
     rates = {label: each(rounds, "samples_per_s") for label, rounds in streams.items()}
     costs = {label: each(rounds, "cost_ms") for label, rounds in streams.items()}
     steps = {label: each(rounds, "step_ms") for label, rounds in streams.items()}
-    figures = {
-        "ratio": against("satrap", TORCHREC, rates, max, clean),
-        "ratio_stale": against("satrap_stale", TORCHREC, rates, max, clean),
-        "ratio_plain": against("satrap_plain", TORCHREC, rates, max, clean),
-        "ratio_torch": against("satrap", ("torch",), rates, max, clean),
+    wanted = {
+        "ratio": ("satrap", TORCHREC),
+        "ratio_stale": ("satrap_stale", TORCHREC),
+        "ratio_plain": ("satrap_plain", TORCHREC),
+        "ratio_torch": ("satrap", ("torch",)),
+    }
+    if "paddle" in peers:
+        wanted["ratio_paddle"] = ("satrap", ("paddle",))
+    others = {
         "cost_ratio": against("satrap", peers, costs, min, clean),
         "cost_ratio_stale": against("satrap_stale", peers, costs, min, clean),
         # The step times are medians, taken in turn in one process; a hiccup of either moves neither.
         "stale_ratio": against("satrap", ("satrap_stale",), steps, max, clean),
     }
-    if "paddle" in peers:
-        figures["ratio_paddle"] = against("satrap", ("paddle",), rates, max, clean)
-    return {name: figure for name, figure in figures.items() if figure is not None}
+    return ratios(wanted, rates, clean) | {name: figure for name, figure in others.items() if figure is not None}
 
 
 def _versions(rounds: Sequence[Round]) -> dict[str, str]:
     return {name: version for result in rounds if result is not None for name, version in result["versions"].items()}
-
-
-def against(
-    ours: str,
-    peers: Sequence[str],
-    values: Mapping[str, Values],
-    best: Callable[[Sequence[float]], float],
-    clean: Sequence[bool],
-) -> Figure | None:
-    """Ours divided by the best of the peers, round by round; None if it or all of them were not measured."""
-    present = [peer for peer in peers if peer in values]
-    if ours not in values or not present:
-        return None
-    quotients: list[float | None] = []
-    better: list[str | None] = []
-    for number, value in enumerate(values[ours]):
-        beside = {peer: known for peer in present if (known := values[peer][number]) is not None}
-        chosen = best(list(beside.values())) if beside else None
-        usable = value is not None and chosen is not None and chosen > 0
-        quotients.append(round(value / chosen, 3) if usable and value is not None and chosen is not None else None)
-        better.append(next((peer for peer, known in beside.items() if known == chosen), None))
-    complete = all(peer in values and None not in values[peer] for peer in peers)
-    return {**spread(quotients, clean), "against": better, "all_peers_present": complete}

@@ -54,8 +54,8 @@ def layers(sizes: Sequence[int]) -> list[nn.Module]:
 class DenseStep:
     """A model with its SGD, stepped on whatever embeddings it is given."""
 
-    def __init__(self, model: nn.Module, precision: str) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, precision: str, *, several_ranks: bool = False) -> None:
+        self.model = nn.parallel.DistributedDataParallel(model) if several_ranks else model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=DENSE_LR)
         self.autocast = precision == "bf16"
 
@@ -72,9 +72,9 @@ class DenseStep:
         return loss.detach()
 
 
-def fixed_steps(step: DenseStep, dim: int, batches: Sequence[Any]) -> Iterator[Tensor]:
+def fixed_steps(step: DenseStep, dim: int, batches: Sequence[Any], num_samples: int = SAMPLES) -> Iterator[Tensor]:
     """Steps on one block that never changes; each item of `batches` ends with its dense numbers and labels."""
-    block = torch.empty(SAMPLES, NUM_FEATURES * dim).uniform_(-FIXED, FIXED).requires_grad_()
+    block = torch.empty(num_samples, NUM_FEATURES * dim).uniform_(-FIXED, FIXED).requires_grad_()
     for *_, dense, labels in batches:
         block.grad = None
         yield step(dense, block, labels)

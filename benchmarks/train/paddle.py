@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contenders import EPS, LR
+from benchmarks.contenders import EPS, LR, RANGE
 from benchmarks.train.cases import BOTTOM, DENSE_LR, TOPS
-from benchmarks.train.contenders import RANGE
 from benchmarks.train.pairs import Trainer
 from benchmarks.train.workload import NUM_DENSE, Batches
 from benchmarks.workload import NUM_FEATURES, SAMPLES, Floats, RowNumbers, total_rows

@@ -10,7 +10,6 @@ beside a whole step can hide in the dense step that follows, since torch has all
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
+from benchmarks.ranks import ALONE, Ranks, join, use_threads
 from benchmarks.train.workload import Batches, load_batches
 from benchmarks.workload import SAMPLES, Floats, RowNumbers
 
@@ -64,52 +64,54 @@ class Stream:
 def measure_training(job: Mapping[str, Any]) -> dict[str, Any]:
     """Build one contender and measure its modes with every model, one model after another, on the same tables.
 
+    It takes the thread counts of the job's forms in turn. Several ranks step together; rank 0's times are those of all.
+
     `change` is the mean absolute change of some rows over the first mode's warm-up with the first model; contenders
     that do the same work agree on it about.
     """
-    pin(int(job["table"]["num_threads"]))
+    use_threads(int(job["table"]["num_threads"]), job.get("rank", 0))
+    ranks = join(dict(job))
     from benchmarks.train.contenders import build
 
-    contender: TrainContender = build(job["contender"], job["table"])
+    contender: TrainContender = build(job["contender"], job["table"], ranks)
     loaded = {label: load_batches(mode["file"]) for label, mode in job["modes"].items()}
     prepared = {label: contender.prepare(batches) for label, batches in loaded.items()}
     probed: RowNumbers = np.unique(next(iter(loaded.values())).rows[0])[:PROBE_ROWS]
     del loaded
     before = contender.probe(probed)
     result: dict[str, Any] = {"streams": {}}
-    num_warmup = int(job["num_warmup"])
-    for model in job["models"]:
-        streams = {
-            label: Stream(
-                trainer=contender.trainer(mode["mode"], model["top"], model["precision"]), batches=prepared[label]
-            )
-            for label, mode in job["modes"].items()
-        }
-        for stream in streams.values():
-            take_turn(stream, 0, num_warmup)
-            result.setdefault("change", float(np.abs(contender.probe(probed) - before).mean()))
-        noise = take_turns(list(streams.values()), num_warmup, int(job["turn"]))
-        for label, stream in streams.items():
-            figures = summarize(stream, num_warmup)
-            result["streams"][f"{model['top']}/{model['precision']}:{label}"] = {**figures, **noise}
-    return {**result, "peak_resident_bytes": peak_resident_bytes(), "versions": contender.versions()}
+    for form in job["forms"]:
+        use_threads(form["num_threads"], ranks.rank)
+        for model in job["models"]:
+            if form is not job["forms"][0] and not model["in_every_form"]:
+                continue
+            num_warmup = model["num_warmup"]
+            streams = {
+                label: Stream(
+                    trainer=contender.trainer(mode["mode"], model["top"], model["precision"]),
+                    batches=prepared[label][: num_warmup + model["num_steps"]],
+                )
+                for label, mode in job["modes"].items()
+            }
+            for stream in streams.values():
+                take_turn(stream, 0, num_warmup)
+                result.setdefault("change", float(np.abs(contender.probe(probed) - before).mean()))
+            noise = take_turns(list(streams.values()), num_warmup, int(job["turn"]), ranks)
+            for label, stream in streams.items():
+                named = f"{model['top']}/{model['precision']}:{form['labels'][label]}"
+                result["streams"][named] = {**summarize(stream, num_warmup), **noise}
+    result |= {"peak_resident_bytes": peak_resident_bytes(ranks.others), "versions": contender.versions()}
+    ranks.barrier()  # rank 0 has read the counters of the others
+    return result
 
 
-def pin(num_threads: int) -> None:
-    """Keep this process, and threads yet to come, on its first `num_threads` cores."""
-    cores = sorted(os.sched_getaffinity(0))[:num_threads]
-    if len(cores) < num_threads:
-        raise RuntimeError(f"the case wants {num_threads} threads and this process may use {len(cores)} cores")
-    os.sched_setaffinity(0, cores)
-
-
-def take_turns(streams: Sequence[Stream], first: int, turn: int) -> dict[str, Any]:
+def take_turns(streams: Sequence[Stream], first: int, turn: int, ranks: Ranks = ALONE) -> dict[str, Any]:
     """Run the batches of all streams from the first one on, `turn` of each in turn; the noise meanwhile."""
-    noise = read_cpu()
+    noise = read_cpu(ranks.others)
     for begin in range(first, max(len(stream.batches) for stream in streams), turn):
         for stream in streams:
             take_turn(stream, begin, begin + turn)
-    return noise_between(noise, read_cpu())
+    return noise_between(noise, read_cpu(ranks.others))
 
 
 def take_turn(stream: Stream, begin: int, end: int) -> None:

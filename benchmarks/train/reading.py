@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.contenders import EPS, LR
-from benchmarks.train.pairs import pin
+from benchmarks.ranks import use_threads
 from benchmarks.train.workload import NUM_DENSE
 from benchmarks.workload import NUM_FEATURES, SAMPLES, hashed_ids, row_numbers
 
@@ -31,7 +31,7 @@ MISSING_TEXTS = 0.05
 
 def measure_reading(job: Mapping[str, Any]) -> dict[str, Any]:
     """Read a file alone, then train every model of the job on it and on its batches in memory."""
-    pin(int(job["num_threads"]))
+    use_threads(int(job["num_threads"]))
     from satrap import Criteo
 
     with tempfile.TemporaryDirectory(prefix="satrap-bench-", dir=job["folder"]) as folder:
@@ -39,9 +39,8 @@ def measure_reading(job: Mapping[str, Any]) -> dict[str, Any]:
         write_text(path, int(job["lines"]))
         rate = measure_rate(Criteo(str(path), batch_size=SAMPLES, drop_last=True), path.stat().st_size)
         trained = Training(Criteo(str(path), batch_size=SAMPLES, drop_last=True), job)
-        streams = {
-            f"{each['top']}/{each['precision']}:satrap": rate | trained.measure(**each) for each in job["models"]
-        }
+        models = [(each["top"], each["precision"]) for each in job["models"]]
+        streams = {f"{top}/{precision}:satrap": rate | trained.measure(top, precision) for top, precision in models}
     return {"streams": streams, "peak_resident_bytes": peak_resident_bytes(), "versions": trained.versions()}
 
 
@@ -71,7 +70,7 @@ class Training:
         self.source = source
         self.batches = list(source.batches(self.embeddings.features))
 
-    def measure(self, *, top: str, precision: str) -> dict[str, Any]:
+    def measure(self, top: str, precision: str) -> dict[str, Any]:
         """`added_share`: what reading adds to the steps of a pass, the median of some pairs of passes."""
         import torch
 

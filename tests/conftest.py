@@ -118,7 +118,7 @@ def nothing_leaks() -> Iterator[None]:
     threads, children, directory = set(threading.enumerate()), _children(), os.getcwd()
     yield
     left = [thread.name for thread in threading.enumerate() if thread not in threads]
-    leaked = [name for name in left if name != "tqdm_monitor"]  # tqdm's, which torch uses: it lives as long as tqdm does
+    leaked = [name for name in left if name != "tqdm_monitor"]  # of tqdm, which torch uses: it stays
     assert not leaked, f"leaked threads: {leaked}"
     assert not _children() - children, f"leaked processes: {_children() - children}"
     assert os.getcwd() == directory

@@ -20,10 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import serving
-from loop import NUM_IDS, job, loss_of, rows
+from loop import NUM_IDS, batches, job, loss_of, rows
 from satrap import Inputs
+from satrap.errors import StreamError
 from satrap.inputs import Position
-from satrap.joint_step import JointStep, Padded, described
+from satrap.joint_step import PADDING_ROWS, JointStep, Padded, described
+from satrap.stream import JointStream, Stream
+from satrap.sync import Gate
 from trainers import Trainers
 
 N = 143
@@ -134,6 +137,77 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
         trained += [number for each in found for batch in each["seen"][:kept] for number in batch]
         before = saved or 0
     assert sorted(trained) == list(range(N))
+
+
+def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: Path) -> None:
+    """Five batches of two trainers, two to a step: the last step has one batch of one trainer, and padding."""
+    with serving(2) as services:
+        found = trainers.run(services, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
+    assert [len(each["seen"]) for each in found] == [3, 3]
+    assert found[0]["dense"] == found[1]["dense"] and all(each["lost"] == {} for each in found)
+    embeddings, model, optimizer = job()
+    known = {str(each.values.tolist()): each for each in batches(5)}
+    steps = [[each["seen"][i] for each in found if each["seen"][i]] for i in range(3)]
+    for pair in (steps[:2], steps[2:]):
+        mine = [[known[str(values)] for values in step] for step in pair]
+        with embeddings.stream([each for step in mine for each in step], accumulate=sum(map(len, mine))) as stream:
+            for step in mine:
+                for _ in step:
+                    (loss_of(model, next(stream)) / len(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_is_weighed_while_its_backward_pass_is_awaited() -> None:
+    """Beside a trainer that always has eight samples; this one has 8, then 3, then none."""
+    embeddings, model, optimizer = job(staleness=1)
+    weights: list[float] = []
+    others = iter([8, 8, 8, 0])
+    joint = JointStream(lambda own: JointStep.of([own, (next(others), 2, 0)], 0), weights.append)
+    inputs = Padded(iter([*batches(1), *batches(1, size=3)]), embeddings.features.names)
+    stream = Stream(
+        inputs,
+        embeddings.worker,
+        Gate(1),
+        train=True,
+        device=torch.device("cpu"),
+        overlap=False,
+        on_hold=optimizer.hold,
+        joint=joint,
+    )
+    embeddings._training = stream
+    whole, short = next(stream), next(stream)
+    loss = loss_of(model, whole)
+    with pytest.raises(StreamError, match=r"step 2: its batch has 3 samples, and that of step 1, .* has 8; several"):
+        _ = short.embeddings
+    loss.backward()
+    optimizer.step()
+    assert weights == [1.0, 1.0]
+    loss_of(model, short).backward()
+    assert weights[2:] == [6 / 11]
+    optimizer.step()
+    assert weights[3:] == [1.0], "what follows is not of this batch"
+    padding = next(stream)
+    assert len(padding) == 0 and padding.embeddings.shape[0] == padding.dense.shape[0] == PADDING_ROWS
+    loss_of(model, padding).backward()
+    optimizer.step()
+    assert weights[4:] == [0.0, 1.0]
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert stream.counters().lost == {} and embeddings.step == 3
+    stream.close()
+
+
+def test_the_optimizer_weighs_dense_gradients_until_it_is_told_otherwise() -> None:
+    _, model, optimizer = job()
+    for weight in (1.0, 0.5, 0.0, 1.0):
+        optimizer.weigh(weight)
+        model.zero_grad()
+        model.layers[0].bias.sum().backward()
+        assert model.layers[0].bias.grad is not None
+        assert model.layers[0].bias.grad.tolist() == [weight] * 8
 
 
 # -- pure --------------------------------------------------------------------------------------------------------------

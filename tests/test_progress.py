@@ -280,6 +280,17 @@ def test_a_run_without_steps_reports_nothing() -> None:
     assert (kept.reports, kept.num_closed) == ([], 1)
 
 
+def test_padding_is_a_step_and_nothing_else() -> None:
+    """Several trainers end together: one without samples computes lines of zeros, which say nothing of the model."""
+    kept = Kept()
+    progress = Progress(None, [kept], clock=Clock())
+    progress.step(Stepped(1, 2, np.array([0.0, 1.0])), loss=0.25, scores=np.array([-1.0, 1.0]))
+    progress.step(Stepped(2, 0, np.zeros(2)), loss=99.0, scores=np.ones(2))
+    progress.close()
+    (report,) = kept.reports
+    assert (report.step, report.samples, report.loss, report.window, report.auc) == (2, 2, 0.25, 2, 1.0)
+
+
 def test_a_step_keeps_no_graph() -> None:
     """Else the activations of every step since the last report would stay in memory."""
     progress = Progress(None, [Kept()], clock=Clock())

@@ -52,7 +52,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()
                     continue
-                if number % job["accumulate"] == 0:
+                if number % job["accumulate"] == 0 or (not job.get("whole_steps", True) and number == len(stream)):
                     if job.get("scaler") == "sharded":
                         scaler.unscale_(optimizer)
                     scaler.step(optimizer)

@@ -191,6 +191,8 @@ def test_moments_of_a_loop(
 @pytest.mark.parametrize("rows", ["remote", "worker"])
 def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) -> None:
     """Real ones, which wake what waits for a server or a lock, and one while another is handled."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell's background job ignores SIGINT
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with embeddings_over(rows, 0) as embeddings, no_hang(DEADLINE_SECONDS):
         loop = Loop(embeddings, path, False, rng)
         over = threading.Event()

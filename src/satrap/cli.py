@@ -100,7 +100,7 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _add_server_and_worker(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    server = commands.add_parser("server", help="run a server until it is told to end (SIGTERM, Ctrl-C)")
+    server = commands.add_parser("server", help="run a server until SIGTERM or Ctrl-C")
     _add_listen(server, "server.key; tcp:// needs it")
     server.add_argument("--shared", metavar="FILE", help="keep the rows in this shared-memory file, or find them there")
     server.add_argument(
@@ -111,7 +111,7 @@ def _add_server_and_worker(commands: "argparse._SubParsersAction[argparse.Argume
         help="write and read checkpoints below this folder or URL, and no other; may be repeated",
     )
     server.add_argument("--threads", type=int, help="of a call (default: the cores)")
-    worker = commands.add_parser("worker", help="run an embedding worker until it is told to end (SIGTERM, Ctrl-C)")
+    worker = commands.add_parser("worker", help="run an embedding worker until SIGTERM or Ctrl-C")
     _add_listen(worker, "server.key, with client.key beside it; tcp:// needs them")
     worker.add_argument(
         "--data",

@@ -385,7 +385,7 @@ class Embeddings(torch.nn.Module):
 
     def close(self) -> None:
         """Ends the streams, applies the updates that were handed over, and ends the connections to servers and workers.
-        Rows in this process go, once nobody has the tables any more. Embeddings that are collected, or left at the end
+        Rows in this process are freed with their last reference. Embeddings that are collected, or left at the end
         of the process, are closed likewise, but their last updates may be missing."""
         self._close(finish=True)
 

@@ -40,7 +40,7 @@ def forget_rows(memory: Path, run: str) -> None:
 
 
 def _owner(path: Path) -> int | None:
-    """Whose file it is: -1, nobody's to trust, if others may use it or it is no plain file; None if there is none."""
+    """Return the file's owner: -1 if others may use it or it is no regular file; None if there is no file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

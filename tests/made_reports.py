@@ -1,0 +1,21 @@
+"""Two reports to print and write: one that has every field, one that has only those it must."""
+
+from satrap.report import Report
+
+FULL = Report(
+    step=1200,
+    samples=4_915_200,
+    total_samples=10_000_000,
+    seconds=62.5,
+    samples_per_second=81_234.5,
+    loss=0.44118,
+    window=65_536,
+    auc=0.78124,
+    normalised_entropy=0.84006,
+    staleness=3.25,
+    max_staleness=4,
+    rows={"user": 1_000_000, "item": 230_000},
+    stages={"lookup": 0.0021, "dense": 0.0402},
+    lost={"batches/overflow": 2, "rows/malformed": 1500},
+)
+BARE = Report(step=3, samples=30, seconds=3725.0, samples_per_second=0.0)

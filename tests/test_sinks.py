@@ -1,0 +1,125 @@
+"""The sinks of progress: what a terminal, a file of lines, and TensorBoard get, and what they do when it goes wrong."""
+
+import io
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from made_reports import BARE, FULL
+from satrap.errors import ConfigError
+from satrap.report import Report, bar, line
+from satrap.sinks import JsonLines, Screen, TensorBoard
+
+
+def test_a_stream_that_is_no_terminal_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.write(FULL)
+    screen.write(BARE)
+    screen.close()
+    assert capsys.readouterr().err == f"{line(FULL)}\n{line(BARE)}\n"
+
+
+def test_a_terminal_gets_one_bar_drawn_over() -> None:
+    """On a real one, 60 columns wide."""
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(ours, "rb", buffering=0) as reader, os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        screen = Screen(stream)
+        screen.write(FULL)
+        screen.write(BARE)
+        screen.close()
+        screen.close()
+        wanted = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r\n".encode()
+        found = b""
+        while len(found) < len(wanted):
+            found += reader.read(1024)
+    assert found == wanted
+
+
+def test_a_bar_in_an_encoding_without_blocks() -> None:
+    for encoding, marks in (("ascii", "#."), ("utf-8", "█░"), ("cp437", "█░"), ("latin-1", "#.")):
+        data = io.BytesIO()
+        stream = io.TextIOWrapper(data, encoding=encoding, newline="")
+        screen = Screen(stream, as_bar=True)
+        screen.write(FULL)
+        screen.close()
+        assert data.getvalue().decode(encoding) == f"\r{bar(FULL, 79, marks)}\x1b[K\n"
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for report in (FULL, Report(step=4, samples=40, seconds=1.0, samples_per_second=5.0, loss=math.nan, auc=math.inf)):
+        sink = JsonLines(path)  # appends
+        sink.write(report)
+        sink.close()
+    full, odd = (json.loads(text, parse_constant=pytest.fail) for text in path.read_text().splitlines())
+    assert full == {
+        "step": 1200,
+        "samples": 4_915_200,
+        "seconds": 62.5,
+        "samples_per_second": 81_234.5,
+        "loss": 0.44118,
+        "auc": 0.78124,
+        "normalised_entropy": 0.84006,
+        "staleness": 3.25,
+        "max_staleness": 4,
+        "rows/user": 1_000_000,
+        "rows/item": 230_000,
+        "seconds/lookup": 0.0021,
+        "seconds/dense": 0.0402,
+        "lost/batches/overflow": 2,
+        "lost/rows/malformed": 1500,
+    }
+    assert odd == {"step": 4, "samples": 40, "seconds": 1.0, "samples_per_second": 5.0, "loss": None, "auc": None}
+
+
+def test_json_lines_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        JsonLines(tmp_path / "none" / "log.jsonl")
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path / "run")
+    sink.write(FULL)
+    sink.write(Report(step=1300, samples=5_000_000, seconds=63.0, samples_per_second=1.0, loss=0.25))
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    wanted = set(FULL.scalars()) - {"step"}
+    assert set(events.Tags()["scalars"]) == wanted
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1200, pytest.approx(0.44118)),
+        (1300, 0.25),
+    ]
+    assert [event.value for event in events.Scalars("rows/user")] == [1_000_000]
+
+
+def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install tensorboard, or leave this sink out"):
+        TensorBoard(tmp_path)
+
+
+def test_a_terminal_that_goes_away_ends_no_training() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    screen = Screen(stream, as_bar=True)
+    screen.write(FULL)
+    screen.close()
+    with pytest.raises(BrokenPipeError):  # so it was broken: what could not be written is tried once more
+        stream.close()
+
+
+def test_a_process_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    Screen().write(FULL)

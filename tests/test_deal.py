@@ -128,7 +128,7 @@ def test_ranks_share_the_rows_of_a_text(ending: str, newlines: bool, tmp_path: P
         ranks = [data.batches(["id"], rank=rank, world=world) for rank in range(world)]
         found = [[i for inputs in rank for i in inputs.values.tolist()] for rank in ranks]
         assert sorted(chain.from_iterable(found)) == wanted
-        assert sum(rank.skipped for rank in ranks) == 1, "the bad row is one rank's"
+        assert sum(rank.left_out.malformed for rank in ranks) == 1, "the bad row is one rank's"
         assert max(map(len, found)) - min(map(len, found)) <= 4, (
             "two blank lines and a bad row are rows to be dealt out"
         )

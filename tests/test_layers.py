@@ -68,6 +68,7 @@ LAYERS = [
     "sinks",
     "progress",
     "columns",
+    "sources.left_out",
     "sources.block",
     "sources.order",
     "sources.deal",

@@ -73,7 +73,9 @@ def test_every_sample_comes_once_an_epoch(data: Made) -> None:
         assert sizes == sizes_of(data.total, data.batch_size or 0)
         assert [at(inputs).batch for inputs in batches if at(inputs).epoch == epoch] == list(range(1, len(sizes) + 1))
     full = [inputs for inputs in batches if inputs.batch_size == data.batch_size]
-    assert ids(data.replace(drop_last=True).batches(["a"])) == ids(full)
+    without_short = data.replace(drop_last=True).batches(["a"])
+    assert ids(without_short) == ids(full)
+    assert without_short.left_out.short == (data.epochs or 0) * (data.total % (data.batch_size or 1))
 
 
 def sizes_of(total: int, size: int) -> list[int]:
@@ -180,11 +182,11 @@ def test_epochs_without_end() -> None:
 def test_bad_rows_are_counted_up_to_the_limit() -> None:
     data = Made(sizes=[[5], [5], [5]], bad=2, max_bad_rows=6, epochs=2)
     batches = data.batches(["a"])
-    assert len(ids(batches)) == 30 and batches.skipped == 12  # the limit is for each epoch
+    assert len(ids(batches)) == 30 and batches.left_out.malformed == 12  # the limit is for each epoch
     batches = data.replace(max_bad_rows=5, batch_size=5).batches(["a"])
     with pytest.raises(SourceError, match="block 10: bad; 5 bad rows are allowed in an epoch and were skipped before"):
         list(batches)
-    assert batches.skipped == 4
+    assert batches.left_out.malformed == 4
     with pytest.raises(SourceError, match="block 0: bad; mend the row, or allow more with max_bad_rows"):
         list(data.replace(max_bad_rows=0).batches(["a"]))
 

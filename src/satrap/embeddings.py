@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from satrap.remote import RemoteWorker
     from satrap.remote_tables import RemoteTables
 
-_EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
-
 
 class Embeddings(torch.nn.Module):
     """Looks features up in their tables and trains those. A context manager; see `close`."""
@@ -285,8 +283,7 @@ class Embeddings(torch.nn.Module):
             self.drain()
         if not any(len(store) for store in self.tables.values()):
             warnings.warn("the embeddings are evaluated and no table has a row yet", stacklevel=3)
-        gate = Gate(_EVALUATION_AHEAD if overlap else 0)
-        stream = Stream(inputs, self.worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        stream = Stream.evaluation(inputs, self.worker, place, overlap=overlap)
         self._evaluations.add(stream)
         return stream
 

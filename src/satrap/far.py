@@ -29,6 +29,7 @@ from satrap.remote import RemoteRows, RemoteWorker
 from satrap.rpc import Client, Keys
 from satrap.servers import Servers
 from satrap.sources.declared import source_to_dict
+from satrap.sources.left_out import LeftOut
 from satrap.worker import Floats, LookedUp
 from satrap.worker_calls import WorkerCalls, as_one, columns_from_bytes
 
@@ -157,7 +158,7 @@ class _Read:
 
     position: Position
     """After it."""
-    lost: tuple[int, int]
+    left_out: LeftOut
 
 
 class FarBatches(Iterator[FarInputs]):
@@ -171,21 +172,16 @@ class FarBatches(Iterator[FarInputs]):
         self._read: dict[int, _Read] = {}  # of those from which reading may have to begin again
         self._open: set[int] = set()  # neither updated nor dropped
         self._tickets: set[int] = set()  # of those the ones that a ticket was given for
-        self._lost = (0, 0)
+        self._left_out = LeftOut()
         self._ended = False
         self._lock = threading.Lock()
         self.stream = at.begin(self)
         """The number by which the worker knows these."""
 
     @property
-    def skipped(self) -> int:
-        """As `Batches.skipped`."""
-        return self._lost[0]
-
-    @property
-    def dropped(self) -> int:
-        """As `Batches.dropped`."""
-        return self._lost[1]
+    def left_out(self) -> LeftOut:
+        """As `Batches.left_out`."""
+        return self._left_out
 
     @property
     def settled(self) -> int:
@@ -199,8 +195,8 @@ class FarBatches(Iterator[FarInputs]):
         with self._lock:
             first = max(1, min(self._open, default=self._last + 1) - 1)
             position = self._position if first == 1 else self._read[first - 1].position
-            lost = self._read[first].lost if first in self._read else None
-            return Beginning(number=first, position=position, lost=lost, **self._share)
+            left_out = self._read[first].left_out if first in self._read else None
+            return Beginning(number=first, position=position, left_out=left_out, **self._share)
 
     def __next__(self) -> FarInputs:
         if self._ended:
@@ -211,9 +207,9 @@ class FarBatches(Iterator[FarInputs]):
             told, dense, label, extra = self.at.ask(
                 lambda: self.at.call.read(self.at.servers.origin(0), self.stream, number, self.settled)
             )
-        skipped, dropped = told["lost"]
+        left_out = LeftOut.from_list(told["left_out"])
         if told["found"] == "end":
-            self._lost, self._ended = (skipped, dropped), True
+            self._left_out, self._ended = left_out, True
             raise StopIteration
         position, size = Position.from_dict(told["position"]), told["size"]
         found = FarInputs(
@@ -227,8 +223,8 @@ class FarBatches(Iterator[FarInputs]):
             number=number,
         )
         with Uninterrupted(), self._lock:
-            self._lost = skipped, dropped
-            self._read[number] = _Read(position, self._lost)
+            self._left_out = left_out
+            self._read[number] = _Read(position, left_out)
             self._open.add(number)
             self._last = number
         return found

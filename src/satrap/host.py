@@ -270,7 +270,7 @@ def _read(
     except TimeoutError:
         return {"found": "nothing"}, None, None, None
     if held is None:
-        return {"found": "end", "lost": list(reading.lost)}, None, None, None
+        return {"found": "end", "left_out": reading.left_out.to_list()}, None, None, None
     inputs = held.inputs
     if inputs is None:
         raise InputError(f"batch {number} was updated or dropped before")
@@ -280,7 +280,7 @@ def _read(
         "size": inputs.batch_size,
         "labels": [] if inputs.label is None else list(inputs.label.shape[1:]),
         "position": inputs.position.to_dict(),
-        "lost": list(held.lost),
+        "left_out": held.left_out.to_list(),
     }
     dense = None if inputs.dense is None else np.ascontiguousarray(inputs.dense).reshape(-1)
     label = None if inputs.label is None else np.ascontiguousarray(inputs.label).reshape(-1)

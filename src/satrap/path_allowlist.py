@@ -16,9 +16,9 @@ from satrap.errors import ConfigError
 
 STAGING_PREFIX = "satrap-checkpoint-"
 """Of the private folders, among those for temporary files, in which trainers put together a checkpoint for a URL."""
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+GLOB_CHARACTER = re.compile(r"[*?\[]")
 _LOCAL = re.compile(r"(file|local)://", re.IGNORECASE)
-_MAGIC = re.compile(r"[*?\[]")
 
 
 class PathAllowlist:
@@ -59,14 +59,14 @@ class PathAllowlist:
 
 def is_url(path: str) -> bool:
     """Whether it lies in another system than this one's files."""
-    return _URL.match(path) is not None and _LOCAL.match(path) is None
+    return URL.match(path) is not None and _LOCAL.match(path) is None
 
 
 def without_glob(path: str) -> str:
     """The folder in which a glob begins; what is no glob, as it is."""
-    scheme = _URL.match(path)
+    scheme = URL.match(path)
     begin = 0 if scheme is None else scheme.end()
-    magic = _MAGIC.search(path, begin)
+    magic = GLOB_CHARACTER.search(path, begin)
     if magic is None:
         return path
     folder, slash, _ = path[begin : magic.start()].rpartition("/")

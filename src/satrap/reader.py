@@ -34,14 +34,12 @@ from satrap.runfolder import RunFolder, require_rows, table_folders
 from satrap.sources.iterable import Iterable as Items
 from satrap.store import Store, StoredRows
 from satrap.stream import Stream
-from satrap.sync import Gate
 from satrap.tables import Tables
 from satrap.worker import Rows, Worker
 
 if TYPE_CHECKING:
     from satrap.remote_tables import RemoteTable
 
-_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
 _MOST_READS = 10  # of a folder whose run goes on saving, and removes what is old
 
 
@@ -173,8 +171,7 @@ class Reader:
         worker, place = self._of_features(), torch.device("cpu" if device is None else device)
         source = data if hasattr(data, "batches") else Items(data)
         inputs: Iterator[Inputs] = source.batches(worker.features, position=None)
-        gate = Gate(_AHEAD if overlap else 0)
-        stream = Stream(inputs, worker, gate, train=False, device=place, overlap=overlap, on_hold=lambda _: None)
+        stream = Stream.evaluation(inputs, worker, place, overlap=overlap)
         self._streams.add(stream)
         return stream
 

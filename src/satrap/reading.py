@@ -17,6 +17,7 @@ from satrap.features import Features
 from satrap.inputs import Inputs, Position
 from satrap.remote import RemoteTicket
 from satrap.sources import Source
+from satrap.sources.left_out import LeftOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,8 @@ class Beginning:
     """Of the first batch."""
     position: Position | None
     """Where the source stands before it."""
-    lost: tuple[int, int] | None = None
-    """What was skipped and dropped up to the end of that batch, if it was read before."""
+    left_out: LeftOut | None = None
+    """What was left out up to the end of that batch, if it was read before."""
     rank: int = 0
     world: int = 1
 
@@ -38,8 +39,14 @@ class Beginning:
     def to_dict(self) -> dict[str, Any]:
         """This start as plain JSON types."""
         position = None if self.position is None else self.position.to_dict()
-        lost = None if self.lost is None else list(self.lost)
-        return {"number": self.number, "position": position, "lost": lost, "rank": self.rank, "world": self.world}
+        left_out = None if self.left_out is None else self.left_out.to_list()
+        return {
+            "number": self.number,
+            "position": position,
+            "left_out": left_out,
+            "rank": self.rank,
+            "world": self.world,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Beginning":
@@ -47,9 +54,8 @@ class Beginning:
         given = known_keys(cls, "Beginning", data)
         if given["position"] is not None:
             given["position"] = Position.from_dict(given["position"])
-        if given["lost"] is not None:
-            skipped, dropped = (check_integer("Beginning", "lost", each, 0, 2**63 - 1) for each in given["lost"])
-            given["lost"] = skipped, dropped
+        if given["left_out"] is not None:
+            given["left_out"] = LeftOut.from_list(given["left_out"])
         return cls(**given)
 
 
@@ -59,8 +65,8 @@ class Held:
 
     inputs: Inputs | None
     """None once it is updated or dropped."""
-    lost: tuple[int, int]
-    """What the source skipped and dropped up to its end."""
+    left_out: LeftOut
+    """What the source left out up to its end."""
     ticket: RemoteTicket | None = None
     gradients: Any = None
     """Brought before the last one's of its update."""
@@ -75,8 +81,8 @@ class Reading:
 
     def __init__(self, source: Source, features: Features, start: Beginning) -> None:
         self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
-        self._next, self._lost = start.number, start.lost
-        self._base = (0, 0)  # what was lost before, less what is counted again
+        self._next, self._left_out = start.number, start.left_out
+        self._base = LeftOut()  # what was left out before, less what is counted again
         self._held: dict[int, Held] = {}
         self._settled = start.number
         self._ended = False
@@ -85,10 +91,9 @@ class Reading:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="satrap-reading")
 
     @property
-    def lost(self) -> tuple[int, int]:
-        """What was skipped and dropped so far."""
-        skipped, dropped = self._base
-        return skipped + self._batches.skipped, dropped + self._batches.dropped
+    def left_out(self) -> LeftOut:
+        """What was left out so far."""
+        return self._base + self._batches.left_out
 
     def at(self, number: int, seconds: float | None = None) -> Held | None:
         """The batch of that number; None behind the end. TimeoutError if there was none after so many seconds."""
@@ -130,11 +135,10 @@ class Reading:
     def _read(self) -> None:
         inputs = next(self._batches, None)
         with self._lock:
-            if self._lost is not None:
-                skipped, dropped = self._lost
-                self._base, self._lost = (skipped - self._batches.skipped, dropped - self._batches.dropped), None
+            if self._left_out is not None:
+                self._base, self._left_out = self._left_out - self._batches.left_out, None
             if inputs is None:
                 self._ended = True
                 return
-            self._held[self._next] = Held(inputs, self.lost)
+            self._held[self._next] = Held(inputs, self.left_out)
             self._next += 1

@@ -20,10 +20,11 @@ step(), by all threads; with a device, or with staleness and cores that torch le
 network.
 """
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import NoReturn, Self
 
@@ -39,6 +40,7 @@ from satrap.joint_step import JointStep, Padded, described
 from satrap.lookup import Lookup
 from satrap.pipeline import Pipeline
 from satrap.report import Counters
+from satrap.sources.left_out import LeftOut
 from satrap.stages import Seconds, Update
 from satrap.sync import Gate
 from satrap.worker import Ticket, Worker
@@ -47,6 +49,7 @@ _NO_LOADER = (
     "a stream cannot be read through a torch DataLoader: its batches are whole, and their gradients come back to this "
     "process; put the DataLoader inside, embeddings.stream(satrap.Iterable(loader)), and loop over the stream itself"
 )
+_EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network where that overlaps
 _WHY = {
     "zero_grad": "zero_grad() cleared its gradients before optimizer.step()",
     "overflow": "a GradScaler found an overflow and skipped its step",
@@ -110,6 +113,12 @@ class Stream(Iterator[Batch]):
             inputs, gate, self._look_up, read_ahead=self._look_up.read_ahead, overlap=overlap, remote=remote
         )
 
+    @classmethod
+    def evaluation(cls, inputs: Iterator[Inputs], worker: Worker, device: torch.device, *, overlap: bool) -> "Stream":
+        """A stream that looks rows up and changes none."""
+        gate = Gate(_EVALUATION_AHEAD if overlap else 0)
+        return cls(inputs, worker, gate, train=False, device=device, overlap=overlap, on_hold=lambda _: None)
+
     @property
     def staleness_seen(self) -> dict[int, int]:
         """How many batches were looked up while n earlier steps were not yet applied."""
@@ -124,14 +133,13 @@ class Stream(Iterator[Batch]):
         """What this stream did so far."""
         seconds = self.seconds
         failed = {"batches/failed": self._pipeline.failed} if self._pipeline.failed else {}
-        rows = {"malformed": getattr(self._inputs, "skipped", 0), "no_label": getattr(self._inputs, "dropped", 0)}
         return Counters(
             staleness=self.staleness_seen,
             stages={"read": seconds.read, "lookup": seconds.lookup, "update": seconds.update, "wait": seconds.wait},
             inside=seconds.inside,
             lost={f"batches/{cause}": count for cause, count in self.dropped.items()}
             | failed
-            | {f"rows/{cause}": count for cause, count in rows.items() if count},
+            | {f"rows/{cause}": count for cause, count in asdict(self._left_out()).items() if count},
         )
 
     def __iter__(self) -> Self:
@@ -374,10 +382,17 @@ class Stream(Iterator[Batch]):
     def _end(self) -> None:
         """There is no other batch; those that were handed over may still be stepped."""
         self._ended = True
+        left_out = self._left_out()
+        if self._train and left_out.total > left_out.short:  # of short batches there is one in an epoch, as asked
+            warnings.warn(f"{left_out.total:,} samples of the source were not trained on: {left_out}", stacklevel=3)
         self._pipeline.drain()
         self._collect()
         self._drop([held for held in self._held if held.is_passed_over], "unused", "it was let go of unused")
         self._close_if_done()
+
+    def _left_out(self) -> LeftOut:
+        """What the source left out so far, if it counts that."""
+        return getattr(self._inputs, "left_out", LeftOut())
 
     def _close_if_done(self) -> None:
         if self._ended and not self._held and not self._ahead:

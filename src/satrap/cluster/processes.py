@@ -68,6 +68,6 @@ class LocalLauncher:
 
 def _sockets(name: str) -> Path:
     """The folder of the run's sockets. Not in the run's own, whose path may be too long for them."""
-    places = [Path(tempfile.gettempdir()), Path("/tmp")]
-    fitting = [place for place in places if len(os.fsencode(place / name)) + _MOST_NAME_BYTES <= MOST_PATH_BYTES]
-    return (fitting or places)[0] / f"satrap-{name}"
+    folders = [Path(place) / f"satrap-{name}" for place in (tempfile.gettempdir(), "/tmp")]
+    fitting = [folder for folder in folders if len(os.fsencode(folder)) + _MOST_NAME_BYTES <= MOST_PATH_BYTES]
+    return (fitting or folders)[0]

@@ -19,11 +19,9 @@ from typing import Any
 from satrap.checks import describe
 from satrap.errors import ConfigError, SatrapError, SourceError
 from satrap.hashing import pyarrow_for
-from satrap.path_allowlist import PathAllowlist, is_url
+from satrap.path_allowlist import GLOB_CHARACTER, URL, PathAllowlist, is_url
 
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
-_MAGIC = re.compile(r"[*?\[]")
-_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +206,7 @@ def absolute(path: Any) -> Any:
     if isinstance(path, list | tuple):
         return [absolute(each) for each in path]
     text = os.fsdecode(path)
-    return text if _URL.match(text) else os.path.abspath(os.path.expanduser(text))
+    return text if URL.match(text) else os.path.abspath(os.path.expanduser(text))
 
 
 def find_files(path: Any, filesystem: Any = None) -> list[File]:
@@ -229,7 +227,7 @@ def _expand(path: str, filesystem: Any) -> list[File]:
     size = storage.stat(inside)  # first: a file may have a glob's characters in its name
     if size is not None and size >= 0:
         return [File(storage, inside, size)]
-    magic = _MAGIC.search(inside)
+    magic = GLOB_CHARACTER.search(inside)
     if size is None and magic is None:
         where = "" if str(path) == inside else f" ({inside})"
         raise SourceError(f"{path}: there is no such file or folder{where}")
@@ -277,7 +275,7 @@ def _pattern(glob: str) -> str:
 def _storage(path: str, filesystem: Any) -> tuple[Storage, str]:
     """Where the path lies, and what it is called there."""
     arrow = pyarrow_for("reading files")
-    url = _URL.match(path)
+    url = URL.match(path)
     if isinstance(filesystem, PermittedFiles):
         filesystem.permitted.require_below(path)
         storage, inside = _storage(path, None)
@@ -292,7 +290,7 @@ def _storage(path: str, filesystem: Any) -> tuple[Storage, str]:
         local = os.path.abspath(os.path.expanduser(path[url.end() :] if url else path))
         return _ArrowStorage(arrow.fs.LocalFileSystem(), ""), local
     if url[1] in _OWN_SCHEMES:
-        magic = _MAGIC.search(path)
+        magic = GLOB_CHARACTER.search(path)
         base = path if magic is None else path[: magic.start()].rpartition("/")[0]
         try:
             own, inside = arrow.fs.FileSystem.from_uri(base)

@@ -27,15 +27,8 @@ from satrap.sources.ahead import Ahead
 from satrap.sources.block import Block, Piece
 from satrap.sources.deal import Cut, Dealer, Part, Plan, plans
 from satrap.sources.decode import joined
+from satrap.sources.left_out import LeftOut
 from satrap.sources.order import Turn, permutation, share, turns
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened to rows so far; the user reads it while batches come."""
-
-    skipped: int = 0
-    dropped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +50,12 @@ class Road:
     rank: int
     world: int
 
-    def batches(self, counts: Counts) -> Generator[Inputs]:
+    def batches(self, left_out: LeftOut) -> Generator[Inputs]:
         """The batches from the position on."""
         at = self.position
         while self.epochs is None or at.epoch < self.epochs:
             number = at.batch
-            for inputs in _Epoch(self, at, counts).batches():
+            for inputs in _Epoch(self, at, left_out).batches():
                 number += 1
                 yield inputs
             if number == 0 and self.epochs is None:
@@ -147,9 +140,9 @@ class _Segment:
 class _Epoch:
     """One epoch of a road, from a position in it."""
 
-    def __init__(self, road: Road, start: Position, counts: Counts) -> None:
+    def __init__(self, road: Road, start: Position, left_out: LeftOut) -> None:
         self.road = road
-        self.counts = counts
+        self.left_out = left_out
         self.skipped = 0  # bad rows of this epoch
         self.num_chains = 0  # begun in this iteration
         self.offset = start.offset  # that the last piece brought
@@ -189,7 +182,9 @@ class _Epoch:
                 number += 1
                 yield self._batch(pending, size or have, number)
                 have -= size or have
-        if have and not self.road.drop_last:
+        if have and self.road.drop_last:
+            self.left_out.short += have
+        elif have:
             yield self._batch(pending, have, number + 1)
 
     def _windows(self) -> Generator[_Window]:
@@ -263,14 +258,14 @@ class _Epoch:
         return replace(piece, begin=begin, end=end, whole=None, samples=piece.decoded())
 
     def _count(self, piece: Piece) -> None:
-        self.counts.dropped += piece.dropped
+        self.left_out.no_label += piece.dropped
         room = self.road.max_bad_rows - self.skipped
         if len(piece.bad) > room:
             allowed = self.road.max_bad_rows
             hint = f"{allowed} bad rows are allowed in an epoch and were skipped before" if allowed else "mend the row"
             raise SourceError(f"{piece.bad[room]}; {hint}, or allow more with max_bad_rows")
         self.skipped += len(piece.bad)
-        self.counts.skipped += len(piece.bad)
+        self.left_out.malformed += len(piece.bad)
 
     def _window(self, begun: "_Chain", end: int, parts: list[Piece]) -> _Window:
         n = sum(map(len, parts))
@@ -373,8 +368,8 @@ class Batches(Iterator[Inputs]):
     def __init__(self, road: Road, length: Callable[[], int]) -> None:
         """length: how many they are; TypeError if that is not known."""
         self._length = length
-        self._counts = Counts()
-        self._batches = road.batches(self._counts)
+        self._left_out = LeftOut()
+        self._batches = road.batches(self._left_out)
 
     def __iter__(self) -> "Batches":
         return self
@@ -397,11 +392,6 @@ class Batches(Iterator[Inputs]):
         self._batches.close()
 
     @property
-    def skipped(self) -> int:
-        """Bad rows that were left out so far, within `max_bad_rows`."""
-        return self._counts.skipped
-
-    @property
-    def dropped(self) -> int:
-        """Rows without a label that were left out so far, as the label column asks."""
-        return self._counts.dropped
+    def left_out(self) -> LeftOut:
+        """Samples that were left out so far."""
+        return replace(self._left_out)

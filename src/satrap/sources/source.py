@@ -68,7 +68,7 @@ class Source(ABC):
     seed: int = 0
     """What the orders are a function of, together with the epoch."""
     max_bad_rows: int = 0
-    """Malformed rows that may be skipped in an epoch; `Batches.skipped` counts them. One more is an error."""
+    """Malformed rows that may be skipped in an epoch; `Batches.left_out` counts them. One more is an error."""
     num_threads: int | None = None
     """Threads that read ahead and decode; None: half the cores, at most 4. 0: none, the caller's own."""
 

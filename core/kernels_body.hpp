@@ -118,7 +118,7 @@ template <typename Value> inline void put_or_add(float* to, std::uint32_t dim, b
 template <typename Add>
 inline void sum_entries(const float* const* from, const std::uint32_t* local, std::size_t count, std::uint32_t dim,
                         float* sums, std::uint8_t* started, Add add) {
-    constexpr std::size_t kAhead = 8;
+    constexpr std::size_t kAhead = 24;
     for (std::size_t e = 0; e < count; ++e) {
         if (e + kAhead < count) prefetch_gradient(from[e + kAhead], dim);
         const bool again = started[local[e]] != 0;

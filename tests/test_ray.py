@@ -247,8 +247,8 @@ def test_a_place_that_is_lost_and_not_found_again_ends_the_run(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--server-cpus", "4"], "--server-cpus is of --cluster ray"),
-        (["--address", "auto"], "--address is of --cluster ray"),
+        (["--server-cpus", "4"], "--server-cpus requires --cluster ray"),
+        (["--address", "auto"], "--address requires --cluster ray"),
         (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; wanted a whole number of bytes, KiB"),
         (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; wanted"),
         (["--cluster", "ray", "--address", "ray://127.0.0.1:1"], "wanted host:port of the cluster's head, or auto"),

@@ -37,20 +37,23 @@ _CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="satrap", description="Train recommender models whose embeddings are large.")
+    parser = argparse.ArgumentParser(
+        prog="satrap", description="Train recommender models whose embeddings do not fit one machine."
+    )
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    doctor = commands.add_parser("doctor", help="what is installed, and what bounds a short run")
-    doctor.add_argument("--dim", type=int, default=16, help="of the run's embeddings (default 16)")
-    doctor.add_argument("--no-run", action="store_true", help="leave the short run out")
-    keys = commands.add_parser("keys", help="make the two key files of a cluster: server.key and client.key")
-    keys.add_argument("folder", help="where to write them; files that are there are never replaced")
+    doctor = commands.add_parser("doctor", help="check this installation and time a short training run")
+    doctor.add_argument("--dim", type=int, default=16, help="embedding dimension of the timed run (default: 16)")
+    doctor.add_argument("--no-run", action="store_true", help="check the installation only")
+    keys = commands.add_parser("keys", help="create the key files of a cluster: server.key and client.key")
+    keys.add_argument("folder", help="directory for the key files; existing files are never overwritten")
     _add_server_and_worker(commands)
     _add_run(commands)
+    _add_scale_and_move(commands)
     own, script_arguments = _split(sys.argv[1:] if arguments is None else arguments)
     given, unknown = parser.parse_known_args(own)
     if unknown:
-        hint = "; arguments of the script go behind --" if given.command == "run" else ""
+        hint = "; put the script's own arguments after --" if given.command == "run" else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         if given.die_with is not None:
@@ -100,27 +103,29 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _add_server_and_worker(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    server = commands.add_parser("server", help="run a server until SIGTERM or Ctrl-C")
-    _add_listen(server, "server.key; tcp:// needs it")
-    server.add_argument("--shared", metavar="FILE", help="keep the rows in this shared-memory file, or find them there")
+    server = commands.add_parser("server", help="start an embedding parameter server; SIGTERM or Ctrl-C stops it")
+    _add_listen(server, "path of server.key; required for tcp://")
+    server.add_argument(
+        "--shared", metavar="FILE", help="keep rows in this shared-memory file, and attach to the rows it already has"
+    )
     server.add_argument(
         "--checkpoints",
         action="append",
         default=[],
         metavar="DIR|URL",
-        help="write and read checkpoints below this folder or URL, and no other; may be repeated",
+        help="allow checkpoints below this directory or URL only; repeat the option to allow more",
     )
-    server.add_argument("--threads", type=int, help="of a call (default: the cores)")
-    worker = commands.add_parser("worker", help="run an embedding worker until SIGTERM or Ctrl-C")
-    _add_listen(worker, "server.key, with client.key beside it; tcp:// needs them")
+    server.add_argument("--threads", type=int, metavar="N", help="threads per call (default: number of cores)")
+    worker = commands.add_parser("worker", help="start an embedding worker; SIGTERM or Ctrl-C stops it")
+    _add_listen(worker, "path of server.key, with client.key in the same directory; required for tcp://")
     worker.add_argument(
         "--data",
         action="append",
         default=[],
         metavar="DIR|URL",
-        help="read files below this folder or URL, and no other; may be repeated",
+        help="allow training data below this directory or URL only; repeat the option to allow more",
     )
-    worker.add_argument("--threads", type=int, help="of a call (default: the cores)")
+    worker.add_argument("--threads", type=int, metavar="N", help="threads per call (default: number of cores)")
 
 
 def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
@@ -128,42 +133,84 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         "--listen",
         required=True,
         metavar="ADDRESS",
-        help="ipc:///folder/name: a Unix socket, in a folder of mode 0700; or tcp://10.0.0.5:5555; port 0: any",
+        help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
+        "tcp://10.0.0.5:5555, where port 0 picks a free one",
     )
     command.add_argument("--keys", metavar="FILE", help=keys)
     command.add_argument(
         "--insecure",
         action="store_true",
-        help="serve tcp:// without keys: everybody who can reach the port can read, change and end the job, and read "
-        "what the others send",
+        help="serve tcp:// without keys: anyone who can reach the port can read, change and end the job, and traffic "
+        "is not encrypted",
     )
 
 
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    run = commands.add_parser("run", help="run a script with servers and trainers", usage=_RUN_USAGE)
-    run.add_argument("script", help="as one would run it with Python; what follows -- are its arguments")
-    run.add_argument("--servers", type=int, default=1, metavar="N", help="that hold the rows (default 1)")
+    run = commands.add_parser("run", help="run a training script with servers, workers and trainers", usage=_RUN_USAGE)
+    run.add_argument("script", help="training script; arguments after -- are passed to it")
+    run.add_argument("--servers", type=int, default=1, metavar="N", help="number of parameter servers (default: 1)")
     run.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="that read and look up (default: the trainers)"
+        "--workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of worker processes that read data and look up rows (default: 0, trainers do this themselves)",
     )
-    run.add_argument("--trainers", type=int, default=1, metavar="N", help="that run the script (default 1)")
-    run.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of this run alone (default satrap-run)")
-    run.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for the rows (default /dev/shm)")
-    run.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row, soon after a start (default 3)")
-    run.add_argument("--max-servers", type=int, metavar="N", help="add servers by memory and work, up to so many")
-    run.add_argument("--server-gib", type=float, metavar="GIB", help="of rows a server may hold (default: its memory)")
-    also = "besides the script's folder and what its arguments name; may be repeated"
-    for name, what in (("checkpoints", "servers write checkpoints"), ("data", "workers read files")):
+    run.add_argument(
+        "--trainers", type=int, default=1, metavar="N", help="number of processes that run the script (default: 1)"
+    )
+    _add_folder(run)
+    run.add_argument(
+        "--memory",
+        type=Path,
+        default=Path("/dev/shm"),
+        metavar="DIR",
+        help="directory for the shared-memory files of the servers' rows (default: /dev/shm)",
+    )
+    run.add_argument(
+        "--restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="give up after N consecutive failures soon after a start (default: 3)",
+    )
+    run.add_argument(
+        "--max-servers",
+        type=int,
+        metavar="N",
+        help="add servers when memory or work requires it, up to N (default: off)",
+    )
+    run.add_argument(
+        "--server-gib", type=float, metavar="GIB", help="memory for rows in each server (default: the machine's)"
+    )
+    also = "besides the script's directory and the paths in its arguments; repeat the option to allow more"
+    for name, what in (("checkpoints", "checkpoints"), ("data", "training data")):
         run.add_argument(
-            f"--{name}", action="append", default=[], metavar="DIR|URL", help=f"{what} below this, too, {also}"
+            f"--{name}",
+            action="append",
+            default=[],
+            metavar="DIR|URL",
+            help=f"also allow {what} below this directory or URL, {also}",
         )
     _add_cluster(run)
-    scale = commands.add_parser("scale", help="change how many servers a run has, while it trains")
-    scale.add_argument("--servers", type=int, required=True, metavar="N")
-    scale.add_argument("--folder", type=Path, default=Path("satrap-run"), help="of the run (default satrap-run)")
-    move = commands.add_parser("move", help="move the buckets of servers that were started by hand")
+    trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
+    trainer.add_argument("--place", required=True)
+    trainer.add_argument("--listener", type=int)
+    trainer.add_argument("script")
+
+
+def _add_scale_and_move(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    scale = commands.add_parser("scale", help="change the number of servers of a live run")
+    scale.add_argument("--servers", type=int, required=True, metavar="N", help="number of parameter servers to reach")
+    _add_folder(scale)
+    move = commands.add_parser("move", help="move rows between servers that were started by hand")
     move.add_argument(
-        "--now", nargs="+", action="extend", required=True, metavar="ADDRESS", help="all servers of the job, in order"
+        "--now",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="ADDRESS",
+        help="addresses of all current servers, in order",
     )
     move.add_argument(
         "--wanted",
@@ -171,24 +218,37 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action="extend",
         required=True,
         metavar="ADDRESS",
-        help="all that there are to be, in order",
+        help="addresses of the servers that are to hold the rows, in order",
     )
-    move.add_argument("--keys", metavar="FILE", help="client.key")
-    trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
-    trainer.add_argument("--place", required=True)
-    trainer.add_argument("--listener", type=int)
-    trainer.add_argument("script")
+    move.add_argument("--keys", metavar="FILE", help="path of client.key; required for tcp:// servers with keys")
+
+
+def _add_folder(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("satrap-run"),
+        metavar="DIR",
+        help="directory for the run's state and logs; one run at a time uses it (default: satrap-run)",
+    )
 
 
 def _add_cluster(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--cluster", choices=["local", "ray"], default="local", help="where it runs (default local)")
-    ray = run.add_argument_group("with --cluster ray")
-    ray.add_argument("--address", help="host:port of a Ray cluster, or auto (default: a Ray of this machine's own)")
-    ray.add_argument("--placement-seconds", type=float, metavar="S", help="to find a place in (default 60)")
+    run.add_argument(
+        "--cluster", choices=["local", "ray"], default="local", help="where to start the processes (default: local)"
+    )
+    ray = run.add_argument_group("options of --cluster ray")
+    ray.add_argument("--address", help="host:port of a Ray cluster, or auto (default: start Ray on this machine)")
+    ray.add_argument(
+        "--placement-seconds",
+        type=float,
+        metavar="S",
+        help="seconds to wait until Ray has placed a process (default: 60)",
+    )
     for role in ("server", "worker", "trainer"):
-        ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"of each {role} (default 1)")
-        ray.add_argument(f"--{role}-memory", metavar="SIZE", help=f"of each {role}, such as 64GiB")
-    ray.add_argument("--trainer-gpus", type=int, metavar="N", help="of each trainer (default 0)")
+        ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"CPUs for each {role} (default: 1)")
+        ray.add_argument(f"--{role}-memory", metavar="SIZE", help=f"memory for each {role}, for example 64GiB")
+    ray.add_argument("--trainer-gpus", type=int, metavar="N", help="GPUs for each trainer (default: 0)")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -218,7 +278,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     if given.cluster == "ray":
         return _run_on_ray(given, plan, arguments)
     if alone := [name for name in _RAY_OPTIONS if getattr(given, name) is not None]:
-        raise ConfigError(f"--{alone[0].replace('_', '-')} is of --cluster ray: add that, or leave this out")
+        raise ConfigError(f"--{alone[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
     cores = len(os.sched_getaffinity(0))
     script = Script(
         path=Path(given.script),

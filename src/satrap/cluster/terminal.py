@@ -27,7 +27,8 @@ class Terminal:
         if stream is not None and self._is_open:
             stream.flush()
             self._file = stream.fileno()
-        threading.Thread(target=self._write_on, name="satrap-terminal", daemon=True).start()
+        self._thread = threading.Thread(target=self._write_on, name="satrap-terminal", daemon=True)
+        self._thread.start()
 
     def write(self, data: bytes) -> None:
         with self._changed:
@@ -48,7 +49,10 @@ class Terminal:
             while self._waiting_bytes not in (0, before):
                 before = self._waiting_bytes
                 self._changed.wait_for(lambda: self._waiting_bytes < before, _STALL_SECONDS)  # noqa: B023  called here
-            return self._waiting_bytes + self._without_room
+            left = self._waiting_bytes
+        if not left:  # else it waits for a reader that may never come
+            self._thread.join()
+        return left + self._without_room
 
     def _tell_missing(self) -> None:
         if self._missing:

@@ -38,13 +38,16 @@ inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, st
     std::uint32_t found = 0; // never overtakes e
     for (std::uint32_t e = 0; e < count; ++e) {
         const std::uint64_t id = ids[e];
+        ids[found] = id; // an empty slot reads as this position, so that a new id takes no branch of its own
         std::uint32_t at = static_cast<std::uint32_t>(mix64(id) >> 8) & mask;
-        while (slots[at] != 0 && ids[slots[at] - 1] != id) at = (at + 1) & mask;
-        if (slots[at] == 0) {
-            ids[found] = id;
-            slots[at] = ++found;
+        std::uint32_t number = slots[at] == 0 ? found : slots[at] - 1;
+        while (ids[number] != id) {
+            at = (at + 1) & mask;
+            number = slots[at] == 0 ? found : slots[at] - 1;
         }
-        numbers[e] = slots[at] - 1;
+        slots[at] = number + 1;
+        numbers[e] = number;
+        found += number == found;
     }
     return found;
 }

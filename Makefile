@@ -41,9 +41,10 @@ setup: .venv/.dev
 
 test: setup core-test python-test
 
-# The tests beside one another, then those that measure time. SEED=N repeats a run's random draws.
+# The tests beside one another, one more at a time than there are cores since many wait for processes that they killed; then
+# those that measure time. SEED=N repeats a run's random draws.
 python-test: setup
-	$(bin)/python -m pytest -m "not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SEED:%=--seed %)
+	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(SEED:%=--seed %)
 	$(bin)/python -m pytest -m alone $(SEED:%=--seed %)
 
 # Once plain, once under ASan + UBSan, once under TSan.

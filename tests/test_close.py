@@ -312,3 +312,30 @@ def test_what_is_collected_in_a_fork_leaves_the_parents_alone(service: Service) 
     kept[0].close()
     with pytest.raises(RpcError, match="closed"):
         kept[0].call.nothing()
+
+
+def test_a_process_ends_while_its_threads_call(tmp_path: Path) -> None:
+    """The process closes the clients at its end, and the threads that use them do, too: ZeroMQ would abort."""
+    (tmp_path / "sockets").mkdir(mode=0o700)
+    code = (
+        "import contextlib, sys, threading, warnings\n"
+        "from satrap.rpc import Client\n"
+        "from satrap.server_calls import ServerCalls\n"
+        "from satrap.rpc.header import Origin\n"
+        "warnings.simplefilter('ignore')\n"
+        "def ask():\n"
+        "    with contextlib.ExitStack() as stack:\n"
+        "        clients = [stack.enter_context(Client(ServerCalls, sys.argv[1])) for _ in range(8)]\n"
+        "        clients[0].begin('members', Origin(), 0, deadline=0.3).wait(0)\n"
+        "        began.release()\n"
+        "        clients[0].call.members(Origin(), 0)\n"
+        "began = threading.Semaphore(0)\n"
+        "for _ in range(8):\n"
+        "    threading.Thread(target=ask, daemon=True).start()\n"
+        "for _ in range(8):\n"
+        "    began.acquire()\n"
+    )
+    for _ in range(5):
+        command = [sys.executable, "-c", code, f"ipc://{tmp_path}/sockets/none"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+        assert run.returncode == 0, run.stderr

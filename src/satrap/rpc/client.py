@@ -108,7 +108,7 @@ class Client(Generic[P]):
         self._lock = threading.Lock()
         self._closed = False
         # It keeps all of these until then: a context that is collected before its sockets waits for them for ever.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._context, self._connections)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._lock, self._context, self._connections)
         self.call = self.within(self._deadline)
 
     def within(self, deadline: float) -> P:
@@ -170,7 +170,7 @@ class Client(Generic[P]):
             if self._closed:
                 return
             self._closed = True
-        _end(self._process, self._context, self._connections)
+        _end(self._process, self._lock, self._context, self._connections)
         self._finalizer.detach()  # not before: an interrupt may have come
 
     def _connection(self, seconds: float) -> "_Connection":
@@ -183,7 +183,7 @@ class Client(Generic[P]):
         connection = None if held is None else held.connection
         if connection is None or connection.refusal is not None:
             with Uninterrupted(), self._lock:
-                if self._closed:
+                if self._closed or self._context.closed:
                     raise RpcError(f"{self.address}: this client is closed; make another")
                 connection = _Connection(self._context, self.address, self._keys)
                 self._connections.add(connection)
@@ -195,13 +195,14 @@ class Client(Generic[P]):
         return connection
 
 
-def _end(process: int, context: "zmq.Context[zmq.Socket[bytes]]", connections: "set[_Connection]") -> None:
-    """Closes the sockets of a client, then their context."""
+def _end(process: int, lock: threading.Lock, context: zmq.Context[Any], connections: "set[_Connection]") -> None:
+    """Closes the sockets of a client, then their context; a second thread waits, since ZeroMQ aborts if two do it."""
     if os.getpid() != process:
         return
-    for connection in list(connections):
-        connection.close()
-    context.destroy(0)  # and a socket whose making was interrupted, or this would wait for it for ever
+    with lock:
+        for connection in list(connections):
+            connection.close()
+        context.destroy(0)  # and a socket whose making was interrupted, or this would wait for it for ever
 
 
 class _Calls:

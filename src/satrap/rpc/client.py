@@ -105,10 +105,10 @@ class Client(Generic[P]):
         self._context = zmq.Context()
         self._own = threading.local()
         self._connections: set[_Connection] = set()
-        self._lock = threading.Lock()
+        self._lock, self._ending = threading.Lock(), threading.Lock()
         self._closed = False
         # It keeps all of these until then: a context that is collected before its sockets waits for them for ever.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._lock, self._context, self._connections)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._ending, self._context, self._connections)
         self.call = self.within(self._deadline)
 
     def within(self, deadline: float) -> P:
@@ -170,7 +170,7 @@ class Client(Generic[P]):
             if self._closed:
                 return
             self._closed = True
-        _end(self._process, self._lock, self._context, self._connections)
+        _end(self._process, self._ending, self._context, self._connections)
         self._finalizer.detach()  # not before: an interrupt may have come
 
     def _connection(self, seconds: float) -> "_Connection":
@@ -183,7 +183,7 @@ class Client(Generic[P]):
         connection = None if held is None else held.connection
         if connection is None or connection.refusal is not None:
             with Uninterrupted(), self._lock:
-                if self._closed or self._context.closed:
+                if self._closed:
                     raise RpcError(f"{self.address}: this client is closed; make another")
                 connection = _Connection(self._context, self.address, self._keys)
                 self._connections.add(connection)

@@ -423,7 +423,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Reader(tmp_path, keys="client.key")
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a snapshot"):
         Reader(tmp_path)
-    with serving(1) as services, pytest.raises(NotReadyError, match="nobody has trained on them"):
+    with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet: start a trainer on them first"):
         Reader(servers=[services[0].address])
     with trained(2, tmp_path) as (embeddings, addresses):
         assert addresses is not None

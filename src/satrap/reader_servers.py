@@ -85,6 +85,6 @@ def _asked(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict
         if found["version"]:
             return found
     if not failed:
-        raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: nobody has trained on them")
+        raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: start a trainer on them first")
     first = next(iter(failed.values()))
     raise type(first)("; ".join(str(failed.get(each, f"{each} has no job yet")) for each in addresses)) from first

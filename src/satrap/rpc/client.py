@@ -105,7 +105,7 @@ class Client(Generic[P]):
         self._context = zmq.Context()
         self._own = threading.local()
         self._connections: set[_Connection] = set()
-        self._lock, self._ending = threading.Lock(), threading.Lock()
+        self._lock, self._ending = threading.Lock(), threading.RLock()
         self._closed = False
         # It keeps all of these until then: a context that is collected before its sockets waits for them for ever.
         self._finalizer = weakref.finalize(self, _end, self._process, self._ending, self._context, self._connections)
@@ -195,7 +195,7 @@ class Client(Generic[P]):
         return connection
 
 
-def _end(process: int, lock: threading.Lock, context: zmq.Context[Any], connections: "set[_Connection]") -> None:
+def _end(process: int, lock: "threading.RLock", context: zmq.Context[Any], connections: "set[_Connection]") -> None:
     """Closes the sockets of a client, then their context; a second thread waits, since ZeroMQ aborts if two do it."""
     if os.getpid() != process:
         return

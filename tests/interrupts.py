@@ -34,7 +34,6 @@ class Interrupts:
         self.moments = 0
         """That there were."""
         self._at, self._signal = at, _Number(signal.SIGINT)
-        self._ending: FrameType | None = None  # of a __del__
         self._codes: dict[CodeType, bytes] = {}  # co_code is made anew whenever it is read
 
     @property
@@ -50,19 +49,11 @@ class Interrupts:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_name == "__del__" and self._ending is None:  # Python swallows what is raised inside
-            self._ending = frame
-            return self._end
-        if self._ending is not None or not any(part in frame.f_code.co_filename for part in _WATCHED):
+        if not any(part in frame.f_code.co_filename for part in _WATCHED):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         self._codes.setdefault(frame.f_code, frame.f_code.co_code)
         return self._instruction
-
-    def _end(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "return":
-            self._ending = None
-        return self._end
 
     def _instruction(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode" and self._codes[frame.f_code][frame.f_lasti] in _LOOKS:

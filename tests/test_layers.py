@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src/satrap"
 LAYERS = [
     "errors",
     "interrupts",
+    "collected",
     "checks",
     "path_allowlist",
     "config",
@@ -37,6 +38,8 @@ LAYERS = [
     "rpc.guard",
     "rpc.keys",
     "rpc.service",
+    "rpc.channel",
+    "rpc.channels",
     "rpc.client",
     "rpc",
     "place",
@@ -174,7 +177,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     },
     "safetensors": {"statefile"},
     "fsspec": {"storage", "sources.files"},
-    "zmq": {"rpc.keys", "rpc.guard", "rpc.service", "rpc.client"},
+    "zmq": {"rpc.keys", "rpc.guard", "rpc.service", "rpc.channel", "rpc.channels"},
     "ray": {"cluster.rays"},
 }
 PURE = {  # the standard library only

@@ -60,7 +60,7 @@ def test_a_client_interrupted_while_it_connects_can_be_closed(monkeypatch: pytes
 
     with Service(Served(), Calls, ANYWHERE) as service:
         client = Client(Calls, service.address)
-        monkeypatch.setattr("satrap.rpc.client.is_unix", interrupted)
+        monkeypatch.setattr("satrap.rpc.channel.is_unix", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:  # whose frames hold what was half made
             client.call.nothing()
         closing = threading.Thread(target=client.close, daemon=True)
@@ -126,7 +126,7 @@ def test_a_deadline_without_a_server_says_so() -> None:
 
 
 def test_one_that_waits_long_for_a_server_is_told_so_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.rpc.client._NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("satrap.rpc.channel._NOTICE_SECONDS", 0.1)
     monkeypatch.setattr("satrap.rpc.client._CONNECT_SECONDS", 0.1)
     with Service(Served(), Calls, ANYWHERE) as service:
         address = service.address
@@ -141,7 +141,7 @@ def test_one_that_waits_long_for_a_server_is_told_so_before_the_end(monkeypatch:
 
 
 def test_one_whose_server_went_in_the_middle_is_told_so_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.rpc.client._NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr("satrap.rpc.channel._NOTICE_SECONDS", 0.2)
     with server_process(ANYWHERE) as (process, address), Client(Calls, address, retry_seconds=0.05) as client:
         pending = client.begin("wait", 1, deadline=3.0)
         assert not pending.wait(0.2)
@@ -324,7 +324,7 @@ def test_many_threads_share_one_client() -> None:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(work, range(16)))
         assert served.total == 320
-        eventually(lambda: not client._connections)  # threads that ended leave none
+        eventually(lambda: not client._channels._open)  # threads that ended leave none
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -463,4 +463,4 @@ def test_limits_of_a_call_are_told() -> None:
 def test_the_sockets_are_gone_when_all_is_closed() -> None:
     with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
         assert client.call.add(1) == 1
-    assert client._context.closed and service._context.closed
+    assert client._channels._context.closed and service._context.closed

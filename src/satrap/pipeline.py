@@ -25,7 +25,6 @@ cannot go on: a generator has ended then.
 Knows neither tables nor torch: it is given how to look up, and each update how to apply it.
 """
 
-import atexit
 import os
 import threading
 import time
@@ -89,7 +88,6 @@ class Pipeline(Generic[Item]):
             with Uninterrupted():
                 for thread in self._threads:
                     thread.start()
-            atexit.register(self.close)  # a script that ends in the middle of a stream
 
     # -- the user's side ----------------------------------------------------------------------------------------------
 
@@ -230,9 +228,6 @@ class Pipeline(Generic[Item]):
         none of the threads."""
         if os.getpid() != self._process:
             return
-        if threading.current_thread() in self._threads:  # which collected the stream, and cannot wait for itself
-            threading.Thread(target=self.close, name="satrap-close", daemon=True).start()
-            return
         until = time.monotonic() + _CLOSE_SECONDS
         with self._locked() as held:
             self._state.closed = True
@@ -240,7 +235,6 @@ class Pipeline(Generic[Item]):
             while self._living and time.monotonic() < until:
                 self._wait(held)
         with Uninterrupted():
-            atexit.unregister(self.close)
             threads, self._threads = self._threads, []
             for thread in threads:  # they have ended, or will not
                 thread.join(SLICE_SECONDS)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.checks import check_choice
+from satrap.collected import close_when_collected
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.job import Job
@@ -158,7 +159,7 @@ class Servers:
             self.attempt = NO_ATTEMPT
             raise
         self._lease = Lease(self.view.clients, self.origin(0))
-        weakref.finalize(self, self._lease.end)
+        close_when_collected(self, self._lease.end)
 
     def begin_next(self) -> None:
         """The attempt that a restore begins follows this process's own."""

@@ -20,13 +20,13 @@ import secrets
 import shutil
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from satrap.collected import close_when_collected
 from satrap.folder import put_on_disk
 from satrap.path_allowlist import STAGING_PREFIX
 
@@ -179,7 +179,7 @@ class _Objects:
         self.url = url.rstrip("/")
         self.staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX))
         self._copies: set[Path] = set()
-        weakref.finalize(self, shutil.rmtree, self.staging, ignore_errors=True)
+        close_when_collected(self, partial(shutil.rmtree, self.staging, ignore_errors=True))
 
     def names(self) -> list[str]:
         with self._failing(""):

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from satrap.batch import Batch, Held
+from satrap.collected import close_when_collected
 from satrap.dense import DenseParameters
 from satrap.errors import StreamError
 from satrap.inputs import Inputs, Position
@@ -109,9 +110,11 @@ class Stream(Iterator[Batch]):
         self._left: str | None = None  # why there will be no other batch
         self._look_up = Lookup(worker, device, train=train, overlap=overlap, dense=dense)
         remote = train and worker.remote  # an evaluation has no updates
-        self._pipeline: Pipeline[Held] = Pipeline(
-            inputs, gate, self._look_up, read_ahead=self._look_up.read_ahead, overlap=overlap, remote=remote
-        )
+        with Uninterrupted():
+            self._pipeline: Pipeline[Held] = Pipeline(
+                inputs, gate, self._look_up, read_ahead=self._look_up.read_ahead, overlap=overlap, remote=remote
+            )
+            close_when_collected(self, self._pipeline.close)
 
     @classmethod
     def evaluation(cls, inputs: Iterator[Inputs], worker: Worker, device: torch.device, *, overlap: bool) -> "Stream":
@@ -297,11 +300,6 @@ class Stream(Iterator[Batch]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with nullcontext() if kind is None else suppress(Exception):  # not over the user's own error
             self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_pipeline"):
-            with Uninterrupted():
-                self._pipeline.close()
 
     def _use(self, held: Held) -> None:
         """The user begins to use the rows of a batch. It is looked up now, if it was handed over ahead of that."""

@@ -18,7 +18,8 @@ Needs pyzmq (`pip install pyzmq`).
 from satrap.errors import RpcError
 
 try:
-    from satrap.rpc.client import Client, Pending
+    from satrap.rpc.channel import Pending
+    from satrap.rpc.client import Client
     from satrap.rpc.header import Origin
     from satrap.rpc.keys import Keys
     from satrap.rpc.ledger import Limits

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
@@ -13,10 +14,11 @@ from satrap.rpc.channel import Channel
 from satrap.rpc.keys import Keys
 
 
-class _Thread:
-    """A thread's own object: collected when the thread has ended."""
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Own:
+    """What is one thread's own: collected once the thread has ended."""
 
-    channel: Channel | None = None
+    channel: Channel
 
 
 class Channels:
@@ -26,7 +28,7 @@ class Channels:
         self._address, self._keys = address, keys
         self._process = os.getpid()
         self._context = zmq.Context()
-        self._own = threading.local()
+        self._local = threading.local()
         self._open: set[Channel] = set()
         self._closed = False
         # ZeroMQ aborts if two threads close one context, and making a socket in a closed one fails.
@@ -39,9 +41,9 @@ class Channels:
                 f"this client was made in process {self._process} and this is its fork {os.getpid()}: its "
                 "connections belong to the former. Make a client here, or start workers with 'spawn'"
             )
-        thread: _Thread | None = getattr(self._own, "thread", None)
-        if thread is not None and thread.channel is not None and thread.channel.refusal is None:
-            return thread.channel
+        own: _Own | None = getattr(self._local, "own", None)
+        if own is not None and own.channel.refusal is None:
+            return own.channel
         channel = self._make()
         channel.connect_within(seconds)
         return channel
@@ -52,9 +54,8 @@ class Channels:
                 raise RpcError(f"{self._address}: this client is closed; make another")
             channel = Channel(self._context, self._address, self._keys)
             self._open.add(channel)
-            self._own.thread = thread = _Thread()
-            thread.channel = channel
-            close_when_collected(thread, partial(self._close_one, channel))
+            self._local.own = own = _Own(channel)
+            close_when_collected(own, partial(self._close_one, channel))
             return channel
 
     def _close_one(self, channel: Channel) -> None:
@@ -67,7 +68,7 @@ class Channels:
             return
         with self._lock:
             self._closed = True
-            self._own = threading.local()  # no thread keeps what was its own
+            self._local = threading.local()  # no thread keeps what was its own
             for channel in list(self._open):
                 self._close_one(channel)
             self._context.destroy(0)  # and a socket whose making was interrupted, which would keep the context open

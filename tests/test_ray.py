@@ -99,7 +99,8 @@ def nothing_of_it_is_left(folder: Path, pids: list[int]) -> None:
 def test_whoever_is_killed_it_ends_in_the_bits_of_one_machine(
     tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
 ) -> None:
-    options = (*SIZES, "--workers", "1", *on(cluster))
+    # Ray reserves places at once, and takes far longer than two seconds to start six processes there.
+    options = (*SIZES, "--workers", "1", "--placement-seconds", "2", *on(cluster))
     with started(tmp_path, JOB, *options, arguments=(str(tmp_path), "100")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
         keys = list((tmp_path / "memory").glob("*.keys/*.key"))

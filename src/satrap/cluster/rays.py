@@ -40,6 +40,8 @@ from satrap.rpc.keys import Keys, make_keys
 _REPORT_SECONDS = 0.5  # a keeper that waits for its child hears an order that late
 _CONNECT_SECONDS = 10.0
 _FORGET_SECONDS = 60.0  # Ray starts a process on each node for it, which takes long where the cores are busy
+_ANSWER_SECONDS = 5.0  # that Ray may take to say whether a place is reserved
+_START_SECONDS = 300.0  # that a process which has a place may take to begin
 _STORE_BYTES = 100 << 20  # of a Ray of our own, which carries reports only
 _KEYS = {Role.SERVER: ("server.key",), Role.WORKER: ("server.key", "client.key"), Role.TRAINER: ("client.key",)}
 _STRATEGIES = {Role.TRAINER: "PACK", Role.SERVER: "SPREAD", Role.WORKER: "SPREAD"}
@@ -115,7 +117,9 @@ class _Kept:
     command: Command
     keeper: Any
     since: float
-    is_placed: bool = False
+    """When it was asked for, or found to have a place."""
+    has_place: bool = False
+    has_begun: bool = False
     was_told: bool = False
     for_good: bool = False
 
@@ -174,16 +178,14 @@ class RayLauncher:
                 kept.was_told, kept.for_good = True, kept.for_good or for_good
                 if for_good and self._is_first(process.number):
                     del self._bundles[process.number]  # the next one waits there until this one is gone
-                if kept.is_placed:
+                if kept.has_begun:
                     kept.keeper.end.remote(process, how, for_good)
                 else:
                     ray.kill(kept.keeper)
 
     def events(self, timeout: float) -> list[Event]:
         """See Launcher."""
-        late = time.monotonic() - self._seconds
-        waiting = {ref: kept for ref, kept in self._kept.items() if not (kept.is_placed or kept.was_told)}
-        if overdue := [ref for ref, kept in waiting.items() if kept.since < late]:
+        if overdue := [ref for ref, kept in self._kept.items() if self._is_overdue(kept, time.monotonic())]:
             return [self._give_up(self._kept.pop(ref)) for ref in overdue]
         ray.wait(list(self._kept), num_returns=1, timeout=timeout)
         done, _ = ray.wait(list(self._kept), num_returns=len(self._kept), timeout=0)
@@ -223,12 +225,25 @@ class RayLauncher:
         if found is not None and found[0] != self._groups[Role.SERVER]:
             remove_placement_group(found[0])
 
+    def _is_overdue(self, kept: _Kept, now: float) -> bool:
+        """Whether Ray has found no place for it in time, or has not started it there."""
+        if kept.has_begun or kept.was_told:
+            return False
+        if kept.has_place:
+            return now - kept.since > _START_SECONDS
+        if now - kept.since <= self._seconds:
+            return False
+        group, _ = self._bundle(kept.command.process.role, kept.command.process.number)
+        kept.has_place, kept.since = group.wait(_ANSWER_SECONDS), now
+        return not kept.has_place
+
     def _give_up(self, kept: _Kept) -> NoPlace:
-        """Ray has found no place for it in time."""
         process = kept.command.process
         ray.kill(kept.keeper)
         if process.role is Role.SERVER:
             self._give_back(process)
+        if kept.has_place:
+            return NoPlace(process, f"Ray has a place for {process}, and did not start it within {_START_SECONDS:g} s")
         return NoPlace(process, self._no_place(f"{process} with {self._needs.of(process.role)}"))
 
     def _keep(self, command: Command, since: float) -> None:
@@ -257,7 +272,7 @@ class RayLauncher:
         kept = self._kept.pop(ref)
         try:
             reports: list[Report] = ray.get(ref)
-            kept.is_placed = True
+            kept.has_begun = True
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else None
             if isinstance(cause, SatrapError):
@@ -277,7 +292,7 @@ class RayLauncher:
     def _was_never_there(self, kept: _Kept, error: RayError) -> bool:
         """Ray gave it a place on a node that was gone already: it gives it another. Trainers know where the first one
         meets them, so they begin anew together."""
-        if kept.is_placed or kept.was_told or kept.command.process.role is Role.TRAINER:
+        if kept.has_begun or kept.was_told or kept.command.process.role is Role.TRAINER:
             return False
         return isinstance(error, RayActorError) and not error.actor_init_failed
 

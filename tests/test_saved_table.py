@@ -17,8 +17,8 @@ from cluster import serving
 from loop import batches, bits, job, rows, train
 from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
+from satrap.manifest import checksum
 from satrap.remote import RemoteWorker
-from satrap.runfolder import checksum
 from satrap.saved_table import checksum_of
 from satrap.tables import Tables
 from snapshots import forge, manifest

@@ -34,6 +34,7 @@ from satrap.embeddings import Embeddings
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
 from satrap.folder import put_on_disk
 from satrap.inputs import Position
+from satrap.manifest import checksum
 from satrap.optimizer import HybridOptimizer
 from satrap.place import here
 from satrap.runfolder import (
@@ -42,7 +43,6 @@ from satrap.runfolder import (
     TABLES,
     Entry,
     RunFolder,
-    checksum,
     require_rows,
     table_folders,
     table_key,

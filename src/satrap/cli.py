@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from satrap.errors import ConfigError, SatrapError
 from satrap.place import Place
 
 if TYPE_CHECKING:
+    from satrap.cluster.command import Script
     from satrap.cluster.resizer import Resizer
     from satrap.cluster.supervisor import Plan
     from satrap.rpc import Keys
@@ -258,7 +259,6 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(given: argparse.Namespace, arguments: list[str]) -> int:
-    from satrap.cluster.command import Script
     from satrap.cluster.output import Output
     from satrap.cluster.processes import LocalLauncher
     from satrap.cluster.run import folder_of_one_run, run
@@ -280,18 +280,26 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     if alone := [name for name in _RAY_OPTIONS if getattr(given, name) is not None]:
         raise ConfigError(f"--{alone[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
     cores = len(os.sched_getaffinity(0))
-    script = Script(
+    counts = {"trainer": plan.trainers, "worker": plan.workers, "server": plan.servers}
+    script = _script(given, arguments, {role: max(1, cores // max(1, count)) for role, count in counts.items()})
+    with folder_of_one_run(given.folder), Output(given.folder / "logs") as output:
+        launcher = LocalLauncher(given.folder, output, given.memory)
+        return run(script, plan, given.folder, launcher, output, _resizer(given))
+
+
+def _script(given: argparse.Namespace, arguments: list[str], threads: Mapping[str, int]) -> "Script":
+    """threads: of each process of a role."""
+    from satrap.cluster.command import Script
+
+    return Script(
         path=Path(given.script),
         arguments=tuple(arguments),
         checkpoints=tuple(given.checkpoints),
         data=tuple(given.data),
-        trainer_threads=max(1, cores // plan.trainers),
-        worker_threads=max(1, cores // max(1, plan.workers)),
-        server_threads=max(1, cores // plan.servers),
+        trainer_threads=threads["trainer"],
+        worker_threads=threads["worker"],
+        server_threads=threads["server"],
     )
-    with folder_of_one_run(given.folder), Output(given.folder / "logs") as output:
-        launcher = LocalLauncher(given.folder, output, given.memory)
-        return run(script, plan, given.folder, launcher, output, _resizer(given))
 
 
 def _resizer(given: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Resizer":
@@ -328,7 +336,6 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
         from satrap.cluster.rays import on_ray
     except ImportError as error:
         raise ConfigError(f"--cluster ray needs Ray ({error}): pip install 'ray>=2.52'") from error
-    from satrap.cluster.command import Script
     from satrap.cluster.output import Output
     from satrap.cluster.resources import Needs, Resources, size_in_bytes
     from satrap.cluster.run import folder_of_one_run, run
@@ -343,15 +350,8 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
         )
 
     needs = Needs(server=resources("server"), worker=resources("worker"), trainer=resources("trainer"))
-    script = Script(
-        path=Path(given.script),
-        arguments=tuple(arguments),
-        checkpoints=tuple(given.checkpoints),
-        data=tuple(given.data),
-        trainer_threads=needs.trainer.cpus,
-        worker_threads=needs.worker.cpus,
-        server_threads=needs.server.cpus,
-    )
+    threads = {"trainer": needs.trainer.cpus, "worker": needs.worker.cpus, "server": needs.server.cpus}
+    script = _script(given, arguments, threads)
     where = {
         "address": given.address,
         "memory": given.memory,

@@ -131,7 +131,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Canonical JSON with the checksum in it, and a newline."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION} | asdict(self)
-        return _canonical(content | {"crc32c": _checksum(content)}) + b"\n"
+        return _canonical(content | {"crc32c": checksum(_canonical(content))}) + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> Self:
@@ -264,8 +264,9 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def _checksum(content: Mapping[str, Any]) -> int:
-    return crc32c(np.frombuffer(_canonical(content), np.uint8))
+def checksum(data: bytes) -> int:
+    """CRC-32C."""
+    return crc32c(np.frombuffer(data, np.uint8))
 
 
 def _verified(text: bytes, where: str) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def _verified(text: bytes, where: str) -> dict[str, Any]:
         )
     written = content.pop("crc32c", None)
     try:
-        found = _checksum(content)
+        found = checksum(_canonical(content))
     except (ValueError, RecursionError) as error:  # NaN or infinity, which Python reads and JSON does not have
         raise SnapshotError(f"{where} is damaged: {error}") from error
     if written != found:

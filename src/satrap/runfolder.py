@@ -17,13 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from satrap._core import crc32c
 from satrap.catalog import Catalog, Version
 from satrap.errors import CheckpointError, SatrapError
 from satrap.inputs import Position
-from satrap.manifest import FILE_NAME, Manifest
+from satrap.manifest import FILE_NAME, Manifest, checksum
 from satrap.run_owner import OWNER, RunOwner
 from satrap.saved_table import SavedTable
 from satrap.storage import open_storage
@@ -431,8 +428,3 @@ def _parent(data: bytes) -> str | None:
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, indent=1).encode()
-
-
-def checksum(data: bytes) -> int:
-    """CRC-32C of some bytes."""
-    return crc32c(np.frombuffer(data, np.uint8), 0)

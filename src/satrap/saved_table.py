@@ -11,10 +11,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from satrap._core import crc32c
 from satrap.errors import InputError, SnapshotError
 from satrap.folder import part_name, parts_of, read_manifest
-from satrap.manifest import FILE_NAME, Manifest
+from satrap.manifest import FILE_NAME, Manifest, checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +35,8 @@ class SavedPart:
     def of(cls, path: Path, folder: str = "") -> Self:
         """Reads what lies there."""
         manifest = read_manifest(path)
-        data = np.frombuffer((path / FILE_NAME).read_bytes(), np.uint8)
-        return cls(folder=folder, id=manifest.id, version=manifest.version, rows=manifest.rows, crc32c=crc32c(data))
+        number = checksum((path / FILE_NAME).read_bytes())
+        return cls(folder=folder, id=manifest.id, version=manifest.version, rows=manifest.rows, crc32c=number)
 
     def __str__(self) -> str:
         return f"snapshot {self.id} of version {self.version} with {self.rows} rows, manifest of crc32c {self.crc32c}"
@@ -98,8 +97,7 @@ def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
 
 def checksum_of(folder: Path) -> int:
     """A number that differs where `saved_parts` does, to compare what two machines see."""
-    text = repr([asdict(part) for part in saved_parts(folder)]).encode()
-    return crc32c(np.frombuffer(text, np.uint8))
+    return checksum(repr([asdict(part) for part in saved_parts(folder)]).encode())
 
 
 def require_same_snapshots(folders: Sequence[Sequence[str]], checksums: Sequence[Sequence[int]]) -> None:

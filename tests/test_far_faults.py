@@ -120,6 +120,27 @@ def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict
     assert found == wanted
 
 
+@each_way
+def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path, given: dict[str, Any]) -> None:
+    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
+    data = source(write(tmp_path / "a.parquet", 40))
+    with running(**how) as job:
+        wanted = train(job, data, overlap=overlap), bits(job)
+    with serving(2) as services, working() as (worker,):
+
+        def at(now: str, number: int) -> None:
+            for seat in worker.host._seats.values():
+                for stream, reading in list(seat.readings.items()) if number % 4 == 0 and number < 30 else ():
+                    reading.close()
+                    with pytest.raises(NotReadyError, match="closed here"):
+                        reading.at(1000)
+                    del seat.readings[stream]
+
+        where = {"servers": [each.address for each in services], "workers": [worker.address]}
+        with running(**where, **how) as job:
+            assert (train(job, data, at, overlap=overlap), bits(job)) == wanted
+
+
 @pytest.mark.parametrize("server", [0, 1])
 def test_a_worker_that_dies_in_the_middle_of_an_update(
     tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,13 @@ def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
         yield made
 
 
+_ENDED = (
+    "interrupted while its source read",
+    "was closed",
+    "another training stream was begun",  # whose beginning was interrupted, so that the loop has the earlier one
+)
+
+
 class Loop:
     """A notebook's: a call that was interrupted is made again, or its batch is given up, or a new stream is begun."""
 
@@ -124,7 +131,7 @@ class Loop:
         try:
             return next(self._stream, None)
         except StreamError as error:
-            assert "interrupted while its source read" in str(error) or "was closed" in str(error)
+            assert any(why in str(error) for why in _ENDED), error
             return None
 
     def _do(self, name: str, call: Callable[[], Any]) -> Any:

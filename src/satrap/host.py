@@ -49,6 +49,13 @@ class _Seat:
             raise NotReadyError(f"stream {stream} is not open here: this worker was started again, or it was closed")
         return found
 
+    def run(self, work: Callable[[], _R]) -> "Future[_R]":
+        """In a thread of the trainer's: some calls wait for other trainers, and must not keep those from theirs."""
+        try:
+            return self.calls.submit(work)
+        except RuntimeError:  # closed since the caller found it
+            raise NotReadyError("the trainer was replaced here while it called") from None
+
     def close(self, *, wait: bool) -> None:
         """Calls that wait for a server end with an error."""
         self.worker.servers.close()
@@ -140,7 +147,7 @@ class Host:
                     given = restricted(source_from_dict(source), self._permitted)
                     seat.readings[stream] = Reading(given, seat.worker.features, Beginning.from_dict(start))
 
-        return seat.calls.submit(work)
+        return seat.run(work)
 
     def read(
         self, origin: Origin, stream: int, number: int, settled: int
@@ -232,12 +239,12 @@ class Host:
         """See WorkerCalls."""
         seat = self._seat(origin)
         found = seat.readings.pop(stream, None)
-        return None if found is None else seat.calls.submit(found.close)
+        return None if found is None else seat.run(found.close)
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
         """See WorkerCalls."""
         seat, given = self._seat(origin), restricted(source_from_dict(source), self._permitted)
-        return seat.calls.submit(given.signature)
+        return seat.run(given.signature)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -256,9 +263,8 @@ class Host:
         )
 
     def _do(self, origin: Origin, stream: int, work: Callable[[_Seat, Reading], _R]) -> "Future[_R]":
-        """In a thread of the trainer's: some calls wait for other trainers, and must not keep those from theirs."""
         seat = self._seat(origin)
-        return seat.calls.submit(lambda: work(seat, seat.reading(stream)))
+        return seat.run(lambda: work(seat, seat.reading(stream)))
 
 
 def _read(

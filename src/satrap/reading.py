@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from satrap.checks import check_integer, known_keys
-from satrap.errors import InputError
+from satrap.errors import InputError, NotReadyError
 from satrap.features import Features
 from satrap.inputs import Inputs, Position
 from satrap.remote import RemoteTicket
@@ -85,7 +85,7 @@ class Reading:
         self._base = LeftOut()  # what was left out before, less what is counted again
         self._held: dict[int, Held] = {}
         self._settled = start.number
-        self._ended = False
+        self._ended = self._closed = False
         self._asked: Future[None] | None = None  # the batch that is being read, or the error that ended it
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="satrap-reading")
@@ -96,7 +96,8 @@ class Reading:
         return self._base + self._batches.left_out
 
     def at(self, number: int, seconds: float | None = None) -> Held | None:
-        """The batch of that number; None behind the end. TimeoutError if there was none after so many seconds."""
+        """The batch of that number; None behind the end. TimeoutError if there was none after so many seconds,
+        NotReadyError after `close`."""
         while True:
             with self._lock:
                 if number in self._held:
@@ -105,6 +106,8 @@ class Reading:
                     raise InputError(f"batch {number} was settled before; the next to be read is {self._next}")
                 if self._ended:
                     return None
+                if self._closed:
+                    raise NotReadyError("the stream was closed here while its batches were asked for")
                 if self._asked is None:
                     self._asked = self._thread.submit(self._read)
                 asked = self._asked
@@ -128,8 +131,11 @@ class Reading:
             self._settled = max(self._settled, min(settled, self._next))
 
     def close(self) -> None:
-        """Ends it; returns once the batch that is being read is there."""
-        self._thread.submit(self._batches.close)
+        """Ends it; returns once the batch that is being read is there. Does nothing twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._thread.submit(self._batches.close)
         self._thread.shutdown()
 
     def _read(self) -> None:

@@ -13,6 +13,7 @@ def run(gate: Gate, num_batches: int, rng: random.Random, drop: float) -> list[t
     """Plays a stream as user and pipeline would, in a random order of all that is allowed; returns what happened."""
     events: list[tuple[str, int]] = []
     looked_up = 0
+    foreseen: dict[int, int] = {}
     held: dict[int, int] = {}  # step -> batches looked up, neither updated nor dropped
     submitted: list[int] = []
     if num_batches == 0:
@@ -21,14 +22,16 @@ def run(gate: Gate, num_batches: int, rng: random.Random, drop: float) -> list[t
         choices = []
         if looked_up < num_batches and gate.may_look_up():
             choices.append("lookup")
-        if held and gate.complete(min(held)):
+        if held and (min(held) < gate.next_step or looked_up == num_batches):
             choices.append("step")
         if submitted and gate.may_update(submitted[0]):
             choices.append("update")
         assert choices, f"nothing may go on after {events}"
         match rng.choice(choices):
             case "lookup":
+                foreseen = {looked_up + n: gate.step_after(n) for n in range(5)} | foreseen
                 step = gate.look_up()
+                assert foreseen[looked_up] == step
                 looked_up += 1
                 if looked_up == num_batches:
                     gate.exhaust()

@@ -18,8 +18,7 @@ from collections import Counter, OrderedDict
 class Gate:
     """The steps of one stream: which are open, and what that allows.
 
-    Invariants: open steps rise; none is later than the next batch's; a step that all batches were looked up for is open
-    if and only if one of them is not settled.
+    Invariants: open steps rise; none is later than the next batch's; each has a batch that is not settled.
     """
 
     def __init__(self, staleness: int, *, accumulate: int = 1, deterministic: bool = False, last_step: int = 0) -> None:
@@ -71,22 +70,13 @@ class Gate:
     def exhaust(self) -> None:
         """There are no more batches."""
         self._exhausted = True
-        if self._open.get(self._step) == 0:  # begun, its batches settled, and no other will come
-            del self._open[self._step]
 
     def may_update(self, step: int) -> bool:
         """Rule 2, for the update of `step`."""
         return not self.deterministic or self._exhausted or self._step > step + self.staleness
 
-    def complete(self, step: int) -> bool:
-        """Whether every batch of the step was looked up."""
-        return self._exhausted or step < self._step
-
     def settle(self, step: int) -> None:
         """One batch of the step was updated or dropped."""
-        left = self._open[step] - 1
-        assert left >= 0
-        if left == 0 and self.complete(step):
+        self._open[step] -= 1
+        if self._open[step] == 0:
             del self._open[step]
-        else:
-            self._open[step] = left

@@ -1,0 +1,72 @@
+"""What an earlier build left in files (tests/golden.py) is read bit for bit, and training goes on from it alike."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoint_job import Job
+from golden import MORE_STEPS, STEPS, TABLES, method_numbers, recorded, state, train
+from satrap import Store, Table
+from satrap.cluster.membership import Membership
+
+GOLDEN = Path(__file__).parent / "data/golden"
+each_table = pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
+
+
+def same(store: Store, name: str) -> None:
+    wanted, found = recorded(GOLDEN / store.table.name, name), state(store)
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert np.asarray(found[key]).tobytes() == value.tobytes(), key
+
+
+def goes_on(store: Store, table: Table) -> None:
+    assert store.table == table
+    same(store, "changes")
+    train(store, STEPS + MORE_STEPS, STEPS + MORE_STEPS + 1)
+    same(store, "next")
+
+
+@each_table
+def test_a_snapshot_and_its_changes(table: Table) -> None:
+    store = Store.load(GOLDEN / table.name / "full", num_threads=1)
+    same(store, "full")
+    store.apply_changes(GOLDEN / table.name / "changes")
+    goes_on(store, table)
+
+
+@each_table
+def test_a_file_in_shared_memory(table: Table, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.touch(0o600)
+    with gzip.open(GOLDEN / table.name / "shared.gz") as packed, open(path, "wb") as file:
+        shutil.copyfileobj(packed, file)
+    goes_on(Store.attach(path, num_threads=1), table)
+
+
+def test_a_run_folder(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "run", tmp_path / "run")
+    job = Job(str(tmp_path / "run"), 4, full_every=3)
+    assert job.run.resume()
+    with np.load(GOLDEN / "run.npz", allow_pickle=True) as wanted:
+        found = job.state()
+        assert found.keys() == set(wanted)
+        for name in wanted:
+            np.testing.assert_array_equal(np.asarray(found[name]), wanted[name], err_msg=name)
+
+
+def test_the_state_of_satrap_run(tmp_path: Path) -> None:
+    found = Membership.read(GOLDEN / "run_state.json")
+    assert found == Membership(name="golden", launch=3, first_launch=2, servers=("ipc:///a/b", "tcp://h:1"), workers=())
+    found.write(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (GOLDEN / "run_state.json").read_bytes()
+
+
+def test_the_numbers_of_methods() -> None:
+    assert method_numbers() == json.loads((GOLDEN / "methods.json").read_text())

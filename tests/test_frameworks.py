@@ -139,10 +139,12 @@ def test_lightning_skips_steps(sized: bool) -> None:
     assert module.steps == list(range(1, NUM + 1)) and module.embeddings.step == NUM
 
 
-def test_a_second_epoch_of_a_stream_is_an_error_and_not_empty() -> None:
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_second_epoch_of_a_stream_is_an_error_and_not_empty(sized: bool) -> None:
+    """Lightning counts the batches of a stream that has a length, and never asks it for its end."""
     module = Module(*job())
     with (
-        module.embeddings.stream(items(False)) as stream,
+        module.embeddings.stream(items(sized)) as stream,
         pytest.raises(StreamError, match="a stream is one pass over its data"),
     ):
         fit(module, stream, max_epochs=2)

@@ -22,7 +22,7 @@ KINDS: dict[Any, tuple[list[float], list[float]]] = {  # what each takes, and wh
     "real": ([0, -1, 0.5, 1e30], [np.inf, -np.inf, -1e300]),
 }
 WANTED = {
-    "binary": r"0 or 1, or declare LabelColumn\('click', kind='real'\), or kind='count'",
+    "binary": r"0 or 1, or declare LabelColumn\('click', above=...\), kind='real' or kind='count'",
     "count": r"a whole number from 0, or declare LabelColumn\('click', kind='real'\)",
     "real": "a finite",
 }

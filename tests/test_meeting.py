@@ -22,9 +22,9 @@ def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
     parts = {1: part([[5], [6, 7]]), 0: part([[1, 2], [9]]), 2: part([[], [8]])}
     waiting = []
     for rank, each in parts.items():
-        own, whole, everybody = meeting.arrive(4, rank, each, 3)
+        own, whole = meeting.arrive(4, rank, each, 3)
         waiting.append(own)
-    assert whole is not None and everybody == waiting and not own.done()
+    assert whole is not None and meeting.leave(4) == waiting and not own.done()
     one = joined(whole, [1, 2])
     assert one.ids.tolist() == [1, 2, 5, 9, 6, 7, 8] and one.offsets.tolist() == [0, 3, 7]
     assert one.gradients.tolist() == [1, 2, 5, 9, 9, 6, 6, 7, 7, 8, 8]
@@ -34,9 +34,12 @@ def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
     meeting = Meeting()
     first = meeting.arrive(1, 0, part([[1], []]), 2)[0]
     again = meeting.arrive(1, 0, part([[3], []]), 2)[0]
-    last, whole, everybody = meeting.arrive(1, 1, part([[2], []]), 2)
+    last, whole = meeting.arrive(1, 1, part([[2], []]), 2)
     assert whole is not None and [each.ids.tolist() for each in whole] == [[3], [2]]
-    assert everybody == [first, again, last]
+    late, nothing = meeting.arrive(1, 1, part([[2], []]), 2)
+    assert nothing is None, "the step is being applied"
+    meeting.refuse(lambda: AttemptError("attempt 2 has begun"))
+    assert meeting.leave(1) == [first, again, last, late] and not late.done()
     assert meeting.arrive(1, 1, part([[2], []]), 2)[1] is None, "a whole step is forgotten"
 
 

@@ -101,6 +101,27 @@ def test_it_reads_what_is_there_and_changes_nothing(num_servers: int, opened: st
         assert {name: table.stats() for name, table in embeddings.tables.items()} == before
 
 
+def test_the_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
+    trained_job = SavedJob(str(tmp_path / "run"), 3)
+    trained_job.train()
+    wanted = trained_job.model.state_dict()
+    torch.manual_seed(5)
+    first = torch.nn.Linear(11, 8)
+    model = torch.nn.Sequential(first, torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    assert not torch.equal(first.weight, wanted["0.weight"])
+    for path in (str(tmp_path / "run"), f"local://{tmp_path}/run"):
+        with Reader(path) as reader:
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            with pytest.raises(CheckpointError, match=r"is of another model: .*build it as it was"):
+                reader.load_model(torch.nn.Linear(11, 8))
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            reader.load_model(model)
+            assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+            torch.nn.init.zeros_(first.weight)
+    with pytest.raises(StreamError, match="was closed"):
+        reader.load_model(model)
+
+
 def test_some_of_the_features_will_do(tmp_path: Path) -> None:
     with trained(0, tmp_path) as (embeddings, _):
         inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
@@ -125,6 +146,8 @@ def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
     store.save(tmp_path / "t")
     with Reader(tmp_path / "t") as reader:
         np.testing.assert_array_equal(reader.lookup("t", EVERY[:10]), rows)
+        with pytest.raises(ConfigError, match="is the snapshot of a table; wanted the folder of a run"):
+            reader.load_model(torch.nn.Linear(1, 1))
         assert not reader.lookup("t", EVERY[10:]).any() and len(reader.tables["t"]) == 10
 
 
@@ -423,6 +446,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Reader(tmp_path, keys="client.key")
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a snapshot"):
         Reader(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        Reader(tmp_path / "none")
     with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet: start a trainer on them first"):
         Reader(servers=[services[0].address])
     with trained(2, tmp_path) as (embeddings, addresses):
@@ -433,6 +458,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="no table 'itme' here; the nearest known one is 'item'"):
                 Reader(path, {"item": Table("itme", dim=5)}, servers=servers)
             reader = Reader(path, servers=servers)
+            if servers:
+                with pytest.raises(ConfigError, match=r"hold rows; the model's parameters are in the trainers"):
+                    reader.load_model(torch.nn.Linear(1, 1))
             inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
             with pytest.raises(ConfigError, match="has no features"):
                 reader(inputs)

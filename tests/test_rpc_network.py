@@ -93,8 +93,8 @@ def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
             refusals = {
                 "no connection: what listens there has keys and this client has none": None,
                 "no connection: the server there does not know this client's key": knows_the_server,
-                r"no connection within 0\.4 s; .*keys of both of one": stranger,
-                r"no connection within 0\.4 s; .*keys of both of one `satrap keys`": takes_another,
+                r"no connection within 0\.4 s; .*keys of the same": stranger,
+                r"no connection within 0\.4 s; .*keys of the same `satrap keys`": takes_another,
             }
             for message, keys in refusals.items():
                 at_once = "within" not in message

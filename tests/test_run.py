@@ -429,7 +429,7 @@ def test_nobody_is_asked_for_servers_who_has_ended(tmp_path: Path) -> None:
     with started(tmp_path, script) as run:
         assert finished(run)[0] == 0
     told = subprocess.run(scale, capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stdout) == (1, "") and "has ended: begin it with as many --servers" in told.stderr
+    assert (told.returncode, told.stdout) == (1, "") and "has ended: start it again with --servers" in told.stderr
 
 
 def test_orders_of_many_at_once_are_whole(tmp_path: Path) -> None:

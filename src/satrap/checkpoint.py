@@ -48,7 +48,7 @@ from satrap.runfolder import (
     table_key,
 )
 from satrap.saved_table import SavedTable
-from satrap.statefile import differences, load_state, save_state, state_bytes, state_of
+from satrap.statefile import read_state, require_model, save_state, state_bytes, state_of
 from satrap.trainers import unwrapped
 
 _ENDED = 0  # told instead of every_steps
@@ -339,23 +339,11 @@ class Checkpoint:
 
     def _read_state(self, entry: Entry) -> Any:
         path = entry.folder / STATE
-        try:
-            found = checksum(path.read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        if found != entry.state_crc32c:
-            raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {entry.where}")
-        state = load_state(path)
+        state = read_state(path, entry.state_crc32c, entry.where)
         missing = self._objects.keys() ^ state["objects"].keys()
         if missing:
             raise CheckpointError(f"{path} has {sorted(state['objects'])}; this job has {sorted(self._objects)}")
-        lines = differences(state["objects"]["model"], self._objects["model"].state_dict())
-        if lines:
-            more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
-            raise CheckpointError(
-                f"{path} is of another model: {'; '.join([*lines[:3], *more])}: build it as it was, or take another "
-                "folder"
-            )
+        require_model(path, state["objects"]["model"], self._objects["model"].state_dict())
         return state
 
 

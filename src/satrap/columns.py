@@ -4,8 +4,10 @@ Frozen dataclasses, checked when they are made. `Columns` settles them for the f
 data by it. Nothing here reads anything, and no class knows a file format.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -113,7 +115,7 @@ class LabelColumn(Config):
         """Its kind, for messages, and what to declare instead."""
         match self.kind:
             case "binary":
-                return f"0 or 1, or declare LabelColumn({self.name!r}, kind='real'), or kind='count'"
+                return f"0 or 1, or declare LabelColumn({self.name!r}, above=...), kind='real' or kind='count'"
             case "count":
                 return f"a whole number from 0, or declare LabelColumn({self.name!r}, kind='real')"
         return "a finite label"
@@ -197,6 +199,8 @@ class Columns:
     ) -> Self:
         """The declared columns for these features; those of other features are left alone."""
         names = as_names("batches", "features", tuple(features) if isinstance(features, Features) else features)
+        _warn_of_unused("ids", {name: column.name for name, column in ids.items()}, names)
+        _warn_of_unused("weights", weights, names)
         settled = []
         for name in names:
             column = ids.get(name, IdColumn())
@@ -240,6 +244,24 @@ class Columns:
                 raise SourceError(f"{where} has no column {name!r} ({what}); {nearest}")
             if list(known).count(name) > 1:
                 raise SourceError(f"{where} has {list(known).count(name)} columns {name!r} ({what}); wanted one")
+
+
+def _warn_of_unused(what: str, given: Mapping[str, str | None], features: Sequence[str]) -> None:
+    """A name that is no feature is left alone: the source may serve several models. Unless it looks like a mistake: a
+    feature that nothing is said of has nearly that name, or is named as its column."""
+    left = [feature for feature in features if feature not in given]
+    for name, column in given.items():
+        if name in features:
+            continue
+        if near := get_close_matches(name, left, n=1, cutoff=0.8):
+            meant = f"did you mean {near[0]!r}?"
+        elif column in left:
+            meant = f"it maps features to columns: did you mean {what}={{{column!r}: {name!r}}}?"
+        else:
+            continue
+        warnings.warn(
+            f"{what} names {name!r}, which is no feature of this model and is not used; {meant}", stacklevel=2
+        )
 
 
 def check_column(where: str, name: object) -> str:

@@ -198,6 +198,12 @@ class FarBatches(Iterator[FarInputs]):
             left_out = self._read[first].left_out if first in self._read else None
             return Beginning(number=first, position=position, left_out=left_out, **self._share)
 
+    def __len__(self) -> int:
+        found = self.at.ask(lambda: self.at.call.length(self.at.servers.origin(0), self.stream))
+        if "batches" not in found:
+            raise TypeError(found["why"])
+        return int(found["batches"])
+
     def __next__(self) -> FarInputs:
         if self._ended:
             raise StopIteration

@@ -155,6 +155,10 @@ class Host:
         """See WorkerCalls."""
         return self._do(origin, stream, lambda _, reading: _read(reading, number, settled))
 
+    def length(self, origin: Origin, stream: int) -> "Future[dict[str, Any]]":
+        """See WorkerCalls."""
+        return self._do(origin, stream, lambda _, reading: reading.length())
+
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
     ) -> "Future[tuple[Floats, Floats, Flags, list[int]]]":

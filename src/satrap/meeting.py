@@ -2,7 +2,7 @@
 
 Pure: parts in, the whole out. The order of the trainers' ranks, not that of arrival, is the order that the gradients of
 an id are summed in, so a step's bits do not depend on who was late. A part that comes again takes the place of the
-first; everybody who waits is told.
+first, and waits with it, also while the step is being applied: it stays here until that is done.
 """
 
 from collections.abc import Callable
@@ -29,37 +29,45 @@ class _Step:
     together: int
     parts: dict[int, Part] = field(default_factory=dict)
     waiting: list["Future[None]"] = field(default_factory=list)
+    is_whole: bool = False
+    """All parts were there: they are being applied."""
 
 
 class Meeting:
-    """The steps that are not whole yet."""
+    """The steps that are not applied yet."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
 
     def arrive(
         self, step: int, trainer: int, part: Part, together: int
-    ) -> tuple["Future[None]", list[Part] | None, list["Future[None]"]]:
-        """What the trainer waits for; and once all are there, their parts by rank, with all who wait."""
+    ) -> tuple["Future[None]", list[Part] | None]:
+        """What the trainer waits for; the last one gets all parts by rank: it applies them, then calls `leave`."""
         known = self._steps.setdefault(step, _Step(together))
         if known.together != together or not 0 <= trainer < together:
             raise InputError(
                 f"step {step}: trainer {trainer} of {together}; wanted one of {known.together}: start them alike"
             )
         own: Future[None] = Future()
-        known.parts[trainer] = part
         known.waiting.append(own)
+        if known.is_whole:
+            return own, None
+        known.parts[trainer] = part
         if len(known.parts) < together:
-            return own, None, []
-        del self._steps[step]
-        return own, [known.parts[rank] for rank in range(together)], known.waiting
+            return own, None
+        known.is_whole = True
+        return own, [known.parts[rank] for rank in range(together)]
+
+    def leave(self, step: int) -> list["Future[None]"]:
+        """The step was applied, or cannot be: returns all who wait for it."""
+        return self._steps.pop(step).waiting
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """Nobody waits any more: each is told why."""
-        steps, self._steps = self._steps, {}
-        for step in steps.values():
-            for waiting in step.waiting:
-                waiting.set_exception(error())
+        """Ends the waiting for parts that will not come: each call fails with an error of its own."""
+        for number, step in list(self._steps.items()):
+            if not step.is_whole:
+                for waiting in self.leave(number):
+                    waiting.set_exception(error())
 
 
 def joined(parts: list[Part], dims: list[int]) -> Part:

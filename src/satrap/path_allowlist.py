@@ -36,7 +36,7 @@ class PathAllowlist:
     def require(self, path: str) -> None:
         """Raises ConfigError unless the path or URL is permitted."""
         if not self.permits(path):
-            known = [*self._folders, *self._urls]
+            known = dict.fromkeys([*self._folders, *self._urls])
             raise ConfigError(
                 f"{path!r} is refused: what is permitted is {', '.join(map(repr, known)) or 'nothing'}; name the "
                 f"folder or URL that it is in, too, with {self._flag} (of `satrap run`, or of the `satrap server` or "

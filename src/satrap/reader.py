@@ -30,8 +30,9 @@ from satrap.local import LocalRows
 from satrap.lookup import Lookup
 from satrap.manifest import FILE_NAME
 from satrap.place import here
-from satrap.runfolder import RunFolder, require_rows, table_folders
+from satrap.runfolder import STATE, RunFolder, require_rows, table_folders
 from satrap.sources.iterable import Iterable as Items
+from satrap.statefile import read_state, require_model
 from satrap.store import Store, StoredRows
 from satrap.stream import Stream
 from satrap.tables import Tables
@@ -157,6 +158,14 @@ class Reader:
             raise InputError(f"there is no table {table!r} in {self._rows.where}; {suggest(table, list(self.tables))}")
         return self.tables[table].lookup(ids)
 
+    def load_model(self, model: torch.nn.Module) -> None:
+        """Copies the dense parameters and buffers of the checkpoint into a model that is built as the trained one was.
+
+        Servers hold rows only: beside a live run, open the folder of its checkpoints for this.
+        """
+        self._open()
+        self._rows.load_model(model)
+
     def __call__(self, inputs: Inputs) -> Batch:
         """One batch looked up, on the CPU: `model(batch.dense, batch.embeddings)`."""
         return Lookup(self._of_features(), torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(
@@ -218,6 +227,8 @@ class _Rows(Protocol):
         """Those of some features, whose tables come in the job's order."""
         ...
 
+    def load_model(self, model: torch.nn.Module) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -243,6 +254,12 @@ class _OnServers:
 
         return RemoteRows(features, self._servers, num_threads=self._num_threads)
 
+    def load_model(self, model: torch.nn.Module) -> None:
+        raise ConfigError(
+            f"{self.where} hold rows; the model's parameters are in the trainers, and in what they save: "
+            "Reader(<the folder of the run's checkpoints>).load_model(model)"
+        )
+
     def close(self) -> None:
         self._servers.close()
 
@@ -252,12 +269,15 @@ class _InFolder:
 
     def __init__(self, path: str, num_threads: int | None) -> None:
         self.where, self._num_threads = path, num_threads
+        self._model: Mapping[str, Any] | None = None  # its state
         if (Path(path) / FILE_NAME).exists() or parts_in(Path(path)):
             self._fill({"": [Path(path)]})
         else:
             self._take_newest(path)
 
     def _take_newest(self, path: str) -> None:
+        if "://" not in path and not Path(path).is_dir():
+            raise CheckpointError(f"there is no folder {path!r}; wanted that of a run's checkpoints or of a snapshot")
         home = RunFolder(path)
         for last in range(_MOST_READS, 0, -1):
             name = home.newest_name()
@@ -268,6 +288,8 @@ class _InFolder:
                     self._fill(table_folders(chain))
                     require_rows(chain, {each: len(table) for each, table in self.tables.items()})
                     self.where = chain[-1].where
+                    state = read_state(chain[-1].folder / STATE, chain[-1].state_crc32c, self.where)
+                    self._model = state["objects"]["model"]
                     return
             except (SatrapError, OSError):
                 if last == 1 or home.newest_name() == name:  # else the run saved another, and may have removed this one
@@ -285,6 +307,12 @@ class _InFolder:
 
     def of(self, features: Features) -> Rows:
         return LocalRows(features, self._slots[0].engine, self.job.tables)
+
+    def load_model(self, model: torch.nn.Module) -> None:
+        if self._model is None:
+            raise ConfigError(f"{self.where} is the snapshot of a table; wanted the folder of a run's checkpoints")
+        require_model(Path(self.where) / STATE, self._model, model.state_dict())
+        model.load_state_dict(self._model)
 
     def close(self) -> None:
         self._slots, self.tables = [], {}

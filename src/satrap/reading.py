@@ -81,7 +81,8 @@ class Reading:
 
     def __init__(self, source: Source, features: Features, start: Beginning) -> None:
         self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
-        self._next, self._left_out = start.number, start.left_out
+        self._first = self._next = start.number
+        self._left_out = start.left_out
         self._base = LeftOut()  # what was left out before, less what is counted again
         self._held: dict[int, Held] = {}
         self._settled = start.number
@@ -89,6 +90,13 @@ class Reading:
         self._asked: Future[None] | None = None  # the batch that is being read, or the error that ended it
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="satrap-reading")
+
+    def length(self) -> dict[str, Any]:
+        """See WorkerCalls."""
+        try:
+            return {"batches": self._first - 1 + len(self._batches)}
+        except TypeError as error:
+            return {"why": str(error)}
 
     @property
     def left_out(self) -> LeftOut:

@@ -125,8 +125,14 @@ def _phrases(report: Report) -> list[str]:
         found.append(f"staleness {report.staleness:.1f}, at most {report.max_staleness}")
     if report.rows:
         found.append(f"{short(sum(report.rows.values()))} rows")
-    if report.lost:
-        found.append("lost " + ", ".join(f"{short(count)} {what}" for what, count in report.lost.items()))
+    for word in ("lost", "cut"):  # "cut": ids of sequences, as declared
+        counts = [
+            f"{short(count)} {what}"
+            for what, count in report.lost.items()
+            if what.startswith("ids/") == (word == "cut")
+        ]
+        if counts:
+            found.append(f"{word} {', '.join(counts)}")
     if report.stages:
         found.append("ms/step " + " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items()))
     return found

@@ -190,20 +190,24 @@ class Server(MovingServer):
         with self._changed:
             if served.engine.finished(0, origin.step) or served.owns_nothing:
                 return None  # its answer was lost
-            own, parts, waiting = served.meeting.arrive(origin.step, origin.trainer, part, together)
+            own, parts = served.meeting.arrive(origin.step, origin.trainer, part, together)
         if parts is None:
             return own
+        error: Exception | None = None
         try:
             whole = joined(parts, [table.dim for table in served.job.tables])
             ticket = served.engine.prepare(whole.ids, whole.offsets)
             served.engine.update(ticket, whole.gradients, origin.step, lrs, 0)
             served.engine.finish(0, origin.step)
-        except Exception as error:
-            for each in waiting:
-                each.set_exception(error)
-        else:
-            for each in waiting:
+        except Exception as failed:
+            error = failed
+        with self._changed:
+            waiting = served.meeting.leave(origin.step)
+        for each in waiting:
+            if error is None:
                 each.set_result(None)
+            else:
+                each.set_exception(error)
         return own
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:

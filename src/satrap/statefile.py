@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from satrap.errors import CheckpointError
+from satrap.manifest import checksum
 
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "__tensor__", "__tuple__", "__pairs__", "__float__"
 
@@ -40,6 +41,26 @@ def load_state(path: Path) -> Any:
             return _build(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def read_state(path: Path, crc32c: int, checkpoint: str) -> Any:
+    """What `save_state` wrote, if it is whole. CheckpointError names the checkpoint to remove."""
+    try:
+        found = checksum(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if found != crc32c:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {checkpoint}")
+    return load_state(path)
+
+
+def require_model(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """CheckpointError if the state found is not of a model like this one."""
+    if lines := differences(found, wanted):
+        more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
+        raise CheckpointError(
+            f"{path} is of another model: {'; '.join([*lines[:3], *more])}: build it as it was, or take another folder"
+        )
 
 
 def state_bytes(state: Any) -> bytes:

@@ -100,6 +100,7 @@ class Stream(Iterator[Batch]):
         self._held: list[Held] = []  # looked up, neither updated nor dropped
         self._ahead: deque[Held] = deque()  # behind them, handed over before their lookup
         self._taken: Held | None = None  # from the pipeline, and not handed over yet
+        self._length: int | None = None  # if it was asked for
         self._joined = False  # the other trainers know of it
         self._let_go: deque[Ticket] = deque()  # of dropped batches, to be given up
         self._handed: Counter[int] = Counter()  # batches handed over, by step
@@ -148,7 +149,8 @@ class Stream(Iterator[Batch]):
     def __iter__(self) -> Self:
         if torch.utils.data.get_worker_info() is not None:
             raise StreamError(_NO_LOADER)
-        if self._ended:
+        handed = sum(self._handed.values())
+        if self._ended or 0 < handed == self._length:  # who knows the length stops by it, and does not ask for the end
             raise StreamError(
                 "this stream has ended, and a stream is one pass over its data: begin another one with "
                 "embeddings.stream(...), or say epochs=... in the source"
@@ -162,7 +164,8 @@ class Stream(Iterator[Batch]):
     def __len__(self) -> int:
         """The batches of this stream, from its first one on; TypeError where the source cannot say."""
         try:
-            return len(self._inputs)  # type: ignore[arg-type]  # some have it
+            self._length = len(self._inputs)  # type: ignore[arg-type]  # some have it
+            return self._length
         except TypeError as error:
             raise TypeError(
                 f"the length of this stream is not known: {error} (was it asked for by a torch DataLoader? It cannot "

@@ -44,6 +44,10 @@ class WorkerCalls(Protocol):
         """
         ...
 
+    def length(self, origin: Origin, stream: int) -> dict[str, Any]:
+        """How many batches the stream has from its first one on, as "batches"; or "why" that is not known."""
+        ...
+
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
     ) -> tuple[Floats, Floats, Flags, list[int]]:

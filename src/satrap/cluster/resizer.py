@@ -116,7 +116,10 @@ def ask_for(folder: Path, servers: int) -> None:
     if not (folder / "run.json").exists():
         raise ConfigError(f"there is no run in {str(folder)!r}; wanted the --folder of one")
     if _is_free(folder):
-        raise ConfigError(f"the run in {str(folder)!r} has ended: begin it with as many --servers")
+        raise ConfigError(
+            f"the run in {str(folder)!r} has ended: start it again with --servers {servers}, or name the --folder of "
+            "the one that you meant"
+        )
     new = folder / f".{_REQUEST}-{secrets.token_hex(4)}"
     try:
         new.write_text(str(servers))

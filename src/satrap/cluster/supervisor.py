@@ -446,7 +446,7 @@ class Supervisor:
         if self._stopped:
             return [End(alive.process, "kill") for alive in self._alive.values()]
         self._stopped = True
-        return self._fail(f"{why}: the run ends", 130)
+        return self._fail(f"{why}: the run ends; the same command goes on from what the script saved", 130)
 
     def _fail(self, why: str, status: int) -> list[Order]:
         return [Say(why), *self._end(status)]

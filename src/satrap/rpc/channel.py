@@ -40,7 +40,7 @@ class Channel:
     """One thread's socket, and its calls that have no answer yet."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: Keys | None) -> None:
-        self.address = address
+        self.address, self.has_keys = address, keys is not None
         self.client = secrets.randbits(64)
         self.numbers = itertools.count(1)
         self.waiting: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
@@ -274,10 +274,8 @@ class Pending:
 
     def _unconnected(self, seconds: float) -> str:
         where = f"{self._method.name} at {self._channel.address}"
-        return (
-            f"{where}: no connection within {seconds:g} s; is a server running there, and are the keys of both of one "
-            "`satrap keys`?"
-        )
+        same = "has it keys of the same `satrap keys`" if self._channel.has_keys else "has it no keys, as this client"
+        return f"{where}: no connection within {seconds:g} s; is a server running there, and {same}?"
 
     def _why_late(self) -> str:
         where, sent = f"{self._method.name} at {self._channel.address}", self.schedule.num_sent

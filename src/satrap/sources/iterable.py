@@ -7,6 +7,7 @@ iterable can only be read from its start, so a position costs reading what came 
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -58,6 +59,11 @@ class Iterable(Source):
         for name in ("samples", "offsets"):
             check_flag("Iterable", name, getattr(self, name))
         super().__post_init__()
+        if isinstance(self.items, str | bytes | os.PathLike):
+            raise ConfigError(
+                f"Iterable: found {describe(self.items)}; wanted batches. A file or folder is read by satrap.Parquet, "
+                "satrap.Arrow, satrap.CSV, satrap.JsonLines or satrap.Criteo"
+            )
         if not callable(self.items) and not hasattr(self.items, "__iter__"):
             raise ConfigError(
                 f"Iterable: found {describe(self.items)}; wanted an iterable, or a function returning one"

@@ -24,7 +24,7 @@ from forks import in_fork
 from loop import batches, job, loss_of, tables
 from rpc_parts import Calls, Served, eventually
 from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
-from satrap.errors import RpcError
+from satrap.errors import ForkError, RpcError
 from satrap.features import Features
 from satrap.place import Place
 from satrap.rpc import Client, Service
@@ -326,6 +326,9 @@ def test_what_is_collected_in_a_fork_leaves_the_parents_alone(service: Service) 
 
     def body() -> None:
         began = time.monotonic()
+        for call in (lambda: next(stream[0]), stream[0].drain):
+            with pytest.raises(ForkError, match="begun in process"):
+                call()
         kept.clear()
         stream.clear()
         gc.collect()

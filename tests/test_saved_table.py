@@ -66,6 +66,17 @@ def test_a_table_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, rf"{newest}/tables/0 is not what {newest} was saved with, but snapshot \w+ of version 3 with")
 
 
+def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None:
+    Job(str(tmp_path), 3).train()
+    one, other = tmp_path / "000002-step-2", tmp_path / "000003-step-3"
+    one.rename(tmp_path / "kept")
+    other.rename(one)
+    (tmp_path / "kept").rename(other)
+    refused(tmp_path, "000003-step-3 was saved as 000002-step-2, and its folder is called 000003-step-3: give it that")
+    one.rename(tmp_path / "000105-step-3")
+    refused(tmp_path, "000105-step-3 was saved as 000003-step-3, and its folder is called")
+
+
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_link_of_a_chain_from_another_run_is_refused(step: int, tmp_path: Path) -> None:
     """Of the same configuration, seed and data, and of the same names."""

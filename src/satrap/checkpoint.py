@@ -175,6 +175,7 @@ class Checkpoint:
             entry = Entry(
                 folder=folder,
                 where=str(folder),
+                name=self._home.name_of(folder),
                 step=step,
                 parent=None if parent is None else parent[0],
                 parent_crc32c=None if parent is None else parent_crc32c,

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="satrap", description="Train recommender models whose embeddings do not fit one machine."
     )
+    parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="check this installation and time a short training run")

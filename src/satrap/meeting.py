@@ -39,9 +39,7 @@ class Meeting:
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
 
-    def arrive(
-        self, step: int, trainer: int, part: Part, together: int
-    ) -> tuple["Future[None]", list[Part] | None]:
+    def arrive(self, step: int, trainer: int, part: Part, together: int) -> tuple["Future[None]", list[Part] | None]:
         """What the trainer waits for; the last one gets all parts by rank: it applies them, then calls `leave`."""
         known = self._steps.setdefault(step, _Step(together))
         if known.together != together or not 0 <= trainer < together:

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic
 
-from satrap.errors import SatrapError, StreamError
+from satrap.errors import ForkError, SatrapError, StreamError
 from satrap.inputs import Inputs
 from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 from satrap.stages import Item, Seconds, Stage, State, Update
@@ -251,6 +251,11 @@ class Pipeline(Generic[Item]):
     def _locked(self) -> Iterator[Uninterrupted]:
         """Around every call of the user's: has the lock, and holds interrupts back until that is given back. So no
         thread waits for a lock that an interrupt made this one forget."""
+        if os.getpid() != self._process:
+            raise ForkError(
+                f"this stream was begun in process {self._process} and this is its fork {os.getpid()}, which has none "
+                "of its threads: begin a stream here, or start workers with 'spawn'"
+            )
         with Uninterrupted() as held, self._changed:
             if self._state.paused == threading.get_ident():  # it ends now, or an interrupt came when it was to end
                 self._state.paused = None

@@ -38,6 +38,8 @@ class Entry:
     """A folder of this machine that holds it, or a copy of it."""
     where: str
     """Names it in messages: its path or URL."""
+    name: str | None
+    """What its folder was called. None: an earlier Satrap did not note it."""
     step: int
     parent: str | None
     parent_crc32c: int | None
@@ -71,6 +73,7 @@ class Entry:
             return cls(
                 folder=folder,
                 where=where,
+                name=content.get("name"),
                 step=content["step"],
                 parent=parent["name"] if bound and parent is not None else parent,
                 parent_crc32c=parent["crc32c"] if bound and parent is not None else None,
@@ -90,6 +93,7 @@ class Entry:
         body: dict[str, Any] = {
             "format": _FORMAT,
             "format_version": _FORMAT_VERSION,
+            "name": self.name,
             "step": self.step,
             "parent": None if self.parent is None else {"name": self.parent, "crc32c": self.parent_crc32c},
             "positions": [None if at is None else at.to_dict() for at in self.positions],
@@ -100,6 +104,14 @@ class Entry:
             "state_crc32c": self.state_crc32c,
         }
         return _canonical(body | {"crc32c": checksum(_canonical(body))})
+
+    def require_name(self, name: str) -> None:
+        """Raises unless this is the checkpoint that was saved by that name."""
+        if self.name not in (None, name):
+            raise CheckpointError(
+                f"{self.where} was saved as {self.name}, and its folder is called {name}: give it that name again, or "
+                f"remove {self.where}"
+            )
 
     def require_parent(self, parent: bytes) -> None:
         """Raises unless this is the checkpoint.json of the parent that it was saved after."""
@@ -229,9 +241,14 @@ class RunFolder:
         data = self._read(name)
         return None if data is None else checksum(data)
 
+    @staticmethod
+    def name_of(folder: Path) -> str:
+        """What a folder of `new` will be called."""
+        return folder.name.split(".", 2)[2]
+
     def publish(self, folder: Path) -> str:
         """Makes the folder a checkpoint; returns its name."""
-        name = folder.name.split(".", 2)[2]
+        name = self.name_of(folder)
         try:
             self._storage.publish(folder, name, MANIFEST, self._require_owned)
         except Exception:
@@ -314,6 +331,7 @@ class RunFolder:
             needed = f"{child.where} needs its parent {name!r}" if child else f"{where} was just removed"
             raise CheckpointError(f"{needed}, which is not in {self._storage.url}")
         entry = Entry.parse(data, Path(), where)
+        entry.require_name(name)
         if child is not None:
             child.require_parent(data)
         if entry.saved is None:

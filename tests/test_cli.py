@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from satrap import _core
+from satrap import __version__, _core
 from satrap.cli import main
 
 
@@ -57,6 +57,8 @@ def test_the_command_is_installed() -> None:
     command = os.path.join(os.path.dirname(sys.executable), "satrap")
     found = subprocess.run([command, "doctor", "--no-run"], capture_output=True, text=True, timeout=300, check=True)
     assert found.stdout.startswith("python ")
+    found = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=300, check=True)
+    assert found.stdout == f"satrap {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["cure"], ["doctor", "--dim", "x"]])

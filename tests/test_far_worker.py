@@ -32,6 +32,18 @@ def addresses(stack: ExitStack, num_servers: int, num_workers: int) -> dict[str,
 WHERE = [(0, 0), (1, 0), (1, 1), (2, 1)]
 
 
+def test_a_stream_that_a_worker_reads_has_a_length(tmp_path: Path) -> None:
+    data = source(write(tmp_path / "a.parquet", 12), epochs=2)
+    with ExitStack() as stack:
+        embeddings, *_ = stack.enter_context(running(**addresses(stack, 1, 1)))
+        stream = embeddings.stream(data)
+        assert len(stream) == 24
+        next(stream)
+        assert len(stream) == 24
+        with pytest.raises(TypeError, match="the length of this stream is not known: rows may be left out"):
+            len(embeddings.stream(data.replace(max_bad_rows=1)))
+
+
 @pytest.mark.parametrize("overlap", [False, True, None])
 @pytest.mark.parametrize(
     "options",

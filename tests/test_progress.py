@@ -7,6 +7,7 @@ import math
 import re
 import weakref
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def test_the_line() -> None:
         "step 1,200 | 4.92M samples in 01:02, 01:02 left | 81.2k/s | loss 0.4412 | AUC 0.7812 NE 0.8401 of the last "
         "65.5k | staleness 3.2, at most 4 | 1.23M rows | "
         "lost 2 batches/overflow, 1.5k rows/malformed | ms/step lookup 2.1 dense 40.2"
+    )
+    assert " | lost 3 batches/unused | cut 1.5k ids/clicked | ms/step" in line(
+        replace(FULL, lost={"batches/unused": 3, "ids/clicked": 1500})
     )
     assert line(BARE) == "step 3 | 30 samples in 1:02:05 | 0/s"
 

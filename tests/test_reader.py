@@ -459,7 +459,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 Reader(path, {"item": Table("itme", dim=5)}, servers=servers)
             reader = Reader(path, servers=servers)
             if servers:
-                with pytest.raises(ConfigError, match=r"hold rows; the model's parameters are in the trainers"):
+                with pytest.raises(
+                    ConfigError, match=r"give rows only; the dense parameters are in the run's checkpoints"
+                ):
                     reader.load_model(torch.nn.Linear(1, 1))
             inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
             with pytest.raises(ConfigError, match="has no features"):

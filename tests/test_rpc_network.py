@@ -128,7 +128,7 @@ def test_a_client_with_keys_does_not_talk_to_a_server_without(tmp_path: Path) ->
 
 def test_a_server_that_comes_after_what_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ gives up whoever answers so, and says nothing."""
-    monkeypatch.setattr("satrap.rpc.channel._ANEW_SECONDS", 0.5)
+    monkeypatch.setattr("satrap.rpc.channel._RECONNECT_SECONDS", 0.5)
     server, key = (Keys.read(path) for path in make_keys(tmp_path))
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"

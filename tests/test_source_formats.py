@@ -252,6 +252,19 @@ def test_label_true_is_short() -> None:
     assert label is not None and label.tolist() == [0, 1]
 
 
+def test_a_misspelled_feature_of_ids_or_weights_is_warned_of() -> None:
+    data = {"user_id": [1, 2], "item": [3, 4], "w": [1.0, 2.0]}
+    for options, words in (
+        ({"ids": {"user_idd": IdColumn(kind="integer")}}, "ids names 'user_idd', .* did you mean 'user_id'?"),
+        ({"ids": {"w": "item"}}, r"ids names 'w', .* did you mean ids={'item': 'w'}"),
+        ({"weights": {"itemm": "w"}}, "weights names 'itemm', .* did you mean 'item'"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            Frame(data, batch_size=2, **options).batches(["user_id", "item"]).close()
+    others = Frame(data, batch_size=2, ids={"user_id": "user_id", "item": "item", "user_ip": "w", "far": "w"})
+    others.batches(["user_id"]).close()  # of a model with fewer features: nothing is warned of
+
+
 def test_features_give_the_order_of_the_batch() -> None:
     one, two = Table("one", dim=2), Table("two", dim=2)
     frame = {"a": [1], "b": [2], "c": [3], "w": [0.5]}

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -448,6 +449,11 @@ def test_items_that_cannot_be_read_are_refused_by_number(items: Any, options: di
     ("call", "message"),
     [
         (lambda: Iterable(3), r"Iterable: found 3 \(int\); wanted an iterable, or a function returning one"),
+        (
+            lambda: Iterable("clicks/"),
+            r"found 'clicks/' \(str\); wanted batches. A file or folder is read by satrap.Parquet",
+        ),
+        (lambda: Iterable(PurePath("clicks")), "wanted batches. A file or folder is read by satrap.Parquet"),
         (lambda: Iterable(iter([]), epochs=2), "epochs is 2 and a list_iterator can be read once; give a list"),
         (lambda: Iterable([], shuffle=True), "batch_size is None and shuffle or samples is True; give the size"),
         (lambda: Iterable([], samples=True), "batch_size is None and shuffle or samples is True"),

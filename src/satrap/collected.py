@@ -18,7 +18,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-_END_SECONDS = 20.0  # that the process waits at its end for what is being closed
+_END_SECONDS = 20.0  # how long the process waits at its end for what is being closed
 
 
 class _Watch(weakref.ref[Any]):

@@ -247,8 +247,10 @@ class Columns:
 
 
 def _warn_of_unused(what: str, given: Mapping[str, str | None], features: Sequence[str]) -> None:
-    """A name that is no feature is left alone: the source may serve several models. Unless it looks like a mistake: a
-    feature that nothing is said of has nearly that name, or is named as its column."""
+    """Warns of names that look like mistakes: nearly that of a feature that has no entry, or a column's in its place.
+
+    Other names that are no feature are left alone: the source may serve several models.
+    """
     left = [feature for feature in features if feature not in given]
     for name, column in given.items():
         if name in features:

@@ -161,7 +161,7 @@ class Reader:
     def load_model(self, model: torch.nn.Module) -> None:
         """Copies the dense parameters and buffers of the checkpoint into a model that is built as the trained one was.
 
-        Servers hold rows only: beside a live run, open the folder of its checkpoints for this.
+        Beside a live run, open the folder of its checkpoints for this: from servers a Reader has rows only.
         """
         self._open()
         self._rows.load_model(model)
@@ -256,8 +256,8 @@ class _OnServers:
 
     def load_model(self, model: torch.nn.Module) -> None:
         raise ConfigError(
-            f"{self.where} hold rows; the model's parameters are in the trainers, and in what they save: "
-            "Reader(<the folder of the run's checkpoints>).load_model(model)"
+            f"{self.where} give rows only; the dense parameters are in the run's checkpoints: "
+            "Reader(<their folder>, features).load_model(model)"
         )
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ class _InFolder:
     def load_model(self, model: torch.nn.Module) -> None:
         if self._model is None:
             raise ConfigError(f"{self.where} is the snapshot of a table; wanted the folder of a run's checkpoints")
-        require_model(Path(self.where) / STATE, self._model, model.state_dict())
+        require_model(f"{self.where}/{STATE}", self._model, model.state_dict())
         model.load_state_dict(self._model)
 
     def close(self) -> None:

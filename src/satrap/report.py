@@ -125,7 +125,7 @@ def _phrases(report: Report) -> list[str]:
         found.append(f"staleness {report.staleness:.1f}, at most {report.max_staleness}")
     if report.rows:
         found.append(f"{short(sum(report.rows.values()))} rows")
-    for word in ("lost", "cut"):  # "cut": ids of sequences, as declared
+    for word in ("lost", "cut"):  # ids beyond a sequence's length are cut, as the user declared
         counts = [
             f"{short(count)} {what}"
             for what, count in report.lost.items()

@@ -54,7 +54,7 @@ def read_state(path: Path, crc32c: int, checkpoint: str) -> Any:
     return load_state(path)
 
 
-def require_model(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def require_model(path: Path | str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """CheckpointError if the state found is not of a model like this one."""
     if lines := differences(found, wanted):
         more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []

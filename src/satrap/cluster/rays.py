@@ -40,8 +40,8 @@ from satrap.rpc.keys import Keys, make_keys
 _REPORT_SECONDS = 0.5  # a keeper that waits for its child hears an order that late
 _CONNECT_SECONDS = 10.0
 _FORGET_SECONDS = 60.0  # Ray starts a process on each node for it, which takes long where the cores are busy
-_ANSWER_SECONDS = 5.0  # that Ray may take to say whether a place is reserved
-_START_SECONDS = 300.0  # that a process which has a place may take to begin
+_ANSWER_SECONDS = 5.0  # how long Ray may take to answer whether a place is reserved
+_START_SECONDS = 300.0  # how long a process may take to start in its place
 _STORE_BYTES = 100 << 20  # of a Ray of our own, which carries reports only
 _KEYS = {Role.SERVER: ("server.key",), Role.WORKER: ("server.key", "client.key"), Role.TRAINER: ("client.key",)}
 _STRATEGIES = {Role.TRAINER: "PACK", Role.SERVER: "SPREAD", Role.WORKER: "SPREAD"}

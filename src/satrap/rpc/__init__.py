@@ -9,8 +9,8 @@
 
 From what decides to what does: header, values, methods and faults are what travels; schedule and ledger decide when a
 call is sent and what becomes of a request; address, unix_socket and keys say where and with whom; connections and
-guard, which TCP connections stay; service and client own the sockets. Delivery is at least once, so served methods must
-be idempotent.
+guard, which TCP connections stay. A service owns its sockets; a client has channels, one socket for each thread that
+calls. Delivery is at least once, so served methods must be idempotent.
 
 Needs pyzmq (`pip install pyzmq`).
 """

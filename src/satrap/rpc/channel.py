@@ -27,9 +27,9 @@ from satrap.rpc.keys import Keys
 from satrap.rpc.methods import Method
 from satrap.rpc.schedule import Schedule
 
-_NOTICE_SECONDS = 5.0  # after which a call without a connection says so
-_ANEW_SECONDS = 10.0  # without a connection, after which it is made anew
-_CLOSED_MS = 100  # in which a call that waits notices that its client was closed
+_NOTICE_SECONDS = 5.0  # how long a call waits for a connection before it warns
+_RECONNECT_SECONDS = 10.0  # how long a socket may be without a connection before it reconnects
+_CLOSED_MS = 100  # how soon a waiting call notices that its client was closed
 _RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
 # As numbers: to join two members of zmq.Flag takes as long as to send a header.
@@ -100,8 +100,8 @@ class Channel:
         pending.schedule.sent(now)
         self._stood = now
 
-    def _connect_anew(self, now: float) -> None:
-        """Unless it stands, and is only full."""
+    def _reconnect(self, now: float) -> None:
+        """Reconnects, unless the socket is connected and its queue is only full."""
         if sum(each.schedule.num_sent for each in self.waiting.values()) < self.socket.sndhwm:
             self.socket.disconnect(self._endpoint)
             self.socket.connect(self._endpoint)
@@ -126,8 +126,8 @@ class Channel:
         blocked = schedule.is_due(now)
         if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
             pending.warn_unconnected(_NOTICE_SECONDS)
-        if blocked and now > self._stood + _ANEW_SECONDS:
-            self._connect_anew(now)
+        if blocked and now > self._stood + _RECONNECT_SECONDS:
+            self._reconnect(now)
         seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
         wanted = _IN | _OUT if blocked else _IN
         if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:

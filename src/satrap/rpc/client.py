@@ -8,11 +8,11 @@ number; one that nobody waits for is ignored.
 2. A server that is busy is asked again after a pause that grows.
 3. A patient call's deadline counts from the last answer that the server still works at it: for calls that may take
    long, of which only silence says that the server is gone.
-4. ZeroMQ connects, and connects anew, by itself. A request is only given to a connection that stands (with keys: to a
+4. ZeroMQ connects and reconnects by itself. A request is only given to a connection that stands (with keys: to a
    server that proved its own), so DeadlineError can say whether there was one.
-5. ZeroMQ does not connect anew to who refused this client's key, or has keys where it has none: the calls end at once,
-   and the next one makes another connection. Nor, without a word, to who answered what it cannot read: whoever waits
-   for a connection does so every some seconds.
+5. ZeroMQ does not reconnect to a server that refused this client's key, or that has keys where it has none: its calls
+   end at once, and the next call makes another connection. Nor does it reconnect to a peer whose answer it cannot
+   read: a call that waits for a connection reconnects every ten seconds.
 
 A call that Ctrl-C interrupts is given up, and may still run at the server. A message is sent and taken whole, whatever
 comes, so the connection is good for the next call.

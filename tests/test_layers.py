@@ -17,9 +17,12 @@ PACKAGE = ROOT / "src/satrap"
 # Lowest first. A file imports from files of the layers before its own; the native module knows nobody but errors.
 LAYERS = [
     "errors",
+    "durable",
+    "optional_deps",
     "interrupts",
     "collected",
     "checks",
+    "cores",
     "path_allowlist",
     "config",
     "metrics",

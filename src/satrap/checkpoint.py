@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from satrap.checks import kind_of
+from satrap.durable import put_on_disk
 from satrap.embeddings import Embeddings
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
-from satrap.folder import put_on_disk
 from satrap.inputs import Position
 from satrap.manifest import checksum
 from satrap.optimizer import HybridOptimizer

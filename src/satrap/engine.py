@@ -37,9 +37,9 @@ from satrap.config import (
     Uniform,
     Zeros,
 )
+from satrap.cores import thread_count
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 
-_MAX_THREADS = 1024
 _SHARED_FORMAT = "satrap-shared"  # the blob that a shared-memory file carries, so that attach() needs no configuration
 _SHARED_FORMAT_VERSION = 1
 
@@ -262,13 +262,6 @@ def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slo
     return [
         Slot(engine=engine, index=i, num_tables=len(tables), table=table, seed=seed) for i, table in enumerate(tables)
     ]
-
-
-def thread_count(num_threads: int | None) -> int:
-    """Threads of a call: as given, or the cores that this process may use."""
-    if num_threads is None:
-        return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    return check_integer("store", "num_threads", num_threads, 1, _MAX_THREADS)
 
 
 def _simd(simd: object) -> str:

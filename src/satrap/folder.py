@@ -24,6 +24,7 @@ import numpy as np
 
 from satrap._core import crc32c
 from satrap.checks import describe, is_path
+from satrap.durable import put_on_disk
 from satrap.errors import InputError, SnapshotError
 from satrap.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
 
@@ -248,12 +249,3 @@ class ChecksumFile:
             return function(self._fd, *arguments)
         except OSError as error:  # the system names no file when it is given a number
             raise OSError(error.errno, error.strerror, str(self.path)) from None
-
-
-def put_on_disk(path: Path) -> None:
-    """Returns once the file or folder survives a crash of the machine."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

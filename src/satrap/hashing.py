@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from satrap import _core
 from satrap.arrays import as_ids
 from satrap.errors import InputError
+from satrap.optional_deps import pyarrow_for
 
 
 def hash_integers(integers: ArrayLike) -> NDArray[np.uint64]:
@@ -54,17 +55,6 @@ def is_text(arrow: Any, kind: Any) -> bool:
         or types.is_binary_view(kind)
         or (types.is_dictionary(kind) and is_text(arrow, kind.value_type))
     )
-
-
-def pyarrow_for(purpose: str) -> Any:
-    """The module pyarrow, which is imported only where data is read."""
-    try:
-        import pyarrow
-        import pyarrow.compute
-        import pyarrow.fs
-    except ImportError as error:
-        raise InputError(f"{purpose} needs pyarrow ({error}): pip install pyarrow") from error
-    return pyarrow
 
 
 def _hash_column(arrow: Any, column: Any) -> NDArray[np.uint64]:

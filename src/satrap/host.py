@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from satrap.assignment import Assignment
-from satrap.engine import thread_count
+from satrap.cores import thread_count
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
 from satrap.path_allowlist import PathAllowlist
 from satrap.reading import Beginning, Held, Reading

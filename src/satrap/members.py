@@ -12,6 +12,9 @@ from satrap.bucketmap import BucketMap
 from satrap.checks import known_keys, require_mapping
 from satrap.errors import ConfigError
 
+NO_MEMBER = -1
+"""The number of a server that is not of the members (any more)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:

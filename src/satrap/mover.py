@@ -33,9 +33,8 @@ import numpy as np
 from satrap.checks import check_number
 from satrap.errors import AttemptError, DeadlineError, NotReadyError
 from satrap.job import Job
-from satrap.members import Members, check_addresses
+from satrap.members import NO_MEMBER, Members, check_addresses
 from satrap.rpc import Client, Keys, Origin
-from satrap.served import NO_MEMBER
 from satrap.server_calls import Numbers, ServerCalls
 
 T = TypeVar("T")

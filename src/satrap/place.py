@@ -6,6 +6,7 @@ workers, keys) is the run's. Values only; who starts a trainer sets them before 
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any, Self
 
 from satrap.checks import check_integer, known_keys, set_field
@@ -13,6 +14,8 @@ from satrap.errors import ConfigError
 
 MOST_LAUNCHES = 2**16 - 2
 """Each has 2^16 attempts of its own (`satrap.servers`), which are 32-bit numbers."""
+PATIENCE = timedelta(days=7)
+"""With what takes one trainer longer than the others; torch's own is half an hour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
-from satrap.engine import thread_count
+from satrap.cores import thread_count
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.features import Features
 from satrap.inputs import Inputs

@@ -18,14 +18,12 @@ from satrap.checks import check_integer
 from satrap.errors import InputError
 from satrap.job import Job
 from satrap.meeting import Meeting
-from satrap.members import Members
+from satrap.members import NO_MEMBER, Members
 from satrap.moving import Moving
 from satrap.server_calls import Coded, Floats, Ids, Offsets
 from satrap.store import Store
 from satrap.tables import Tables
 
-NO_MEMBER = -1
-"""The number of a server that is not of the members (any more)."""
 _NOBODY = 2**31 - 1  # the same to an engine
 
 

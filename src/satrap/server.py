@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from satrap.checks import check_choice, check_integer
-from satrap.engine import attach_engine, open_engine, remove_unfinished, shared_note, thread_count
+from satrap.cores import thread_count
+from satrap.engine import attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
 from satrap.folder import part_name
 from satrap.job import Job

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from satrap._core import bucket_of, crc32c
 from satrap.arrays import as_lr
 from satrap.config import Table
+from satrap.cores import thread_count
 from satrap.datafiles import batches, in_threads, items, mapped_file, pyarrow_or_error, schema_of
-from satrap.engine import Slot, native_config, thread_count
+from satrap.engine import Slot, native_config
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.folder import parts_of, read_manifest
 from satrap.manifest import DataFile, Kind, Manifest, Since

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Protocol
 
 from satrap.collected import close_when_collected
-from satrap.folder import put_on_disk
+from satrap.durable import put_on_disk
 from satrap.path_allowlist import STAGING_PREFIX
 
 _LOCAL = ("file://", "local://")

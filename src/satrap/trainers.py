@@ -7,7 +7,6 @@ own, so it never meets the user's collectives.
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -18,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, StreamError
 from satrap.joint_step import JointStep
+from satrap.place import PATIENCE
 
 Compress = Literal["float16", "bfloat16"]
-PATIENCE = timedelta(days=7)  # with what takes one of them longer than the others; torch's own is half an hour
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.hashing import pyarrow_for
+from satrap.optional_deps import pyarrow_for
 from satrap.rpc import Origin
 
 Floats = NDArray[np.float32]

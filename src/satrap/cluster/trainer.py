@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from satrap.place import Place, end, stand
-from satrap.trainers import PATIENCE
+from satrap.place import PATIENCE, Place, end, stand
 
 _SETTLE_SECONDS = 0.5
 

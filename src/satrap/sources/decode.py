@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from satrap.errors import SourceError
-from satrap.hashing import hash_integers, hash_strings, is_text, pyarrow_for
+from satrap.hashing import hash_integers, hash_strings, is_text
+from satrap.optional_deps import pyarrow_for
 from satrap.sources.block import BadRow, Piece
 from satrap.sources.files import naming
 

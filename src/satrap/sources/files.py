@@ -18,7 +18,7 @@ from typing import Any
 
 from satrap.checks import describe
 from satrap.errors import ConfigError, SatrapError, SourceError
-from satrap.hashing import pyarrow_for
+from satrap.optional_deps import pyarrow_for
 from satrap.path_allowlist import GLOB_CHARACTER, URL, PathAllowlist, is_url
 
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}

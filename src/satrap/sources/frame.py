@@ -13,8 +13,8 @@ import numpy as np
 from satrap.checks import check_integer, describe, set_field
 from satrap.columns import Columns
 from satrap.errors import ConfigError, SourceError
-from satrap.hashing import pyarrow_for
 from satrap.inputs import Position
+from satrap.optional_deps import pyarrow_for
 from satrap.sources.arrow import table_blocks
 from satrap.sources.block import Block, Piece
 from satrap.sources.decode import check_types, decode_table

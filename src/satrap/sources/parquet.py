@@ -13,8 +13,9 @@ from typing import Any
 from satrap.checks import check_integer, set_field
 from satrap.columns import Columns
 from satrap.errors import SourceError
-from satrap.hashing import is_text, pyarrow_for
+from satrap.hashing import is_text
 from satrap.inputs import Position
+from satrap.optional_deps import pyarrow_for
 from satrap.sources.block import Block, Piece
 from satrap.sources.decode import check_kinds, check_types, decode_table
 from satrap.sources.files import File, files_signature, find_files

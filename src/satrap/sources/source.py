@@ -22,7 +22,7 @@ from satrap.checks import (
     set_field,
 )
 from satrap.columns import Columns, DenseColumn, IdColumn, LabelColumn, as_names, check_column
-from satrap.engine import thread_count
+from satrap.cores import thread_count
 from satrap.errors import ConfigError, InputError
 from satrap.features import Features
 from satrap.inputs import Position

@@ -14,8 +14,8 @@ from satrap import _core
 from satrap.checks import check_choice, check_flag, check_integer, describe, set_field
 from satrap.columns import Columns, DenseColumn, LabelColumn, as_names
 from satrap.errors import ConfigError
-from satrap.hashing import pyarrow_for
 from satrap.inputs import Position
+from satrap.optional_deps import pyarrow_for
 from satrap.sources.block import BadRow, Block, Piece
 from satrap.sources.files import File, files_signature, find_files
 from satrap.sources.source import Source

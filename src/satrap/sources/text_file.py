@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.errors import SourceError
-from satrap.hashing import pyarrow_for
+from satrap.optional_deps import pyarrow_for
 from satrap.sources.files import File
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}

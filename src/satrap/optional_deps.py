@@ -1,0 +1,16 @@
+"""Packages that only some uses need, imported there."""
+
+from typing import Any
+
+from satrap.errors import InputError
+
+
+def pyarrow_for(purpose: str) -> Any:
+    """The module pyarrow, which is imported only where data is read."""
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.fs
+    except ImportError as error:
+        raise InputError(f"{purpose} needs pyarrow ({error}): pip install pyarrow") from error
+    return pyarrow

@@ -45,7 +45,7 @@ class SatrapTable:
         self, *, rows: int, dim: int, optimizer: str, num_threads: int, filled: bool = True, shared: str | None = None
     ) -> None:
         import satrap
-        from satrap.store import Store
+        from satrap.table.store import Store
 
         optimizers: dict[str, Any] = {
             "adagrad": satrap.Adagrad(lr=LR, eps=EPS),

@@ -73,7 +73,7 @@ def find_pythons(home: Path) -> dict[str, Path]:
     """The interpreter for each contender that is installed: this one where it will do, else a peer's environment."""
     here, torchrec, paddle = Path(sys.executable), peers_python(home, TORCHREC), peers_python(home, PADDLE)
     torch = here if imports(here, "torch") else torchrec
-    found = {"satrap": here if imports(here, "satrap.store") else None, "torch": torch, "index_select": torch}
+    found = {"satrap": here if imports(here, "satrap.table.store") else None, "torch": torch, "index_select": torch}
     found |= {"torchrec": torchrec, "fbgemm": torchrec, "paddle": paddle}
     return {name: python for name, python in found.items() if python is not None}
 

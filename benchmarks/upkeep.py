@@ -49,7 +49,7 @@ def _ids(begin: int, end: int) -> Ids:
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Fill a table to its capacity with 1.1 times as many ids; the bytes of a row beyond its values and state."""
     from satrap import Table
-    from satrap.store import Store
+    from satrap.table.store import Store
 
     rows, dim = int(job["rows"]), int(job["dim"])
     table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), capacity=rows, on_full="evict")
@@ -83,7 +83,7 @@ def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
     The same in CPU time (of all threads) tells a stall of the table from one of the machine.
     """
     from satrap import Table
-    from satrap.store import Store
+    from satrap.table.store import Store
 
     rows, dim = int(job["rows"]), int(job["dim"])
     table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), on_full="grow")
@@ -117,7 +117,7 @@ def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
     `plain_write` and `plain_read` are the same folder written and read by one thread with nothing to do but copy.
     """
     from satrap import Table
-    from satrap.store import Store
+    from satrap.table.store import Store
 
     rows, dim, num_threads = int(job["rows"]), int(job["dim"]), job["num_threads"]
     table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), capacity=int(rows * 1.05))

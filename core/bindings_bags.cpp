@@ -1,4 +1,4 @@
-// What Python sees of bags: their description, and the lookups and updates of satrap.worker.
+// What Python sees of bags: their description, and the lookups and updates of satrap.worker.worker.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 

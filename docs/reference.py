@@ -11,26 +11,35 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "satrap"
 GROUPS = {
-    "Tables and features": ["config.Table", "config.Feature", "features.Features"],
-    "Optimizers of tables": [f"config.{n}" for n in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "Ftrl")],
+    "Tables and features": ["config.tables.Table", "config.tables.Feature", "config.features.Features"],
+    "Optimizers of tables": [
+        f"config.tables.{n}" for n in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "Ftrl")
+    ],
     "Initial values and admission": [
-        f"config.{n}"
+        f"config.tables.{n}"
         for n in ("Uniform", "Normal", "ScaledUniform", "Constant", "Zeros", "Always", "Probability", "MinCount")
     ],
     "Training": [
-        "embeddings.Embeddings", "stream.Stream", "batch.Batch", "batch.Sequence", "optimizer.HybridOptimizer",
-        "checkpoint.Checkpoint", "report.Counters",
+        "train.embeddings.Embeddings", "train.stream.Stream", "train.batch.Batch", "train.batch.Sequence",
+        "train.optimizer.HybridOptimizer",
+        "checkpoint.checkpoint.Checkpoint", "monitor.report.Counters",
     ],
-    "Progress": ["progress.Progress", "sinks.Screen", "sinks.JsonLines", "sinks.TensorBoard", "report.Report"],
-    "Evaluation": ["evaluation.evaluate", "evaluation.auc", "metrics.Pass", "reader.Reader", "reader.ReaderTable"],
+    "Progress": [
+        "monitor.progress.Progress", "monitor.sinks.Screen", "monitor.sinks.JsonLines",
+        "monitor.sinks.TensorBoard", "monitor.report.Report",
+    ],
+    "Evaluation": [
+        "train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Pass", "serving.reader.Reader",
+        "serving.reader.ReaderTable",
+    ],
     "Sources": [
-        "sources.source.Source", "sources.parquet.Parquet", "sources.text.CSV", "sources.criteo.Criteo",
-        "sources.arrow.Arrow", "sources.frame.Frame", "sources.iterable.Iterable", "inputs.Inputs", "inputs.Position",
+        "data.source.Source", "data.parquet.Parquet", "data.delimited.CSV", "data.criteo.Criteo",
+        "data.arrow.Arrow", "data.frame.Frame", "data.iterable.Iterable", "data.inputs.Inputs", "data.inputs.Position",
     ],
-    "Columns of a source": ["columns.DenseColumn", "columns.IdColumn", "columns.LabelColumn"],
+    "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
     "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],
-    "Synthetic data": ["synthetic.Clicks", "synthetic.Best"],
-    "The table alone": ["store.Store", "tables.Tables"],
+    "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.Best"],
+    "The table alone": ["table.store.Store", "table.table_group.Tables"],
 }  # fmt: skip
 
 

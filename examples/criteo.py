@@ -8,7 +8,7 @@ script runs under `satrap run`, with any number of servers, workers and trainers
 
 Without Criteo's files, write clicks in their format; this prints the best AUC that a model can reach on test.txt:
 
-    from satrap.synthetic import Clicks
+    from satrap.data.synthetic import Clicks
 
     clicks = Clicks(num_samples=300_000, cardinalities=225_000)
     clicks.write_criteo("train.txt")

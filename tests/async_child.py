@@ -17,7 +17,7 @@ from torch import Tensor
 
 from loop import Net, batches, loss_of, tables
 from satrap import Checkpoint, CheckpointError, Embeddings, Inputs
-from satrap.remote import RemoteWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 NUM_WHOLE = 5000
 

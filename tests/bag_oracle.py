@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from one_row import F32, assert_step, fma
-from satrap.config import Feature, Pooling
-from satrap.features import Features
-from satrap.inputs import Inputs
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
-from satrap.worker import LookedUp
+from satrap.config.features import Features
+from satrap.config.tables import Feature, Pooling
+from satrap.data.inputs import Inputs
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.worker import LookedUp
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
 AnyWorker = LocalWorker | RemoteWorker

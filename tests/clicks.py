@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from satrap.columns import IdColumn
-from satrap.inputs import Inputs
+from satrap.config.columns import IdColumn
+from satrap.data.inputs import Inputs
 
 FEATURES = ("user", "item", "history", "tags")
 DENSE = ("age", "price")

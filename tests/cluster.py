@@ -16,17 +16,17 @@ import numpy as np
 
 from rpc_parts import ANYWHERE as ANYWHERE
 from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
-from satrap.config import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
-from satrap.features import Features
-from satrap.inputs import Inputs
-from satrap.job import Job
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
+from satrap.config.features import Features
+from satrap.config.job import Job
+from satrap.config.tables import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
+from satrap.data.inputs import Inputs
 from satrap.rpc import Service
-from satrap.server import Server
-from satrap.server_calls import ServerCalls
-from satrap.servers import Servers
-from satrap.worker import Worker
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.worker import Worker
 
 IDS = np.arange(60, dtype=np.uint64)
 

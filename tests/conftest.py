@@ -22,8 +22,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from satrap.config import Table
-from satrap.store import Store
+from satrap.config.tables import Table
+from satrap.table.store import Store
 
 torch.set_num_threads(1)
 settings.register_profile(

@@ -19,11 +19,11 @@ import torch
 from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, Killable, features
 from faults import at_random, kill
 from satrap import Embeddings, Feature, Parquet, Table
-from satrap.far import FarWorker
-from satrap.host import Host
-from satrap.remote import RemoteWorker
 from satrap.rpc import Service
-from satrap.worker_calls import WorkerCalls
+from satrap.worker.remote.client import FarWorker
+from satrap.worker.remote.protocol import WorkerCalls
+from satrap.worker.remote.service import Host
+from satrap.worker.sharded_rows import RemoteWorker
 
 BATCH = 8
 NUM_IDS = len(IDS)

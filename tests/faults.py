@@ -18,8 +18,8 @@ import numpy as np
 
 from bag_oracle import draw_bags
 from cluster import Killable, both_step, contents, killables
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 
 @dataclass(frozen=True)

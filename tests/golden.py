@@ -36,10 +36,10 @@ from satrap import (
     Uniform,
     Zeros,
 )
-from satrap.cluster.membership import Membership
+from satrap.launch.run_state import Membership
 from satrap.rpc.methods import methods_of
-from satrap.server_calls import ServerCalls
-from satrap.worker_calls import WorkerCalls
+from satrap.server.protocol import ServerCalls
+from satrap.worker.remote.protocol import WorkerCalls
 
 NUM_IDS = 40
 SEED = 11

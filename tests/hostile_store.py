@@ -1,4 +1,4 @@
-"""An object store that keeps no promise beyond the three in `satrap.storage`: `hostile://` for fsspec.
+"""An object store that keeps no promise beyond the three in `satrap.checkpoint.storage`: `hostile://` for fsspec.
 
 In memory. It has no rename and expands no pattern; lists lag behind by a random number of changes; a write can fail or
 kill its process with half of the object written; on demand it wants folders to be made first.

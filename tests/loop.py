@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from satrap import SGD, Embeddings, Inputs, Table, Zeros
-from satrap.optimizer import HybridOptimizer
+from satrap.train.optimizer import HybridOptimizer
 
 BATCH, NUM_IDS, DIM = 8, 30, 4
 

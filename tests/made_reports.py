@@ -1,6 +1,6 @@
 """Two reports to print and write: one that has every field, one that has only those it must."""
 
-from satrap.report import Report
+from satrap.monitor.report import Report
 
 FULL = Report(
     step=1200,

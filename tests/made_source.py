@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import numpy as np
 
 from satrap import _core
-from satrap.columns import Columns
-from satrap.inputs import Inputs, Position
-from satrap.sources.block import BadRow, Block, Piece
-from satrap.sources.source import Source
+from satrap.config.columns import Columns
+from satrap.data.block import BadRow, Block, Piece
+from satrap.data.inputs import Inputs, Position
+from satrap.data.source import Source
 
 
 class Numbers(Block):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from satrap.config import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

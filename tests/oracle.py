@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from one_row import F32, assert_step, initial_state, ulp
 from satrap import _core
-from satrap.config import Always, Ftrl, MinCount, Probability, Table
-from satrap.store import Store
+from satrap.config.tables import Always, Ftrl, MinCount, Probability, Table
+from satrap.table.store import Store
 
 COUNTERS = (
     "lookups", "hits", "inserted", "refused", "evicted", "expired", "updated", "not_applied_absent", "skipped"

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from satrap.config import SGD, Adam, Constant, Table
-from satrap.store import Store
+from satrap.config.tables import SGD, Adam, Constant, Table
+from satrap.table.store import Store
 
 EQUAL = Table("equal", dim=24, optimizer=Adam(lr=0.01), initial=Constant(0.5), num_buckets=8)
 EQUAL_IDS = np.arange(4000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

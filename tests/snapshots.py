@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-from satrap.store import Store
+from satrap.table.store import Store
 
 Columns = dict[str, NDArray[Any]]
 

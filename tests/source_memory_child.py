@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from clicks import FEATURES, OPTIONS, TEXT_OPTIONS
-from satrap.sources import CSV, Arrow, Parquet
-from satrap.sources.source import Source
+from satrap.data.arrow import Arrow
+from satrap.data.delimited import CSV
+from satrap.data.parquet import Parquet
+from satrap.data.source import Source
 
 STATUS = Path("/proc/self/status")
 

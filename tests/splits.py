@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
-from satrap.config import SGD, Adagrad, Adam, Table
-from satrap.features import Features
-from satrap.inputs import Inputs
-from satrap.tables import Tables
-from satrap.worker import named_features
+from satrap.config.features import Features
+from satrap.config.tables import SGD, Adagrad, Adam, Table
+from satrap.data.inputs import Inputs
+from satrap.table.table_group import Tables
+from satrap.worker.worker import named_features
 
 F32 = NDArray[np.float32]
 Given = tuple[F32 | None, list[F32 | None]]  # gradients of a block and of its sequences

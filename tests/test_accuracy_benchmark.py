@@ -15,7 +15,7 @@ from benchmarks.cases import Target
 from benchmarks.records import complaints
 from examples import flights
 
-from satrap.synthetic import Clicks
+from satrap.data.synthetic import Clicks
 
 
 def outcome(auc: float, staleness: int = 0, best: float | None = None) -> Outcome:

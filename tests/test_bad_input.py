@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from oracle import as_ids
-from satrap.config import SGD, Adam, Constant, Ftrl, MinCount, Table
+from satrap.config.tables import SGD, Adam, Constant, Ftrl, MinCount, Table
 from satrap.errors import (
     ConfigError,
     InputError,
@@ -30,8 +30,8 @@ from satrap.errors import (
     SnapshotError,
     TicketError,
 )
-from satrap.store import Store
-from satrap.tables import Tables
+from satrap.table.store import Store
+from satrap.table.table_group import Tables
 
 IDS = as_ids([1, 2, 3])
 GOOD = np.ones((3, 4), np.float32)

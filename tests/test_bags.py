@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from bag_oracle import Bags, assert_pooled, assert_stepped, draw_bags, draw_gradients, follow, read, summed
 from one_row import F32, fma
 from satrap import _core
-from satrap.config import SGD, Adagrad, Adam, AdamW, Feature, Ftrl, Normal, RowWiseAdagrad, Table
+from satrap.config.features import Features
+from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Feature, Ftrl, Normal, RowWiseAdagrad, Table
+from satrap.data.inputs import Inputs
 from satrap.errors import InputError
-from satrap.features import Features
-from satrap.inputs import Inputs
-from satrap.local import LocalWorker
+from satrap.worker.local_rows import LocalWorker
 
 OPTIMIZERS: list[Any] = [
     SGD(lr=0.1),

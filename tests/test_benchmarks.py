@@ -19,7 +19,7 @@ def test_without_satrap_nothing_is_begun(
     def measure(*_: Any) -> list[str]:
         raise AssertionError("a case was begun")
 
-    monkeypatch.setattr(peers, "imports", lambda python, module: module != "satrap.store")
+    monkeypatch.setattr(peers, "imports", lambda python, module: module != "satrap.table.store")
     monkeypatch.setattr(command_line, "measure", measure)
     assert store.main(["--quick", "--peers-home", str(tmp_path)]) == 2
     printed = capsys.readouterr()

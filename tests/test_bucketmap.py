@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap.bucketmap import BucketMap
-from satrap.config import SGD, Adagrad, Ftrl, Table, Zeros
+from satrap.config.job import Job
+from satrap.config.tables import SGD, Adagrad, Ftrl, Table, Zeros
 from satrap.errors import ConfigError
-from satrap.job import Job
-from satrap.members import Members
+from satrap.sharding.bucket_map import BucketMap
+from satrap.sharding.shard_map import Members
 
 powers = st.integers(0, 10).map(lambda k: 1 << k)
 

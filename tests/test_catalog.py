@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap.catalog import Catalog, Version
+from satrap.checkpoint.catalog import Catalog, Version
 
 versions = st.builds(Version, st.integers(1, 30), st.integers(0, 5), st.sampled_from(["", "0123abcd", "89abcdef"]))
 

@@ -17,9 +17,9 @@ import torch
 from checkpoint_job import NUM_IDS, Job, Source
 from loop import batches, job, loss_of
 from satrap import Checkpoint, Iterable
+from satrap.checkpoint.run_owner import OWNER
+from satrap.checkpoint.state_dict_file import load_state, save_state
 from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError
-from satrap.run_owner import OWNER
-from satrap.statefile import load_state, save_state
 
 DEADLINE_SECONDS = 240
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from satrap.checks import LARGEST_FLOAT32, flat, kind_of, suggest
+from satrap.config.validation import LARGEST_FLOAT32, flat, kind_of, suggest
 
 
 def test_kinds_have_their_article() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from satrap import __version__, _core
-from satrap.cli import main
+from satrap.cli.main import main
 
 
 def test_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +45,7 @@ def test_cores_are_shared_by_the_processes_of_a_kind(tmp_path: Path, monkeypatch
     made: list[Any] = []
     (script := tmp_path / "job.py").touch()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr("satrap.cluster.run.run", lambda script, *_: made.insert(0, script))
+    monkeypatch.setattr("satrap.launch.run_loop.run", lambda script, *_: made.insert(0, script))
     for workers, threads in (("0", 12), ("2", 6), ("50", 1)):
         given = ["--servers", "4", "--workers", workers, "--trainers", "3", "--folder", str(tmp_path / workers)]
         main(["run", str(script), *given])
@@ -114,7 +114,7 @@ def test_a_reader_that_has_seen_enough() -> None:
 
 ENDED = """
 import os, signal, threading
-from satrap.cli import _told_to_end
+from satrap.cli.main import _told_to_end
 
 wait_for_end, begin = _told_to_end(), threading.Semaphore(0)
 

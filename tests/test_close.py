@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-import satrap.place
+import satrap.run_context
 from cluster import ANYWHERE, DEADLINE_SECONDS, features, remote, serving
 from far_parts import Net, source, working, write
 from forks import in_fork
 from loop import batches, job, loss_of, tables
 from rpc_parts import Calls, Served, eventually
 from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
+from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
-from satrap.features import Features
-from satrap.place import Place
 from satrap.rpc import Client, Service
+from satrap.run_context import Place
 
 SECONDS = 30.0  # for all of them
 OWN_THREADS = {"satrap-lease", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}
@@ -208,15 +208,17 @@ def test_what_is_to_be_done_before(raised: BaseException | None, left: int, monk
     rows: list[int] = []
     with serving(1) as services, suppress(InputError, SystemExit):
         embeddings, _, _ = job(servers=[services[0].address])
-        monkeypatch.setattr(satrap.place, "_here", Place(rank=0, world=1, launch=1, servers=(services[0].address,)))
-        monkeypatch.setattr(satrap.place, "_before_end", [])
+        monkeypatch.setattr(
+            satrap.run_context, "_here", Place(rank=0, world=1, launch=1, servers=(services[0].address,))
+        )
+        monkeypatch.setattr(satrap.run_context, "_before_end", [])
         with embeddings:
             embeddings.before_close(lambda: rows.append(len(embeddings.tables["item"])))
             if raised is not None:
                 raise raised
     assert len(rows) == 1 - left
     with pytest.raises(StreamError, match="closed") if left else nullcontext():
-        satrap.place.end()
+        satrap.run_context.end()
     assert len(rows) == 1 - left
 
 
@@ -349,7 +351,7 @@ def test_a_process_ends_while_its_threads_call(tmp_path: Path) -> None:
     code = (
         "import contextlib, sys, threading, warnings\n"
         "from satrap.rpc import Client\n"
-        "from satrap.server_calls import ServerCalls\n"
+        "from satrap.server.protocol import ServerCalls\n"
         "from satrap.rpc.header import Origin\n"
         "warnings.simplefilter('ignore')\n"
         "def ask():\n"

@@ -21,8 +21,8 @@ from benchmarks.records import complaints
 from benchmarks.runs import Results, RunFailed
 from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES
 
-from satrap.features import Features
-from satrap.local import LocalWorker
+from satrap.config.features import Features
+from satrap.worker.local_rows import LocalWorker
 
 DEADLINE_SECONDS = 240.0
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from oracle import as_ids
-from satrap.config import SGD, Constant, Table
+from satrap.config.tables import SGD, Constant, Table
 from satrap.errors import CapacityError, TicketError
-from satrap.store import Store
+from satrap.table.store import Store
 
 OpenStore = Callable[..., Store]
 DEADLINE_SECONDS = 240.0

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap import _core, config
-from satrap.config import (
+from satrap import _core
+from satrap.config import tables
+from satrap.config.tables import (
     SGD,
     Adagrad,
     Adam,
@@ -34,8 +35,8 @@ from satrap.config import (
     Uniform,
     Zeros,
 )
-from satrap.engine import native_config
 from satrap.errors import ConfigError, InputError
+from satrap.table.engine import native_config
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 OPTIMIZERS: list[Callable[..., Any]] = [SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, Ftrl]
@@ -202,7 +203,7 @@ def test_contradictions(make: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [SGD(), SGD(momentum=0.5), Adagrad(), RowWiseAdagrad(), Adam(), AdamW(), Ftrl()])
-def test_the_state_of_a_row_is_known_without_a_table_of_it(optimizer: config.Optimizer) -> None:
+def test_the_state_of_a_row_is_known_without_a_table_of_it(optimizer: tables.Optimizer) -> None:
     native = native_config(Table("t", dim=3, optimizer=optimizer))
     assert native.state_dim == _core.Engine([native], 0, 1).state_dim(0)
 
@@ -278,7 +279,7 @@ amounts = st.floats(0.0, LARGEST_FLOAT32)
 values = st.floats(-60000.0, 60000.0)  # fits every dtype
 betas = st.tuples(*[st.floats(0.0, 1.0, exclude_max=True)] * 2)
 positive = st.floats(1e-30, 1e30)
-optimizers: st.SearchStrategy[config.Optimizer] = st.one_of(
+optimizers: st.SearchStrategy[tables.Optimizer] = st.one_of(
     st.builds(SGD, lr=amounts, momentum=positive, nesterov=st.booleans(), weight_decay=amounts),
     st.builds(Adagrad, lr=amounts, weight_decay=amounts, initial_accumulator_value=amounts, eps=amounts),
     st.builds(RowWiseAdagrad, lr=amounts, weight_decay=amounts, initial_accumulator_value=amounts, eps=amounts),
@@ -286,13 +287,13 @@ optimizers: st.SearchStrategy[config.Optimizer] = st.one_of(
     st.builds(AdamW, lr=amounts, betas=betas, eps=amounts, weight_decay=amounts),
     st.builds(Ftrl, lr=st.floats(1e-5, 1e30), beta=positive, l1=amounts, l2=st.floats(0.0, 1e38)),
 )
-initials: st.SearchStrategy[config.Initial] = st.one_of(
+initials: st.SearchStrategy[tables.Initial] = st.one_of(
     st.builds(lambda pair: Uniform(low=min(pair), high=max(pair)), st.tuples(values, values)),
     st.builds(Normal, mean=values, std=st.floats(0.0, 500.0)),
     st.builds(Constant, values),
     st.sampled_from([Zeros(), ScaledUniform()]),
 )
-admissions: st.SearchStrategy[config.Admission] = st.one_of(
+admissions: st.SearchStrategy[tables.Admission] = st.one_of(
     st.just(Always()),
     st.builds(Probability, st.floats(0.0, 1.0, exclude_min=True)),
     st.builds(MinCount, st.integers(1, 2**31 - 1), window=st.integers(1, 2**63 - 1)),
@@ -302,7 +303,7 @@ bounds: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.builds(dict, on_full=st.sampled_from(["evict", "grow"])),
     st.builds(dict, capacity=st.integers(65536, 2**32 - 2), on_full=st.sampled_from(["evict", "raise", "grow"])),
 )
-tables = st.builds(
+made_tables = st.builds(
     lambda name, bound, **options: Table(name, **bound, **options),
     names,
     bounds,
@@ -318,7 +319,7 @@ tables = st.builds(
 )
 
 
-@given(tables)
+@given(made_tables)
 def test_a_table_survives_json_exactly(table: Table) -> None:
     through = Table.from_dict(json.loads(json.dumps(table.to_dict(), allow_nan=False)))
     assert through == table

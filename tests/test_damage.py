@@ -18,10 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from satrap.data.arrow import Arrow
+from satrap.data.inputs import Inputs
+from satrap.data.parquet import Parquet
+from satrap.data.source import Source
 from satrap.errors import SourceError
-from satrap.inputs import Inputs
-from satrap.sources import Arrow, Parquet
-from satrap.sources.source import Source
 
 N = 100
 FEATURES = ["number", "text", "coded", "list", "texts"]

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 
 from made_source import Made, at, ids, made
-from satrap.columns import IdColumn
+from satrap.config.columns import IdColumn
+from satrap.data.delimited import CSV
+from satrap.data.inputs import Position
+from satrap.data.rank_split import Part, deal
+from satrap.data.rank_split import share as deal_share
+from satrap.data.shuffle_order import permutation, share, turns
 from satrap.errors import SourceError
-from satrap.inputs import Position
-from satrap.sources import CSV
-from satrap.sources.deal import Part, deal
-from satrap.sources.deal import share as deal_share
-from satrap.sources.order import permutation, share, turns
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 3))

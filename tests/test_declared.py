@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 
-import satrap.place
+import satrap.run_context
 from cluster import features, one_table, serving
 from far_parts import working
 from satrap import (
@@ -29,12 +29,12 @@ from satrap import (
     LabelColumn,
     Parquet,
 )
-from satrap.assignment import Assignment
-from satrap.far import FarWorker
-from satrap.features import Features
-from satrap.place import Place
-from satrap.remote import RemoteWorker
-from satrap.sources.declared import source_from_dict, source_to_dict, travels
+from satrap.config.features import Features
+from satrap.data.registry import source_from_dict, source_to_dict, travels
+from satrap.run_context import Place
+from satrap.worker.remote.client import FarWorker
+from satrap.worker.remote.worker_spec import Assignment
+from satrap.worker.sharded_rows import RemoteWorker
 
 SOURCES = [
     Parquet(
@@ -155,7 +155,7 @@ def test_a_run_says_which_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> 
         place = Place(
             rank=0, world=1, launch=1, servers=(services[0].address,), workers=tuple(each.address for each in workers)
         )
-        monkeypatch.setattr(satrap.place, "_here", place)
+        monkeypatch.setattr(satrap.run_context, "_here", place)
         for named, kind, address in (
             (None, FarWorker, workers[0].address),
             ([workers[1].address], FarWorker, workers[1].address),
@@ -171,5 +171,5 @@ def test_a_run_says_which_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_worker_s_process_needs_no_torch() -> None:
-    code = "import satrap.host, satrap.worker_calls, sys; sys.exit('torch' in sys.modules)"
+    code = "import satrap.worker.remote.service, satrap.worker.remote.protocol, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,12 +18,12 @@ from faults import killed_at_random
 from loop import Net, batches, bits, loss_of, rows, tables, train
 from one_row import ulp
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
-from satrap.config import Zeros
+from satrap.config.features import Features
+from satrap.config.tables import Zeros
 from satrap.errors import CheckpointError, NonFiniteError
-from satrap.features import Features
-from satrap.mover import Mover
-from satrap.remote import RemoteWorker
-from satrap.servers import Servers
+from satrap.server.migration.coordinator import Mover
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteWorker
 
 Kind = Callable[[Any], torch.optim.Optimizer]
 KINDS: dict[str, Kind] = {

@@ -18,8 +18,20 @@ import pytest
 import torch
 
 from satrap import _core
-from satrap.config import SGD, Adagrad, Adam, AdamW, Ftrl, MinCount, Normal, Probability, RowWiseAdagrad, Table, Uniform
-from satrap.store import Store
+from satrap.config.tables import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    MinCount,
+    Normal,
+    Probability,
+    RowWiseAdagrad,
+    Table,
+    Uniform,
+)
+from satrap.table.store import Store
 
 WAYS = [(threads, simd) for simd in _core.simd_paths() for threads in (1, 2, 3, 5)]
 

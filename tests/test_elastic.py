@@ -20,15 +20,15 @@ import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, both_step, contents, features, remote, serving
 from faults import killed_at_random
-from satrap.config import SGD, Adagrad, MinCount, Normal, Table, Zeros
+from satrap.config.features import Features
+from satrap.config.tables import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import ConfigError, NotReadyError, SnapshotError
-from satrap.features import Features
-from satrap.local import LocalWorker
-from satrap.mover import Done, Mover
-from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Service
-from satrap.server import Server
-from satrap.server_calls import ServerCalls
+from satrap.server.migration.coordinator import Done, Mover
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # how many servers there are, one after the other

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import satrap
-from satrap import metrics
 from satrap.errors import InputError
+from satrap.monitor import metrics
 
 NAMES = ("a", "b")
 

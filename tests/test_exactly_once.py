@@ -19,12 +19,12 @@ from faults import killed_at_random, train_until
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
 from satrap.errors import ConfigError, SharedMemoryError
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
 from satrap.rpc import Service
-from satrap.server import Server
-from satrap.server_calls import ServerCalls
-from satrap.store import Store
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.table.store import Store
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from satrap.synthetic import Clicks
+from satrap.data.synthetic import Clicks
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

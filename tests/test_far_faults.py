@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import satrap.host
+import satrap.worker.remote.service
 from cluster import ANYWHERE, features, one_table, serving
 from far_parts import (
     KillableWorker,
@@ -34,16 +34,16 @@ from far_parts import (
 from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
-from satrap.cli import main
+from satrap.cli.main import main
+from satrap.config.features import Features
+from satrap.config.job import Job
 from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SourceError
-from satrap.far import FarWorker, WorkerAt
-from satrap.features import Features
-from satrap.job import Job
 from satrap.rpc import Service
 from satrap.rpc.keys import Keys, make_keys
-from satrap.server import Server
-from satrap.server_calls import ServerCalls
-from satrap.servers import Servers
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.worker.remote.client import FarWorker, WorkerAt
+from satrap.worker.server_group import Servers
 
 each_way = pytest.mark.parametrize(
     "given",
@@ -149,7 +149,7 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
     data = source(write(tmp_path / "a.parquet", 10))
     with running() as job:
         wanted = train(job, data, accumulate=2), bits(job)
-    update, died = satrap.host._update, []
+    update, died = satrap.worker.remote.service._update, []
     with serving(2) as services, working() as (worker,):
 
         def dies(remote: Any, batches: Any, step: int, *rest: Any) -> None:
@@ -165,7 +165,7 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
                     seat.readings.clear()
                 raise NotReadyError("killed")
 
-        monkeypatch.setattr(satrap.host, "_update", dies)
+        monkeypatch.setattr(satrap.worker.remote.service, "_update", dies)
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where) as job:
             assert (train(job, data, accumulate=2), bits(job)) == wanted

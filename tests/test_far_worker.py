@@ -16,7 +16,7 @@ from cluster import serving
 from far_parts import BATCH, bits, evaluate, made, running, source, train, working, write
 from satrap import Checkpoint, MinCount, Parquet, Table
 from satrap.errors import StreamError
-from satrap.far import FarBatches, FarInputs, FarWorker
+from satrap.worker.remote.client import FarBatches, FarInputs, FarWorker
 
 
 def addresses(stack: ExitStack, num_servers: int, num_workers: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from loop import batches, bits, loss_of
 from runs import JOB, finished, started
 from satrap import Checkpoint, _core
 from satrap.errors import SharedMemoryError, SnapshotError
-from satrap.local import LocalWorker
+from satrap.worker.local_rows import LocalWorker
 from test_remote_training import running
 from trainers import CHILD
 

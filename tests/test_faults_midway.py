@@ -23,9 +23,9 @@ from loop import batches, bits, job, loss_of
 from rpc_parts import eventually
 from satrap import Checkpoint
 from satrap.errors import AttemptError, ChangesError, DeadlineError
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
-from satrap.saved_table import checksum_of
+from satrap.table.snapshot.saved_table import checksum_of
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 SILENCE_SECONDS = 3.0
 

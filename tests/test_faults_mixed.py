@@ -17,7 +17,7 @@ from cluster import features, killables, remote
 from faults import Fault, at_random, kill, stop_and_go, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import FrameProxy, resident_bytes
-from satrap.local import LocalWorker
+from satrap.worker.local_rows import LocalWorker
 from test_faults_network import BAD, beyond_a_network
 
 RETRY_SECONDS = 0.1

@@ -18,9 +18,9 @@ from faults import Fault, at_random, train_until
 from network import ADDRESSES, CALM, CUT, SERVER, TRAINER, Network, Weather, network
 from rpc_parts import DEADLINE_SECONDS
 from satrap.errors import DeadlineError
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
 from satrap.rpc.keys import Keys, make_keys
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
 

@@ -20,12 +20,12 @@ from faults import at_random, stop_and_go, train_until
 from loop import batches, bits, job, loss_of
 from rpc_parts import ANYWHERE, DEADLINE_SECONDS, Calls, Served
 from satrap import Checkpoint
+from satrap.config.job import Job
 from satrap.errors import DeadlineError
-from satrap.job import Job
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
 from satrap.rpc import Service
-from satrap.servers import Servers
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteWorker
 
 
 def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:

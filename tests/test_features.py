@@ -7,10 +7,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from satrap.config import Adagrad, Adam, Feature, Table
+from satrap.config.features import Features
+from satrap.config.tables import Adagrad, Adam, Feature, Table
+from satrap.data.inputs import Position
 from satrap.errors import ConfigError
-from satrap.features import Features
-from satrap.inputs import Position
 
 USER, ITEM, WORD = Table("user", dim=3), Table("item", dim=5, optimizer=Adam()), Table("word", dim=2)
 

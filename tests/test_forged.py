@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from oracle import as_ids
-from satrap.config import LAST_VERSION, SGD, Ftrl, MinCount, Normal, Table, Uniform
+from satrap.config.tables import LAST_VERSION, SGD, Ftrl, MinCount, Normal, Table, Uniform
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
-from satrap.store import Store
-from satrap.tables import Tables
+from satrap.table.store import Store
+from satrap.table.table_group import Tables
 from snapshots import assert_same, contents, forge, forge_file, manifest, seal
 
 TABLE = Table("item", dim=2, num_buckets=2, capacity=64, expire_after=100, admission=MinCount(2))

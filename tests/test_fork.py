@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from forks import DEADLINE_SECONDS, expect_refusal, in_fork
 from satrap import _core
-from satrap.config import SGD, Constant, Table
+from satrap.config.tables import SGD, Constant, Table
 from satrap.errors import ForkError
-from satrap.store import Store
+from satrap.table.store import Store
 
 TABLE = Table("forked", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=8)
 IDS = np.arange(5000, dtype=np.uint64)  # more than a call does alone

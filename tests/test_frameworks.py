@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import satrap
 from loop import Net, batches, bits, job, loss_of
 from satrap import Batch, Embeddings, StreamError
-from satrap.optimizer import HybridOptimizer
+from satrap.train.optimizer import HybridOptimizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

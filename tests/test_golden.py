@@ -13,7 +13,7 @@ import pytest
 from checkpoint_job import Job
 from golden import MORE_STEPS, STEPS, TABLES, method_numbers, recorded, state, train
 from satrap import Store, Table
-from satrap.cluster.membership import Membership
+from satrap.launch.run_state import Membership
 
 GOLDEN = Path(__file__).parent / "data/golden"
 each_table = pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])

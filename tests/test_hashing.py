@@ -10,8 +10,8 @@ from hypothesis import given
 
 from clicks import xxh64
 from satrap import _core
+from satrap.data.hashing import hash_integers, hash_strings
 from satrap.errors import InputError
-from satrap.hashing import hash_integers, hash_strings
 
 VECTORS = {"": 0xEF46DB3751D8E999, "a": 0xD24EC4F1A98C6E5B, "abc": 0x44BC2CF5AD770999}
 TEXTS = ["", "a", "abc", "ünïcödé", "x" * 31, "y" * 32, "z" * 100]

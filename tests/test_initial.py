@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from satrap import _core
-from satrap.config import Constant, Initial, Normal, ScaledUniform, Table, Uniform, Zeros
-from satrap.store import Store
+from satrap.config.tables import Constant, Initial, Normal, ScaledUniform, Table, Uniform, Zeros
+from satrap.table.store import Store
 
 OpenStore = Callable[..., Store]
 RANDOM: list[Initial] = [Uniform(low=-0.5, high=2.0), Normal(mean=0.25, std=0.5), ScaledUniform()]

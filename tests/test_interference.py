@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import satrap.snapshot
+import satrap.table.snapshot.reader
 from oracle import as_ids
 from satrap import _core
-from satrap.config import SGD, Constant, Table, Zeros
+from satrap.config.tables import SGD, Constant, Table, Zeros
 from satrap.errors import InputError, SatrapError, SharedMemoryError, SnapshotError, TicketError
-from satrap.folder import read_manifest
-from satrap.store import Store
-from satrap.tables import Tables
+from satrap.table.snapshot.directory import read_manifest
+from satrap.table.store import Store
+from satrap.table.table_group import Tables
 
 DEADLINE_SECONDS = 240.0
 
@@ -130,11 +130,11 @@ def test_an_interrupt_right_after_the_rename_loses_no_snapshot(tmp_path: Path, m
 
 
 KILLED_LOAD = """
-import os, signal, sys, satrap.snapshot
+import os, signal, sys, satrap.table.snapshot.reader
 from satrap import Store, Table
-from satrap.tables import Tables
+from satrap.table.table_group import Tables
 def killed(*arguments): os.kill(os.getpid(), signal.SIGKILL)
-satrap.snapshot.Snapshot._import = killed
+satrap.table.snapshot.reader.Snapshot._import = killed
 kind, folder, shared = sys.argv[1:]
 if kind == "load":
     Store.load(folder, shared=shared, num_threads=1)
@@ -179,11 +179,11 @@ def test_reading_a_folder_that_is_saved_into(tmp_path: Path, monkeypatch: Any) -
             store.save(folder)
         return manifest
 
-    monkeypatch.setattr(satrap.snapshot, "read_manifest", replaced)
+    monkeypatch.setattr(satrap.table.snapshot.reader, "read_manifest", replaced)
     assert len(Store.load(folder, num_threads=1)) == 13
-    monkeypatch.setattr(satrap.snapshot, "_MOST_READS", 3)
+    monkeypatch.setattr(satrap.table.snapshot.reader, "_MOST_READS", 3)
     reads = 0
-    monkeypatch.setattr(satrap.snapshot, "read_manifest", lambda path: (read(path), store.save(folder))[0])
+    monkeypatch.setattr(satrap.table.snapshot.reader, "read_manifest", lambda path: (read(path), store.save(folder))[0])
     with pytest.raises(SnapshotError, match="was replaced 3 times"):
         Store.load(folder, num_threads=1)
 

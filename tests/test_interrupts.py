@@ -27,10 +27,10 @@ from interrupts import Interrupts, no_hang
 from rpc_parts import Calls, Served
 from satrap import SGD, Embeddings, Parquet, Table, Zeros
 from satrap.errors import InputError, StreamError
-from satrap.far import FarWorker
 from satrap.interrupts import Uninterrupted
-from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Service
+from satrap.worker.remote.client import FarWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 BATCH, NUM_BATCHES = 4, 5
 CALLS = ("next", "step", "drop", "drain", "pause", "close")

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from cluster import serving
 from loop import NUM_IDS, batches, job, loss_of, rows
 from satrap import Inputs
+from satrap.data.inputs import Position
 from satrap.errors import StreamError
-from satrap.inputs import Position
-from satrap.joint_step import PADDING_ROWS, JointStep, Padded, described
-from satrap.stream import JointStream, Stream
-from satrap.sync import Gate
+from satrap.train.joint_step import PADDING_ROWS, JointStep, Padded, described
+from satrap.train.staleness_gate import Gate
+from satrap.train.stream import JointStream, Stream
 from trainers import Trainers
 
 N = 143

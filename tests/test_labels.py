@@ -11,10 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from satrap.columns import LabelColumn
+from satrap.config.columns import LabelColumn
+from satrap.data.arrow import Arrow
+from satrap.data.criteo import Criteo
+from satrap.data.delimited import CSV
+from satrap.data.frame import Frame
+from satrap.data.iterable import Iterable
+from satrap.data.parquet import Parquet
+from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
-from satrap.sources import CSV, Arrow, Criteo, Frame, Iterable, Parquet
-from satrap.sources.source import Source
 
 KINDS: dict[Any, tuple[list[float], list[float]]] = {  # what each takes, and what it does not
     "binary": ([0, 1, -0.0], [2, 7, -1, 0.5, np.inf, 1e300]),

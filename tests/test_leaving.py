@@ -137,7 +137,7 @@ def test_a_closed_stream_is_at_its_end_or_refuses(overlap: bool) -> None:
 
 
 def test_a_source_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.pipeline._CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("satrap.train.prefetch_pipeline._CLOSE_SECONDS", 1.0)
     embeddings, model, optimizer = job()
     inside, release = threading.Event(), threading.Event()
 

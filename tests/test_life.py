@@ -16,9 +16,9 @@ import pytest
 
 from oracle import Full, Oracle, as_ids
 from satrap import _core
-from satrap.config import SGD, Adagrad, Always, Constant, MinCount, Probability, Table
+from satrap.config.tables import SGD, Adagrad, Always, Constant, MinCount, Probability, Table
 from satrap.errors import CapacityError
-from satrap.store import Store
+from satrap.table.store import Store
 
 OpenStore = Callable[..., Store]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from satrap.errors import AttemptError
-from satrap.meeting import Meeting, Part, joined
+from satrap.server.step_barrier import Meeting, Part, joined
 
 
 def part(ids: list[list[int]]) -> Part:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 from satrap.errors import ConfigError, InputError
-from satrap.metrics import Pass, Window, auc, log_loss, normalised_entropy
+from satrap.monitor.metrics import Pass, Window, auc, log_loss, normalised_entropy
 
 # Few values, so that ties are the normal case; and the ends of the order.
 scores = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.0, -0.0, 1e-300, math.inf, -math.inf]))

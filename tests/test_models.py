@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from satrap import _core
+from satrap.data.synthetic import Clicks
 from satrap.errors import ConfigError, InputError
-from satrap.metrics import Pass
 from satrap.models import DCN, DLRM, FFNN
 from satrap.models.interaction import Interaction, dot_products, pair_indices
-from satrap.synthetic import Clicks
+from satrap.monitor.metrics import Pass
 
 
 @dataclass

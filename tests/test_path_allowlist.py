@@ -16,13 +16,13 @@ import pytest
 from cluster import batch, one_table, remote, serving
 from far_parts import Working, running, source, train, write
 from satrap import CSV, Arrow, Checkpoint, Parquet
-from satrap.cluster.command import Script
+from satrap.config.path_allowlist import PathAllowlist, without_glob
+from satrap.data.registry import restricted
+from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError, SatrapError
-from satrap.path_allowlist import PathAllowlist, without_glob
+from satrap.launch.process_command import Script
 from satrap.rpc import Client, Origin
-from satrap.server_calls import ServerCalls
-from satrap.sources import Source
-from satrap.sources.declared import restricted
+from satrap.server.protocol import ServerCalls
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import NonFiniteError, StreamError
-from satrap.pipeline import Pipeline
-from satrap.stages import Update
-from satrap.sync import Gate
+from satrap.train.pipeline_stages import Update
+from satrap.train.prefetch_pipeline import Pipeline
+from satrap.train.staleness_gate import Gate
 
 DEADLINE_SECONDS = 120.0
 
@@ -249,7 +249,7 @@ def test_closing_in_the_middle_leaves_no_thread(mode: str, interrupted: bool) ->
 
 
 def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.pipeline._CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("satrap.train.prefetch_pipeline._CLOSE_SECONDS", 1.0)
     entered, release = threading.Event(), threading.Event()
 
     def stuck() -> Iterator[int]:

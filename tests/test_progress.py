@@ -19,11 +19,11 @@ from hypothesis import given
 
 from made_reports import BARE, FULL
 from satrap.errors import ConfigError, InputError
-from satrap.meter import Meter
-from satrap.metrics import auc, normalised_entropy
-from satrap.progress import Progress
-from satrap.report import Counters, Report, bar, line, short
-from satrap.sinks import JsonLines, Screen, Sink, TensorBoard
+from satrap.monitor.meter import Meter
+from satrap.monitor.metrics import auc, normalised_entropy
+from satrap.monitor.progress import Progress
+from satrap.monitor.report import Counters, Report, bar, line, short
+from satrap.monitor.sinks import JsonLines, Screen, Sink, TensorBoard
 
 
 class Clock:

@@ -20,7 +20,7 @@ from hypothesis import event
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from oracle import Full, NonFinite, Oracle, as_ids
-from satrap.config import (
+from satrap.config.tables import (
     SGD,
     Adagrad,
     Adam,
@@ -38,7 +38,7 @@ from satrap.config import (
     Zeros,
 )
 from satrap.errors import CapacityError, NonFiniteError, TicketError
-from satrap.store import Store
+from satrap.table.store import Store
 
 UNIVERSE = [*range(16), 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, *(0x9E3779B97F4A7C15 * k % 2**64 for k in range(1, 9))]
 

@@ -37,14 +37,14 @@ from satrap import (
     StreamError,
     Table,
 )
-from satrap.features import Features
-from satrap.job import Job
-from satrap.lease import LEASE_SECONDS, Leases
-from satrap.mover import Mover
-from satrap.reader_servers import ReaderServers
-from satrap.runfolder import RunFolder
-from satrap.servers import Servers
-from satrap.tables import Tables
+from satrap.checkpoint.run_directory import RunFolder
+from satrap.config.features import Features
+from satrap.config.job import Job
+from satrap.server.lease import LEASE_SECONDS, Leases
+from satrap.server.migration.coordinator import Mover
+from satrap.table.table_group import Tables
+from satrap.worker.reader_servers import ReaderServers
+from satrap.worker.server_group import Servers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some have no row

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import satrap
 from loop import BATCH, NUM_IDS, batches, bits, job, loss_of, rows
 from satrap import Batch, Checkpoint, Inputs, StreamError
-from satrap.stream import Stream
+from satrap.train.stream import Stream
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 HOW: dict[str, Callable[[Stream], Iterable[Batch]]] = {}
@@ -386,7 +386,7 @@ def test_a_length_that_is_not_known_says_why(options: dict[str, Any], told: str)
 
 
 def test_staleness_without_a_free_core_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.embeddings.spare_cores", lambda: 0)
+    monkeypatch.setattr("satrap.train.embeddings.spare_cores", lambda: 0)
     embeddings, _, _ = job(4)
     with pytest.warns(UserWarning, match=r"staleness=4 .*torch\.set_num_threads.*overlap=True"):
         embeddings.stream(batches(1)).close()

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import satrap.server
+import satrap.server.server
 from bag_oracle import draw_bags, follow
 from cluster import ANYWHERE, IDS, batch, both_step, contents, features, one_table, remote, serving
-from satrap.engine import open_engine
+from satrap.config.job import Job
 from satrap.errors import (
     AttemptError,
     CapacityError,
@@ -23,14 +23,14 @@ from satrap.errors import (
     SnapshotError,
     TicketError,
 )
-from satrap.job import Job
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin, Pending, Service
-from satrap.saved_table import checksum_of
-from satrap.server import Server
-from satrap.server_calls import ServerCalls
-from satrap.servers import Servers
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.table.engine import open_engine
+from satrap.table.snapshot.saved_table import checksum_of
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteWorker
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -114,7 +114,7 @@ def test_learning_rates(worker: RemoteWorker, rng: np.random.Generator) -> None:
 
 
 def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(satrap.server, "MOST_TICKETS", 1)
+    monkeypatch.setattr(satrap.server.server, "MOST_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         for each in (local, worker):
@@ -363,6 +363,6 @@ def test_a_server_runs_without_torch() -> None:
     import subprocess
     import sys
 
-    program = "import sys, satrap.server, satrap.rpc.service, satrap.cli; print('torch' in sys.modules)"
+    program = "import sys, satrap.server.server, satrap.rpc.service, satrap.cli.main; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "False"

@@ -18,8 +18,8 @@ from cluster import DEADLINE_SECONDS, Killable, serving
 from loop import batches, bits, job, loss_of, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
-from satrap.mover import Mover
-from satrap.remote import RemoteRows, RemoteWorker
+from satrap.server.migration.coordinator import Mover
+from satrap.worker.sharded_rows import RemoteRows, RemoteWorker
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from satrap.cluster.resources import Needs, Resources, amounts, size_in_bytes
-from satrap.cluster.supervisor import Plan, Role
 from satrap.errors import ConfigError
+from satrap.launch.resources import Needs, Resources, amounts, size_in_bytes
+from satrap.launch.supervisor import Plan, Role
 
 NEEDS = Needs(server=Resources(memory_bytes=3 << 29), worker=Resources(cpus=2), trainer=Resources(cpus=4, gpus=1))
 

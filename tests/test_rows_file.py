@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from runs import DEADLINE_SECONDS, JOB, nothing_is_left
-from satrap.cluster.rows_file import forget_rows, has_rows, rows_file
 from satrap.errors import ConfigError
+from satrap.launch.rows_file import forget_rows, has_rows, rows_file
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
@@ -69,7 +69,7 @@ def test_a_run_goes_on_beside_another_users_file(tmp_path: Path) -> None:
     """Whose name is known as soon as its first file is there."""
     program = (
         "import secrets, sys; was = secrets.token_hex; secrets.token_hex = lambda n: 'beef' if n == 4 else was(n);"
-        "from satrap.cli import main; sys.exit(main())"
+        "from satrap.cli.main import main; sys.exit(main())"
     )
     (memory := tmp_path / "memory").mkdir()
     theirs = made(memory / "satrap-beef-server-0", STRANGER)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rpc_parts import LOOPBACK, Calls, Served
-from satrap.cli import main
+from satrap.cli.main import main
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.address import join_address, split_address

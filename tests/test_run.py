@@ -35,9 +35,9 @@ from runs import (
     started,
     until,
 )
-from satrap.cluster.resizer import Resizer, ask_for
-from satrap.cluster.run import folder_of_one_run
-from satrap.cluster.supervisor import Event, Wanted
+from satrap.launch.run_loop import folder_of_one_run
+from satrap.launch.scaler import Resizer, ask_for
+from satrap.launch.supervisor import Event, Wanted
 
 ASYNC = JOB.with_name("async_job.py")
 

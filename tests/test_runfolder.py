@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import satrap.place
-import satrap.runfolder
+import satrap.checkpoint.run_directory
+import satrap.run_context
 from checkpoint_job import Job
 from satrap import Checkpoint, Embeddings, Parquet, Table
+from satrap.checkpoint.run_directory import RunFolder
+from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import CheckpointError
-from satrap.place import Place
-from satrap.run_owner import OWNER
-from satrap.runfolder import RunFolder
+from satrap.run_context import Place
 
 
 def names(run: Path) -> list[str]:
@@ -81,7 +81,7 @@ def test_in_a_copy_of_the_scripts_folder_nothing_is_saved(tmp_path: Path, monkey
     job = Job(str(tmp_path), 1)
     parts = job.model, job.optimizer, job.embeddings
     place = Place(rank=0, world=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
-    monkeypatch.setattr(satrap.place, "_here", place)
+    monkeypatch.setattr(satrap.run_context, "_here", place)
     with pytest.raises(CheckpointError, match="path is 'run', and this script runs in a copy of its folder"):
         Checkpoint("run", *parts)
     Checkpoint(tmp_path / "run", *parts)
@@ -200,7 +200,7 @@ def test_another_file_before_the_position_is_refused(tmp_path: Path) -> None:
 
 def test_a_save_that_another_process_holds_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was stopped in the middle of its own, for instance."""
-    monkeypatch.setattr(satrap.runfolder, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(satrap.checkpoint.run_directory, "_LOCK_SECONDS", 0.2)
     job = Job(str(tmp_path), 2)
     job.train()
     other = os.open(tmp_path, os.O_RDONLY)

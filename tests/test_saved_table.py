@@ -17,10 +17,10 @@ from cluster import serving
 from loop import batches, bits, job, rows, train
 from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
-from satrap.manifest import checksum
-from satrap.remote import RemoteWorker
-from satrap.saved_table import checksum_of
-from satrap.tables import Tables
+from satrap.table.snapshot.manifest import checksum
+from satrap.table.snapshot.saved_table import checksum_of
+from satrap.table.table_group import Tables
+from satrap.worker.sharded_rows import RemoteWorker
 from snapshots import forge, manifest
 
 OLD = Path(__file__).parent / "data/checkpoints-format-2"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import ConfigError
-from satrap.scaling import Bounds, Decision, Figures, Past, decide
+from satrap.sharding.autoscaler import Bounds, Decision, Figures, Past, decide
 
 BOUNDS = Bounds(max_servers=8, patience=3, pause_seconds=100.0)
 

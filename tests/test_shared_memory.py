@@ -25,10 +25,10 @@ import pytest
 
 from oracle import as_ids
 from satrap import _core
-from satrap.config import SGD, Adagrad, Adam, Constant, MinCount, Table
+from satrap.config.tables import SGD, Adagrad, Adam, Constant, MinCount, Table
 from satrap.errors import SharedMemoryError
-from satrap.server import Server
-from satrap.store import Store
+from satrap.server.server import Server
+from satrap.table.store import Store
 from shared_memory_child import CHURN, EQUAL, EQUAL_IDS, GROW, GROW_IDS
 
 DEADLINE_SECONDS = 240.0

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from made_reports import BARE, FULL
 from satrap.errors import ConfigError
-from satrap.report import Report, bar, line
-from satrap.sinks import JsonLines, Screen, TensorBoard
+from satrap.monitor.report import Report, bar, line
+from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
 
 
 def test_a_stream_that_is_no_terminal_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from oracle import as_ids
-from satrap import _core, saving
-from satrap.config import SGD, Adagrad, Adam, Ftrl, MinCount, RowWiseAdagrad, Table
+from satrap import _core
+from satrap.config.tables import SGD, Adagrad, Adam, Ftrl, MinCount, RowWiseAdagrad, Table
 from satrap.errors import CapacityError, SnapshotError
-from satrap.store import Store
-from satrap.tables import Tables
+from satrap.table.snapshot import writer
+from satrap.table.store import Store
+from satrap.table.table_group import Tables
 from snapshots import assert_same, columns, contents, crc32c, forge, manifest
 
 ROOT = Path(__file__).parent.parent
@@ -40,8 +41,8 @@ def train(store: Store, rng: np.random.Generator, steps: int = 5, universe: int 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many files and many record batches, even for a small table."""
-    monkeypatch.setattr(saving, "_BATCH_BYTES", 2000)
-    monkeypatch.setattr(saving, "_FILE_BYTES", 8000)
+    monkeypatch.setattr(writer, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(writer, "_FILE_BYTES", 8000)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)

@@ -27,9 +27,9 @@ import pyarrow as pa
 import pytest
 
 from oracle import as_ids
-from satrap.config import SGD, Adagrad, MinCount, Table
+from satrap.config.tables import SGD, Adagrad, MinCount, Table
 from satrap.errors import SnapshotError
-from satrap.store import Store
+from satrap.table.store import Store
 from snapshots import assert_same, contents, forge, forge_file, manifest, seal
 
 TABLE = Table("item", dim=3, capacity=64, num_buckets=4, admission=MinCount(2))
@@ -240,7 +240,7 @@ def test_a_forged_data_file(kind: str, change: Any, words: list[str], saved: Any
 
 
 def test_ids_of_other_buckets(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.saving._BATCH_BYTES", 1)  # two threads: two rows files
+    monkeypatch.setattr("satrap.table.snapshot.writer._BATCH_BYTES", 1)  # two threads: two rows files
     saved[0].save(tmp_path / "two")
     files = [file for file in manifest(tmp_path / "two")["files"] if file["kind"] == "rows"]
     assert len(files) == 2

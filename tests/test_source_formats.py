@@ -18,12 +18,17 @@ import pytest
 
 import clicks
 from clicks import OPTIONS, TEXT_OPTIONS, expected, make, read
-from satrap.columns import DenseColumn, IdColumn, LabelColumn
-from satrap.config import Table
+from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
+from satrap.config.features import Features
+from satrap.config.tables import Table
+from satrap.data.arrow import Arrow
+from satrap.data.criteo import Criteo
+from satrap.data.delimited import CSV
+from satrap.data.frame import Frame
+from satrap.data.inputs import Inputs
+from satrap.data.parquet import Parquet
+from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
-from satrap.features import Features
-from satrap.inputs import Inputs
-from satrap.sources import CSV, Arrow, Criteo, Frame, Parquet, Source
 
 WRITERS: dict[str, Callable[[Path, list[clicks.Sample]], None]] = {
     "parquet": clicks.write_parquet,

@@ -18,10 +18,10 @@ import torch
 
 import clicks
 from clicks import OPTIONS, bags_of, expected, make, read
-from satrap.columns import IdColumn, LabelColumn
+from satrap.config.columns import IdColumn, LabelColumn
+from satrap.data.inputs import Inputs, Position
+from satrap.data.iterable import Iterable
 from satrap.errors import ConfigError, SourceError
-from satrap.inputs import Inputs, Position
-from satrap.sources import Iterable
 
 
 class Jagged:

@@ -14,11 +14,15 @@ import pytest
 
 import clicks
 from clicks import expected, make, read
-from satrap.columns import IdColumn, LabelColumn
+from satrap.config.columns import IdColumn, LabelColumn
+from satrap.data.arrow import Arrow
+from satrap.data.criteo import Criteo
+from satrap.data.delimited import CSV
+from satrap.data.frame import Frame
+from satrap.data.hashing import hash_strings
+from satrap.data.parquet import Parquet
+from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
-from satrap.hashing import hash_strings
-from satrap.sources import CSV, Arrow, Criteo, Frame, Parquet
-from satrap.sources.source import Source
 from test_source_formats import WRITERS, source
 
 HEADER = "click,age,user,history,w,name\n"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from satrap.data.inputs import Position
+from satrap.data.iterable import Iterable
 from satrap.errors import ConfigError, SourceError
-from satrap.inputs import Position
-from satrap.sources import Iterable
 
 
 @given(

@@ -27,14 +27,15 @@ from hypothesis import given, settings
 import clicks
 from clicks import FEATURES, make
 from made_source import Made, Numbers, at, ids, made
-from satrap.columns import Columns
+from satrap.config.columns import Columns
+from satrap.data.block import Block, Piece
+from satrap.data.delimited import CSV
+from satrap.data.inputs import Position
+from satrap.data.parquet import Parquet
+from satrap.data.rank_split import Dealer, Part
+from satrap.data.read_ahead import Ahead
+from satrap.data.shuffle_order import permutation
 from satrap.errors import ConfigError, InputError, SourceError
-from satrap.inputs import Position
-from satrap.sources import CSV, Parquet
-from satrap.sources.ahead import Ahead
-from satrap.sources.block import Block, Piece
-from satrap.sources.deal import Dealer, Part
-from satrap.sources.order import permutation
 from test_source_formats import WRITERS, source
 
 DEADLINE = 120.0

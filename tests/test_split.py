@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from bag_oracle import UNIVERSE, draw_bags, draw_gradients
 from satrap import _core
-from satrap.config import SGD, Adam, Feature, Normal, RowWiseAdagrad, Table
-from satrap.features import Features
-from satrap.local import LocalWorker
-from satrap.worker import LookedUp
+from satrap.config.features import Features
+from satrap.config.tables import SGD, Adam, Feature, Normal, RowWiseAdagrad, Table
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.worker import LookedUp
 from splits import BIG_FEATURES, F32, SEED, Cluster, big_inputs, draw_owners, given_gradients
 
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from forks import expect_refusal, in_fork
 from satrap import _core
+from satrap.data.inputs import Inputs
 from satrap.errors import InputError, NonFiniteError, TicketError
-from satrap.inputs import Inputs
-from satrap.local import LocalWorker
+from satrap.worker.local_rows import LocalWorker
 from splits import (
     BIG_FEATURES,
     BLOCK,

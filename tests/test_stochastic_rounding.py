@@ -14,8 +14,8 @@ import pytest
 
 from one_row import F32, assert_neighbour
 from satrap import _core
-from satrap.config import SGD, Constant, Table
-from satrap.store import Store
+from satrap.config.tables import SGD, Constant, Table
+from satrap.table.store import Store
 
 DTYPES = ["float16", "bfloat16"]
 ULP_AT_1 = {"float16": 2.0**-10, "bfloat16": 2.0**-7}

@@ -19,8 +19,8 @@ import pytest
 
 from checkpoint_job import Job
 from hostile_store import Hostile, KilledError, hostile
+from satrap.checkpoint.storage import open_storage
 from satrap.errors import CheckpointError
-from satrap.storage import open_storage
 
 URL = "hostile://bucket/run"
 STEPS = 12

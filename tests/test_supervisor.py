@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap.cluster.membership import Membership
-from satrap.cluster.supervisor import (
+from satrap.errors import ConfigError
+from satrap.launch.run_state import Membership
+from satrap.launch.supervisor import (
     End,
     Ended,
     Event,
@@ -34,7 +35,6 @@ from satrap.cluster.supervisor import (
     Supervisor,
     Wanted,
 )
-from satrap.errors import ConfigError
 
 MEMBERSHIP = Membership(name="test")
 

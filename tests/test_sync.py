@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap.sync import Gate
+from satrap.train.staleness_gate import Gate
 
 
 def run(gate: Gate, num_batches: int, rng: random.Random, drop: float) -> list[tuple[str, int]]:

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from satrap import synthetic
+from satrap.data import synthetic
+from satrap.data.synthetic import Block, Clicks
 from satrap.errors import ConfigError
-from satrap.metrics import auc, log_loss, normalised_entropy
-from satrap.synthetic import Block, Clicks
+from satrap.monitor.metrics import auc, log_loss, normalised_entropy
 
 
 def whole(clicks: Clicks, batch_size: int = 1 << 16) -> Block:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from oracle import as_ids
-from satrap.config import SGD, Adagrad, Adam, Ftrl, MinCount, Table
+from satrap.config.tables import SGD, Adagrad, Adam, Ftrl, MinCount, Table
 from satrap.errors import ConfigError, InputError, SharedMemoryError, SnapshotError, TicketError
-from satrap.store import Store
-from satrap.tables import Tables
+from satrap.table.store import Store
+from satrap.table.table_group import Tables
 
 TABLES = [
     Table("user", dim=4, optimizer=Adam(), num_buckets=2),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from satrap.cluster.terminal import Terminal
+from satrap.launch.terminal import Terminal
 
 TEXT = bytes(range(256)) * 4096
 
@@ -49,14 +49,14 @@ def test_all_that_is_read_is_shown(blocking: bool) -> None:
 
 def test_what_is_not_read_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is shown yet to whoever reads while this process is there."""
-    monkeypatch.setattr("satrap.cluster.terminal._STALL_SECONDS", 0.1)
+    monkeypatch.setattr("satrap.launch.terminal._STALL_SECONDS", 0.1)
     reader = Reader()
     terminal = Terminal(reader.stream)
     terminal.write(TEXT)
     left = terminal.close()
     assert 0 < left < len(TEXT), "a part is in the pipe"
     reader.begin()
-    monkeypatch.setattr("satrap.cluster.terminal._STALL_SECONDS", 5.0)
+    monkeypatch.setattr("satrap.launch.terminal._STALL_SECONDS", 5.0)
     assert terminal.close() == 0
     assert reader.all() == TEXT
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import satrap.lookup
+import satrap.train.batch_lookup
 from satrap import Adagrad, Embeddings, Inputs, Store, Table, _core
 from satrap.errors import InputError
-from satrap.threads import _openmp, spare_cores, torch_threads
+from satrap.train.torch_threads import _openmp, spare_cores, torch_threads
 
 borrowed = pytest.mark.skipif(_openmp() is None, reason="this torch does not run on GNU's OpenMP")
 
@@ -74,7 +74,7 @@ def test_a_stream_borrows_where_it_works_between_torchs_operators(
         with torch_threads():
             yield
 
-    monkeypatch.setattr(satrap.lookup, "torch_threads", counted)
+    monkeypatch.setattr(satrap.train.batch_lookup, "torch_threads", counted)
     assert torch.get_num_threads() == 1
     embeddings = Embeddings({"item": Table("item", dim=4)}, num_threads=num_threads)
     optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))

@@ -89,7 +89,7 @@ WAITED_FOR = """
 import sys, time
 from pathlib import Path
 import torch.distributed as dist
-from satrap.trainers import Trainers
+from satrap.train.process_group import Trainers
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -253,7 +253,7 @@ def test_an_overflow_that_one_trainer_alone_has(
 LATE = """
 import datetime, sys, threading
 import torch.distributed as dist
-from satrap.trainers import Trainers
+from satrap.train.process_group import Trainers
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
 dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # torch's own, of groups made from here on

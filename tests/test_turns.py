@@ -10,9 +10,9 @@ import pytest
 
 from cluster import batch, contents, features, killables, one_table, remote, serving
 from satrap.errors import ConfigError
-from satrap.mover import Mover
 from satrap.rpc import Client, Origin
-from satrap.server_calls import ServerCalls
+from satrap.server.migration.coordinator import Mover
+from satrap.server.protocol import ServerCalls
 
 EXACT = np.arange(200, dtype=np.uint64)
 

@@ -14,20 +14,20 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import satrap.server
+import satrap.server.server
 from bag_oracle import draw_bags
 from cluster import DEADLINE_SECONDS, IDS, batch, both_step, contents, features, one_table, remote, serving
 from loop import DIM, Net, batches, job, rows, train
 from satrap import Embeddings, _core
-from satrap.config import Adagrad, Table
+from satrap.config.job import Job
+from satrap.config.tables import Adagrad, Table
 from satrap.errors import ConfigError, InputError
-from satrap.job import Job
-from satrap.local import LocalWorker
-from satrap.remote import RemoteWorker
 from satrap.rpc import Client, Origin
-from satrap.server_calls import ServerCalls
-from satrap.servers import Servers
-from satrap.tables import Tables
+from satrap.server.protocol import ServerCalls
+from satrap.table.table_group import Tables
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteWorker
 
 F32 = NDArray[np.float32]
 FLOAT16_MOST = 2.0**15  # what a row's halves stay below, or at
@@ -195,7 +195,7 @@ def test_a_lookup_is_near_and_a_read_is_exact(num_servers: int, rng: np.random.G
 
 def test_what_fp16_holds_is_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of few bits: the rows on servers are those of a run that rounds nothing, tickets lost or not."""
-    monkeypatch.setattr(satrap.server, "MOST_TICKETS", 1)
+    monkeypatch.setattr(satrap.server.server, "MOST_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services], wire="float16") as worker:
         for each in (local, worker):

@@ -19,13 +19,13 @@ import torch
 
 from oracle import as_ids
 from satrap._core import Ticket
-from satrap.config import SGD, Adagrad, Constant, Ftrl, Table
+from satrap.config.features import Features
+from satrap.config.tables import SGD, Adagrad, Constant, Ftrl, Table
+from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, InputError, NonFiniteError, SharedMemoryError, TicketError
-from satrap.features import Features
-from satrap.inputs import Inputs
-from satrap.local import LocalWorker
-from satrap.tables import Tables
-from satrap.worker import LookedUp
+from satrap.table.table_group import Tables
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.worker import LookedUp
 
 ITEM = Table("item", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=2)
 USER = Table("user", dim=3, optimizer=Ftrl(), initial=Constant(0.0), num_buckets=2)
@@ -79,7 +79,7 @@ def offsets(*values: int) -> Any:
 
 
 BAD_INPUTS: list[tuple[Any, str]] = [
-    ({"ids": 1}, "inputs is a dict; wanted a satrap.inputs.Inputs"),
+    ({"ids": 1}, "inputs is a dict; wanted a satrap.data.inputs.Inputs"),
     (with_(names=["item"]), "names is a list; wanted the tuple of features.names"),
     (with_(names=("item", "seen", "path")), r"the features \['user'\] are missing and \[\] are unknown"),
     (with_(names=("item", "seen", "path", "usr")), r"\['user'\] are missing and \['usr'\] are unknown"),

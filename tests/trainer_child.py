@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, Parquet
-from satrap.far import FarWorker
-from satrap.remote import RemoteWorker
+from satrap.worker.remote.client import FarWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 
 def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import satrap
-from satrap.synthetic import Clicks
+from satrap.data.synthetic import Clicks
 
 NOTICES = ("LICENSE", "LICENSES/nanobind.txt", "LICENSES/robin_map.txt")
 

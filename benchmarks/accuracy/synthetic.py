@@ -11,7 +11,7 @@ import torch
 
 import satrap
 from benchmarks.accuracy.training import Outcome, fit, tested
-from satrap.synthetic import Clicks
+from satrap.data.synthetic import Clicks
 
 MOST_SEEDS = 10  # the test samples come after those of as many
 

@@ -32,7 +32,7 @@ FIGURES = ("away_s", "listens_s")
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round: `num_steps` kills."""
     from benchmarks.cluster import tables
-    from satrap.features import Features
+    from satrap.config.features import Features
 
     rows, dim, num_threads = (int(job[key]) for key in ("rows", "dim", "num_threads"))
     tables.require_memory(rows, dim, num_tables=1)

@@ -25,9 +25,9 @@ GRADIENT = 1e-3
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """One round of ours."""
     from benchmarks.cluster import tables
-    from satrap.features import Features
-    from satrap.local import LocalWorker
-    from satrap.remote import RemoteWorker
+    from satrap.config.features import Features
+    from satrap.worker.local_rows import LocalWorker
+    from satrap.worker.sharded_rows import RemoteWorker
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     count = num_warmup + int(job["num_steps"])

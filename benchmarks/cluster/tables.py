@@ -15,12 +15,12 @@ from benchmarks.plan import table_bytes
 from benchmarks.train.contenders import FEATURES
 from benchmarks.workload import BATCH_IDS, SAMPLES, RowNumbers, hashed_ids, total_rows
 from satrap import RowWiseAdagrad, Table, Uniform
-from satrap.features import Features
-from satrap.inputs import Inputs
-from satrap.job import Job
-from satrap.remote import RemoteWorker
-from satrap.servers import Servers
-from satrap.worker import Worker
+from satrap.config.features import Features
+from satrap.config.job import Job
+from satrap.data.inputs import Inputs
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.worker import Worker
 
 LR = 0.05
 SLACK = 1.05  # room for so many times the rows

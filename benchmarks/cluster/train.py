@@ -51,7 +51,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
     from benchmarks.cluster import tables
     from satrap import Embeddings
-    from satrap.remote import RemoteWorker
+    from satrap.worker.sharded_rows import RemoteWorker
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     num_steps = int(job["num_steps"])
@@ -93,7 +93,7 @@ def make_mode(embeddings: Any, label: str, job: Mapping[str, Any]) -> Mode:
 
     from benchmarks.train.contenders import FEATURES
     from benchmarks.train.model import SEED, DenseStep
-    from satrap.inputs import Inputs
+    from satrap.data.inputs import Inputs
     from satrap.models import DLRM
 
     torch.manual_seed(SEED)

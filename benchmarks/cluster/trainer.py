@@ -28,9 +28,9 @@ from benchmarks.train.model import SEED, DenseStep
 from benchmarks.train.workload import NUM_DENSE, load_batches
 from benchmarks.workload import NUM_FEATURES, SAMPLES, hashed_ids
 from satrap import Embeddings
-from satrap.inputs import Inputs
+from satrap.data.inputs import Inputs
 from satrap.models import DLRM
-from satrap.remote import RemoteWorker
+from satrap.worker.sharded_rows import RemoteWorker
 
 TIMEOUT = timedelta(seconds=120)
 MOST_STALENESS = 16

@@ -42,7 +42,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 def count(job: Mapping[str, Any], wire: str) -> dict[str, Any]:
     """Bytes of a sample: the mean over some steps."""
     from benchmarks.cluster import tables
-    from satrap.features import Features
+    from satrap.config.features import Features
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     num_steps = int(job["num_steps"])

@@ -59,7 +59,7 @@ class SatrapTrain:
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         import torch
 
-        import satrap.local
+        import satrap.worker.local_rows
 
         torch.set_num_threads(num_threads)
         optimizers: dict[str, Any] = {
@@ -78,7 +78,7 @@ class SatrapTrain:
         self.dim = dim
         self.embeddings = satrap.Embeddings(dict.fromkeys(FEATURES, table), seed=1)
         worker = self.embeddings.worker
-        assert isinstance(worker, satrap.local.LocalWorker)
+        assert isinstance(worker, satrap.worker.local_rows.LocalWorker)
         self.store = worker.tables["ids"]
         for begin in range(0, count, BATCH_IDS):
             self.store.lookup(hashed_ids(np.arange(begin, min(begin + BATCH_IDS, count))))
@@ -89,7 +89,7 @@ class SatrapTrain:
         return SatrapTrainer(self, self.STALENESS[mode], top, precision, plain=mode == "plain")
 
     def prepare(self, batches: Batches) -> list[Any]:
-        from satrap.inputs import Inputs
+        from satrap.data.inputs import Inputs
 
         return [
             Inputs(names=FEATURES, values=hashed_ids(rows), batch_size=SAMPLES, dense=dense, label=labels)

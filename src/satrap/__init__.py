@@ -6,8 +6,8 @@ Importing this package costs little on purpose: it needs numpy and the native co
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from satrap.columns import DenseColumn, IdColumn, LabelColumn
-from satrap.config import (
+from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
+from satrap.config.tables import (
     SGD,
     Adagrad,
     Adam,
@@ -25,6 +25,13 @@ from satrap.config import (
     Uniform,
     Zeros,
 )
+from satrap.data.arrow import Arrow
+from satrap.data.criteo import Criteo
+from satrap.data.delimited import CSV
+from satrap.data.frame import Frame
+from satrap.data.inputs import Inputs, Position
+from satrap.data.iterable import Iterable
+from satrap.data.parquet import Parquet
 from satrap.errors import (
     AttemptError,
     CapacityError,
@@ -45,34 +52,34 @@ from satrap.errors import (
     StreamError,
     TicketError,
 )
-from satrap.inputs import Inputs, Position
-from satrap.progress import Progress
-from satrap.sinks import JsonLines, Screen, TensorBoard
-from satrap.sources import CSV, Arrow, Criteo, Frame, Iterable, Parquet
-from satrap.store import Store
+from satrap.monitor.progress import Progress
+from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
+from satrap.table.store import Store
 
 if TYPE_CHECKING:
-    from satrap import models, synthetic
-    from satrap.batch import Batch
-    from satrap.checkpoint import Checkpoint
-    from satrap.embeddings import Embeddings
-    from satrap.evaluation import auc, evaluate
-    from satrap.reader import Reader
+    from satrap import models
+    from satrap.checkpoint.checkpoint import Checkpoint
+    from satrap.data import synthetic
+    from satrap.serving.reader import Reader
+    from satrap.train.batch import Batch
+    from satrap.train.embeddings import Embeddings
+    from satrap.train.evaluation import auc, evaluate
 
 _LATER = {
-    "Batch": "batch",
-    "Checkpoint": "checkpoint",
-    "Embeddings": "embeddings",
-    "Reader": "reader",
-    "auc": "evaluation",
-    "evaluate": "evaluation",
+    "Batch": "train.batch",
+    "Checkpoint": "checkpoint.checkpoint",
+    "Embeddings": "train.embeddings",
+    "Reader": "serving.reader",
+    "auc": "train.evaluation",
+    "evaluate": "train.evaluation",
 }
 """Names that come with torch: their files are imported when they are first asked for."""
+_MODULES = {"models": "models", "synthetic": "data.synthetic"}
 
 
 def __getattr__(name: str) -> object:
-    if name in ("models", "synthetic"):
-        return import_module(f"satrap.{name}")
+    if name in _MODULES:
+        return import_module(f"satrap.{_MODULES[name]}")
     if name in _LATER:
         return getattr(import_module(f"satrap.{_LATER[name]}"), name)
     raise AttributeError(f"module 'satrap' has no attribute {name!r}")

@@ -2,6 +2,6 @@
 
 import sys
 
-from satrap.cli import main
+from satrap.cli.main import main
 
 sys.exit(main())

@@ -17,7 +17,7 @@ import torch
 
 from satrap import _core
 from satrap.models.parts import is_traced
-from satrap.threads import torch_threads
+from satrap.train.torch_threads import torch_threads
 
 
 class Interaction(torch.nn.Module):

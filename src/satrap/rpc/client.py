@@ -26,8 +26,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, cast
 
-from satrap.checks import check_number, suggest
 from satrap.collected import close_when_collected
+from satrap.config.validation import check_number, suggest
 from satrap.errors import ConfigError, InputError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, split_address, unix_path

@@ -20,7 +20,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from satrap.checks import check_integer
+from satrap.config.validation import check_integer
 from satrap.errors import InputError, RpcError
 
 HEADER_BYTES = 64

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from satrap.checks import check_integer
+from satrap.config.validation import check_integer
 from satrap.errors import ConfigError
 from satrap.rpc.header import MAX_FRAMES, Header
 from satrap.rpc.values import Buffer

@@ -32,7 +32,7 @@ from typing import Any, Self
 
 import zmq
 
-from satrap.checks import check_integer, check_number
+from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
 from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
 from satrap.rpc.faults import encode_error

@@ -25,7 +25,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.checks import describe
+from satrap.config.validation import describe
 from satrap.errors import ConfigError, RpcError, SatrapError
 
 Buffer = bytes | memoryview

@@ -1,0 +1,1 @@
+"""Checkpoints of a whole training run, in a folder or under a URL."""

@@ -1,0 +1,137 @@
+"""Any state_dict as one safetensors file: tensors as they are, everything else as JSON in the file's metadata.
+
+No pickle: reading a file runs no code. What can be neither tensor nor JSON is refused when it is saved, with its path.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from satrap.errors import CheckpointError
+from satrap.table.snapshot.manifest import checksum
+
+_TENSOR, _TUPLE, _PAIRS, _FLOAT = "__tensor__", "__tuple__", "__pairs__", "__float__"
+
+
+def save_state(path: Path, state: Any) -> None:
+    """Writes the state; CheckpointError if some of it is neither a tensor nor plain."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    tree = _flatten(state, "state", tensors)
+    try:
+        save_file(tensors, path, metadata={"tree": json.dumps(tree)})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def load_state(path: Path) -> Any:
+    """The state that `save_state` wrote, its tensors on the CPU."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            tree = json.loads((file.metadata() or {})["tree"])
+            return _build(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def read_state(path: Path, crc32c: int, checkpoint: str) -> Any:
+    """What `save_state` wrote, if it is whole. CheckpointError names the checkpoint to remove."""
+    try:
+        found = checksum(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if found != crc32c:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {checkpoint}")
+    return load_state(path)
+
+
+def require_model(path: Path | str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """CheckpointError if the state found is not of a model like this one."""
+    if lines := differences(found, wanted):
+        more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
+        raise CheckpointError(
+            f"{path} is of another model: {'; '.join([*lines[:3], *more])}: build it as it was, or take another folder"
+        )
+
+
+def state_bytes(state: Any) -> bytes:
+    """The file that `save_state` would write."""
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    tree = _flatten(state, "state", tensors)
+    return bytes(save(tensors, metadata={"tree": json.dumps(tree)}))
+
+
+def state_of(data: bytes) -> Any:
+    """The state in such bytes."""
+    from safetensors.torch import load
+
+    end = 8 + int.from_bytes(data[:8], "little")  # of the header, which `load` keeps to itself
+    return _build(json.loads(json.loads(data[8:end])["__metadata__"]["tree"]), load(data))
+
+
+def _flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    match value:
+        case Tensor():
+            name = f"{len(tensors)}:{where}"  # paths alone may meet: {"a.b": x, "a": {"b": y}}
+            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            return {_TENSOR: name}
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {_FLOAT: repr(value)}
+        case tuple():
+            return {_TUPLE: [_flatten(each, f"{where}.{i}", tensors) for i, each in enumerate(value)]}
+        case list():
+            return [_flatten(each, f"{where}.{i}", tensors) for i, each in enumerate(value)]
+        case Mapping():
+            pairs = [[key, _flatten(each, f"{where}.{key}", tensors)] for key, each in value.items()]
+            if all(isinstance(key, str) for key, _ in pairs) and not any(key.startswith("__") for key, _ in pairs):
+                return dict(pairs)
+            if all(isinstance(key, str | int) for key, _ in pairs):
+                return {_PAIRS: pairs}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists, tuples and dicts"
+    )
+
+
+def _build(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match tree:
+        case {"__tensor__": name}:
+            return tensors[name]
+        case {"__tuple__": items}:
+            return tuple(_build(each, tensors) for each in items)
+        case {"__pairs__": pairs}:
+            return {key: _build(each, tensors) for key, each in pairs}
+        case {"__float__": text}:
+            return float(text)
+        case dict():
+            return {key: _build(each, tensors) for key, each in tree.items()}
+        case list():
+            return [_build(each, tensors) for each in tree]
+    return tree
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """How two flat state_dicts differ in names, shapes and dtypes."""
+    lines = [f"{name}: not in the checkpoint" for name in wanted if name not in found]
+    lines += [f"{name}: only in the checkpoint" for name in found if name not in wanted]
+    for name in wanted:
+        one, other = found.get(name), wanted[name]
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            continue
+        if one.shape != other.shape or one.dtype != other.dtype:
+            lines.append(
+                f"{name}: {tuple(one.shape)} {one.dtype} in the checkpoint, {tuple(other.shape)} {other.dtype} here"
+            )
+    return lines

@@ -1,0 +1,131 @@
+"""`satrap doctor`: what is installed, what the core runs on, and what bounds a short run here.
+
+Yields plain lines. A number that was not measured here is in none of them.
+"""
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from satrap import _core
+from satrap.config.tables import Table
+from satrap.data.inputs import Inputs
+from satrap.errors import ConfigError
+
+_PACKAGES = (
+    *("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq"),
+    "ray",
+)
+_NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
+
+
+def examine(dim: int, *, run: bool) -> Iterator[str]:
+    """What is here. dim: of the short run's embeddings; run: whether there is one."""
+    yield f"python {platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
+    for package in _PACKAGES:
+        yield f"{package:12} {_version(package)}"
+    yield f"SIMD         {_core.simd_paths()[0]} (this machine has {', '.join(_core.simd_paths())})"
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield f"cores        {cores} for this process"
+    yield f"memory       {memory / 2**30:.1f} GiB, {_available() / 2**30:.1f} GiB available"
+    yield f"huge pages   {_huge_pages()}"
+    if _version("torch") == "not installed":
+        yield "torch is not installed: tables work, training does not; pip install torch"
+        return
+    import torch
+
+    from satrap.train.torch_threads import spare_cores
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield f"devices      {', '.join(devices) or 'none'}"
+    beside = spare_cores()
+    how = f"{cores}, between the steps of the dense network" + (
+        f"; with staleness {beside} beside it" if beside else ""
+    )
+    yield f"threads      torch {torch.get_num_threads()}, tables {how}"
+    if run:
+        needed = (2 * _ROWS + 6 * _NUM_FEATURES * _BATCH) * 4 * dim  # rows and their states; a batch in all its forms
+        if needed > _available() / 2:
+            raise ConfigError(
+                f"--dim {dim}: the short run would take some {needed / 2**30:.1f} GiB, and {_available() / 2**30:.1f} "
+                "are available; name a smaller dim, or --no-run"
+            )
+        yield from _short_run(dim)
+
+
+def _short_run(dim: int) -> Iterator[str]:
+    """A few steps of a DLRM on random ids, stage by stage."""
+    import torch
+
+    from satrap.models import DLRM
+    from satrap.train.embeddings import Embeddings
+
+    tables = {f"f{i}": Table(f"f{i}", dim=dim) for i in range(_NUM_FEATURES)}
+    embeddings = Embeddings(tables)
+    model = DLRM(13, embeddings)
+    optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters()))
+    rng = np.random.default_rng(0)
+    batches = [
+        Inputs(
+            names=embeddings.features.names,
+            values=rng.integers(0, _ROWS // _NUM_FEATURES, _NUM_FEATURES * _BATCH, dtype=np.uint64),
+            batch_size=_BATCH,
+            dense=rng.standard_normal((_BATCH, 13)).astype(np.float32),
+            label=rng.integers(0, 2, _BATCH).astype(np.float32),
+        )
+        for _ in range(_STEPS)
+    ]
+    for _ in range(2):  # the first pass meets new rows and cold caches
+        seconds = {"forward and backward": 0.0, "dense optimizer": 0.0}
+        began = time.perf_counter()
+        with embeddings.stream(batches, overlap=False) as stream:
+            for batch in stream:
+                start = time.perf_counter()
+                loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                    model(batch.dense, batch.embeddings), batch.label
+                )
+                optimizer.zero_grad()
+                loss.backward()
+                middle = time.perf_counter()
+                seconds["forward and backward"] += middle - start
+                before = stream.seconds.update
+                optimizer.step()
+                seconds["dense optimizer"] += time.perf_counter() - middle - (stream.seconds.update - before)
+            took = stream.seconds
+            seconds |= {"read": took.read, "lookup": took.lookup, "update": took.update}
+        total = time.perf_counter() - began
+    yield (
+        f"short run    {_STEPS * _BATCH / total:,.0f} samples/s: DLRM, {_NUM_FEATURES} features of dim {dim}, "
+        f"batches of {_BATCH}, ids in memory"
+    )
+    for stage, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        yield f"  {stage:22} {1000 * spent / _STEPS:7.1f} ms a step {100 * spent / total:5.0f} %"
+    yield f"bounded by {max(seconds, key=lambda stage: seconds[stage])}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _available() -> int:
+    with open("/proc/meminfo") as file:
+        line = next(line for line in file if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def _huge_pages() -> str:
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            text = file.read()
+    except OSError:
+        return "not known to this kernel"
+    chosen = text.partition("[")[2].partition("]")[0]
+    return "never: large tables will be slower" if chosen == "never" else chosen

@@ -1,0 +1,101 @@
+"""The features of a model in the one order that every batch has them in, and where each lies in a block of rows.
+
+Takes what the user names (`{"user_id": user, "history": item.bag("mean")}`) and settles the order: features of one
+table stand side by side, so that a batch's ids are grouped by table as they come. Reads no data and looks nothing up.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from satrap.config.tables import Feature, Table
+from satrap.config.validation import check_name, describe, require_mapping
+from satrap.errors import ConfigError
+
+__all__ = ["Feature", "Features"]
+
+
+class Features(Mapping[str, Feature]):
+    """Features by name; tables in order of first appearance, and within a table the user's order.
+
+    A block of pooled rows has one line for each sample: feature f of it is block[:, columns[f] : columns[f] + dims[f]].
+    """
+
+    names: tuple[str, ...]
+    """The features' names, in this order."""
+    tables: tuple[Table, ...]
+    """Each table once."""
+    table_index: tuple[int, ...]
+    """Of each feature: which of `tables` it looks rows up in. Never falls."""
+    dims: tuple[int, ...]
+    """Of each feature: numbers in a row."""
+    columns: tuple[int, ...]
+    """Of each feature: where it begins in a line of a block; -1 if it is a sequence, which lies in no block."""
+    pooled: dict[str, int]
+    """The features that lie in a block, in its order, each with its dim."""
+    total_dim: int
+    """Numbers in a line of a block."""
+
+    def __init__(self, features: Mapping[str, Feature | Table]) -> None:
+        """A bare table stands for Feature(table, "sum")."""
+        if not isinstance(features, Mapping) or not features:
+            raise ConfigError(
+                f"features are {describe(features)}; wanted a dict of at least one, e.g. {{'user': table}}"
+            )
+        given = {check_name("Feature", name, "'user_id'"): _as_feature(name, each) for name, each in features.items()}
+        tables: dict[str, Table] = {}
+        for name, feature in given.items():
+            table = tables.setdefault(feature.table.name, feature.table)
+            if table != feature.table:
+                raise ConfigError(
+                    f"feature {name!r}: its table {table.name!r} is configured in another way than the table of "
+                    f"that name before it ({_differences(table, feature.table)}): use one Table object for both, "
+                    "or two names"
+                )
+        ranks = {name: rank for rank, name in enumerate(tables)}
+        ordered = sorted(given, key=lambda name: ranks[given[name].table.name])  # stable
+        self._features = {name: given[name] for name in ordered}
+        self.names = tuple(ordered)
+        self.tables = tuple(tables.values())
+        self.table_index = tuple(ranks[feature.table.name] for feature in self._features.values())
+        self.dims = tuple(feature.table.dim for feature in self._features.values())
+        columns, at = [], 0
+        for feature in self._features.values():
+            pooled = feature.pooling != "none"
+            columns.append(at if pooled else -1)
+            at += feature.table.dim if pooled else 0
+        self.columns, self.total_dim = tuple(columns), at
+        self.pooled = {name: each.table.dim for name, each in self._features.items() if each.pooling != "none"}
+
+    def __getitem__(self, name: str) -> Feature:
+        return self._features[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._features)
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def to_dict(self) -> dict[str, Any]:
+        """These features as plain JSON types, in this order."""
+        return {name: feature.to_dict() for name, feature in self.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The features that `to_dict` wrote."""
+        return cls({name: Feature.from_dict(each) for name, each in require_mapping("Features", data).items()})
+
+    def __repr__(self) -> str:
+        return f"Features({self._features!r})"
+
+
+def _as_feature(name: str, feature: object) -> Feature:
+    if isinstance(feature, Table):
+        return Feature(feature)
+    if not isinstance(feature, Feature):
+        raise ConfigError(f"feature {name!r} is {describe(feature)}; wanted a satrap.Table, or table.bag(...) of one")
+    return feature
+
+
+def _differences(one: Table, other: Table) -> str:
+    first, second = one.to_dict(), other.to_dict()
+    return ", ".join(f"{key}: {first[key]} and {second[key]}" for key in first if first[key] != second[key])

@@ -1,0 +1,499 @@
+"""What a user says about a table, and about a feature that looks rows of it up: frozen dataclasses, checked when made.
+
+Reads nothing and decides nothing at run time: `engine` hands these values to the native core. Every class checks itself
+in `__post_init__`, so an object that exists is valid, and its docstring explains its fields, where help() finds them.
+`to_dict` gives plain JSON types; `from_dict` gives an equal object back and refuses unknown keys, naming a near one.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, Self, get_args
+
+from satrap.config.validation import (
+    LARGEST_FLOAT32,
+    Config,
+    check_choice,
+    check_flag,
+    check_id,
+    check_integer,
+    check_kind,
+    check_name,
+    check_number,
+    check_numbers,
+    describe,
+    fields_to_dict,
+    kind_from_dict,
+    known_keys,
+    require_mapping,
+    set_field,
+)
+from satrap.errors import ConfigError
+
+LAST_STEP = 2**32 - 2
+"""The largest batch number; steps are stored in 32 bits."""
+LAST_VERSION = 2**32 - 2
+"""The largest version of a table."""
+SMALLEST_FTRL_LR = 1.1754943508222875e-38
+"""The smallest normal float32: Ftrl divides by lr."""
+_MOST_DEVIATIONS = 10  # no draw of Normal is further from the mean
+_LARGEST_VALUE = {"float32": LARGEST_FLOAT32, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
+_MAX_LENGTH = 65536
+_MAX_BUCKETS = 65536
+_MAX_BUCKET_ROWS = 2**32 - 2  # the core numbers a bucket's rows with 32 bits, and one number means none
+_MAX_ROWS = _MAX_BUCKETS * _MAX_BUCKET_ROWS
+_DEFAULT_BUCKETS = 256  # without a capacity: enough that many threads rarely meet and that growing one is short
+_MAX_DEFAULT_BUCKETS = 4096
+_ROWS_PER_BUCKET = 32768
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGD(Config):
+    """Stochastic gradient descent, with torch's momentum and Nesterov momentum, without its `dampening` and `maximize`.
+
+    lr: learning rate; `Store.set_lr` and `update(lr=...)` override it.
+    momentum: momentum factor; 0 keeps no state. The buffer of a row moves only in steps in which it has a gradient.
+    nesterov: Nesterov's form of momentum; needs `momentum` > 0.
+    weight_decay: L2 penalty, added to the gradient: only rows that have one decay.
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, lr=0.0, momentum=0.0, weight_decay=0.0)
+        set_field(self, "nesterov", check_flag("SGD", "nesterov", self.nesterov))
+        if self.nesterov and self.momentum == 0.0:
+            raise ConfigError(
+                "SGD: nesterov is True and momentum is 0; Nesterov's form needs momentum > 0: "
+                "give momentum (e.g. 0.9) or nesterov=False"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adagrad(Config):
+    """Adagrad: one accumulator per element. Of torch's parameters `lr_decay` and `maximize` are left out.
+
+    lr: learning rate; `Store.set_lr` and `update(lr=...)` override it.
+    weight_decay: L2 penalty, added to the gradient: only rows that have one decay.
+    initial_accumulator_value: what the accumulators of a new row start from.
+    eps: added to the root of the accumulator. With 0, as in torch, a gradient of 0 on an accumulator of 0 gives NaN.
+    """
+
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        check_numbers(self, lr=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWiseAdagrad(Config):
+    """Adagrad with one accumulator per row, the mean of the squared gradient, as FBGEMM defines it.
+
+    lr: learning rate; `Store.set_lr` and `update(lr=...)` override it.
+    weight_decay: L2 penalty, added to the gradient: only rows that have one decay.
+    initial_accumulator_value: what the accumulator of a new row starts from.
+    eps: added to the root of the accumulator. With 0 a gradient of 0 on an accumulator of 0 gives NaN.
+    """
+
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_numbers(self, lr=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam(Config):
+    """Adam; every row counts its own steps, those in which it has a gradient: a rare id's bias correction is its own.
+    Of torch's parameters `amsgrad` and `maximize` are left out.
+
+    lr: learning rate; `Store.set_lr` and `update(lr=...)` override it.
+    betas: decay of the running means of the gradient and of its square; each in [0, 1).
+    eps: added to the denominator. With 0, as in torch, a row whose gradients were all 0 becomes NaN.
+    weight_decay: L2 penalty, added to the gradient: only rows that have one decay.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, lr=0.0, eps=0.0, weight_decay=0.0)
+        set_field(self, "betas", _betas("Adam", self.betas))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamW(Config):
+    """Adam with decoupled weight decay; every row counts its own steps, those in which it has a gradient. Of torch's
+    parameters `amsgrad` and `maximize` are left out.
+
+    lr: learning rate; `Store.set_lr` and `update(lr=...)` override it.
+    betas: decay of the running means of the gradient and of its square; each in [0, 1).
+    eps: added to the denominator. With 0, as in torch, a row whose gradients were all 0 becomes NaN.
+    weight_decay: the row shrinks by lr * weight_decay of itself in each of its steps, and in no other.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_numbers(self, lr=0.0, eps=0.0, weight_decay=0.0)
+        set_field(self, "betas", _betas("AdamW", self.betas))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ftrl(Config):
+    """FTRL-Proximal (McMahan et al., 2013), per coordinate. z starts where the closed form gives the initial value, for
+    this `lr`: the first update of a row after the lr has changed moves it by that difference as well.
+
+    lr: the paper's alpha; > 0, because the formula divides by it.
+    beta: the paper's beta; together with `l2` > 0, because a new row's denominator is beta / lr + l2.
+    l1: L1 strength: elements whose |z| stays within it are exactly 0.
+    l2: L2 strength.
+    """
+
+    lr: float = 0.05
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, lr=0.0, beta=0.0, l1=0.0, l2=0.0)
+        if self.lr < SMALLEST_FTRL_LR:
+            raise ConfigError(
+                f"Ftrl: lr is {self.lr:g}; wanted > 0, at least {SMALLEST_FTRL_LR:.3g}, because the formula divides "
+                "by it: give e.g. lr=0.05"
+            )
+        if self.beta / self.lr + self.l2 > LARGEST_FLOAT32:
+            raise ConfigError(
+                f"Ftrl: beta / lr + l2 is {self.beta / self.lr + self.l2:g}, which float32 cannot hold: give a larger "
+                "lr, or a smaller beta or l2"
+            )
+        if self.beta == 0.0 and self.l2 == 0.0:
+            raise ConfigError(
+                "Ftrl: beta and l2 are both 0, so a new row divides by 0: give one of them, e.g. beta=1.0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uniform(Config):
+    """Initial values drawn evenly from [low, high). The default is much narrower than what `torch.nn.Embedding` draws,
+    N(0, 1), which is Normal(std=1.0).
+
+    low: the smallest value.
+    high: above every value, unless it equals `low`; at least `low`.
+    """
+
+    low: float = -0.01
+    high: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_numbers(self, low=-math.inf, high=-math.inf)
+        if self.low > self.high:
+            raise ConfigError(f"Uniform: low {self.low} is above high {self.high}; swap them")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normal(Config):
+    """Initial values drawn from a normal distribution.
+
+    mean: its mean.
+    std: its standard deviation; at least 0.
+    """
+
+    mean: float = 0.0
+    std: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_numbers(self, mean=-math.inf, std=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zeros(Config):
+    """Initial values of 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Config):
+    """One initial value for every element.
+
+    value: that value.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, value=-math.inf)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledUniform(Config):
+    """Initial values drawn evenly from [-1/sqrt(dim), 1/sqrt(dim))."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Always(Config):
+    """Every id gets a row when it is first looked up for training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probability(Config):
+    """An id without a row gets one with probability `p` in each step that looks it up for training.
+
+    p: in (0, 1]. The draw is a pure function of (seed, table, id, step).
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, p=0.0)
+        if not 0.0 < self.p <= 1.0:
+            raise ConfigError(f"Probability: p is {self.p}; wanted a number in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class MinCount(Config):
+    """An id gets a row at its n-th sighting; a step counts at most once.
+
+    An id that comes again in a later epoch is sighted again: from epoch n on every id has a row that the window still
+    remembers. `first_epoch_only` admits only ids that come n times within one pass of the data.
+
+    n: from 1 (at once) to 2**31 - 1.
+    window: how many ids not yet admitted the table remembers; the least recently sighted are forgotten first.
+    first_epoch_only: count sightings in the first epoch of a source only (`epochs=` of the source); in later ones an
+        id without a row gets none. Lookups of a `Store` are of no source, and all count.
+    """
+
+    n: int
+    window: int = field(default=1 << 20, kw_only=True)
+    first_epoch_only: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        set_field(self, "n", check_integer("MinCount", "n", self.n, 1, 2**31 - 1))
+        set_field(self, "window", check_integer("MinCount", "window", self.window, 1, 2**63 - 1))
+        set_field(self, "first_epoch_only", check_flag("MinCount", "first_epoch_only", self.first_epoch_only))
+
+
+Optimizer = SGD | Adagrad | RowWiseAdagrad | Adam | AdamW | Ftrl
+Initial = Uniform | Normal | Zeros | Constant | ScaledUniform
+Admission = Always | Probability | MinCount
+Pooling = Literal["sum", "mean", "sqrtn", "none"]
+Keep = Literal["last", "first"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Config):
+    """One embedding table: what a row is, how it starts, learns, lives and goes.
+
+    name: names the table in messages and seeds its initial values: another name gives other rows.
+    dim: numbers in a row's values; 1 to 65536.
+    optimizer: how a gradient changes a row; decides what state a row carries.
+    initial: a new row's values: a pure function of (seed, table name, id).
+    dtype: how values are stored. 16-bit types are rounded stochastically after an update; state is always float32.
+    admission: which ids get a row.
+    capacity: rows the table may hold, at most 2**32 - 2 for each bucket; None: no bound.
+    on_full: at capacity: drop the least recently used step first, raise CapacityError, or take capacity as a hint only.
+        Without a capacity a table grows, whatever this says; "raise" is refused then, because it never would.
+    expire_after: steps after which a row not looked up or updated is gone; None: never.
+    absent: what an id without a row reads as.
+    on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
+    num_buckets: into how many parts, each with its own lock, the table is cut: a power of two up to 65536 and at most
+        `capacity`. It decides which row is evicted, so it is saved. None: see `resolved_num_buckets`.
+    """
+
+    name: str
+    _: KW_ONLY
+    dim: int
+    optimizer: Optimizer = field(default_factory=Adagrad)
+    initial: Initial = field(default_factory=Uniform)
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    admission: Admission = field(default_factory=Always)
+    capacity: int | None = None
+    on_full: Literal["evict", "raise", "grow"] = "evict"
+    expire_after: int | None = None
+    absent: Literal["initial", "zeros"] = "initial"
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    num_buckets: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name("Table", self.name, "Table('item', dim=16)")
+        where = f"table {self.name!r}"
+        set_field(self, "dim", check_integer(where, "dim", self.dim, 1, 65536))
+        for name, kinds in _KINDS.items():
+            check_kind(where, name, getattr(self, name), kinds)
+        for name, choices in _CHOICES.items():
+            check_choice(where, name, getattr(self, name), choices)
+        for name, largest in (("capacity", _MAX_ROWS), ("expire_after", LAST_STEP), ("num_buckets", _MAX_BUCKETS)):
+            if getattr(self, name) is not None:
+                set_field(self, name, check_integer(where, name, getattr(self, name), 1, largest))
+        if self.on_full == "raise" and self.capacity is None:
+            raise ConfigError(
+                f"{where}: on_full is 'raise' and there is no capacity to reach: give one, or leave on_full out"
+            )
+        _check_num_buckets(where, self.num_buckets, self.capacity)
+        _check_bucket_rows(where, self.resolved_num_buckets, self.capacity)
+        _check_initial_fits(where, self.initial, self.dtype)
+
+    @property
+    def resolved_num_buckets(self) -> int:
+        """`num_buckets`, or its default: 256 without a capacity, else about one per 32768 rows, at most 4096."""
+        if self.num_buckets is not None:
+            return self.num_buckets
+        if self.capacity is None:
+            return _DEFAULT_BUCKETS
+        wanted = min(max(1, self.capacity // _ROWS_PER_BUCKET), _MAX_DEFAULT_BUCKETS)
+        return 1 << (wanted.bit_length() - 1)
+
+    def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
+        """A feature of this table with any number of ids in a sample, whose rows become one; see `Feature`."""
+        return Feature(self, pooling, weighted=weighted, padding_id=padding_id)
+
+    def sequence(self, max_length: int, *, keep: Keep = "last", padding_id: int | None = None) -> "Feature":
+        """A feature of this table whose rows stay apart, in order: the last `max_length` of a sample, or the first."""
+        return Feature(self, "none", max_length=max_length, keep=keep, padding_id=padding_id)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This table as plain JSON types."""
+        return fields_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The table that `to_dict` wrote. Fields that are missing take their defaults."""
+        name = require_mapping("Table", data).get("name")
+        where = f"table {name!r}" if isinstance(name, str) else "Table"
+        given = known_keys(cls, where, data)
+        for key, kinds in _KINDS.items():
+            if key in given:
+                given[key] = kind_from_dict(f"{where}: {key}", given[key], kinds)
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature(Config):
+    """A column of ids that are looked up in a table, and what becomes of the rows of one sample: of its bag.
+
+    table: where the ids' rows live. Several features may share a table.
+    pooling: "sum"; "mean": the sum divided by the number of ids; "sqrtn": by its root; of an empty bag all are 0.
+        "none": the rows themselves, filled up with zeros to `max_length`, and a mask.
+    weighted: each id comes with a weight that its row is multiplied by before the sum. "mean" and "sqrtn" divide by the
+        number of ids, not by their weights.
+    max_length: for "none" only: rows of a sample; 1 to 65536. Ids beyond are counted and not looked up.
+    keep: for "none" only: which ids of a longer sample are looked up, the "last" (the default) or the "first".
+    padding_id: an id that stands for no id, e.g. the 0 that fills up lists of one length. It is left out of its bag,
+        with its weight, before anything is counted or cut.
+    """
+
+    table: Table
+    pooling: Pooling = "sum"
+    _: KW_ONLY
+    weighted: bool = False
+    max_length: int | None = None
+    keep: Keep | None = None
+    padding_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind("Feature", "table", self.table, (Table,))
+        where = f"a feature of table {self.table.name!r}"
+        check_choice(where, "pooling", self.pooling, get_args(Pooling))
+        set_field(self, "weighted", check_flag(where, "weighted", self.weighted))
+        if self.padding_id is not None:
+            set_field(self, "padding_id", check_id(where, "padding_id", self.padding_id))
+        if self.pooling != "none":
+            for name in ("max_length", "keep"):
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(
+                        f"{where}: {name} is {describe(value)} and pooling {self.pooling!r}, which takes bags of any "
+                        f"length: leave {name} out, or use table.sequence(max_length)"
+                    )
+            return
+        if self.max_length is None:
+            raise ConfigError(f"{where}: pooling is 'none' and there is no max_length: use table.sequence(max_length)")
+        set_field(self, "max_length", check_integer(where, "max_length", self.max_length, 1, _MAX_LENGTH))
+        set_field(self, "keep", "last" if self.keep is None else self.keep)
+        check_choice(where, "keep", self.keep, get_args(Keep))
+        if self.weighted:
+            raise ConfigError(
+                f"{where}: weighted is True and pooling 'none', which sums nothing: leave weighted out, "
+                "and multiply the rows in the model"
+            )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The feature that `to_dict` wrote. Fields that are missing take their defaults."""
+        given = dict(require_mapping("Feature", data))
+        if "table" in given:
+            given["table"] = Table.from_dict(given["table"])
+        return super(Feature, cls).from_dict(given)
+
+
+_KINDS: dict[str, tuple[type[Config], ...]] = {
+    "optimizer": get_args(Optimizer),
+    "initial": get_args(Initial),
+    "admission": get_args(Admission),
+}
+_CHOICES = {
+    "dtype": tuple(_LARGEST_VALUE),
+    "on_full": ("evict", "raise", "grow"),
+    "absent": ("initial", "zeros"),
+    "on_nonfinite": ("raise", "skip"),
+}
+
+
+def _betas(where: str, value: object) -> tuple[float, float]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ConfigError(f"{where}: betas is {describe(value)}; wanted two numbers, e.g. (0.9, 0.999)")
+    first, second = (check_number(where, f"betas[{position}]", beta, 0.0) for position, beta in enumerate(value))
+    if first >= 1.0 or second >= 1.0:
+        raise ConfigError(f"{where}: betas is {describe(value)}; wanted each in [0, 1), e.g. (0.9, 0.999)")
+    return first, second
+
+
+def _check_num_buckets(where: str, num_buckets: int | None, capacity: int | None) -> None:
+    if num_buckets is None:
+        return
+    if num_buckets & (num_buckets - 1):
+        below = 1 << (num_buckets.bit_length() - 1)
+        raise ConfigError(f"{where}: num_buckets is {num_buckets}; wanted a power of two: give {below} or {2 * below}")
+    if capacity is not None and num_buckets > capacity:
+        raise ConfigError(
+            f"{where}: num_buckets is {num_buckets} and capacity {capacity}, so some buckets could hold no row: "
+            "give fewer buckets or more capacity"
+        )
+
+
+def _check_bucket_rows(where: str, num_buckets: int, capacity: int | None) -> None:
+    if capacity is not None and capacity > num_buckets * _MAX_BUCKET_ROWS:
+        needed = 1 << ((capacity - 1) // _MAX_BUCKET_ROWS).bit_length()
+        raise ConfigError(
+            f"{where}: capacity is {capacity} in {num_buckets} buckets; wanted at most {_MAX_BUCKET_ROWS} in each: "
+            f"give num_buckets={needed} or less capacity"
+        )
+
+
+def _check_initial_fits(where: str, initial: Initial, dtype: str) -> None:
+    extent = 0.0
+    match initial:
+        case Uniform(low=low, high=high):
+            extent = max(abs(low), abs(high))
+            if high - low > LARGEST_FLOAT32:
+                raise ConfigError(f"{where}: initial is {initial!r}, but float32 cannot hold high - low: give less")
+        case Normal(mean=mean, std=std):
+            extent = abs(mean) + _MOST_DEVIATIONS * std
+        case Constant(value=value):
+            extent = abs(value)
+    if extent > _LARGEST_VALUE[dtype]:
+        raise ConfigError(
+            f"{where}: initial is {initial!r}, but {dtype} holds at most {_LARGEST_VALUE[dtype]:g}: "
+            "give smaller values or dtype='float32'"
+        )

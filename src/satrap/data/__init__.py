@@ -1,0 +1,1 @@
+"""Training data: declared sources, read ahead and assembled into batches of `Inputs`."""

@@ -1,0 +1,268 @@
+"""Delimited text: CSV, TSV and what is like it, plain or compressed, parsed by the core.
+
+Says what the fields of a row mean; `text_file` finds the rows. Text has no types: an id column holds texts that are
+hashed, unless it is declared otherwise. A field that is empty, or one of the texts in `missing`, is missing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+
+from satrap import _core
+from satrap.config.columns import Columns, DenseColumn, LabelColumn, as_names
+from satrap.config.optional_deps import pyarrow_for
+from satrap.config.validation import check_choice, check_flag, check_integer, describe, set_field
+from satrap.data.block import BadRow, Block, Piece
+from satrap.data.delimited_file import TextFile, TextLayout, TextPiece
+from satrap.data.file_source import File, files_signature, find_files
+from satrap.data.inputs import Position
+from satrap.data.source import Source
+from satrap.errors import ConfigError
+
+_VALUE, _REFUSE, _DROP = 0, 1, 2  # what the core does about a missing label
+_LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # as the core numbers them
+_PACKED = 5  # how many times smaller compressed text may be; only for reading ahead
+
+
+@dataclass(frozen=True)
+class CSV(Source):
+    """Delimited text files, or folders, globs and URLs of them; .gz, .bz2, .zst and .lz4 are decompressed."""
+
+    path: Any
+    """A file, folder, glob or URL, or a list of those."""
+    _: KW_ONLY
+    columns: Sequence[str] | None = None
+    """The names of all columns of a file without a header. None: the first line of each file names them."""
+    delimiter: str = ","
+    """What stands between two fields: 1 to 8 ASCII characters, e.g. "\\t" or "::"."""
+    quote: str | None = '"'
+    """What may enclose a field, then doubled inside it; None: an ordinary character."""
+    missing: str | Sequence[str] = ()
+    """Texts that mean that a field is missing, besides the empty one; e.g. "?" or "NA"."""
+    strip: bool = False
+    """Blanks around a field are not part of it."""
+    skip_lines: int = 0
+    """Lines at the start of each file that are not read, before the header."""
+    encoding: str = "utf-8"
+    """"utf-8" or "latin-1"."""
+    newlines_in_values: bool = False
+    """A quoted field may hold newlines. A file must then be read from its start, so a position does so too."""
+    block_bytes: int = 4 << 20
+    """How many bytes of text are read at a time."""
+    max_line_bytes: int = 16 << 20
+    """A longer line is an error: it would be held in memory whole."""
+    filesystem: Any = None
+    """Where the path lies: a filesystem of pyarrow.fs or fsspec. None: as the path says."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = type(self).__name__
+        if self.columns is not None:
+            set_field(self, "columns", as_names(where, "columns", self.columns))
+        if not isinstance(self.delimiter, str) or not 1 <= len(self.delimiter) <= 8 or not self.delimiter.isascii():
+            raise ConfigError(f"{where}: delimiter is {describe(self.delimiter)}; wanted 1 to 8 ASCII characters")
+        if self.quote is not None:
+            if not isinstance(self.quote, str) or len(self.quote) != 1 or not self.quote.isascii():
+                raise ConfigError(f"{where}: quote is {describe(self.quote)}; wanted one ASCII character, or None")
+            if self.quote in self.delimiter:
+                raise ConfigError(f"{where}: quote {self.quote!r} is part of delimiter {self.delimiter!r}")
+        set_field(self, "missing", as_names(where, "missing", self.missing))
+        check_choice(where, "encoding", self.encoding, ("utf-8", "latin-1"))
+        for name in ("strip", "newlines_in_values"):
+            check_flag(where, name, getattr(self, name))
+        for name, low in (("skip_lines", 0), ("block_bytes", 1), ("max_line_bytes", 1)):
+            set_field(self, name, check_integer(where, name, getattr(self, name), low, 1 << 31))
+
+    def signature(self) -> dict[str, Any]:
+        return super().signature() | files_signature(self.path, self.filesystem)
+
+    def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
+        files = find_files(self.path, self.filesystem)
+        names = self.columns
+        if names is None:
+            names = TextFile(files[0], self._layout(), None).header()
+        columns.check(files[0].name, names)
+        rows = _Rows(self, columns, names)
+        return [block for file in files for block in self._blocks_of(file, rows)]
+
+    def _blocks_of(self, file: File, rows: "_Rows") -> list[Block]:
+        text = TextFile(file, self._layout(), rows.names)
+        if text.is_stream:
+            return [_WholeFile(text, rows)]
+        return [_Range(text, rows, begin, end) for begin, end in text.ranges()]
+
+    def _layout(self) -> TextLayout:
+        return TextLayout(
+            delimiter=self.delimiter,
+            quote=self.quote,
+            encoding=self.encoding,
+            newlines_in_values=self.newlines_in_values,
+            skip_lines=self.skip_lines,
+            header=self.columns is None,
+            block_bytes=self.block_bytes,
+            max_line_bytes=self.max_line_bytes,
+        )
+
+
+class _Rows:
+    """What a row of text becomes."""
+
+    def __init__(self, source: CSV, columns: Columns, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._most_bad = source.max_bad_rows
+        self._columns = columns
+        self._format = form = _core.TextFormat()
+        form.delimiter, form.strip, form.quoted_newlines = source.delimiter, source.strip, source.newlines_in_values
+        form.quote = -1 if source.quote is None else ord(source.quote)
+        form.missing = ["", *source.missing]
+        form.num_dense, form.num_labels = len(columns.dense), len(columns.label)
+        form.num_features, form.num_texts = len(columns.features), len(columns.extra)
+        uses: dict[str, list[_core.FieldUse]] = {name: [] for name in self.names}
+        for column, use in _uses(columns):
+            uses[column].append(use)
+        form.columns = [uses[name] for name in self.names]
+
+    def decode(self, file: TextFile, piece: TextPiece) -> Piece:
+        samples, texts, bad, dropped = _core.parse_text(self._format, piece.text, self._most_bad)
+        extra = {name: _text_array(*text) for name, text in zip(self._columns.extra, texts, strict=True)}
+        return Piece(
+            samples=samples,
+            extra=extra,
+            bad=tuple(self._bad_row(file, piece, *each) for each in bad),
+            dropped=dropped,
+        )
+
+    def _bad_row(
+        self, file: TextFile, piece: TextPiece, at: int, fault: str, column: int, begin: int, end: int, *counts: int
+    ) -> BadRow:
+        lines = int(_core.count_lines(piece.text[:at]))
+        first_line = piece.first_line
+        return BadRow(
+            lambda: f"{file.file.name}, line {first_line() + lines}",
+            self._why(fault, column, bytes(piece.text[begin : min(end, begin + 200)]), counts),
+        )
+
+    def _why(self, fault: str, column: int, field: bytes, counts: Sequence[int]) -> str:
+        found, wanted = counts
+        name = self.names[column]
+        text = repr(field.partition(b"\n")[0].decode(errors="backslashreplace").rstrip("\r"))
+        text = text if len(text) <= 60 else text[:60] + "..."
+        match fault:
+            case "few_columns" | "many_columns":
+                return f"it has {found} columns; wanted {wanted}"
+            case "weights":
+                feature, ids = self._columns.features[column], self._columns.ids[column]
+                return f"column {ids.weights!r} has {found} weights for {wanted} ids of feature {feature!r}"
+            case "label":
+                return f"the label, column {name!r}, is missing; give it, or say LabelColumn(missing='drop')"
+            case "label_text":
+                texts = next(label.texts for label in self._columns.label if label.name == name and label.texts)
+                return f"column {name!r} holds {text}; wanted one of {', '.join(map(repr, texts))}"
+            case "label_kind":
+                label = next(label for label in self._columns.label if label.name == name and label.above is None)
+                return f"column {name!r} holds {text}; wanted {label.wanted}"
+        return f"column {name!r} holds {text}; {_WANTED[fault]}"
+
+
+_WANTED = {
+    "number": "wanted a number",
+    "finite": "wanted a finite number that float32 can hold",
+    "integer": "wanted a whole number of 64 bits, or declare kind='string'",
+    "utf8": "that is not UTF-8: give encoding='latin-1' if it is that",
+    "quote": "a quoted field goes on behind its quote: double the quotes inside it, or give quote=None",
+    "open_quote": "its quote is not closed in this line: close it, or give newlines_in_values=True, or quote=None",
+    "empty_item": "it lists a missing id, and weights stand beside its ids: remove both",
+}
+
+
+def _uses(columns: Columns) -> Iterator[tuple[str, _core.FieldUse]]:
+    """Each column that is used, and what for."""
+    for i, dense in enumerate(columns.dense):
+        yield dense.name, _dense_use(i, dense)
+    for i, label in enumerate(columns.label):
+        yield label.name, _label_use(i, label)
+    for i, ids in enumerate(columns.ids):
+        use = _core.FieldUse("ids", i)
+        use.integer, use.hash, use.missing_id = ids.kind == "integer", ids.hash, ids.missing
+        use.separator = 0 if ids.separator is None else ord(ids.separator)
+        yield ids.name, use
+        if ids.weights is not None:
+            weights = _core.FieldUse("weights", i)
+            weights.separator = use.separator
+            yield ids.weights, weights
+    for i, extra in enumerate(columns.extra):
+        yield extra, _core.FieldUse("text", i)
+
+
+def _dense_use(i: int, column: DenseColumn) -> _core.FieldUse:
+    use = _core.FieldUse("dense", i)
+    use.missing, use.log1p = column.missing, column.log1p
+    return use
+
+
+def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
+    use = _core.FieldUse("label", i)
+    if isinstance(column.missing, str):
+        use.absent = _REFUSE if column.missing == "refuse" else _DROP
+    else:
+        use.absent, use.missing = _VALUE, column.missing
+    use.label_kind = _LABEL_KINDS[column.kind]
+    use.above, use.texts, use.other = column.above, list((column.texts or {}).items()), column.other
+    return use
+
+
+class _Text(Block):
+    """Rows of a file, in pieces of text."""
+
+    _file: TextFile
+    _rows: _Rows
+
+    def num_rows_of(self, raw: TextPiece) -> int:
+        return int(_core.count_rows(raw.text, self._quote))
+
+    def cut(self, raw: TextPiece, begin: int, end: int) -> TextPiece:
+        low, high = _core.rows_within(raw.text, self._quote, begin, end)
+        first_line = raw.first_line
+        return TextPiece(raw.text[low:high], lambda: first_line() + int(_core.count_lines(raw.text[:low])))
+
+    def decode(self, raw: TextPiece) -> Piece:
+        return self._rows.decode(self._file, raw)
+
+    @property
+    def _quote(self) -> int:
+        """What may enclose a newline that ends no row; -1: nothing."""
+        layout = self._file.layout
+        return layout.quote_byte if layout.newlines_in_values else -1
+
+
+class _Range(_Text):
+    """The rows that begin in a range of a file's bytes."""
+
+    exact = True
+
+    def __init__(self, file: TextFile, rows: _Rows, begin: int, end: int) -> None:
+        self._file, self._rows, self._begin, self._end = file, rows, begin, end
+
+    def read(self) -> Iterator[TextPiece]:
+        yield self._file.piece(self._begin, self._end)
+
+
+class _WholeFile(_Text):
+    """A file that can only be read from its start."""
+
+    def __init__(self, file: TextFile, rows: _Rows) -> None:
+        self._file, self._rows = file, rows
+        self.num_pieces = max(1, _PACKED * file.file.size // file.layout.block_bytes)
+
+    def read(self) -> Iterator[TextPiece]:
+        return self._file.pieces()
+
+
+def _text_array(offsets: Any, data: Any, present: Any) -> Any:
+    """A column of texts as an Arrow array around the parser's memory."""
+    arrow = pyarrow_for("reading text")
+    valid = np.packbits(np.asarray(present), bitorder="little")
+    buffers = [arrow.py_buffer(valid), arrow.py_buffer(np.asarray(offsets)), arrow.py_buffer(np.asarray(data))]
+    return arrow.Array.from_buffers(arrow.large_string(), len(present), buffers)

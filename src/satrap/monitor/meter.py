@@ -1,0 +1,132 @@
+"""The numbers of a run, step by step, made into reports of intervals. Time comes from the caller.
+
+A step costs a few microseconds: tensors are kept as they are (without their graph) and read when a report is due, so a
+GPU is waited for once an interval. Until then nobody may overwrite them. A report costs a few milliseconds: the AUC.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap.errors import InputError
+from satrap.monitor.metrics import Window
+from satrap.monitor.report import Counters, Report
+
+_MAX_LOSSES = 512  # kept for one report: what is read from a device one by one has a bound
+
+
+class Meter:
+    """Takes the numbers of each step; a report is of the steps since the one before it. Time comes from the caller."""
+
+    def __init__(
+        self, now: float, *, counters: Counters | None = None, window: int = 1 << 16, total_samples: int | None = None
+    ) -> None:
+        self._began = self._reported = now
+        self._window = Window(window)
+        self._window_size, self._total = window, total_samples
+        self._step = self._samples = self._samples_reported = 0
+        self._counters = counters or Counters()
+        self._waiting: deque[tuple[Any, Any, int]] = deque()  # labels and scores not read yet, and how many
+        self._num_waiting = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._losses: deque[Any] = deque(maxlen=_MAX_LOSSES)
+        self._steps = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a step came since the last report."""
+        return self._steps > 0
+
+    def step(self, step: int, samples: int, loss: Any = None, labels: Any = None, scores: Any = None) -> None:
+        """The hot path: keeps references and adds integers."""
+        self._step = step
+        self._samples += samples
+        self._steps += 1
+        if loss is not None:
+            self._losses.append(_cut(loss))
+        if scores is not None:
+            self._waiting.append((_cut(labels), _cut(scores), samples))
+            self._num_waiting += samples
+            while self._num_waiting - self._waiting[0][2] >= self._window_size:  # would leave the window unseen
+                self._num_waiting -= self._waiting.popleft()[2]
+
+    def report(self, now: float, counters: Counters | None = None) -> Report:
+        """What happened since the last report. Reads the tensors, so it waits for their device."""
+        losses = [float(loss) for loss in self._losses]
+        seconds, samples = now - self._reported, self._samples - self._samples_reported
+        auc, entropy = self._window_metrics()
+        counters = counters or Counters()
+        seen = _since(counters.staleness, self._counters.staleness)
+        report = Report(
+            step=self._step,
+            samples=self._samples,
+            total_samples=self._total,
+            seconds=now - self._began,
+            samples_per_second=samples / seconds if seconds > 0 else 0.0,
+            loss=sum(losses) / len(losses) if losses else None,
+            window=self._window.num_samples,
+            auc=auc,
+            normalised_entropy=entropy,
+            staleness=sum(n * count for n, count in seen.items()) / sum(seen.values()) if seen else None,
+            max_staleness=max(seen) if seen else None,
+            rows=dict(counters.rows),
+            stages=self._stages(counters, seconds),
+            lost=dict(counters.lost),
+        )
+        self._reported, self._samples_reported, self._counters = now, self._samples, counters
+        self._begin()
+        return report
+
+    def _stages(self, counters: Counters, seconds: float) -> dict[str, float]:
+        if self._steps == 0:
+            return {}
+        before = self._counters
+        spent = {name: total - before.stages.get(name, 0.0) for name, total in counters.stages.items()}
+        if counters.inside is not None:
+            spent["dense"] = max(0.0, seconds - (counters.inside - (before.inside or 0.0)))
+        return {name: total / self._steps for name, total in spent.items()}
+
+    def _window_metrics(self) -> tuple[float | None, float | None]:
+        diverged = False
+        while self._waiting:
+            labels, scores, _ = self._waiting.popleft()
+            truth, logits = _column("labels", labels), _column("scores", scores)
+            if truth.size != logits.size:
+                raise InputError(f"Progress: {truth.size} labels and {logits.size} scores; wanted one score per label")
+            sound = ~np.isnan(logits)
+            diverged |= not sound.all()
+            self._window.add(truth[sound], logits[sound])
+        self._num_waiting = 0
+        if diverged:
+            return math.nan, math.nan
+        if not self._window.num_samples:
+            return None, None
+        return self._window.auc(), self._window.normalised_entropy()
+
+
+def _since(now: Mapping[int, int], before: Mapping[int, int]) -> dict[int, int]:
+    found = {n: count - before.get(n, 0) for n, count in now.items()}
+    return {n: count for n, count in found.items() if count > 0}
+
+
+def _cut(value: Any) -> Any:
+    """Without its graph, which would keep a step's activations alive."""
+    return value.detach() if hasattr(value, "detach") else value
+
+
+def require_column(name: str, shape: Sequence[int]) -> None:
+    """Labels and scores are one number a sample."""
+    if len(shape) > 2 or (len(shape) == 2 and shape[1] != 1):
+        raise InputError(f"Progress: {name} have the shape {tuple(shape)}; wanted one column, e.g. {name}[:, 0]")
+
+
+def _column(name: str, values: Any) -> NDArray[Any]:
+    array = np.asarray(values.float().cpu() if hasattr(values, "detach") else values)
+    require_column(name, array.shape)
+    return array.reshape(-1)

@@ -1,0 +1,105 @@
+"""Which processes train on the servers: each renews its lease there every second, as long as it lives.
+
+The lease of a process that was killed runs out after `LEASE_SECONDS`; one that ends well gives it up; one that was
+replaced cannot renew it. Two sides: `Lease`, a thread of the trainer that began the attempt, and `Leases`, what a
+server knows. Neither decides anything: `satrap.worker.server_group` refuses to replace a trainer that goes on renewing
+its lease.
+"""
+
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from satrap.errors import SatrapError
+
+if TYPE_CHECKING:
+    from satrap.rpc import Client, Origin, Pending
+    from satrap.server.protocol import ServerCalls
+
+LEASE_SECONDS = 5.0
+_RENEW_SECONDS = 1.0
+_FAREWELL_SECONDS = 1.0
+
+_process = (0, "")
+
+
+def process_id() -> str:
+    """This process's own, among all of all machines; a fork has another."""
+    global _process
+    if _process[0] != os.getpid():
+        _process = os.getpid(), secrets.token_hex(8)
+    return _process[1]
+
+
+class Lease:
+    """Renews this process's lease until it is ended. Does not refer to those whose lease it is."""
+
+    def __init__(self, clients: "Sequence[Client[ServerCalls]]", origin: "Origin") -> None:
+        """clients: of the servers. origin: of the attempt. Both may be set anew."""
+        self.clients, self.origin = clients, origin
+        self._process = os.getpid()
+        self._calls: dict[Client[ServerCalls], Pending] = {}
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # to put is safe wherever Python collects
+        self._thread = threading.Thread(target=self._keep, name="satrap-lease", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Gives the lease up; the servers hear of it, if they answer within a second."""
+        if os.getpid() != self._process:
+            return
+        self._ended.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(3 * _FAREWELL_SECONDS)
+
+    def _keep(self) -> None:
+        while True:
+            self._tell(LEASE_SECONDS, 0.1)
+            with suppress(queue.Empty):
+                self._ended.get(timeout=_RENEW_SECONDS)
+                break
+        self._calls.clear()
+        self._tell(0.0, _FAREWELL_SECONDS)
+
+    def _tell(self, seconds: float, wait_seconds: float) -> None:
+        """Asks no server again before it has answered: what a busy one is asked now comes before what another process
+        will ask it."""
+        where = f"process {os.getpid()} on {socket.gethostname()}"
+        for client in self.clients:
+            if client not in self._calls:
+                with suppress(SatrapError):
+                    self._calls[client] = client.begin("renew_lease", self.origin, process_id(), where, seconds)
+        until = time.monotonic() + wait_seconds
+        for client, call in list(self._calls.items()):
+            with suppress(SatrapError):
+                if not call.wait(max(0.0, until - time.monotonic())):
+                    continue
+            del self._calls[client]
+
+
+class Leases:
+    """The leases that a server was told of. Calls may come from several threads at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._until: dict[str, tuple[str, float]] = {}
+
+    def renew(self, attempt: int, process: str, where: str, seconds: float) -> None:
+        """The process trains in this attempt, for so many seconds from now on. Not if it was replaced."""
+        with self._lock:
+            if attempt >= self._attempt:
+                self._attempt = attempt
+                self._until[process] = where, time.monotonic() + seconds
+            self._until = {each: held for each, held in self._until.items() if held[1] > time.monotonic()}
+
+    def left(self) -> dict[str, list[str | float]]:
+        """Of each process where it is, and the seconds that it has left."""
+        now = time.monotonic()
+        with self._lock:
+            return {each: [where, until - now] for each, (where, until) in self._until.items() if until > now}

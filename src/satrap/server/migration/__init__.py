@@ -1,0 +1,1 @@
+"""Buckets that move from one server to another while training goes on."""

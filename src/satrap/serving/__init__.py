@@ -1,0 +1,1 @@
+"""Rows for reading: of live servers, a run's newest checkpoint, or a snapshot."""

@@ -1,0 +1,306 @@
+"""From tables to the native engine: makes or re-attaches the one `_core.Engine` that holds the rows of some tables.
+
+Takes `Table` configurations and a store's own settings, checks the settings, and flattens each table into the names
+that the core knows. `Slot` says where in an engine one table lives; `store` and `snapshot` work with it. Training
+lookups are numbered here, because all tables of an engine share their steps. `look_up` and `update` are the calls that
+one table and many make alike; the ids, offsets and gradients that they take were checked before. Nothing here saves.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap import _core
+from satrap.config.array_args import as_flag, as_out, as_step
+from satrap.config.cores import thread_count
+from satrap.config.tables import (
+    LAST_STEP,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Always,
+    Constant,
+    Ftrl,
+    MinCount,
+    Normal,
+    Probability,
+    RowWiseAdagrad,
+    ScaledUniform,
+    Table,
+    Uniform,
+    Zeros,
+)
+from satrap.config.validation import check_integer, is_path
+from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
+
+_SHARED_FORMAT = "satrap-shared"  # the blob that a shared-memory file carries, so that attach() needs no configuration
+_SHARED_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One table's slot in an engine."""
+
+    engine: _core.Engine
+    """Holds the rows, of other tables too."""
+    index: int
+    """The table's number in the engine."""
+    num_tables: int
+    """How many tables the engine has."""
+    table: Table
+    """The configuration that the engine was given."""
+    seed: int
+    """What initial values and draws are a function of."""
+
+
+def open_engine(
+    tables: Sequence[Table],
+    *,
+    seed: int,
+    num_threads: int | None,
+    simd: str = "auto",
+    shared: str | os.PathLike[str] | None,
+    complete: bool = True,
+    note: Mapping[str, int] | None = None,
+) -> list[Slot]:
+    """A new engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless it is
+    complete, the file is not attached before `set_complete(True)`: whoever makes it has more to put into it. The file
+    keeps the note: see `shared_note`."""
+    for table in tables:
+        if not isinstance(table, Table):
+            raise ConfigError(f"table is {table!r} ({type(table).__name__}); wanted a satrap.Table")
+    seed = check_integer("store", "seed", seed, 0, 2**64 - 1)
+    threads = thread_count(num_threads)
+    configs = [native_config(table) for table in tables]
+    path, blob = "", b""
+    if shared is not None:
+        path = _shared_path("shared", shared)
+        blob = _shared_blob(tables, seed, {} if note is None else note)
+    engine = _core.Engine(configs, seed, threads, _simd(simd), path, blob, complete)
+    return _slots(engine, tables, seed)
+
+
+def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd: str = "auto") -> list[Slot]:
+    """The engine whose rows lie in the shared-memory file at `path`, made by an earlier process."""
+    path = _shared_path("path", path)
+    threads, simd = thread_count(num_threads), _simd(simd)
+    tables, seed, _ = _read_shared_blob(path, _core.Engine.shared_config(path))
+    engine = _core.Engine.attach(path, [native_config(table) for table in tables], seed, threads, simd)
+    return _slots(engine, tables, seed)
+
+
+def remove_unfinished(path: str | os.PathLike[str]) -> bool:
+    """Removes the shared-memory file at `path` if whoever made or filled it was killed before it was whole; returns
+    whether it did."""
+    path = _shared_path("path", path)
+    unfinished: bool = _core.Engine.shared_unfinished(path)
+    if unfinished:
+        os.unlink(path)
+    return unfinished
+
+
+def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
+    """What the maker of the shared-memory file at `path` noted in it."""
+    path = _shared_path("path", path)
+    return _read_shared_blob(path, _core.Engine.shared_config(path))[2]
+
+
+def lookup_step(
+    where: str, engine: _core.Engine, *, train: bool, step: int | None, oldest_open: int | None
+) -> tuple[int, int]:
+    """A lookup's (step, oldest open step) from what the caller gave; takes no step if that is wrong."""
+    step, oldest_open = given_step(where, engine, train=train, step=step, oldest_open=oldest_open)
+    if not train:
+        return 0, 0
+    at = engine.next_step() if step is None else step
+    return at, at if oldest_open is None else oldest_open
+
+
+class Numbered(Protocol):
+    """What numbers steps."""
+
+    @property
+    def latest_step(self) -> int:
+        """The largest so far."""
+        ...
+
+
+def given_step(
+    where: str, engine: Numbered, *, train: bool, step: int | None, oldest_open: int | None
+) -> tuple[int | None, int | None]:
+    """What the caller gave of a lookup's step and oldest open step, checked."""
+    if not train:
+        for name, given in (("step", step), ("oldest_open", oldest_open)):
+            if given is not None:
+                raise InputError(
+                    f"{where}: {name} is {given!r} and train=False; a lookup without training belongs to no step: "
+                    f"leave {name} out, or train"
+                )
+        return None, None
+    if step is not None:
+        step = as_step(where, "step", step)
+    if oldest_open is not None:
+        high = engine.latest_step + 1 if step is None else step
+        oldest_open = as_step(where, "oldest_open", oldest_open, high=high)
+    if step is None and engine.latest_step >= LAST_STEP:
+        raise InputError(f"{where}: the latest step is {LAST_STEP}, the last there is; give a step yourself")
+    return step, oldest_open
+
+
+def look_up(
+    where: str,
+    engine: _core.Engine,
+    ids: NDArray[np.uint64],
+    offsets: NDArray[np.int64],
+    shape: tuple[int, ...],
+    *,
+    train: bool,
+    step: int | None,
+    oldest_open: int | None,
+    out: NDArray[np.float32] | None,
+    with_ticket: bool,
+) -> NDArray[np.float32] | tuple[NDArray[np.float32], _core.Ticket]:
+    """What `lookup` of a store and of tables does and returns. shape: of the result."""
+    train, with_ticket = as_flag(where, "train", train), as_flag(where, "with_ticket", with_ticket)
+    if with_ticket and not train:
+        raise InputError(
+            f"{where}: with_ticket=True and train=False; such a batch is never updated: leave one of them out"
+        )
+    if out is not None:
+        rows = as_out(where, out, shape)
+    else:
+        rows = np.asarray(engine.empty(math.prod(shape[:-1]), shape[-1])).reshape(shape)
+    at = lookup_step(where, engine, train=train, step=step, oldest_open=oldest_open)
+    ticket = engine.lookup(ids, offsets, *at, train, rows, with_ticket)
+    result = rows if out is None else out
+    if not with_ticket:
+        return result
+    assert ticket is not None
+    return result, ticket
+
+
+def update(
+    where: str,
+    engine: _core.Engine,
+    ticket: _core.Ticket,
+    gradients: NDArray[np.float32],
+    step: int | None,
+    lrs: Sequence[float],
+) -> None:
+    """What `update` does with a ticket. The core alone knows whether it may be used: threads may race for it."""
+    at = max(1, engine.latest_step) if step is None else as_step(where, "step", step)
+    try:
+        engine.update(ticket, gradients.reshape(-1), at, lrs)
+    except TicketError as error:
+        raise TicketError(f"{where}: {error}") from None
+
+
+def native_config(table: Table) -> _core.TableConfig:
+    """The table in the core's words."""
+    config = _core.TableConfig()
+    config.name, config.dim, config.dtype = table.name, table.dim, table.dtype
+    config.capacity, config.on_full = table.capacity or 0, table.on_full
+    config.expire_after = table.expire_after or 0
+    config.absent, config.on_nonfinite = table.absent, table.on_nonfinite
+    config.num_buckets = table.resolved_num_buckets
+    _set_optimizer(config, table)
+    _set_initial(config, table)
+    match table.admission:
+        case Always():
+            config.admission = "always"
+        case Probability(p=p):
+            config.admission, config.probability = "probability", p
+        case MinCount(n=n, window=window, first_epoch_only=first_epoch_only):
+            config.admission, config.min_count, config.window = "min_count", n, window
+            config.first_epoch_only = first_epoch_only
+    return config
+
+
+def _set_optimizer(config: _core.TableConfig, table: Table) -> None:
+    optimizer = table.optimizer
+    config.lr = optimizer.lr
+    match optimizer:
+        case SGD():
+            config.optimizer, config.momentum, config.nesterov = "sgd", optimizer.momentum, optimizer.nesterov
+            config.weight_decay = optimizer.weight_decay
+        case Adagrad() | RowWiseAdagrad():
+            config.optimizer = "adagrad" if isinstance(optimizer, Adagrad) else "rowwise_adagrad"
+            config.weight_decay, config.eps = optimizer.weight_decay, optimizer.eps
+            config.initial_accumulator_value = optimizer.initial_accumulator_value
+        case Adam() | AdamW():
+            config.optimizer = "adam" if isinstance(optimizer, Adam) else "adamw"
+            config.weight_decay, config.eps = optimizer.weight_decay, optimizer.eps
+            config.beta1, config.beta2 = optimizer.betas
+        case Ftrl():
+            config.optimizer, config.ftrl_beta = "ftrl", optimizer.beta
+            config.l1, config.l2 = optimizer.l1, optimizer.l2
+
+
+def _set_initial(config: _core.TableConfig, table: Table) -> None:
+    match table.initial:
+        case Uniform(low=low, high=high):
+            config.initial, config.initial_a, config.initial_b = "uniform", low, high
+        case ScaledUniform():
+            bound = 1.0 / math.sqrt(table.dim)
+            config.initial, config.initial_a, config.initial_b = "uniform", -bound, bound
+        case Normal(mean=mean, std=std):
+            config.initial, config.initial_a, config.initial_b = "normal", mean, std
+        case Constant(value=value):
+            config.initial, config.initial_a, config.initial_b = "constant", value, 0.0
+        case Zeros():
+            config.initial, config.initial_a, config.initial_b = "constant", 0.0, 0.0
+
+
+def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:
+    return [
+        Slot(engine=engine, index=i, num_tables=len(tables), table=table, seed=seed) for i, table in enumerate(tables)
+    ]
+
+
+def _simd(simd: object) -> str:
+    known = ["auto", *_core.simd_paths()]
+    if not isinstance(simd, str) or simd not in known:
+        raise ConfigError(f"simd is {simd!r}; this machine has {', '.join(map(repr, known))}")
+    return simd
+
+
+def _shared_path(name: str, path: object) -> str:
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else b""
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    if not text or not is_path(text):
+        raise ConfigError(
+            f"{name} is {path!r} ({type(path).__name__}); wanted the path of a shared-memory file, of Unicode "
+            "characters without NUL"
+        )
+    return text
+
+
+def _shared_blob(tables: Sequence[Table], seed: int, note: Mapping[str, int]) -> bytes:
+    content = {"format": _SHARED_FORMAT, "format_version": _SHARED_FORMAT_VERSION, "seed": seed, "note": dict(note)}
+    return json.dumps(content | {"tables": [table.to_dict() for table in tables]}).encode()
+
+
+def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[str, int]]:
+    """What `_shared_blob` wrote. The core has checked that the file is ours: this only meets other versions of us."""
+    try:
+        content: Any = json.loads(blob)
+        if (content["format"], content["format_version"]) == (_SHARED_FORMAT, _SHARED_FORMAT_VERSION):
+            tables = [Table.from_dict(table) for table in content["tables"]]
+            return tables, check_integer("store", "seed", content["seed"], 0, 2**64 - 1), content.get("note", {})
+    except (ConfigError, ValueError, KeyError, TypeError) as error:
+        raise SharedMemoryError(
+            f"shared-memory file {path!r}: its configuration cannot be read ({error}): "
+            "attach it with the Satrap that made it"
+        ) from error
+    raise SharedMemoryError(
+        f"shared-memory file {path!r}: its configuration is of format {content['format']!r} version "
+        f"{content['format_version']!r}; this Satrap reads {_SHARED_FORMAT!r} version {_SHARED_FORMAT_VERSION}"
+    )

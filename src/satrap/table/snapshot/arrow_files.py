@@ -1,0 +1,116 @@
+"""The data files of a snapshot: their Arrow schemas, rows in and out as columns without a copy, several at a time.
+
+Of the table only this file imports pyarrow, and only when something is saved or loaded. docs/format.md specifies the
+columns.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from satrap.config.tables import Table
+from satrap.errors import SnapshotError
+from satrap.table.snapshot.manifest import FORMAT, FORMAT_VERSION, DataFile, FileKind, Kind
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+Columns = dict[str, NDArray[Any]]
+
+
+def pyarrow_or_error() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise SnapshotError(f"saving and loading need pyarrow ({error}): pip install pyarrow") from error
+    return pyarrow
+
+
+def schema_of(arrow: Any, file: FileKind, kind: Kind, snapshot_id: str, table: Table, states: int) -> Any:
+    """The columns of a file of this kind, and what names it."""
+    columns = [("id", arrow.uint64())]
+    if file in ("rows", "sightings"):
+        columns.append(("step", arrow.uint32()))
+    if file == "sightings":
+        columns.append(("count", arrow.uint32()))
+    if file == "rows":
+        number = arrow.float32() if table.dtype == "float32" else arrow.uint16()
+        columns.append(("values", _list_type(arrow, number, table.dim)))
+        if states > 0:
+            columns.append(("state", _list_type(arrow, arrow.float32(), states)))
+    metadata = {
+        "satrap.format": FORMAT,
+        "satrap.format_version": str(FORMAT_VERSION),
+        "satrap.table": table.name,
+        "satrap.dtype": table.dtype,
+        "satrap.kind": kind,
+        "satrap.file": file,
+        "satrap.id": snapshot_id,
+    }
+    return arrow.schema([arrow.field(name, type_, nullable=False) for name, type_ in columns], metadata)
+
+
+def items(arrow: Any, column: Any) -> Any:
+    """The numbers of a column, those in its lists if it has lists."""
+    return column.flatten() if arrow.types.is_fixed_size_list(column.type) else column
+
+
+def _list_type(arrow: Any, number: Any, size: int) -> Any:
+    return arrow.list_(arrow.field("item", number, nullable=False), size)
+
+
+def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
+    """The columns as a record batch around their own memory."""
+    arrays = []
+    for each in schema:
+        data = columns[each.name]
+        if data.ndim == 1:
+            arrays.append(arrow.Array.from_buffers(each.type, len(data), [None, arrow.py_buffer(data)]))
+            continue
+        items = arrow.Array.from_buffers(each.type.value_type, data.size, [None, arrow.py_buffer(data)])
+        arrays.append(arrow.Array.from_buffers(each.type, len(data), [None], children=[items]))
+    return arrow.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def batches(reader: Any) -> Iterator[Columns]:
+    """The record batches of a verified file as views of its mapping."""
+    for i in range(reader.num_record_batches):
+        batch = reader.get_batch(i)
+        columns = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if name in ("values", "state"):
+                columns[name] = column.flatten().to_numpy().reshape(batch.num_rows, column.type.list_size)
+            else:
+                columns[name] = column.to_numpy()
+        yield columns
+
+
+def mapped_file(path: Path, file: DataFile) -> mmap.mmap:
+    try:
+        with path.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.bytes or size == 0:
+                raise SnapshotError(f"{path} has {size} bytes; wanted {file.bytes}: it is not as it was saved")
+            return mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise SnapshotError(f"{path} is missing; the manifest names it") from None
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def in_threads(num_threads: int, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+    """work(item) of each item, in order. An error is raised when the calls that had begun have ended."""
+    if num_threads == 1 or len(items) <= 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="satrap-snapshot") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,251 @@
+"""The folder of a snapshot on disk: who may write into it, when its new content becomes visible, what is swept away.
+
+Knows files, locks and the manifest, and nothing of what is in data files: `snapshot` writes them by `ChecksumFile`.
+The rules, which hold whatever fails and whenever the process dies:
+ 1. one save at a time writes into a folder (an advisory lock on the folder, dropped by the kernel);
+ 2. one folder holds one snapshot of one table, which only a later one in its place replaces: the same table, configured
+    alike, and of changes those that start at the same snapshot; a folder that holds something else is refused;
+ 3. data files have names never used before, so no file of the valid snapshot is written to;
+ 4. each is on disk (fsync) before the manifest that names it is, and the manifest appears by one rename;
+ 5. only then the files of the earlier snapshot go; a save that fails removes its own instead.
+"""
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from satrap._core import crc32c
+from satrap.config.durable import put_on_disk
+from satrap.config.validation import describe, is_path
+from satrap.errors import InputError, SnapshotError
+from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
+
+_PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
+_CHUNK = 1 << 20  # bytes that are summed and then written while they are still in the processor's cache
+
+
+def folder_path(where: str, path: object) -> Path:
+    """What a caller gave as the path of a folder."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or not is_path(text):
+        raise InputError(f"{where}: path is {describe(path)}; wanted the path of a snapshot's folder")
+    return Path(text)
+
+
+def part_name(part: int, num_parts: int) -> str:
+    """What the folder of one server's part of a table is called, within the table's."""
+    return f"{part}-of-{num_parts}"
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """The folders in it that are called like parts."""
+    try:
+        return [each for each in folder.iterdir() if _PART.fullmatch(each.name)]
+    except OSError:
+        return []
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """The folders of the parts that a table was saved in, each a snapshot: itself, unless servers saved it."""
+    names = {each.name for each in parts_in(folder)}
+    if not names:
+        return [folder]  # or it cannot be read: whoever reads its manifest says what is wrong
+    num_parts = int(max(names).rpartition("-")[2])
+    wanted = [part_name(part, num_parts) for part in range(num_parts)]
+    if names != set(wanted):
+        raise SnapshotError(
+            f"{folder} holds the parts {', '.join(sorted(names))}; wanted all of one save, {wanted[0]} to {wanted[-1]}"
+        )
+    return [folder / name for name in wanted]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the snapshot in the folder."""
+    path = folder / FILE_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        if not folder.exists():
+            raise SnapshotError(f"{folder} does not exist; wanted the folder of a snapshot") from None
+        raise SnapshotError(
+            f"{folder} has no {FILE_NAME}: it is no snapshot, or its save was cut short (the manifest is written last)"
+        ) from None
+    except NotADirectoryError:
+        raise SnapshotError(f"{folder} is a file; wanted the folder of a snapshot") from None
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+    return Manifest.from_json(text, str(path))
+
+
+class SnapshotFolder:
+    """A folder while a save writes into it. Leaving the `with` block before `commit` removes what was written."""
+
+    def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Since | None) -> None:
+        """token: the id of the snapshot to come. config, seed: of its table. since: what changes start at."""
+        self.path = path
+        self._token = token
+        self._config = config
+        self._seed = seed
+        self._since = since
+        self._made = False
+        self._committed = False
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        self._made = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            above = (self.path, *self.path.parents)
+            file = next((each for each in above if os.path.lexists(each) and not each.is_dir()), self.path)
+            raise SnapshotError(f"{file} is a file; wanted a folder to save into") from None
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._lock()
+            self._require_same_table()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if not self._committed and not self._may_be_committed():
+                self._sweep(lambda name: self._token in name)
+                if self._made:
+                    with suppress(OSError):  # not empty: somebody else's file
+                        self.path.rmdir()
+        finally:
+            os.close(self._fd)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Makes the snapshot the one that this folder holds. Its data files are on disk already."""
+        temporary = self.path / temporary_name(self._token)
+        with ChecksumFile(temporary) as file:
+            file.write(manifest.to_json())
+        os.replace(temporary, self.path / FILE_NAME)
+        self._committed = True
+        os.fsync(self._fd)
+        if self._made:
+            with suppress(OSError):  # a parent that may not be opened is not ours to make durable
+                put_on_disk(self.path.parent)
+        named = {file.name for file in manifest.files}
+        self._sweep(lambda name: name not in named)
+
+    def _may_be_committed(self) -> bool:
+        """Whether the manifest names this snapshot. Decided by the file: an interrupt may come right after the rename,
+        before `commit` has noted it. What cannot be read is not swept either: that costs space and no snapshot."""
+        try:
+            return read_manifest(self.path).id == self._token
+        except SnapshotError:
+            return os.path.lexists(self.path / FILE_NAME)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # some network file systems lock no folders; the rule is then the user's to keep
+            raise SnapshotError(f"{self.path}: another save is writing; wait for it, or give another folder") from None
+
+    def _require_same_table(self) -> None:
+        """Rule 2. A folder without a manifest may be used: new, or left by a save that was killed."""
+        if not (self.path / FILE_NAME).exists():
+            return
+        try:
+            held = read_manifest(self.path)
+        except SnapshotError as error:
+            raise SnapshotError(f"{error}; it is not overwritten: remove it, or give another folder") from error
+        name, wanted, kind = held.config.get("name"), self._config["name"], "full" if self._since is None else "changes"
+        if name != wanted:
+            raise SnapshotError(f"{self.path} holds the table {name!r}, not {wanted!r}; give another folder")
+        if held.kind != kind:
+            words = {"full": "a full snapshot", "changes": "the changes of a save_changes"}
+            raise SnapshotError(
+                f"{self.path} holds {words[held.kind]} of the table {name!r}, not {words[kind]}: "
+                "one folder holds one snapshot, give another"
+            )
+        differ = held.differences(self._config, self._seed)
+        if differ:
+            raise SnapshotError(
+                f"{self.path} holds another table called {name!r}: {'; '.join(differ)}; it is not replaced: "
+                "remove it, or give another folder"
+            )
+        if self._since is not None and self._since != (held.since, held.since_id):
+            raise SnapshotError(
+                f"{self.path} holds the changes since version {held.since} of the snapshot {held.since_id}, not since "
+                f"version {self._since.version} of {self._since.id}: each link of a chain needs a folder of its own"
+            )
+
+    def _sweep(self, unwanted: Callable[[str], bool]) -> None:
+        """Removes files that saves have left. What cannot be removed costs only space and is tried again next time."""
+        with suppress(OSError):
+            for name in os.listdir(self.path):
+                if is_ours(name) and unwanted(name):
+                    with suppress(OSError):
+                        os.unlink(self.path / name)
+
+
+class ChecksumFile:
+    """A new file, written from start to end and summed on the way; closing it puts it on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = 0
+        self.crc32c = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def write(self, data: object) -> int:
+        """Takes anything with a buffer. Big data is not copied; the GIL is free while it is summed and written."""
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        for start in range(0, len(view), _CHUNK):
+            piece = view[start : start + _CHUNK]
+            self.crc32c = crc32c(np.frombuffer(piece, np.uint8), self.crc32c)
+            while len(piece) > 0:
+                piece = piece[self._call(os.write, piece) :]
+        self.bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def sync(self) -> None:
+        """Returns when the file is on disk."""
+        self._call(os.fsync)
+
+    def close(self) -> None:
+        if not self.closed:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.sync()
+        finally:
+            self.close()
+
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return function(self._fd, *arguments)
+        except OSError as error:  # the system names no file when it is given a number
+            raise OSError(error.errno, error.strerror, str(self.path)) from None

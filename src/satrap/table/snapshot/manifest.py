@@ -1,0 +1,292 @@
+"""The manifest of a snapshot: what a saved table is, which files hold it, and how to tell that they are whole.
+
+Pure: a `Manifest` to JSON bytes and back, every field checked, nothing read from or written to a disk (`folder` does
+that, `snapshot` fills the files). docs/format.md is the specification; a change here is a change there.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap._core import crc32c
+from satrap.config.tables import LAST_STEP, LAST_VERSION, Table
+from satrap.config.validation import LARGEST_FLOAT32, flat
+from satrap.errors import ConfigError, SnapshotError
+
+FORMAT = "satrap-table"
+FORMAT_VERSION = 1
+FILE_NAME = "manifest.json"
+
+Kind = Literal["full", "changes"]
+FileKind = Literal["rows", "sightings", "removed"]
+
+_NAMES: dict[FileKind, re.Pattern[str]] = {
+    "rows": re.compile(r"part-([0-9a-f]{16})-\d{5}\.arrow"),
+    "sightings": re.compile(r"sightings-([0-9a-f]{16})\.arrow"),
+    "removed": re.compile(r"removed-([0-9a-f]{16})\.arrow"),
+}
+_TEMPORARY = re.compile(r"manifest-[0-9a-f]{16}\.tmp")
+_LARGEST = 2**64 - 1
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of this name can only have been left by a save."""
+    return any(pattern.fullmatch(name) for pattern in (*_NAMES.values(), _TEMPORARY))
+
+
+def temporary_name(token: str) -> str:
+    """What the manifest is called until it is complete."""
+    return f"manifest-{token}.tmp"
+
+
+class Since(NamedTuple):
+    """The snapshot that changes start at."""
+
+    version: int
+    id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One Arrow file of a snapshot."""
+
+    name: str
+    """In the manifest's folder."""
+    kind: FileKind
+    """What its lines are."""
+    bytes: int
+    """Its size."""
+    rows: int
+    """Lines in it."""
+    crc32c: int
+    """Of all its bytes."""
+    bucket_begin: int
+    """Every id in it lies in the buckets from this one"""
+    bucket_end: int
+    """up to, not including, this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What `manifest.json` says; format.md explains each field."""
+
+    kind: Kind
+    """A whole table, or what changed since another snapshot."""
+    id: str
+    """16 hex digits drawn at random, in the name of every file of this snapshot."""
+    version: int
+    """The table's version that this snapshot is."""
+    since: int | None
+    """Changes: the version that they start at."""
+    since_id: str | None
+    """Changes: the id of the snapshot that they start at, if the saver knew it."""
+    config: dict[str, Any]
+    """`Table.to_dict()`."""
+    seed: int
+    """The store's."""
+    latest_step: int
+    """The store's."""
+    expire_before: int
+    """Rows stamped before this step have expired; 0: none."""
+    lr: float
+    """The store's, which may differ from the configuration's."""
+    num_buckets: int
+    """Buckets of the table."""
+    buckets: tuple[tuple[int, int], ...] | None
+    """Which of them the saver owned, as rising ranges [begin, end). None: an earlier Satrap did not note it."""
+    rows: int
+    """Rows in the rows files."""
+    removed: int
+    """Ids in the removed file."""
+    sightings: int
+    """Lines of the sightings file."""
+    files: tuple[DataFile, ...]
+    """Rows files in order of their buckets, then sightings, then removed."""
+
+    def of_kind(self, kind: FileKind) -> list[DataFile]:
+        """The files of one kind."""
+        return [file for file in self.files if file.kind == kind]
+
+    def holds(self) -> NDArray[np.bool_]:
+        """Of each bucket whether the saver owned it; all of them if it did not say."""
+        found = np.full(self.num_buckets, self.buckets is None)
+        for begin, end in self.buckets or ():
+            found[begin:end] = True
+        return found
+
+    def differences(self, config: dict[str, Any], seed: int) -> list[str]:
+        """In what a table of this configuration and seed is another one than that of the snapshot."""
+        found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
+        return [
+            f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
+            for name in sorted(found.keys() | saved.keys())
+            if found.get(name) != saved.get(name)
+        ]
+
+    def to_json(self) -> bytes:
+        """Canonical JSON with the checksum in it, and a newline."""
+        content = {"format": FORMAT, "format_version": FORMAT_VERSION} | asdict(self)
+        return _canonical(content | {"crc32c": checksum(_canonical(content))}) + b"\n"
+
+    @classmethod
+    def from_json(cls, text: bytes, where: str) -> Self:
+        """The manifest in the file `where`, with every field checked against every other."""
+        content = _verified(text, where)
+        fields = _Fields(content, where)
+        manifest = cls(
+            kind=fields.choice("kind", get_args(Kind)),
+            id=fields.string("id"),
+            version=fields.integer("version", 1, LAST_VERSION),
+            since=None if content.get("since") is None else fields.integer("since", 1, LAST_VERSION),
+            since_id=None if content.get("since_id") is None else fields.string("since_id"),
+            config=fields.mapping("config"),
+            seed=fields.integer("seed"),
+            latest_step=fields.integer("latest_step", 0, LAST_STEP),
+            expire_before=fields.integer("expire_before", 0, LAST_STEP),
+            lr=fields.number("lr"),
+            num_buckets=fields.integer("num_buckets", 1, 65536),
+            buckets=fields.ranges("buckets"),
+            rows=fields.integer("rows"),
+            removed=fields.integer("removed"),
+            sightings=fields.integer("sightings"),
+            files=tuple(_data_file(each) for each in fields.mappings("files")),
+        )
+        for problem in manifest._problems():
+            raise SnapshotError(f"{where}: {problem}; whatever wrote it is not compatible with this Satrap")
+        return manifest
+
+    def _problems(self) -> Iterator[str]:
+        """What contradicts itself in a manifest whose fields are each valid."""
+        if (self.kind == "changes") != (self.since is not None):
+            yield f"kind is {self.kind!r} and since is {self.since}"
+        if self.since is not None and self.since >= self.version:
+            yield f"since is {self.since} and version is {self.version}"
+        for file in self.files:
+            match = _NAMES[file.kind].fullmatch(file.name)
+            if match is None or match[1] != self.id:
+                yield f"the {file.kind} file is called {file.name!r} in the snapshot {self.id!r}"
+        at = 0
+        for begin, end in self.buckets or ():
+            if not at <= begin < end <= self.num_buckets:
+                yield f"buckets has the range {begin} to {end}, after {at} and of {self.num_buckets}"
+            at = end
+        at = 0
+        for file in self.of_kind("rows"):
+            if file.bucket_begin != at or file.bucket_end <= at:
+                yield f"{file.name} holds the buckets {file.bucket_begin} to {file.bucket_end}, but {at} is the next"
+            at = file.bucket_end
+        if at != self.num_buckets:
+            yield f"the rows files end at bucket {at} of {self.num_buckets}"
+        wanted = {"sightings": 1, "removed": int(self.kind == "changes")}
+        for kind, total in (("rows", self.rows), ("sightings", self.sightings), ("removed", self.removed)):
+            files = [file for file in self.files if file.kind == kind]
+            if len(files) != wanted.get(kind, len(files)):
+                yield f"there are {len(files)} {kind} files"
+            if sum(file.rows for file in files) != total:
+                yield f"{kind} is {total}, but its files hold {sum(file.rows for file in files)}"
+
+
+class _Fields:
+    """Takes fields out of a JSON object, refusing what is missing or of a wrong type."""
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        self._content = content
+        self._where = where
+
+    def _take(self, name: str, valid: bool, wanted: str) -> Any:
+        if not valid:
+            found = repr(self._content[name]) if name in self._content else "missing"
+            raise SnapshotError(f"{self._where}: the field {name!r} is {found}; wanted {wanted}")
+        return self._content[name]
+
+    def integer(self, name: str, low: int = 0, high: int = _LARGEST) -> int:
+        value = self._content.get(name)
+        valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return int(self._take(name, valid, f"an integer from {low} to {high}"))
+
+    def number(self, name: str) -> float:
+        value = self._content.get(name)
+        valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_FLOAT32
+        return float(self._take(name, valid, "a number of at least 0 that float32 can hold"))
+
+    def string(self, name: str) -> str:
+        return str(self._take(name, isinstance(self._content.get(name), str), "a string"))
+
+    def choice(self, name: str, choices: tuple[Any, ...]) -> Any:
+        return self._take(name, self._content.get(name) in choices, f"one of {', '.join(map(repr, choices))}")
+
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...] | None:
+        value = self._content.get(name)
+        if value is None:
+            return None
+        valid = isinstance(value, list) and all(
+            isinstance(each, list) and len(each) == 2 and all(type(at) is int for at in each) for each in value
+        )
+        return tuple((begin, end) for begin, end in self._take(name, valid, "pairs of integers"))
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return dict(self._take(name, isinstance(self._content.get(name), dict), "an object"))
+
+    def mappings(self, name: str) -> "list[_Fields]":
+        value = self._content.get(name)
+        valid = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        return [
+            _Fields(each, f"{self._where}: {name}[{i}]") for i, each in enumerate(self._take(name, valid, "objects"))
+        ]
+
+
+def _data_file(fields: _Fields) -> DataFile:
+    return DataFile(
+        name=fields.string("name"),
+        kind=fields.choice("kind", get_args(FileKind)),
+        bytes=fields.integer("bytes"),
+        rows=fields.integer("rows"),
+        crc32c=fields.integer("crc32c", 0, 2**32 - 1),
+        bucket_begin=fields.integer("bucket_begin", 0, 65536),
+        bucket_end=fields.integer("bucket_end", 0, 65536),
+    )
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A table's configuration with the fields that Satrap had not yet when it was saved."""
+    try:
+        return Table.from_dict(config).to_dict()
+    except ConfigError:
+        return config
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def checksum(data: bytes) -> int:
+    """CRC-32C."""
+    return crc32c(np.frombuffer(data, np.uint8))
+
+
+def _verified(text: bytes, where: str) -> dict[str, Any]:
+    """The JSON object, if it is a manifest of a version that we read and is as it was written."""
+    try:
+        content: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8; or lists in lists without end
+        raise SnapshotError(f"{where} is no JSON ({error}): torn, or not a Satrap manifest") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise SnapshotError(f"{where} is no manifest of a Satrap table: its format is {found!r}; wanted {FORMAT!r}")
+    if content.get("format_version") != FORMAT_VERSION:
+        raise SnapshotError(
+            f"{where} is of format_version {content.get('format_version')!r}; this Satrap reads {FORMAT_VERSION}"
+        )
+    written = content.pop("crc32c", None)
+    try:
+        found = checksum(_canonical(content))
+    except (ValueError, RecursionError) as error:  # NaN or infinity, which Python reads and JSON does not have
+        raise SnapshotError(f"{where} is damaged: {error}") from error
+    if written != found:
+        raise SnapshotError(f"{where} is damaged: it gives its crc32c as {written!r}, but it is {found}")
+    return content

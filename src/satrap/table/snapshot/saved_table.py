@@ -1,0 +1,126 @@
+"""What a checkpoint says of a table that it holds: which snapshots, in which folders, and how many rows.
+
+A folder of another checkpoint, or of another server, is as whole as the one that belongs there, and of the same table:
+only this tells the two apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from satrap.errors import InputError, SnapshotError
+from satrap.table.snapshot.directory import part_name, parts_of, read_manifest
+from satrap.table.snapshot.manifest import FILE_NAME, Manifest, checksum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """One snapshot: of the whole table, or of one server's buckets."""
+
+    folder: str
+    """"k-of-n" within the table's folder; "": that itself."""
+    id: str
+    """The snapshot's id."""
+    version: int
+    """The table's version that it is."""
+    rows: int
+    """Lines in its rows files."""
+    crc32c: int
+    """Checksum of all bytes of its manifest, which holds the checksums of the other files."""
+
+    @classmethod
+    def of(cls, path: Path, folder: str = "") -> Self:
+        """Reads what lies there."""
+        manifest = read_manifest(path)
+        number = checksum((path / FILE_NAME).read_bytes())
+        return cls(folder=folder, id=manifest.id, version=manifest.version, rows=manifest.rows, crc32c=number)
+
+    def __str__(self) -> str:
+        return f"snapshot {self.id} of version {self.version} with {self.rows} rows, manifest of crc32c {self.crc32c}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTable:
+    """One table of a checkpoint."""
+
+    rows: int
+    """Rows that the table held then: more than these files hold, if they are changes."""
+    parts: tuple[SavedPart, ...]
+    """The snapshots, in the order of their servers."""
+
+    @classmethod
+    def of(cls, folder: Path, rows: int) -> Self:
+        """Reads what lies there, of a table that has so many rows."""
+        return cls(rows=rows, parts=saved_parts(folder))
+
+    def require(self, folder: Path, checkpoint: str) -> None:
+        """Raises unless the folder holds these very snapshots."""
+        wanted = {part.folder: part for part in self.parts}
+        found = {part.folder: part for part in saved_parts(folder)}
+        if wanted.keys() != found.keys():
+            raise SnapshotError(
+                f"{folder} holds the parts {', '.join(map(repr, found))}; {checkpoint} was saved with "
+                f"{', '.join(map(repr, wanted))}: put those back, or remove {checkpoint} to use an older one"
+            )
+        for name, part in wanted.items():
+            if found[name] != part:
+                raise SnapshotError(
+                    f"{folder / name} is not what {checkpoint} was saved with, but {found[name]}; wanted {part}: it "
+                    f"comes from another checkpoint or was changed; put the right one back, or remove {checkpoint} to "
+                    "use an older one"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """This as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Reads what `to_dict` wrote; ValueError, KeyError or TypeError if it is anything else."""
+        parts = tuple(SavedPart(**part) for part in data["parts"])
+        numbers = [data["rows"], *(number for part in parts for number in (part.version, part.rows, part.crc32c))]
+        if not parts or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"a table has {len(parts)} parts and the numbers {numbers}")
+        if [part.folder for part in parts] not in ([""], [part_name(i, len(parts)) for i in range(len(parts))]):
+            raise ValueError(f"a table has the parts {[part.folder for part in parts]}")
+        return cls(rows=data["rows"], parts=parts)
+
+
+def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
+    """Reads which snapshots a table's folder holds; raises unless all parts of one save are there."""
+    paths = parts_of(folder)
+    return tuple(SavedPart.of(path, "" if path == folder else path.name) for path in paths)
+
+
+def checksum_of(folder: Path) -> int:
+    """A number that differs where `saved_parts` does, to compare what two machines see."""
+    return checksum(repr([asdict(part) for part in saved_parts(folder)]).encode())
+
+
+def require_same_snapshots(folders: Sequence[Sequence[str]], checksums: Sequence[Sequence[int]]) -> None:
+    """Raises unless this machine sees in each folder what another one did when it took `checksum_of` it."""
+    if [len(chain) for chain in folders] != [len(chain) for chain in checksums]:
+        raise InputError(f"folders of {len(folders)} tables come with checksums of {len(checksums)}; wanted as many")
+    for chain, wanted in zip(folders, checksums, strict=True):
+        for folder, each in zip(chain, wanted, strict=True):
+            if checksum_of(Path(folder)) != each:
+                raise SnapshotError(
+                    f"{folder} holds other snapshots on this machine than the trainer sees there: give a folder that "
+                    "all machines share"
+                )
+
+
+def require_each_bucket_once(folder: Path, parts: Sequence[Manifest]) -> None:
+    """Raises unless every bucket of the table is in one part. Snapshots that do not say which they hold pass."""
+    if any(part.buckets is None for part in parts):
+        return
+    count = np.sum([part.holds() for part in parts], axis=0)
+    wrong = np.flatnonzero(count != 1)
+    if len(wrong):
+        raise SnapshotError(
+            f"{folder}: bucket {wrong[0]} is in {count[wrong[0]]} of its {len(parts)} parts (one of {len(wrong)} such "
+            f"buckets of {len(count)}); wanted each in one: a part is missing or was copied over another"
+        )

@@ -1,0 +1,172 @@
+"""Saving a table: its rows leave the engine as columns, a range of whole buckets at a time, and become a snapshot.
+
+Each thread writes files of its own. `datafiles` says what is in them, `manifest` what a snapshot is, `folder` how it
+becomes visible.
+
+Versions. The engine marks every row with the table's version at its last change. A save first begins a new version v,
+then writes the rows whose mark is at least `since` (a full one: all). So whatever changes during or after the save is
+marked v or later, and the changes since v hold it; a row changed during the save may be in both, which does no harm.
+All rows are taken before the ids that went, so that applying both never overfills a bucket. A save that fails has
+cleared no marks: the changes since an older version are still all there.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap.errors import ChangesError, InputError, SnapshotError
+from satrap.table.engine import Slot
+from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
+from satrap.table.snapshot.directory import ChecksumFile, SnapshotFolder
+from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
+
+_BATCH_BYTES = 16 << 20  # of a record batch, unless one bucket alone is larger: what a thread holds in memory
+_FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
+_MAX_FILES = 64
+
+
+def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArray[np.bool_] | None = None) -> Manifest:
+    """Writes the table, or what changed since a snapshot, into the folder.
+
+    owned: of each bucket whether it is this engine's; None: all are. The engine knows it, and exports no other.
+    """
+    table = slot.table
+    token = secrets.token_hex(8)
+    kind: Kind = "full" if since is None else "changes"
+    saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
+    saver.require_removals()  # whatever the folder holds of a save that a process before this one was killed in
+    try:
+        with SnapshotFolder(path, token, table.to_dict(), slot.seed, since) as folder:
+            manifest = saver.run()
+            folder.commit(manifest)
+    except OSError as error:
+        raise SnapshotError(
+            f"table {table.name!r}: saving into {path} failed at {error.filename or path}: {error.strerror}; "
+            "what the folder held is still valid, and no changes are forgotten: give it room, or another folder"
+        ) from error
+    return manifest
+
+
+@dataclass(kw_only=True)
+class _Saver:
+    """One save. Writes data files; whoever made the folder removes them if it fails."""
+
+    slot: Slot
+    folder: Path
+    kind: Kind
+    id: str
+    since: Since | None
+    owned: NDArray[np.bool_] | None
+    arrow: Any = field(default_factory=pyarrow_or_error)
+    state_dim: int = field(init=False)
+    bucket_bytes: int = field(init=False)
+    """Of the rows of one bucket, on average."""
+
+    def run(self) -> Manifest:
+        slot, engine, index = self.slot, self.slot.engine, self.slot.index
+        self.state_dim = engine.state_dim(index)
+        row_bytes = slot.table.dim * (4 if slot.table.dtype == "float32" else 2) + 4 * self.state_dim + 12
+        self.bucket_bytes = engine.num_rows(index) * row_bytes // engine.num_buckets(index) + 1
+        try:
+            version = engine.begin_version(index)
+        except InputError as error:
+            raise SnapshotError(f"{error}: it can be saved no more") from None
+        buckets = engine.num_buckets(index)
+        ranges = self._file_ranges()
+        names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(ranges)]
+        files = in_threads(slot.engine.num_threads, lambda each: self._write("rows", *each), names)
+        files.append(self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets))
+        if self.since is not None:
+            files.append(self._write("removed", f"removed-{self.id}.arrow", 0, buckets))
+            self.require_removals()  # still, after all of them were read
+        return Manifest(
+            kind=self.kind,
+            id=self.id,
+            version=version,
+            since=None if self.since is None else self.since.version,
+            since_id=None if self.since is None else self.since.id,
+            config=slot.table.to_dict(),
+            seed=slot.seed,
+            expire_before=engine.expire_before(index),
+            latest_step=engine.latest_step,  # read last: neither the line nor a stamp in the files is later
+            lr=engine.lr(index),
+            num_buckets=buckets,
+            buckets=((0, buckets),) if self.owned is None else _ranges(self.owned),
+            rows=_lines(files, "rows"),
+            removed=_lines(files, "removed"),
+            sightings=_lines(files, "sightings"),
+            files=tuple(files),
+        )
+
+    def require_removals(self) -> None:
+        """Raises if the changes are not all known: the ids of rows that went are remembered up to a bound, by one
+        process."""
+        oldest = self.slot.engine.removed_since(self.slot.index)
+        if self.since is not None and self.since.version < oldest:
+            # The id of a snapshot is known unless an earlier process saved it.
+            why = (
+                "the ids of removed rows do not survive the process"
+                if self.since.id is None
+                else f"so many rows went that their ids are remembered since version {oldest} only"
+            )
+            raise ChangesError(
+                f"table {self.slot.table.name!r}: the changes since version {self.since.version} are not all known: "
+                f"{why}: save the whole table"
+            )
+
+    def _file_ranges(self) -> list[tuple[int, int]]:
+        """Buckets of each rows file: of about equal size, as many for each thread, one file for a small table."""
+        buckets = self.slot.engine.num_buckets(self.slot.index)
+        total = self.bucket_bytes * buckets
+        wanted = -(-total // _FILE_BYTES) if total > _BATCH_BYTES else 1
+        if total > _BATCH_BYTES:
+            wanted = -(-wanted // self.slot.engine.num_threads) * self.slot.engine.num_threads
+        files = min(wanted, max(_MAX_FILES, self.slot.engine.num_threads), buckets)
+        return [(buckets * i // files, buckets * (i + 1) // files) for i in range(files)]
+
+    def _write(self, kind: FileKind, name: str, begin: int, end: int) -> DataFile:
+        arrow = self.arrow
+        schema = schema_of(arrow, kind, self.kind, self.id, self.slot.table, self.state_dim)
+        rows = 0
+        with (
+            ChecksumFile(self.folder / name) as file,
+            arrow.ipc.new_file(arrow.PythonFile(file, mode="w"), schema) as writer,
+        ):
+            for columns in self._export(kind, begin, end):
+                writer.write_batch(as_batch(arrow, columns, schema))
+                rows += len(columns["id"])
+        return DataFile(
+            name=name, kind=kind, bytes=file.bytes, rows=rows, crc32c=file.crc32c, bucket_begin=begin, bucket_end=end
+        )  # fmt: skip
+
+    def _export(self, kind: FileKind, begin: int, end: int) -> Iterator[Columns]:
+        """The lines of one file, whole buckets at a time, nothing for buckets without any."""
+        engine, index = self.slot.engine, self.slot.index
+        since = 0 if self.since is None else self.since.version
+        step = max(1, _BATCH_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            match kind:
+                case "rows":
+                    columns: Columns = engine.export_rows(index, first, last, since)
+                case "sightings":
+                    columns = engine.export_sightings(index, first, last)
+                case "removed":
+                    columns = {"id": np.asarray(engine.export_removed(index, first, last, since))}
+            if len(columns["id"]) > 0:
+                yield columns
+
+
+def _ranges(owned: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """Where it is true, as [begin, end)."""
+    ends = np.flatnonzero(np.diff(np.concatenate([[False], owned, [False]]).astype(np.int8))).tolist()
+    return tuple(zip(ends[::2], ends[1::2], strict=True))
+
+
+def _lines(files: Sequence[DataFile], kind: FileKind) -> int:
+    return sum(file.rows for file in files if file.kind == kind)

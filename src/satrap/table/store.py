@@ -1,0 +1,388 @@
+"""One table as its user sees it: arrays in, arrays out, over one table of a native engine.
+
+A `Store` checks and converts what it is given (`arrays`), numbers the steps, allocates results, and hands everything
+else to the core: `lookup` and `update` are one native call each, with the GIL released. Saving is `snapshot`'s; the
+Store only remembers which versions it has saved or loaded. Calls may come from several threads at once. The many-table
+face of an engine is `satrap.table.table_group.Tables`, which is made of Stores.
+
+Steps. Everything that changes a table carries a batch number, from 1 to 2**32 - 2. Left to itself, a store numbers its
+training lookups 1, 2, 3, ... and an update takes the latest. A training job gives its own.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal, NamedTuple, Never, Self, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from satrap._core import Ticket
+from satrap.config import array_args
+from satrap.config.tables import Table
+from satrap.errors import SharedMemoryError, TicketError
+from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
+from satrap.table.snapshot.directory import folder_path
+from satrap.table.snapshot.reader import History, Snapshot, fill_levels
+from satrap.table.snapshot.writer import save_table
+
+_PathLike = str | os.PathLike[str]
+
+
+class StoredRows(NamedTuple):
+    """What `Store.read` found: one line for each id asked for."""
+
+    values: NDArray[np.float32]
+    """float32 [n, dim]; 0 where there is no row."""
+    state: NDArray[np.float32]
+    """float32 [n, state_dim]; 0 where there is no row."""
+    present: NDArray[np.bool_]
+    """Whether the id has a row."""
+
+
+class Store:
+    """A table: 64-bit ids to rows of values and optimizer state."""
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        seed: int = 0,
+        num_threads: int | None = None,
+        simd: str = "auto",
+        shared: _PathLike | None = None,
+    ) -> None:
+        """An empty table.
+
+        seed: initial values and random draws are functions of it, of the table's name and of the id.
+        num_threads: threads of one call, the caller's among them; None: the cores of this process. Changes no result.
+        simd: "auto", or one of `satrap._core.simd_paths()`. Changes no result.
+        shared: path of a new shared-memory file (best on tmpfs) that the rows live in. They survive the death of this
+            process; `Store.attach(path)` finds them again.
+        """
+        self._begin(open_engine([table], seed=seed, num_threads=num_threads, simd=simd, shared=shared)[0])
+
+    @classmethod
+    def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
+        """The table in the shared-memory file of a process that has ended, killed or not. The file holds its config."""
+        slots = attach_engine(path, num_threads=num_threads, simd=simd)
+        if len(slots) != 1:
+            names = ", ".join(repr(slot.table.name) for slot in slots)
+            raise SharedMemoryError(
+                f"shared-memory file {os.fspath(path)!r} holds {len(slots)} tables ({names}); "
+                "wanted one: attach it with satrap.table.table_group.Tables.attach"
+            )
+        return cls.in_engine(slots[0])
+
+    @classmethod
+    def in_engine(cls, slot: Slot) -> Self:
+        """The face of one table of an engine that exists already."""
+        store = cls.__new__(cls)
+        store._begin(slot)
+        return store
+
+    def _begin(self, slot: Slot) -> None:
+        self._slot = slot
+        self._engine = slot.engine
+        self._where = f"table {slot.table.name!r}"
+        self._snapshots = History(slot.engine.version(slot.index))
+        self._snapshot_lock = threading.Lock()  # one save, or one apply, at a time
+
+    def __repr__(self) -> str:
+        return f"Store({self.table.name!r}, dim={self.table.dim}, rows={len(self)}, latest_step={self.latest_step})"
+
+    # -- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Table:
+        """The configuration it was made with; its `lr` is the first one, see `lr`."""
+        return self._slot.table
+
+    @property
+    def seed(self) -> int:
+        """The seed it was made with."""
+        return self._slot.seed
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of one call."""
+        return self._engine.num_threads
+
+    @property
+    def simd(self) -> str:
+        """The SIMD path in use: "avx512", "avx2" or "portable"."""
+        return self._engine.simd
+
+    @property
+    def state_dim(self) -> int:
+        """Floats of optimizer state in a row."""
+        return self._engine.state_dim(self._slot.index)
+
+    @property
+    def latest_step(self) -> int:
+        """The largest step of any training lookup or update so far; 0 before the first."""
+        return self._engine.latest_step
+
+    @property
+    def version(self) -> int:
+        """Counts saves: 1 before the first, then the version of the last snapshot saved, loaded or applied. A save that
+        failed counts too, so the version may be higher than that of any snapshot."""
+        return self._engine.version(self._slot.index)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of an update that brings none of its own."""
+        return self._engine.lr(self._slot.index)
+
+    def set_lr(self, lr: float) -> None:
+        """Changes the learning rate from the next update on. Saved with the table."""
+        self._engine.set_lr(self._slot.index, array_args.as_lr(self._where, lr, self.table.optimizer))
+
+    # -- lookup and update -------------------------------------------------------------------------------------------
+
+    @overload
+    def lookup(
+        self,
+        ids: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: Literal[False] = False,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def lookup(
+        self,
+        ids: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: Literal[True],
+    ) -> tuple[NDArray[np.float32], Ticket]: ...
+
+    def lookup(
+        self,
+        ids: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: bool = False,
+    ) -> NDArray[np.float32] | tuple[NDArray[np.float32], Ticket]:
+        """The values of the ids' rows: float32 [n, dim].
+
+        ids: uint64 [n], or int64 taken as its bit pattern; may repeat. An array that is not C-contiguous is copied.
+        train: True stamps the rows as used at `step` and admits and inserts ids that have none, with their initial
+            values. False changes nothing, counters neither, and takes neither `step` nor `oldest_open`. An id without
+            a row reads as `table.absent` says.
+        step: the job's batch number; None: one after the latest. Two lookups of one batch are two steps then, and count
+            as two for `MinCount` and `expire_after`: give both the same step if they are one. A new row of a step so
+            late that its rows would have expired is stamped with the oldest step that has not.
+        oldest_open: the oldest step whose update is still to come; rows used since then are neither evicted nor
+            expired. None: this step.
+        out: memory to write into, float32 [n, dim], C-contiguous; it is what is returned. None: a new array.
+        with_ticket: also returns a ticket; `update(ticket, gradients)` need not de-duplicate or search again.
+
+        A full table that may evict nothing raises CapacityError; rows inserted before by the same call stay.
+        """
+        id_array = array_args.as_ids(self._where, ids)
+        shape = (len(id_array), self.table.dim)
+        return look_up(
+            self._where,
+            self._engine,
+            id_array,
+            self._offsets(len(id_array)),
+            shape,
+            train=train,
+            step=step,
+            oldest_open=oldest_open,
+            out=out,
+            with_ticket=with_ticket,
+        )
+
+    def update(
+        self, ids: ArrayLike | Ticket, gradients: ArrayLike, *, step: int | None = None, lr: float | None = None
+    ) -> None:
+        """Applies the optimizer to the ids' rows, once per id.
+
+        ids: the ids of the gradients, or the ticket of their lookup. Gradients of one id are summed first, in order
+            of appearance. An id without a row is counted in `stats()["not_applied_absent"]` and nothing else.
+        gradients: float32 [n, dim]. One that is not finite: see `table.on_nonfinite`.
+        step: the job's batch number; None: the latest, or 1 if there is none. Rows are stamped with it.
+        lr: the learning rate of this update; None: see `lr`.
+        """
+        ticket = ids if isinstance(ids, Ticket) else self._prepare(ids)
+        if not ticket.only_of(self._slot.index):
+            raise TicketError(
+                f"{self._where}: this ticket is of another table, or of several; bring it back to the one that gave it"
+            )
+        gradient_array = array_args.as_gradients(self._where, gradients, (ticket.n, self.table.dim))
+        rate = self.lr if lr is None else array_args.as_lr(self._where, lr, self.table.optimizer)
+        # The other tables of the engine have no gradient in this call; any rate will do for them.
+        update(self._where, self._engine, ticket, gradient_array, step, [rate] * self._slot.num_tables)
+
+    def read(self, ids: ArrayLike) -> StoredRows:
+        """The rows themselves, as they are; changes nothing.
+
+        Returns `values` float32 [n, dim], `state` float32 [n, state_dim] and `present` bool [n]. An id without a row
+        is not present and reads as zeros, whatever `table.absent` says.
+        """
+        id_array = array_args.as_ids(self._where, ids)
+        values = np.zeros((len(id_array), self.table.dim), np.float32)
+        state = np.zeros((len(id_array), self.state_dim), np.float32)
+        present = np.zeros(len(id_array), np.bool_)
+        self._engine.read(self._slot.index, id_array, values, state, present)
+        return StoredRows(values, state, present)
+
+    # -- what is in it -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Rows in the table."""
+        return self._engine.num_rows(self._slot.index)
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{self._where}: a store can be neither copied nor pickled, because its rows live in the native core: "
+            "save it and Store.load it, or attach its shared-memory file"
+        )
+
+    def __bool__(self) -> bool:
+        """A store is a store even while it is empty."""
+        return True
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the store was made, loaded or attached, all exact.
+
+        rows, bytes, sightings: what it holds now; sightings are ids seen but not yet admitted.
+        lookups: ids of training lookups, each once a call. hits: of those, had a row. inserted, refused: had none.
+        evicted, expired: rows that went. updated: rows, once an update. not_applied_absent: ids with a gradient and no
+        row. skipped: gradients that were not finite. repeated: ids of updates that a server had applied already.
+
+        A lookup that raises CapacityError has stopped half way: after it `lookups` may be more than hits, inserted and
+        refused together. Its step is taken all the same: `latest_step` says so.
+        """
+        return self._engine.stats(self._slot.index)
+
+    def check(self) -> None:
+        """Walks the whole table and raises AssertionError if an invariant is broken, which would be a bug of ours."""
+        self._engine.check(self._slot.index)
+
+    # -- saving and loading ------------------------------------------------------------------------------------------
+
+    def save(self, path: _PathLike) -> int:
+        """Writes the whole table into the folder `path`, replacing a snapshot of it there; returns its version.
+
+        A snapshot of another table, of another configuration or seed is not replaced but refused. The folder is valid
+        at every moment: it holds the old snapshot until the new one is complete and on disk. Calls during a save are
+        not held up, but each bucket is saved as it is when its turn comes: pause updates for a cut between two steps. A
+        failed save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md specifies the files.
+        """
+        folder = folder_path(self._where, path)
+        with self._one_at_a_time():
+            return self._snapshots.add(save_table(self._slot, folder))
+
+    def save_part(self, path: _PathLike, owned: NDArray[np.bool_], *, since: int | None) -> int:
+        """Saves the table as a server that owns some of its buckets: whole, or what changed since a version."""
+        folder = folder_path(self._where, path)
+        with self._one_at_a_time():
+            start = None if since is None else self._snapshots.find(self._where, since)
+            return self._snapshots.add(save_table(self._slot, folder, start, owned))
+
+    def save_changes(self, path: _PathLike, *, since: int) -> int:
+        """Writes what changed since the snapshot of version `since` into the folder `path`; returns the new version.
+
+        since: what a save, load or apply of this store returned or left in `version`; what was saved before an `attach`
+            will not do, because the ids of removed rows do not survive the process: save the whole table first.
+
+        Rows that were inserted, updated or stamped since, and the ids of rows that went. If so many went that the table
+        no longer knows them all, SnapshotError says that a full save is needed. Each link of a chain needs a folder of
+        its own; only changes since the same snapshot are replaced, because the new ones hold what the old ones do.
+        """
+        folder = folder_path(self._where, path)
+        with self._one_at_a_time():
+            return self._snapshots.add(save_table(self._slot, folder, since=self._snapshots.find(self._where, since)))
+
+    @classmethod
+    def load(
+        cls,
+        path: _PathLike,
+        *,
+        num_threads: int | None = None,
+        simd: str = "auto",
+        shared: _PathLike | None = None,
+    ) -> Self:
+        """The table that `save` wrote, bit for bit; everything is verified first. The options are those of `Store`."""
+        saved = Snapshot.open(folder_path("Store.load", path), "full", num_threads)
+        store = cls.__new__(cls)
+        store._begin(
+            open_engine(
+                [saved.table],
+                seed=saved.manifest.seed,
+                num_threads=num_threads,
+                simd=simd,
+                shared=shared,
+                complete=False,
+            )[0]
+        )
+        try:
+            fill_levels(store._slot, [[saved]], None)
+            store._engine.set_complete(True)
+        except BaseException:
+            if shared is not None:  # half a table; the file is of our making
+                with suppress(OSError):
+                    os.unlink(shared)
+            raise
+        store._snapshots.add(saved.manifest)
+        return store
+
+    def apply_changes(self, path: _PathLike) -> None:
+        """Brings the table from the version that the changes in the folder `path` start at to the one they lead to.
+
+        Everything is verified before the table is touched: the files, that the table is the same, that it is at that
+        very version and was not changed since. A process that is killed meanwhile leaves a table in shared memory with
+        some rows before and some after the changes, each of them whole, and maybe without its sightings: load a full
+        snapshot then.
+        """
+        folder = folder_path(self._where, path)
+        with self._one_at_a_time():
+            saved = Snapshot.open(folder, "changes", self.num_threads)
+            saved.require_next(self._slot, self._snapshots)
+            fill_levels(self._slot, [[saved]], None)
+            self._snapshots.add(saved.manifest)
+
+    def fill(self, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None = None) -> None:
+        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new; of
+        the buckets that are owned, None: of all. Whoever calls this marks the engine incomplete meanwhile."""
+        with self._one_at_a_time():
+            fill_levels(self._slot, levels, owned)
+            for level in levels:
+                if len(level) == 1:  # else no one snapshot is what this table holds
+                    self._snapshots.add(level[0].manifest)
+
+    def forget_saves(self) -> None:
+        """The next save must be a full one: what changed since an earlier one is not all known here any more."""
+        self._snapshots = History(1)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Of saves, loads and applies. In a fork the lock may be held for ever, so the engine is asked first."""
+        self._engine.version(self._slot.index)
+        with self._snapshot_lock:
+            yield
+
+    def _prepare(self, ids: ArrayLike) -> Ticket:
+        id_array = array_args.as_ids(self._where, ids)
+        return self._engine.prepare(id_array, self._offsets(len(id_array)))
+
+    def _offsets(self, n: int) -> NDArray[np.int64]:
+        offsets = np.zeros(self._slot.num_tables + 1, np.int64)
+        offsets[self._slot.index + 1 :] = n
+        return offsets

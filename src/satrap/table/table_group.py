@@ -1,0 +1,234 @@
+"""Many tables in one engine: one native call looks up, or updates, the ids of all of them.
+
+A batch brings one array of ids and the offsets where each table's begin, so its cost in Python does not grow with the
+number of tables. Rows come back in one flat array, because tables differ in dim; `split` shows it table by table.
+Whatever concerns one table alone (reading, learning rate, statistics, saving) is on its `Store`, `tables["item"]`:
+every table of the engine has one, and a Store made by hand is the only one of an engine of its own. So the two faces
+share all code but that of the batch, and neither calls through the other.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, Never, Self, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from satrap._core import Ticket
+from satrap.config import array_args
+from satrap.config.tables import Table
+from satrap.config.validation import kind_of
+from satrap.errors import ConfigError, InputError, SnapshotError
+from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
+from satrap.table.snapshot.directory import folder_path
+from satrap.table.snapshot.reader import Snapshot, open_levels
+from satrap.table.store import Store
+
+_PathLike = str | os.PathLike[str]
+
+
+class Tables(Mapping[str, Store]):
+    """Tables by name, in one engine: one memory, one set of threads, one count of steps."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        seed: int = 0,
+        num_threads: int | None = None,
+        simd: str = "auto",
+        shared: _PathLike | None = None,
+    ) -> None:
+        """Empty tables, in the order in which every batch brings their ids. The options are those of `Store`."""
+        if not isinstance(tables, Sequence):
+            raise ConfigError(f"tables is a {type(tables).__name__}; wanted a list of satrap.Table")
+        names = [table.name for table in tables if isinstance(table, Table)]
+        if not tables or len(set(names)) != len(names):
+            raise ConfigError(f"tables are called {names}; wanted at least one table, each with a name of its own")
+        self._begin(open_engine(tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared))
+
+    @classmethod
+    def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
+        """The tables in the shared-memory file of a process that has ended, killed or not."""
+        tables = cls.__new__(cls)
+        tables._begin(attach_engine(path, num_threads=num_threads, simd=simd))
+        return tables
+
+    @classmethod
+    def in_engine(cls, slots: list[Slot]) -> Self:
+        """The face of all tables of an engine that exists already."""
+        tables = cls.__new__(cls)
+        tables._begin(slots)
+        return tables
+
+    def _begin(self, slots: list[Slot]) -> None:
+        self._engine = slots[0].engine
+        self._slots = {slot.table.name: slot for slot in slots}
+        self._stores = {slot.table.name: Store.in_engine(slot) for slot in slots}
+        self._dims = [slot.table.dim for slot in slots]
+        self._optimizers = [slot.table.optimizer for slot in slots]
+        self._where = f"tables {', '.join(map(repr, self._stores))}" if len(slots) < 5 else f"{len(slots)} tables"
+
+    def __getitem__(self, name: str) -> Store:
+        return self._stores[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stores)
+
+    def __len__(self) -> int:
+        return len(self._stores)
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{self._where}: they can be neither copied nor pickled, because their rows live in the native core: save "
+            "each and restore them, or attach their shared-memory file"
+        )
+
+    @property
+    def layout(self) -> int:
+        """Another one when rows have moved to other servers: changes since an earlier save cannot be saved then. Here
+        none do."""
+        return 0
+
+    def require_permitted(self, folder: _PathLike) -> None:
+        """As of tables on servers, which write below some folders only; these write wherever this process may."""
+
+    def restore(
+        self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
+    ) -> bool:
+        """Fills these tables, which must be new, bit for bit as they were saved; returns whether `save_changes` since
+        then is possible, which it is not if several servers saved them.
+
+        folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
+            verified before any table is touched.
+        owned: of each table, of each of its buckets, whether its rows are wanted here. None: all are.
+        """
+        used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
+        if used:
+            raise SnapshotError(
+                f"{self._where}: {used[0]!r} was used already; restore into new tables, before any step"
+            )
+        chains = self.verify(folders)
+        self._engine.set_complete(False)  # a process that is killed here leaves no shared-memory file to go on with
+        for t, (name, levels) in enumerate(chains.items()):
+            self._stores[name].fill(levels, None if owned is None else owned[t])
+        self._engine.set_complete(True)
+        return all(len(level) == 1 for levels in chains.values() for level in levels)
+
+    def verify(self, folders: Mapping[str, Sequence[_PathLike]]) -> dict[str, list[list[Snapshot]]]:
+        """Raises unless `restore` could fill tables like these from the folders. Reads every file whole."""
+        if folders.keys() != self._stores.keys():
+            raise InputError(f"{self._where}: folders are of {sorted(folders)}; wanted one list for each table here")
+        return {
+            name: open_levels(self._slots[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
+            for name in self._stores
+        }
+
+    @property
+    def latest_step(self) -> int:
+        """The largest step of any training lookup or update so far; 0 before the first."""
+        return self._engine.latest_step
+
+    @overload
+    def lookup(
+        self,
+        ids: ArrayLike,
+        offsets: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: Literal[False] = False,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def lookup(
+        self,
+        ids: ArrayLike,
+        offsets: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: Literal[True],
+    ) -> tuple[NDArray[np.float32], Ticket]: ...
+
+    def lookup(
+        self,
+        ids: ArrayLike,
+        offsets: ArrayLike,
+        *,
+        train: bool = True,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+        with_ticket: bool = False,
+    ) -> NDArray[np.float32] | tuple[NDArray[np.float32], Ticket]:
+        """The values of the ids' rows of all tables, table after table, in one flat float32 array.
+
+        ids: as in `Store.lookup`; those of table t are ids[offsets[t]:offsets[t + 1]].
+        offsets: int64 [tables + 1], rising from 0 to the number of ids.
+        The other options are those of `Store.lookup`; `out` is flat too.
+        """
+        id_array = array_args.as_ids(self._where, ids)
+        offset_array = array_args.as_offsets(self._where, offsets, len(self), len(id_array))
+        return look_up(
+            self._where,
+            self._engine,
+            id_array,
+            offset_array,
+            (int(np.dot(np.diff(offset_array), self._dims)),),
+            train=train,
+            step=step,
+            oldest_open=oldest_open,
+            out=out,
+            with_ticket=with_ticket,
+        )
+
+    def prepare(self, ids: ArrayLike, offsets: ArrayLike) -> Ticket:
+        """A ticket for an update of ids that were not looked up with one."""
+        id_array = array_args.as_ids(self._where, ids)
+        return self._engine.prepare(id_array, array_args.as_offsets(self._where, offsets, len(self), len(id_array)))
+
+    def update(
+        self,
+        ticket: Ticket,
+        gradients: ArrayLike,
+        *,
+        step: int | None = None,
+        lrs: Mapping[str, float] | None = None,
+    ) -> None:
+        """Applies each table's optimizer to the rows of a looked-up batch, once per id; see `Store.update`.
+
+        gradients: flat float32, as long as what the lookup returned.
+        lrs: learning rates of this update by table; tables not named use their own.
+        """
+        if not isinstance(ticket, Ticket):
+            raise InputError(f"{self._where}: ticket is {kind_of(ticket)}; wanted one from lookup or prepare")
+        gradient_array = array_args.as_gradients(self._where, gradients, None)
+        update(self._where, self._engine, ticket, gradient_array, step, self._lrs({} if lrs is None else lrs))
+
+    def _lrs(self, given: Mapping[str, float]) -> list[float]:
+        if not isinstance(given, Mapping):
+            raise InputError(f"{self._where}: lrs is a {type(given).__name__}; wanted a dict from a table's name to lr")
+        unknown = given.keys() - self._stores.keys()
+        if unknown:
+            raise InputError(f"{self._where}: lrs names {sorted(map(str, unknown))}, which are no tables here")
+        return [
+            array_args.as_lr(f"table {name!r}", given[name], optimizer) if name in given else self._engine.lr(i)
+            for i, (name, optimizer) in enumerate(zip(self._stores, self._optimizers, strict=True))
+        ]
+
+    def split(self, flat: NDArray[np.float32], offsets: ArrayLike) -> list[NDArray[np.float32]]:
+        """Each table's part of a lookup's result, or of gradients like it, as a view [n, dim]."""
+        if not isinstance(flat, np.ndarray) or flat.ndim != 1:
+            raise InputError(f"{self._where}: flat is a {type(flat).__name__}; wanted an array of one dimension")
+        ends = np.cumsum(np.diff(array_args.as_offsets(self._where, offsets, len(self), None)) * self._dims)
+        if ends[-1] != len(flat):
+            raise InputError(
+                f"{self._where}: flat holds {len(flat)} floats; wanted the {ends[-1]} of a lookup with these offsets"
+            )
+        parts = np.split(flat, ends[:-1])
+        return [part.reshape(-1, dim) for part, dim in zip(parts, self._dims, strict=True)]

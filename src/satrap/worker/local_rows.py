@@ -1,0 +1,110 @@
+"""A worker whose rows are in this process: in one native engine, a call of which does all of a lookup or an update."""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap import _core
+from satrap.config.features import Features
+from satrap.config.tables import Table
+from satrap.errors import ConfigError
+from satrap.table.engine import open_engine
+from satrap.table.table_group import Tables
+from satrap.worker.worker import Floats, Worker, named_features
+
+
+class LocalRows:
+    """Satisfies `satrap.worker.worker.Rows`."""
+
+    remote = False
+
+    def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
+        """engine: of these tables."""
+        self.num_threads = int(engine.num_threads)
+        self._engine = engine
+        self._bags = _core.Bags(engine, named_features(features, tables))
+
+    @property
+    def latest_step(self) -> int:
+        """See Rows."""
+        return self._engine.latest_step
+
+    @property
+    def truncated(self) -> list[int]:
+        """See Rows."""
+        return self._bags.truncated
+
+    def empty(self, lines: int, floats: int) -> Floats:
+        """See Rows."""
+        return np.asarray(self._engine.empty(lines, floats))
+
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        offsets: NDArray[np.int64] | None,
+        weights: Floats | None,
+        batch_size: int,
+        step: int | None,
+        oldest_open: int | None,
+        train: bool,
+        first_epoch: bool,
+        block: Floats,
+        sequences: list[Floats],
+    ) -> _core.Ticket | None:
+        """See Rows. The engine takes a step if none was given, once it has seen all values."""
+        at = step or 0, oldest_open or 0, train
+        return self._engine.lookup_bags(
+            self._bags, values, offsets, weights, batch_size, *at, block, sequences, first_epoch
+        )
+
+    def made(self, ticket: object) -> bool:
+        """See Rows."""
+        return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
+
+    def update(
+        self,
+        tickets: Sequence[_core.Ticket],
+        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        step: int,
+        lrs: list[tuple[int, float]],
+        scale: float,
+    ) -> None:
+        """See Rows."""
+        self._engine.update_bags(tickets, gradients, step, lrs, scale)
+
+    def drop(self, ticket: _core.Ticket) -> None:
+        """See Rows."""
+        self._engine.drop(ticket)
+
+    def skip(self, step: int) -> None:
+        """See Rows. Nobody waits for it."""
+
+    def settle(self) -> None:
+        """See Rows."""
+
+
+class LocalWorker(Worker):
+    """The features of a model over the tables that it owns."""
+
+    def __init__(
+        self,
+        features: Features,
+        *,
+        seed: int = 0,
+        num_threads: int | None = None,
+        simd: str = "auto",
+        shared: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Empty tables. The options are those of `Store`."""
+        if not isinstance(features, Features):
+            raise ConfigError(
+                f"features is a {type(features).__name__}; wanted a satrap.config.features.Features of it"
+            )
+        slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
+        self.tables = Tables.in_engine(slots)
+        super().__init__(features, LocalRows(features, slots[0].engine, features.tables))
+
+    def close(self) -> None:
+        """Does nothing: the rows go with the last who has them."""

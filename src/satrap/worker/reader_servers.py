@@ -1,0 +1,90 @@
+"""The servers of a live run, as a process sees them that only reads: it learns the job from them, and begins nothing.
+
+It never says hello and is of no attempt, so it neither replaces a trainer nor makes an empty server a job's. It follows
+the bucket map, and a run that begins again: what it reads is whatever the servers hold at the moment of each call. A
+server that is being started again is waited for as long as any other answer.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from satrap.config.job import Job
+from satrap.errors import MovedError, NotReadyError, RpcError
+from satrap.rpc import Client, Keys, Origin
+from satrap.server.protocol import ServerCalls
+from satrap.sharding.shard_map import Members, check_addresses
+from satrap.worker.server_group import LONGEST_PAUSE, Servers, Trouble, View
+
+
+class ReaderServers(Servers):
+    """See the file's docstring."""
+
+    def __init__(self, addresses: Sequence[str], *, keys: Keys | None = None, deadline: float = 60.0) -> None:
+        """addresses: of one server of the run, or of several. keys: the client's."""
+        check_addresses(addresses)
+        found = _asked(addresses, keys, deadline)
+        members, state = Members.from_dict(found["members"]), found["state"]
+        self._newest = state["attempt"], members.version
+        super().__init__(Job.from_dict(found["job"]), members.addresses, begin=False, keys=keys, deadline=deadline)
+        self.latest_step, self.lrs = state["latest_step"], state["lrs"]
+        self._take(members)
+
+    @property
+    def newest_step(self) -> int:
+        """The last step that the run has looked up or updated."""
+        trouble = Trouble(time.monotonic() + self._deadline)
+        while True:
+            view = self.view
+            found = self.all("members", 0)
+            jobless = next((server for server, each in enumerate(found) if not each["version"]), None)
+            if jobless is None:
+                return max(int(each["state"]["latest_step"]) for each in found)
+            with suppress(MovedError):
+                where = view.members.addresses[jobless]
+                error = NotReadyError(f"{where} was started again, and no trainer has given it its job yet")
+                self._revive(view, jobless, error, trouble)
+
+    def _greet_all(self) -> None:
+        """Nobody is told anything."""
+
+    def _learn(self, view: View, server: int) -> bool:
+        """See Servers. Any map of a later attempt is newer: the run began again."""
+        if view is not self.view:
+            return True
+        found = view.clients[server].call.members(Origin(), 0)
+        if found["version"]:
+            newest, members = (found["state"]["attempt"], found["version"]), Members.from_dict(found["members"])
+            with self._lock:
+                if newest >= self._newest and members != self.view.members:
+                    self._take(members)
+                self._newest = max(newest, self._newest)
+        return view is not self.view
+
+    def _revive(self, view: View, server: int, error: NotReadyError, trouble: Trouble) -> None:
+        """See Servers. One without rows is waited for: trainers will greet it."""
+        if self._learn(view, server):
+            raise MovedError("the run began again") from error
+        if time.monotonic() > trouble.until:
+            raise error
+        time.sleep(trouble.pause)
+        trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
+
+
+def _asked(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:
+    """What the first of them says that knows its job. Each is asked for its share of the deadline."""
+    failed: dict[str, RpcError] = {}
+    for address in addresses:
+        try:
+            with Client(ServerCalls, address, keys, deadline=deadline / len(addresses)) as client:
+                found: dict[str, Any] = client.call.members(Origin(), 0)
+        except RpcError as error:
+            failed[address] = error
+            continue
+        if found["version"]:
+            return found
+    if not failed:
+        raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: start a trainer on them first")
+    first = next(iter(failed.values()))
+    raise type(first)("; ".join(str(failed.get(each, f"{each} has no job yet")) for each in addresses)) from first

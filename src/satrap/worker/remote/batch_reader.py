@@ -1,0 +1,158 @@
+"""One trainer's reading of a source, in the worker's process: batches by number, held until they are settled.
+
+A thread of its own takes the next batch only when one is asked for: how far is read ahead is the trainer's to decide.
+A batch that is asked for again is the same; after a restart reading begins at the position before the oldest batch
+under way, and comes to the same batches under the same numbers. Rows left out before are then not counted again.
+"""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from satrap.config.features import Features
+from satrap.config.validation import check_integer, known_keys
+from satrap.data.inputs import Inputs, Position
+from satrap.data.left_out import LeftOut
+from satrap.data.source import Source
+from satrap.errors import InputError, NotReadyError
+from satrap.worker.sharded_rows import RemoteTicket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where reading begins."""
+
+    number: int
+    """Of the first batch."""
+    position: Position | None
+    """Where the source stands before it."""
+    left_out: LeftOut | None = None
+    """What was left out up to the end of that batch, if it was read before."""
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("Beginning", "number", self.number, 1, 2**63 - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This start as plain JSON types."""
+        position = None if self.position is None else self.position.to_dict()
+        left_out = None if self.left_out is None else self.left_out.to_list()
+        return {
+            "number": self.number,
+            "position": position,
+            "left_out": left_out,
+            "rank": self.rank,
+            "world": self.world,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Beginning":
+        """The start that `to_dict` wrote."""
+        given = known_keys(cls, "Beginning", data)
+        if given["position"] is not None:
+            given["position"] = Position.from_dict(given["position"])
+        if given["left_out"] is not None:
+            given["left_out"] = LeftOut.from_list(given["left_out"])
+        return cls(**given)
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A batch that was read."""
+
+    inputs: Inputs | None
+    """None once it is updated or dropped."""
+    left_out: LeftOut
+    """What the source left out up to its end."""
+    ticket: RemoteTicket | None = None
+    gradients: Any = None
+    """Brought before the last one's of its update."""
+    answer: list[int] = field(default_factory=list)
+    """What its update answered."""
+    working: threading.Lock = field(default_factory=threading.Lock)
+    """Around a lookup, update or drop of it; of several batches in the order of their numbers."""
+
+
+class Reading:
+    """See the file's docstring."""
+
+    def __init__(self, source: Source, features: Features, start: Beginning) -> None:
+        self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
+        self._first = self._next = start.number
+        self._left_out = start.left_out
+        self._base = LeftOut()  # what was left out before, less what is counted again
+        self._held: dict[int, Held] = {}
+        self._settled = start.number
+        self._ended = self._closed = False
+        self._asked: Future[None] | None = None  # the batch that is being read, or the error that ended it
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="satrap-reading")
+
+    def length(self) -> dict[str, Any]:
+        """See WorkerCalls."""
+        try:
+            return {"batches": self._first - 1 + len(self._batches)}
+        except TypeError as error:
+            return {"why": str(error)}
+
+    @property
+    def left_out(self) -> LeftOut:
+        """What was left out so far."""
+        return self._base + self._batches.left_out
+
+    def at(self, number: int, seconds: float | None = None) -> Held | None:
+        """The batch of that number; None behind the end. TimeoutError if there was none after so many seconds,
+        NotReadyError after `close`."""
+        while True:
+            with self._lock:
+                if number in self._held:
+                    return self._held[number]
+                if number < self._next:
+                    raise InputError(f"batch {number} was settled before; the next to be read is {self._next}")
+                if self._ended:
+                    return None
+                if self._closed:
+                    raise NotReadyError("the stream was closed here while its batches were asked for")
+                if self._asked is None:
+                    self._asked = self._thread.submit(self._read)
+                asked = self._asked
+            if not wait([asked], seconds).done:
+                raise TimeoutError
+            asked.result()  # an error stays: it is raised to whoever asks
+            with self._lock:
+                if self._asked is asked:
+                    self._asked = None
+
+    def known(self, number: int) -> Held | None:
+        """The batch, if it is here."""
+        with self._lock:
+            return self._held.get(number)
+
+    def forget(self, settled: int) -> None:
+        """All batches below this number are settled."""
+        with self._lock:
+            for number in range(self._settled, min(settled, self._next)):
+                self._held.pop(number, None)
+            self._settled = max(self._settled, min(settled, self._next))
+
+    def close(self) -> None:
+        """Ends it; returns once the batch that is being read is there. Does nothing twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._thread.submit(self._batches.close)
+        self._thread.shutdown()
+
+    def _read(self) -> None:
+        inputs = next(self._batches, None)
+        with self._lock:
+            if self._left_out is not None:
+                self._base, self._left_out = self._left_out - self._batches.left_out, None
+            if inputs is None:
+                self._ended = True
+                return
+            self._held[self._next] = Held(inputs, self.left_out)
+            self._next += 1

@@ -1,0 +1,419 @@
+"""The trainer's side of a worker in a process of its own: batches without ids, tickets by number, gradients that leave.
+
+    FarBatches.next ──> read ─────> dense numbers, labels, position         the ids stay where they were read
+    FarWorker.lookup ─> lookup ───> block, sequences, masks
+    FarWorker.update ─> gradients ─> nothing                                the worker sums them and tells the servers
+
+What is under way is remembered here, where it outlives the worker: of each batch its position. A worker that was killed
+and started again at its address is told all of it (`WorkerAt.greet`), and every call goes on where it was. What brings
+its own ids is looked up from here, as by any `RemoteWorker`.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap.config.features import Features
+from satrap.data.inputs import Inputs, Position
+from satrap.data.left_out import LeftOut
+from satrap.data.registry import source_to_dict
+from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
+from satrap.interrupts import Uninterrupted
+from satrap.rpc import Client, Keys
+from satrap.worker.remote.batch_reader import Beginning
+from satrap.worker.remote.protocol import WorkerCalls, as_one, columns_from_bytes
+from satrap.worker.remote.worker_spec import Assignment
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteRows, RemoteWorker
+from satrap.worker.worker import Floats, LookedUp
+
+DEADLINE_SECONDS = 150.0
+"""Of a call: it may have to wait for a server as long as a call of ours does, once for what was skipped and once for
+itself."""
+_FAREWELL_SECONDS = 2.0  # of a call that only gives memory back
+_MOST_GREETINGS = 100  # in one call: more means that greeting is no help
+_R = TypeVar("_R")
+
+
+class WorkerAt:
+    """The worker's process, as one trainer calls it."""
+
+    def __init__(
+        self,
+        address: str,
+        servers: Servers,
+        assignment: Assignment,
+        keys: Keys | None,
+        deadline: float,
+        retry_seconds: float,
+    ) -> None:
+        """Says hello."""
+        self.address, self.servers = address, servers
+        self._assignment = assignment.to_dict()
+        self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
+        self.call = self._client.call
+        self.farewell = self._client.within(_FAREWELL_SECONDS)
+        self._streams: dict[int, FarBatches] = {}
+        self._numbers = itertools.count(1)
+        self._greeting = threading.Lock()
+        try:
+            self.greet()
+        except BaseException:
+            self._client.close()
+            raise
+
+    def ask(self, call: Callable[[], _R]) -> _R:
+        """What the call returns. A worker that was started again is greeted first."""
+        lost: NotReadyError | None = None
+        for _ in range(_MOST_GREETINGS):
+            try:
+                if lost is not None:
+                    self.greet()
+                with self._naming():
+                    return call()
+            except NotReadyError as error:
+                lost = error
+        assert lost is not None
+        raise lost
+
+    def greet(self) -> None:
+        """Tells the worker all that it must know; it knows how to go on then."""
+        with self._greeting:
+            self.call.hello(self.servers.origin(0), self._assignment)
+            with self._naming():
+                for stream, batches in list(self._streams.items()):
+                    self._open(stream, batches)
+
+    def begin(self, batches: "FarBatches") -> int:
+        """Opens a stream of these; returns its number."""
+        stream = next(self._numbers)
+        self._streams[stream] = batches
+        try:
+            self.ask(lambda: self._open(stream, batches))
+        except BaseException:
+            self.end(stream)
+            raise
+        return stream
+
+    def _open(self, stream: int, batches: "FarBatches") -> None:
+        self.call.open(self.servers.origin(0), stream, batches.source, batches.start().to_dict())
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """What cannot be read there names the worker."""
+        try:
+            yield
+        except SourceError as error:
+            raise SourceError(f"the worker at {self.address} cannot read it: {error}") from error
+
+    def end(self, stream: int) -> None:
+        """Closes it. A worker that cannot be told forgets it with the attempt."""
+        if self._streams.pop(stream, None) is not None:
+            with suppress(SatrapError):
+                self.farewell.close_stream(self.servers.origin(0), stream)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._client.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FarInputs(Inputs):
+    """A batch without its ids."""
+
+    values: NDArray[np.uint64] = field(init=False, repr=False)
+    offsets: NDArray[np.int64] | None = field(init=False, repr=False)
+    weights: NDArray[np.float32] | None = field(init=False, repr=False)
+    batches: "FarBatches" = field(repr=False)
+    number: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("values", "offsets", "weights"):
+            raise StreamError(
+                f"the batch has no {name} here: its ids stay with the worker at {self.batches.at.address}; name their "
+                "columns in the source's `extra` to see them, or train without workers"
+            )
+        raise AttributeError(name)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class FarTicket:
+    """Satisfies `satrap.worker.worker.Ticket`."""
+
+    batches: "FarBatches"
+    number: int
+    batch_size: int
+    used: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What is known of a batch."""
+
+    position: Position
+    """After it."""
+    left_out: LeftOut
+
+
+class FarBatches(Iterator[FarInputs]):
+    """The batches of a source that a worker in a process of its own reads."""
+
+    def __init__(self, at: WorkerAt, names: tuple[str, ...], source: Any, position: Position | None, **share: int):
+        """share: the trainer's rank, and the world."""
+        self.at, self.source = at, source_to_dict(source)
+        self._names, self._position, self._share = names, position, share
+        self._last = 0  # the number of the last batch that came
+        self._read: dict[int, _Read] = {}  # of those from which reading may have to begin again
+        self._open: set[int] = set()  # neither updated nor dropped
+        self._tickets: set[int] = set()  # of those the ones that a ticket was given for
+        self._left_out = LeftOut()
+        self._ended = False
+        self._lock = threading.Lock()
+        self.stream = at.begin(self)
+        """The number by which the worker knows these."""
+
+    @property
+    def left_out(self) -> LeftOut:
+        """As `Batches.left_out`."""
+        return self._left_out
+
+    @property
+    def settled(self) -> int:
+        """All batches below this number are updated or dropped."""
+        with self._lock:
+            return min(self._open, default=self._last + 1)
+
+    def start(self) -> Beginning:
+        """Where the worker must begin to read to have every batch under way. One earlier, if there is one: what was
+        skipped up to its end is known, so nothing is counted twice."""
+        with self._lock:
+            first = max(1, min(self._open, default=self._last + 1) - 1)
+            position = self._position if first == 1 else self._read[first - 1].position
+            left_out = self._read[first].left_out if first in self._read else None
+            return Beginning(number=first, position=position, left_out=left_out, **self._share)
+
+    def __len__(self) -> int:
+        found = self.at.ask(lambda: self.at.call.length(self.at.servers.origin(0), self.stream))
+        if "batches" not in found:
+            raise TypeError(found["why"])
+        return int(found["batches"])
+
+    def __next__(self) -> FarInputs:
+        if self._ended:
+            raise StopIteration
+        number = self._last + 1
+        told: dict[str, Any] = {"found": "nothing"}
+        while told["found"] == "nothing":
+            told, dense, label, extra = self.at.ask(
+                lambda: self.at.call.read(self.at.servers.origin(0), self.stream, number, self.settled)
+            )
+        left_out = LeftOut.from_list(told["left_out"])
+        if told["found"] == "end":
+            self._left_out, self._ended = left_out, True
+            raise StopIteration
+        position, size = Position.from_dict(told["position"]), told["size"]
+        found = FarInputs(
+            names=self._names,
+            batch_size=size,
+            dense=None if dense is None else dense.reshape(size, -1).copy(),
+            label=None if label is None else label.reshape(size, *told["labels"]).copy(),
+            position=position,
+            extra=columns_from_bytes(extra),
+            batches=self,
+            number=number,
+        )
+        with Uninterrupted(), self._lock:
+            self._left_out = left_out
+            self._read[number] = _Read(position, left_out)
+            self._open.add(number)
+            self._last = number
+        return found
+
+    def looked_up(self, number: int, train: bool) -> None:
+        """Nothing more comes of a batch that is not trained on."""
+        if train:
+            self._tickets.add(number)
+        elif number not in self._tickets:
+            self.settle(number)
+
+    def settle(self, number: int) -> None:
+        """This batch is updated or dropped."""
+        with Uninterrupted(), self._lock:
+            self._open.discard(number)
+            self._tickets.discard(number)
+            oldest = min(self._open, default=self._last + 1)
+            for each in [each for each in self._read if each < oldest - 2]:
+                del self._read[each]
+
+    def close(self) -> None:
+        """Ends the reading."""
+        self._ended = True
+        self.at.end(self.stream)
+
+
+class FarRows:
+    """Satisfies `satrap.worker.worker.Rows`: as from here, but for tickets of batches that were read elsewhere."""
+
+    remote = True
+
+    def __init__(self, features: Features, near: RemoteRows, at: WorkerAt) -> None:
+        self.num_threads = near.num_threads
+        self.lookup, self.empty, self.skip, self.settle = near.lookup, near.empty, near.skip, near.settle
+        self.cut = [0 for feature in features.values() if feature.max_length is not None]
+        """Of each sequence: ids beyond its length in what was read elsewhere."""
+        self._names = [table.name for table in features.tables]
+        self._near, self._at = near, at
+        self._lock = threading.Lock()
+
+    @property
+    def latest_step(self) -> int:
+        """See Rows."""
+        return self._near.latest_step
+
+    @property
+    def truncated(self) -> list[int]:
+        """See Rows."""
+        return [near + far for near, far in zip(self._near.truncated, self.cut, strict=True)]
+
+    def count(self, cut: list[int]) -> None:
+        """So many ids more were beyond the sequences' lengths."""
+        with self._lock:
+            self.cut = [before + more for before, more in zip(self.cut, cut, strict=True)]
+
+    def made(self, ticket: object) -> bool:
+        """See Rows."""
+        return ticket.batches.at is self._at if isinstance(ticket, FarTicket) else self._near.made(ticket)
+
+    def update(
+        self,
+        tickets: Sequence[Any],
+        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        step: int,
+        lrs: list[tuple[int, float]],
+        scale: float,
+    ) -> None:
+        """See Rows."""
+        far = [isinstance(ticket, FarTicket) for ticket in tickets]
+        if not any(far):
+            self._near.update(tickets, gradients, step, lrs, scale)
+            return
+        if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
+            raise TicketError("update of a batch: the tickets are of several streams; update those of each alone")
+        servers, batches = self._at.servers, tickets[0].batches
+        servers.claim(step, tickets[0])
+        origin, stream = servers.origin(step), batches.stream
+        rates = dict(zip(self._names, servers.lrs, strict=True)) | {self._names[table]: lr for table, lr in lrs}
+        parts = [[block, *sequences] for block, sequences in gradients]
+        flat = [as_one(each, np.float32) for each in parts]
+        present = [[part is not None for part in each] for each in parts]
+        numbers = [ticket.number for ticket in tickets]
+
+        def call() -> list[int]:
+            for i in range(len(tickets) - 1):
+                self._at.call.bring(origin, stream, numbers[i], present[i], flat[i])
+            return self._at.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
+
+        skipped = self._at.ask(call)
+        with Uninterrupted(), self._lock:
+            for table, count in enumerate(skipped):
+                servers.skipped[table] += count
+            for ticket in tickets:
+                ticket.used = True
+                batches.settle(ticket.number)
+
+    def drop(self, ticket: Any) -> None:
+        """See Rows."""
+        if not isinstance(ticket, FarTicket):
+            self._near.drop(ticket)
+            return
+        if ticket.used:
+            raise TicketError("drop of a batch: this ticket was used already")
+        with Uninterrupted():
+            ticket.used = True
+            ticket.batches.settle(ticket.number)
+        with suppress(NotReadyError, RpcError):  # it has nothing of it any more, or hears with the next batch
+            self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
+
+
+class FarWorker(RemoteWorker):
+    """A `RemoteWorker` for what brings its ids, and for declared sources the trainer's side of one elsewhere."""
+
+    def __init__(
+        self,
+        features: Features,
+        servers: Servers,
+        address: str,
+        *,
+        keys: Keys | None = None,
+        num_threads: int | None = None,
+        deadline: float = DEADLINE_SECONDS,
+        retry_seconds: float = 2.0,
+    ) -> None:
+        """Says hello to the worker at the address. See `Servers` and `RemoteWorker` for the others."""
+        super().__init__(features, servers, num_threads=num_threads)
+        assignment = Assignment(
+            features=features,
+            seed=servers.job.seed,
+            servers=servers.addresses,
+            wire=servers.wire,
+            together=servers.together,
+            further=servers.job.tables[len(features.tables) :],
+        )
+        self.at = WorkerAt(address, servers, assignment, keys, deadline, retry_seconds)
+        self._far = FarRows(features, self._remote, self.at)
+        self._rows = self._far
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self.at.close()
+        super().close()
+
+    def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> FarBatches:
+        """The batches of a source that travels, read by the worker."""
+        return FarBatches(self.at, self.features.names, source, position, rank=rank, world=world)
+
+    def signature(self, source: Any) -> dict[str, Any]:
+        """As `Source.signature`, of a source that travels: the worker sees its files, this machine perhaps not."""
+        told = source_to_dict(source)
+        return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), told))
+
+    def lookup(
+        self,
+        inputs: Inputs,
+        *,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        train: bool = True,
+        block: NDArray[np.float32] | None = None,
+    ) -> LookedUp:
+        """See Worker."""
+        if not isinstance(inputs, FarInputs):
+            return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
+        self.settle()
+        origin, batches, number = self.servers.origin(step or 0), inputs.batches, inputs.number
+        since = oldest_open or step or 0
+        rows, sequences, masks, cut = self.at.ask(
+            lambda: self.at.call.lookup(origin, batches.stream, number, batches.settled, since, train)
+        )
+        self._far.count(cut)
+        batches.looked_up(number, train)
+        n = inputs.batch_size
+        if block is None:
+            block = self._far.empty(n, self.features.total_dim)
+        np.copyto(block, rows.reshape(block.shape))  # what came is read-only
+        found, flags, at, line = {}, {}, 0, 0
+        for each in self._sequences:
+            shape = each.shape(n)
+            own = self._far.empty(n, each.floats)
+            np.copyto(own, sequences[at : at + n * each.floats].reshape(own.shape))
+            found[each.name] = own.reshape(shape)
+            flags[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
+            at, line = at + n * each.floats, line + n * shape[1]
+        ticket = FarTicket(batches, number, n) if train else None
+        return LookedUp(block=block, sequences=found, masks=flags, truncated=cut, ticket=ticket)

@@ -1,0 +1,337 @@
+"""The worker's process: reads for its trainers, and looks up and updates for them. Needs no torch, knows no socket.
+
+It has no configuration, and nothing that a trainer could not tell it again: a trainer says hello, opens streams and
+asks for batches by number. Each trainer has a `RemoteWorker` of its own here, which calls the servers in the trainer's
+name, so what was applied is known to the rows' windows there, whatever happens here. A batch whose ticket went with a
+process before this one is read again, and its update sends the ids.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from satrap.config.cores import thread_count
+from satrap.config.path_allowlist import PathAllowlist
+from satrap.data.registry import restricted, source_from_dict
+from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
+from satrap.rpc import Keys, Origin
+from satrap.worker.remote.batch_reader import Beginning, Held, Reading
+from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes
+from satrap.worker.remote.worker_spec import Assignment
+from satrap.worker.server_group import Servers
+from satrap.worker.sharded_rows import RemoteTicket, RemoteWorker
+
+_READ_SECONDS = 10.0  # after which a trainer that waits for a batch is told that there is none yet
+_CALLS = 8  # of one trainer at a time: two streams, each reading and at two things at its tables, and its own thread
+_R = TypeVar("_R")
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """One trainer, in this attempt."""
+
+    worker: RemoteWorker
+    readings: dict[int, Reading] = field(default_factory=dict)
+    calls: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_CALLS, thread_name_prefix="satrap-trainer")
+    )
+    opening: threading.Lock = field(default_factory=threading.Lock)
+
+    def reading(self, stream: int) -> Reading:
+        found = self.readings.get(stream)
+        if found is None:
+            raise NotReadyError(f"stream {stream} is not open here: this worker was started again, or it was closed")
+        return found
+
+    def run(self, work: Callable[[], _R]) -> "Future[_R]":
+        """In a thread of the trainer's: some calls wait for other trainers, and must not keep those from theirs."""
+        try:
+            return self.calls.submit(work)
+        except RuntimeError:  # closed since the caller found it
+            raise NotReadyError("the trainer was replaced here while it called") from None
+
+    def close(self, *, wait: bool) -> None:
+        """Calls that wait for a server end with an error."""
+        self.worker.servers.close()
+        for reading in list(self.readings.values()):
+            self.calls.submit(reading.close)
+        self.calls.shutdown(wait=wait)
+
+
+class Host:
+    """Satisfies `satrap.worker.remote.protocol.WorkerCalls`; what may take long comes as a Future."""
+
+    def __init__(
+        self,
+        *,
+        keys: Keys | None = None,
+        num_threads: int | None = None,
+        data: Iterable[str | os.PathLike[str]] = (),
+    ) -> None:
+        """keys: the client's, for the servers. num_threads: of a call. data: below which it reads; elsewhere it
+        refuses to."""
+        thread_count(num_threads)
+        self._permitted = PathAllowlist(data, "--data")
+        self._keys, self._num_threads = keys, num_threads
+        self._attempt = 0
+        self._assignment: Assignment | None = None
+        self._seats: dict[int, _Seat] = {}
+        self._lock = threading.Lock()
+        self._greeting = threading.Lock()  # around the whole of a hello, which calls the servers
+
+    def close(self) -> None:
+        """Ends everything; returns when no thread runs any more."""
+        with self._lock:
+            seats, self._seats = list(self._seats.values()), {}
+        for seat in seats:
+            seat.close(wait=True)
+
+    def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
+        """See WorkerCalls."""
+        wanted = Assignment.from_dict(assignment)
+        with self._greeting:
+            with self._lock:
+                self._agree(origin, wanted)
+                if origin.attempt == self._attempt and origin.trainer in self._seats:
+                    return
+            servers = Servers(
+                wanted.job,
+                wanted.servers,
+                trainer=origin.trainer,
+                together=wanted.together,
+                attempt=origin.attempt,
+                keys=self._keys,
+                wire=wanted.wire,
+                relays=True,
+            )
+            if servers.newest_attempt > origin.attempt:
+                servers.close()
+                raise self._replaced(origin, servers.newest_attempt)
+            seat = _Seat(RemoteWorker(wanted.features, servers, num_threads=self._num_threads))
+            with self._lock:
+                left = list(self._seats.values()) if origin.attempt != self._attempt else []
+                self._seats = ({} if left else self._seats) | {origin.trainer: seat}
+                self._attempt, self._assignment = origin.attempt, wanted
+        for each in left:
+            each.close(wait=False)
+
+    def _agree(self, origin: Origin, wanted: Assignment) -> None:
+        """A new attempt may bring other features, servers and trainers, but not another job. An older one is refused,
+        unless the same servers know of none that is newer: then they were begun anew."""
+        if self._assignment is None:
+            return
+        if origin.attempt < self._attempt and wanted.servers != self._assignment.servers:
+            raise self._replaced(origin, self._attempt)
+        differences = wanted.job.differences(self._assignment.job)
+        if origin.attempt == self._attempt:
+            differences += wanted.differences(self._assignment)
+        if differences:
+            raise ConfigError(
+                f"the worker belongs to another job: {'; '.join(differences)}; name a worker of this job's own, or "
+                "start this one again"
+            )
+
+    def open(self, origin: Origin, stream: int, source: dict[str, Any], start: dict[str, Any]) -> "Future[None]":
+        """See WorkerCalls."""
+        seat = self._seat(origin)
+
+        def work() -> None:
+            with seat.opening:
+                if stream not in seat.readings:
+                    given = restricted(source_from_dict(source), self._permitted)
+                    seat.readings[stream] = Reading(given, seat.worker.features, Beginning.from_dict(start))
+
+        return seat.run(work)
+
+    def read(
+        self, origin: Origin, stream: int, number: int, settled: int
+    ) -> "Future[tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]]":
+        """See WorkerCalls."""
+        return self._do(origin, stream, lambda _, reading: _read(reading, number, settled))
+
+    def length(self, origin: Origin, stream: int) -> "Future[dict[str, Any]]":
+        """See WorkerCalls."""
+        return self._do(origin, stream, lambda _, reading: reading.length())
+
+    def lookup(
+        self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
+    ) -> "Future[tuple[Floats, Floats, Flags, list[int]]]":
+        """See WorkerCalls."""
+
+        def work(seat: _Seat, reading: Reading) -> tuple[Floats, Floats, Flags, list[int]]:
+            reading.forget(settled)
+            held = _known(reading, number)
+            with held.working:
+                inputs = held.inputs
+                if inputs is None:
+                    raise InputError(f"batch {number} was updated or dropped before")
+                step, since = (origin.step, oldest_open) if train else (None, None)
+                found = seat.worker.lookup(inputs, step=step, oldest_open=since, train=train)
+                if isinstance(found.ticket, RemoteTicket):  # it trains
+                    before, held.ticket = held.ticket, found.ticket
+                    if before is not None:  # its answer was lost
+                        seat.worker.drop(before)
+            names = list(found.sequences)
+            return (
+                found.block.reshape(-1),
+                as_one([found.sequences[name] for name in names], np.float32),
+                as_one([found.masks[name] for name in names], np.bool_),
+                found.truncated,
+            )
+
+        return self._do(origin, stream, work)
+
+    def bring(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> "Future[None]":
+        """See WorkerCalls."""
+
+        def work(seat: _Seat, reading: Reading) -> None:
+            held = _known(reading, number)
+            with held.working:
+                if held.inputs is not None:
+                    held.gradients = _parted(seat.worker, held.inputs.batch_size, present, gradients)
+
+        return self._do(origin, stream, work)
+
+    def update(
+        self,
+        origin: Origin,
+        stream: int,
+        numbers: list[int],
+        present: list[bool],
+        gradients: Floats,
+        lrs: dict[str, float],
+        scale: float,
+    ) -> "Future[list[int]]":
+        """See WorkerCalls."""
+
+        def work(seat: _Seat, reading: Reading) -> list[int]:
+            batches = [_known(reading, number) for number in numbers]
+            last = batches[-1]
+            with ExitStack() as stack:
+                for each in batches:
+                    stack.enter_context(each.working)
+                if all(each.inputs is None for each in batches):
+                    return last.answer  # the first answer was lost
+                if last.inputs is not None:
+                    last.gradients = _parted(seat.worker, last.inputs.batch_size, present, gradients)
+                _update(seat.worker, batches, origin.step, lrs, scale)
+            return last.answer
+
+        return self._do(origin, stream, work)
+
+    def drop(self, origin: Origin, stream: int, number: int) -> "Future[None]":
+        """See WorkerCalls."""
+
+        def work(seat: _Seat, reading: Reading) -> None:
+            held = reading.known(number)
+            if held is None:
+                return
+            with held.working:
+                ticket, held.ticket, held.inputs = held.ticket, None, None
+                if ticket is not None:
+                    seat.worker.drop(ticket)
+
+        return self._do(origin, stream, work)
+
+    def close_stream(self, origin: Origin, stream: int) -> "Future[None] | None":
+        """See WorkerCalls."""
+        seat = self._seat(origin)
+        found = seat.readings.pop(stream, None)
+        return None if found is None else seat.run(found.close)
+
+    def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
+        """See WorkerCalls."""
+        seat, given = self._seat(origin), restricted(source_from_dict(source), self._permitted)
+        return seat.run(given.signature)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _seat(self, origin: Origin) -> _Seat:
+        with self._lock:
+            if origin.attempt < self._attempt:
+                raise self._replaced(origin, self._attempt)
+            seat = self._seats.get(origin.trainer)
+            if seat is None or origin.attempt > self._attempt:
+                raise NotReadyError(f"trainer {origin.trainer} has not said hello in attempt {origin.attempt}")
+            return seat
+
+    def _replaced(self, origin: Origin, newer: int) -> AttemptError:
+        return AttemptError(
+            f"the call is of attempt {origin.attempt} and the worker at {newer}: this process was replaced"
+        )
+
+    def _do(self, origin: Origin, stream: int, work: Callable[[_Seat, Reading], _R]) -> "Future[_R]":
+        seat = self._seat(origin)
+        return seat.run(lambda: work(seat, seat.reading(stream)))
+
+
+def _read(
+    reading: Reading, number: int, settled: int
+) -> tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]:
+    reading.forget(settled)
+    try:
+        held = reading.at(number, _READ_SECONDS)
+    except TimeoutError:
+        return {"found": "nothing"}, None, None, None
+    if held is None:
+        return {"found": "end", "left_out": reading.left_out.to_list()}, None, None, None
+    inputs = held.inputs
+    if inputs is None:
+        raise InputError(f"batch {number} was updated or dropped before")
+    assert inputs.position is not None
+    told = {
+        "found": "batch",
+        "size": inputs.batch_size,
+        "labels": [] if inputs.label is None else list(inputs.label.shape[1:]),
+        "position": inputs.position.to_dict(),
+        "left_out": held.left_out.to_list(),
+    }
+    dense = None if inputs.dense is None else np.ascontiguousarray(inputs.dense).reshape(-1)
+    label = None if inputs.label is None else np.ascontiguousarray(inputs.label).reshape(-1)
+    return told, dense, label, columns_as_bytes(inputs.extra)
+
+
+def _known(reading: Reading, number: int) -> Held:
+    held = reading.at(number)
+    if held is None:
+        raise InputError(f"the source has no batch {number} any more: it was changed while it was read")
+    return held
+
+
+def _update(worker: RemoteWorker, batches: list[Held], step: int, lrs: dict[str, float], scale: float) -> None:
+    blocks, sequences, tickets = [], [], []
+    for each in batches:
+        if each.inputs is None or each.gradients is None:
+            raise NotReadyError("the gradients of a batch of this step did not come to this process: bring all again")
+        each.ticket = worker.renew(each.inputs) if each.ticket is None else each.ticket
+        block, of_sequences = each.gradients
+        blocks.append(block)
+        sequences.append(of_sequences)
+        tickets.append(each.ticket)
+    worker.update(tickets, blocks, sequences, step=step, lrs=lrs, scale=scale)
+    answer = tickets[0].skipped
+    for each in batches:
+        each.inputs = each.ticket = each.gradients = None
+        each.answer = answer
+
+
+def _parted(
+    worker: RemoteWorker, batch_size: int, present: list[bool], flat: Floats
+) -> tuple[Floats | None, dict[str, Floats]]:
+    """A block's gradient and each sequence's."""
+    shapes: list[tuple[str, tuple[int, ...]]] = [("", (batch_size, worker.features.total_dim))]
+    for name, feature in worker.features.items():
+        if feature.max_length is not None:
+            shapes.append((name, (batch_size, feature.max_length, feature.table.dim)))
+    sizes = [int(np.prod(shape)) * there for (_, shape), there in zip(shapes, present, strict=False)]
+    if len(present) != len(shapes) or sum(sizes) != len(flat):
+        raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; wanted {len(shapes)} parts")
+    parts = zip(shapes, present, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
+    found = {name: part.reshape(shape) for (name, shape), there, part in parts if there}
+    return found.pop("", None), found

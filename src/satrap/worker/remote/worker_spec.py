@@ -1,0 +1,81 @@
+"""What a trainer tells a worker in a process of its own: all that it must know to look up and update for the trainer.
+
+Pure; it travels as JSON and is compared field by field.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from satrap.config.features import Features
+from satrap.config.job import Job
+from satrap.config.tables import Table
+from satrap.config.validation import check_integer, flat, known_keys, set_field
+from satrap.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """See the file's docstring."""
+
+    features: Features
+    seed: int
+    servers: tuple[str, ...]
+    """Their addresses, in order."""
+    wire: str
+    """How rows and gradients cross to the servers."""
+    together: int
+    """How many trainers' updates make one step; 0: each is a step of its own."""
+    further: tuple[Table, ...] = ()
+    """Tables that the servers have beside the features'."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.features, Features):
+            raise ConfigError(f"Assignment: features is a {type(self.features).__name__}; wanted Features")
+        check_integer("Assignment", "together", self.together, 0, 2**32 - 1)
+        set_field(self, "servers", tuple(self.servers))
+
+    @property
+    def job(self) -> Job:
+        """What the servers must agree on."""
+        return Job(tables=(*self.features.tables, *self.further), seed=self.seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This assignment as plain JSON types."""
+        return {
+            "features": self.features.to_dict(),
+            "seed": self.seed,
+            "servers": list(self.servers),
+            "wire": self.wire,
+            "together": self.together,
+            "further": [table.to_dict() for table in self.further],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The assignment that `to_dict` wrote."""
+        given = known_keys(cls, "Assignment", data)
+        given["features"] = Features.from_dict(given["features"])
+        given["further"] = tuple(Table.from_dict(table) for table in given.get("further", ()))
+        if not isinstance(given["servers"], list):
+            raise ConfigError(f"Assignment: servers is a {type(given['servers']).__name__}; wanted a list of addresses")
+        return cls(**given)
+
+    def differences(self, other: "Assignment") -> list[str]:
+        """In what this one is another than `other`, beside the tables: "feature 'history', pooling: ..."."""
+        found = [
+            f"{name}: {mine!r} here, {its!r} there"
+            for name in ("servers", "wire", "together")
+            if (mine := getattr(self, name)) != (its := getattr(other, name))
+        ]
+        if self.features.names != other.features.names:
+            return [*found, f"features: {list(self.features.names)} here, {list(other.features.names)} there"]
+        for name in self.features:
+            mine, its = (flat(each.features[name].to_dict()) for each in (self, other))
+            mine["table"], its["table"] = mine["table.name"], its["table.name"]
+            found += [
+                f"feature {name!r}, {key}: {mine[key]!r} here, {its[key]!r} there"
+                for key in ("table", "pooling", "weighted", "max_length", "keep", "padding_id")
+                if mine[key] != its[key]
+            ]
+        return found

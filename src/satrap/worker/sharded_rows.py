@@ -1,0 +1,292 @@
+"""A worker whose rows are on servers: ids are made unique here, split by owner, and each server is called once a batch.
+
+    lookup   Split.lookup -> ids of each server ──> server.lookup ──> rows -> Split.fill -> block, sequences
+    update   gradients -> Split.sums -> sums of each server ──> server.update, with the lookup's ticket or with ids
+
+The core's `Split` does what an engine does before and after its tables, with the same bits. A server that was restarted
+is greeted again and called again (`satrap.worker.server_group`); one that lost a ticket is sent the ids. If buckets
+have moved, the same ids and sums are laid out for their owners of now and sent again.
+"""
+
+import itertools
+import secrets
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap import _core
+from satrap.config.cores import thread_count
+from satrap.config.features import Features
+from satrap.data.inputs import Inputs
+from satrap.errors import ConfigError, MovedError, TicketError
+from satrap.interrupts import Uninterrupted
+from satrap.server.protocol import Coded
+from satrap.worker.server_group import Servers, View
+from satrap.worker.sharded_tables import RemoteTables
+from satrap.worker.worker import Floats, Worker, named_features
+
+_NO_IDS = np.zeros(0, np.uint64)
+_NO_OFFSETS = np.zeros(0, np.int64)
+_NO_FLOATS = np.zeros(0, np.float32)
+MOST_STALENESS = _core.WINDOW_STEPS - 1
+"""A server remembers as many steps of each trainer: core/windows.hpp."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RemoteTicket:
+    """Satisfies `satrap.worker.worker.Ticket`."""
+
+    split: _core.SplitTicket
+    number: int
+    """What the servers know it by; 0: they do not."""
+    sums: tuple[_core.Sums, View] | None = None
+    """Of an update that was begun, and for whom: if it was interrupted, it goes on with these."""
+    skipped: list[int] = field(default_factory=list)
+    """Of each table: gradients of its update that were not finite and were left out."""
+    used: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """See Ticket."""
+        return self.split.batch_size
+
+
+class RemoteRows:
+    """Satisfies `satrap.worker.worker.Rows`."""
+
+    remote = True
+
+    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None) -> None:
+        tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
+        self.num_threads = thread_count(num_threads)
+        self._split = _core.Split(tables, named_features(features, servers.job.tables), self.num_threads, "auto")
+        self._servers = servers
+        self._skipped: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
+        # Not from 1: of a process before this one that was killed, lookups may be on their way.
+        self._numbers = itertools.count(1 + secrets.randbits(62))
+        self._latest_step = servers.latest_step
+        self._lock = threading.Lock()
+
+    @property
+    def latest_step(self) -> int:
+        """See Rows. Of this process, and of the servers before it."""
+        return self._latest_step
+
+    @property
+    def truncated(self) -> list[int]:
+        """See Rows."""
+        return self._split.truncated
+
+    def empty(self, lines: int, floats: int) -> Floats:
+        """See Rows."""
+        return np.asarray(self._split.empty(lines, floats))
+
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        offsets: NDArray[np.int64] | None,
+        weights: Floats | None,
+        batch_size: int,
+        step: int | None,
+        oldest_open: int | None,
+        train: bool,
+        first_epoch: bool,
+        block: Floats,
+        sequences: list[Floats],
+    ) -> RemoteTicket | None:
+        """See Rows."""
+        self.settle()
+        view = self._servers.view
+        split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
+        at = self._reach(step) if train else 0
+        number = next(self._numbers) if train else 0
+        how = oldest_open or at, train, number, self._servers.wire, first_epoch
+        while (found := self._looked_up(split, view, at, how)) is None:
+            view = self._servers.view
+            self._split.share_again(split, view.owners, len(view))
+        rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(view))]
+        self._split.fill(split, rows, block, sequences)
+        if train:
+            return RemoteTicket(split, number)
+        self._split.drop(split)
+        return None
+
+    def _looked_up(
+        self, split: _core.SplitTicket, view: View, step: int, how: tuple[Any, ...]
+    ) -> dict[int, Any] | None:
+        """What the servers answer; None: there is a newer view. how: what each is told beside its ids."""
+        asked = {
+            server: (split.ids(server), split.offsets(server), *how)
+            for server in range(len(view))
+            if split.num_floats(server)
+        }
+        try:
+            return self._servers.each("lookup", step, asked, view=view)
+        except MovedError:
+            return None
+
+    def renewed(
+        self,
+        values: NDArray[np.uint64],
+        offsets: NDArray[np.int64] | None,
+        weights: Floats | None,
+        batch_size: int,
+    ) -> RemoteTicket:
+        """A ticket for a batch that a process before this one looked up: its update sends the ids."""
+        view = self._servers.view
+        return RemoteTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
+
+    def made(self, ticket: object) -> bool:
+        """See Rows."""
+        return isinstance(ticket, RemoteTicket) and self._split.made(ticket.split)
+
+    def update(
+        self,
+        tickets: Sequence[RemoteTicket],
+        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        step: int,
+        lrs: list[tuple[int, float]],
+        scale: float,
+    ) -> None:
+        """See Rows. What one server cannot be told is an error; the others may have applied it then."""
+        rates = list(self._servers.lrs)
+        for table, lr in lrs:
+            rates[table] = lr
+        self._servers.claim(step, tickets[0])
+        while True:
+            view = self._servers.view
+            with Uninterrupted():
+                sums = self._sums(tickets, gradients, scale, view)
+            number = tickets[0].number if sums.same_ids else 0
+            try:
+                self._send(sums, number, self._reach(step), rates, view)
+                break
+            except MovedError:
+                continue  # to other servers, with ids: each bucket knows whether it has applied them
+        with Uninterrupted():
+            for ticket in tickets:
+                ticket.sums, ticket.used = None, True
+        if not sums.same_ids:
+            self._forget(tickets)
+
+    def _sums(
+        self,
+        tickets: Sequence[RemoteTicket],
+        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        scale: float,
+        view: View,
+    ) -> _core.Sums:
+        """What is to be sent to the view's servers. Made once: an update that was begun goes on with the same."""
+        known = tickets[0].sums
+        if known is None:
+            given = [ticket.split for ticket in tickets]
+            sums = self._split.sums(given, gradients, scale, view.owners, len(view))
+            with self._lock:
+                for table, count in enumerate(sums.skipped):
+                    self._servers.skipped[table] += count
+        elif known[1] is view:
+            return known[0]
+        else:
+            sums = self._split.again(known[0], view.owners, len(view))
+        for ticket in tickets:
+            ticket.sums, ticket.skipped = (sums, view), list(sums.skipped)
+        return sums
+
+    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: View) -> None:
+        """number: the ticket's, if the servers may have it."""
+
+        def arguments(server: int, number: int) -> tuple[Any, ...]:
+            ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
+            gradients, coded = self._gradients(sums, server)
+            return number, ids, offsets, gradients, rates, self._servers.together, coded
+
+        asked = {
+            server: arguments(server, number if len(sums.ids(server)) else 0)
+            for server in range(len(view))
+            if len(sums.ids(server)) or self._servers.together
+        }
+        found = self._servers.each("update", step, asked, view=view)
+        lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
+        self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
+
+    def drop(self, ticket: RemoteTicket) -> None:
+        """See Rows."""
+        if ticket.used:
+            raise TicketError("drop of a batch: this ticket was used already")
+        with Uninterrupted():
+            if not ticket.split.used:
+                self._split.drop(ticket.split)
+            ticket.sums, ticket.used = None, True
+        self._forget([ticket])
+
+    def skip(self, step: int) -> None:
+        """See Rows. Sent with the next lookup at the latest, not now: a stream that ends must not wait for others."""
+        if self._servers.together:
+            with self._lock:
+                self._skipped.append(step)
+
+    def settle(self) -> None:
+        """See Rows."""
+        for step in list(self._skipped):  # two threads may be here: what comes twice is known
+            offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
+            nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
+            self._servers.all("update", *nothing, step=step)
+            with self._lock:
+                if step in self._skipped:
+                    self._skipped.remove(step)
+
+    def _rows(self, split: _core.SplitTicket, server: int, rows: Floats | None, coded: Coded | None) -> Floats:
+        """What a server answered; one that has none of the ids was not asked."""
+        if coded is not None:
+            return np.asarray(self._split.decode_rows(split.offsets(server), coded))
+        return _NO_FLOATS if rows is None else rows
+
+    def _gradients(self, sums: _core.Sums, server: int) -> tuple[Floats | None, Coded | None]:
+        """In the one form or the other."""
+        if self._servers.wire == "float32":
+            return sums.gradients(server), None
+        return None, np.asarray(self._split.encode_rows(sums.offsets(server), sums.gradients(server)))
+
+    def _forget(self, tickets: Sequence[RemoteTicket]) -> None:
+        numbers = [ticket.number for ticket in tickets]
+        view = self._servers.view
+        holders = [
+            server
+            for server in range(len(view))
+            if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
+        ]
+        with suppress(MovedError):  # then they are forgotten
+            self._servers.each("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
+
+    def _reach(self, step: int | None) -> int:
+        with self._lock:
+            at: int = self._latest_step + 1 if step is None else step
+            self._latest_step = max(self._latest_step, at)
+            return at
+
+
+class RemoteWorker(Worker):
+    """The features of a model over tables on servers."""
+
+    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None = None) -> None:
+        """servers: of a job that begins with these features' tables."""
+        if tuple(features.tables) != servers.job.tables[: len(features.tables)]:
+            raise ConfigError("the servers' job has other tables than the features: make it of features.tables")
+        self.servers = servers
+        self.tables = RemoteTables(servers)
+        self._remote = RemoteRows(features, servers, num_threads=num_threads)
+        super().__init__(features, self._remote)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self.servers.close()
+
+    def renew(self, inputs: Inputs) -> RemoteTicket:
+        """A ticket for a batch that a process before this one looked up."""
+        values, offsets, weights = self._checked(inputs)
+        return self._remote.renewed(values, offsets, weights, inputs.batch_size)

@@ -7,7 +7,7 @@ bin := .venv/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 # Python compiles what it imports at the first import; to compile all of torch takes longer than to install it.
 install := $(pip) install --no-compile -c constraints.txt
-core_files := $(wildcard core/*.hpp core/*.cpp)
+core_files := $(filter-out core/tests/%,$(wildcard core/*/*.hpp core/*/*.cpp))
 core_test_files := $(wildcard core/tests/*.hpp core/tests/*.cpp)
 python_dirs := $(wildcard src tests benchmarks examples)
 stub = $(shell $(bin)/python -c 'import pathlib, satrap._core as c; print(pathlib.Path(c.__file__).with_name("_core.pyi"))')

@@ -1,4 +1,4 @@
-"""Rows as scaled fp16 between workers and servers: the bound of core/wire.hpp, what is exact, what is refused; and that
+"""Rows as scaled fp16 between workers and servers: the bound of core/kernels/fp16_codec.hpp, what is exact, what is refused; and that
 training over such a wire stays close to training over one that rounds nothing.
 """
 
@@ -47,7 +47,7 @@ def through(dims: list[int], offsets: Any, floats: F32, **options: Any) -> tuple
 
 
 def parts(message: NDArray[np.uint8], num_rows: int) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Exponents and halves, by the layout that core/wire.hpp states."""
+    """Exponents and halves, by the layout that core/kernels/fp16_codec.hpp states."""
     return message[:num_rows].view(np.int8), message[num_rows + num_rows % 2 :].view(np.float16)
 
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "bucket.hpp"
+#include "table/bucket.hpp"
 #include "calls.hpp"
 
 namespace testing {

@@ -2,7 +2,7 @@
 #include <iterator>
 #include <map>
 
-#include "arena.hpp"
+#include "storage/arena.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

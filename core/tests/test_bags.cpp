@@ -1,9 +1,9 @@
-// Lookups and updates of bags against a twin engine that only sees flat ids (bag_calls.hpp): the same bits, for any
+// Lookups and updates of bags against a twin engine that only sees flat ids (engine_bags.hpp): the same bits, for any
 // poolings, shapes, threads and SIMD path; and what is refused, and that it changes nothing.
 #include <tuple>
 
 #include "bag_draws.hpp"
-#include "errors.hpp"
+#include "base/errors.hpp"
 #include "shared_file.hpp"
 
 using namespace satrap;

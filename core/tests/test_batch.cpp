@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <map>
 
-#include "batch.hpp"
+#include "ids/id_batch.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

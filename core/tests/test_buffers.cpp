@@ -1,5 +1,5 @@
 // Memory for one call and again for the next: what a buffer holds after an allocation has failed.
-#include "buffers.hpp"
+#include "base/buffers.hpp"
 #include "testing.hpp"
 
 static bool no_memory = false;

@@ -1,5 +1,5 @@
 // CRC-32C: published vectors, chaining, and the processor's instruction against the table.
-#include "checksum.hpp"
+#include "base/checksum.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

@@ -4,7 +4,7 @@
 #include <limits>
 #include <map>
 
-#include "delimited.hpp"
+#include "data/delimited.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

@@ -1,7 +1,7 @@
 // DLRM's interaction: every path against sums in double, whatever the sizes; one result for any number of threads.
 #include <cmath>
 
-#include "dots.hpp"
+#include "models/dlrm_interaction.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

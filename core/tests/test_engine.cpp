@@ -6,7 +6,7 @@
 #include <set>
 
 #include "calls.hpp"
-#include "errors.hpp"
+#include "base/errors.hpp"
 
 using namespace satrap;
 using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Random;

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <set>
 
-#include "hash.hpp"
+#include "base/hash.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

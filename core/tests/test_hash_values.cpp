@@ -1,7 +1,7 @@
 // XXH64: its published test vectors, and that hashing a column or an integer is hashing its bytes.
 #include <set>
 
-#include "hash_values.hpp"
+#include "data/xxh64.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

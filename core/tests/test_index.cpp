@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "hash.hpp"
-#include "index.hpp"
+#include "base/hash.hpp"
+#include "storage/index.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

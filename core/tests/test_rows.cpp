@@ -5,7 +5,7 @@
 #include <new>
 #include <set>
 
-#include "rows.hpp"
+#include "table/rows.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

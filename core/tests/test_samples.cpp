@@ -1,5 +1,5 @@
 // Gathering a batch: against one that appends id by id, for parts of every kind of column.
-#include "samples.hpp"
+#include "data/samples.hpp"
 #include "testing.hpp"
 
 using namespace satrap;

@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "calls.hpp"
-#include "errors.hpp"
+#include "base/errors.hpp"
 #include "shared_file.hpp"
 
 using namespace satrap;

@@ -3,7 +3,7 @@
 #include <map>
 
 #include "calls.hpp"
-#include "errors.hpp"
+#include "base/errors.hpp"
 
 using namespace satrap;
 using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Line, testing::Random;

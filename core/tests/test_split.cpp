@@ -1,12 +1,12 @@
 // A split and some servers against one engine that has all rows: the same bits looked up, and the same tables after
 // each step, whatever the owners, threads and SIMD path. Besides: where ids and floats lie for the servers, what is
 // refused and changes nothing, memory that outlives its split, and callers at the same time.
-#include "split.hpp"
+#include "sharding/shard_split.hpp"
 
 #include <tuple>
 
 #include "bag_draws.hpp"
-#include "errors.hpp"
+#include "base/errors.hpp"
 
 using namespace satrap;
 using testing::BagCall, testing::Floats, testing::Line, testing::Model, testing::Random;

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "errors.hpp"
+#include "base/errors.hpp"
 #include "table_oracle.hpp"
 
 using namespace satrap;

@@ -1,6 +1,6 @@
 // Windows against a set of all steps that were applied: what is within reach is answered exactly, what is not is known
 // to be forgotten.
-#include "windows.hpp"
+#include "table/applied_steps.hpp"
 
 #include <set>
 

@@ -1,12 +1,12 @@
 // Rows on the wire: each path and any number of threads give the same bits, and those are the format's, computed in
-// double from the text of wire.hpp; the bound that it states holds, and what it says is exact is.
+// double from the text of fp16_codec.hpp; the bound that it states holds, and what it says is exact is.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
 #include "testing.hpp"
-#include "wire.hpp"
+#include "kernels/fp16_codec.hpp"
 
 using namespace satrap;
 using testing::Random;

@@ -3,7 +3,7 @@
 `satrap.server.server.Server` does them; `satrap.rpc` carries them. Each may come twice, because an answer may be lost,
 and then changes nothing the second time. An `Origin` says of which attempt, trainer, step and bucket map a call is; ids
 come table by table, `offsets` says where each table's begin, and rows and gradients lie likewise, side by side. A
-caller whose wire is "float16" has them as one array of bytes instead, in the form of core/wire.hpp.
+caller whose wire is "float16" has them as one array of bytes instead, in the form of core/kernels/fp16_codec.hpp.
 
 A call of `NO_ATTEMPT` comes from a process that does not train. It may read (`lookup` without training, `read`,
 `stats`, `version`, `check`) in whatever attempt the server is, and need not say hello.

@@ -1,7 +1,7 @@
 """Whose cores are whose: how many torch leaves free, and how table work runs on torch's own threads between operators.
 
 torch's threads spin for a while after each operator, in wait for the next. On threads of its own the core would share
-the cores with them just then, so what runs in the user's thread borrows torch's (core/openmp.hpp).
+the cores with them just then, so what runs in the user's thread borrows torch's (core/base/borrowed_openmp.hpp).
 """
 
 import os

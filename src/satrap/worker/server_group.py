@@ -92,7 +92,7 @@ class Servers:
         trainer: which of them this process is.
         together: how many trainers' updates make one step; 0: each is a step of its own.
         wire: how rows and gradients cross the network. "float32": as they are. "float16": scaled by row and rounded, in
-            half the bytes; each by at most 2^-11 of the largest magnitude of its row (core/wire.hpp).
+            half the bytes; each by at most 2^-11 of the largest magnitude of its row (core/kernels/fp16_codec.hpp).
         attempt: of the run, if somebody else began it. None: this process begins the next, now, or if it is not to
             `begin`, when it is asked to; until then it may read.
         launch: how often a supervisor has started the trainers. Its attempts lie above those of all launches before;

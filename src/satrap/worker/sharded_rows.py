@@ -34,7 +34,7 @@ _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
 _NO_FLOATS = np.zeros(0, np.float32)
 MOST_STALENESS = _core.WINDOW_STEPS - 1
-"""A server remembers as many steps of each trainer: core/windows.hpp."""
+"""A server remembers as many steps of each trainer: core/table/applied_steps.hpp."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -1,0 +1,134 @@
+// Where the gradients of bags lie; see bag_gradients.hpp.
+#include "bags/bag_gradients.hpp"
+
+#include <cmath>
+
+namespace satrap {
+
+void BagSource::open() {
+    for (std::size_t k = 0; k < tickets_.size(); ++k) {
+        const Ticket& ticket = *tickets_[k];
+        const BagGradients& given = gradients_[k];
+        places_.push_back(places_of(*ticket.bags, ticket.batch_size, given.block, given.sequences.data()));
+        complete_ &= given.block != nullptr || ticket.bags->total_dim == 0;
+        for (const float* sequence : given.sequences) complete_ &= sequence != nullptr;
+        largest_weight_ = std::max(largest_weight_, ticket.batch->bags.largest_weight);
+    }
+}
+
+std::vector<std::span<const float>> BagSource::memory() const {
+    std::vector<std::span<const float>> all;
+    for (std::size_t k = 0; k < tickets_.size(); ++k) {
+        const Bags& bags = *tickets_[k]->bags;
+        const std::size_t samples = tickets_[k]->batch_size;
+        if (gradients_[k].block != nullptr) all.emplace_back(gradients_[k].block, samples * bags.total_dim);
+        for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
+            const BagFeature& feature = bags.features[bags.sequences[q]];
+            if (const float* sequence = gradients_[k].sequences[q]; sequence != nullptr)
+                all.emplace_back(sequence, samples * feature.max_length * feature.dim);
+        }
+    }
+    return all;
+}
+
+double BagSource::largest_factor() const {
+    return std::fabs(static_cast<double>(scale_)) * static_cast<double>(largest_weight_);
+}
+
+Part BagSource::part(std::size_t t, std::uint32_t b, Scratch& scratch) const {
+    if (!whole()) return joined(t, b, scratch);
+    Batch& batch = *tickets_[0]->batch;
+    const Visit visit = visit_of(batch, map_.first[t], b);
+    const float** from = scratch.from.reserve(visit.count);
+    places_[0][t].resolve(batch.positions.data() + batch.begin[b], visit.count, from);
+    const Factor* factors = batch.bags.scaled[t] != 0 ? batch.bags.factors.data() + batch.begin[b] : nullptr;
+    return {visit, {from, factors, scale_}};
+}
+
+// Ticket after ticket, then by place.
+std::vector<std::uint64_t> BagSource::order(std::size_t t, std::uint32_t b) const {
+    std::vector<std::uint64_t> order;
+    for (std::size_t k = 0; k < tickets_.size(); ++k) {
+        const Batch& batch = *tickets_[k]->batch;
+        for (std::uint32_t e = batch.begin[b]; e < batch.begin[b + 1]; ++e)
+            if (places_[k][t].at(batch.positions[e]) != nullptr) order.push_back(k << 32 | batch.positions[e]);
+    }
+    return order;
+}
+
+std::string BagSource::where(std::uint64_t order) const {
+    const std::size_t k = order >> 32, place = order & 0xffffffffU, samples = tickets_[k]->batch_size;
+    const Bags& bags = *tickets_[k]->bags;
+    std::size_t feature = 0, sample = 0;
+    for (std::size_t f = 0; f < bags.features.size(); ++f) {
+        const BagFeature& each = bags.features[f];
+        const std::size_t begin = each.is_sequence() ? bags.sequence_begin(f, samples) : each.column;
+        const std::size_t line = each.is_sequence() ? std::size_t{each.max_length} * each.dim : bags.total_dim;
+        const bool in_block = place < samples * bags.total_dim;
+        if (in_block == each.is_sequence() || place < begin || (place - begin) / line >= samples) continue;
+        if (in_block && (place - begin) % line != 0) continue;
+        feature = f;
+        sample = (place - begin) / line;
+    }
+    return "in sample " + std::to_string(sample) + " of feature '" + bags.features[feature].name + "'" +
+           (tickets_.size() == 1 ? ""
+                                 : " (batch " + std::to_string(k + 1) + " of " + std::to_string(tickets_.size()) + ")");
+}
+
+// The unique ids of bucket b over all tickets, with a hint each, into scratch.joined_*; joined_numbers has the number
+// of each ticket's first, second, ... unique id, ticket after ticket. Returns how many there are.
+std::uint32_t BagSource::join_ids(std::uint32_t b, Scratch& scratch) const {
+    std::uint32_t total = 0;
+    for (const Ticket* ticket : tickets_) total += ticket->batch->num_unique[b];
+    std::uint64_t* ids = scratch.joined_ids.reserve(total);
+    std::uint32_t* hints = scratch.joined_hints.reserve(total);
+    std::uint32_t* numbers = scratch.joined_numbers.reserve(total);
+    std::uint32_t at = 0;
+    for (const Ticket* ticket : tickets_) {
+        const Batch& batch = *ticket->batch;
+        const std::uint32_t first = batch.begin[b], count = batch.num_unique[b];
+        std::copy_n(batch.unique.data() + first, count, ids + at);
+        std::copy_n(batch.hints.data() + first, count, hints + at);
+        at += count;
+    }
+    const std::uint32_t found = deduplicate_ids(ids, total, numbers, scratch.dedupe);
+    for (std::uint32_t i = 0, next = 0; i < total; ++i)
+        if (numbers[i] == next) hints[next++] = hints[i]; // where it appears first
+    return found;
+}
+
+Part BagSource::joined(std::size_t t, std::uint32_t b, Scratch& scratch) const {
+    std::uint32_t most = 0;
+    bool scaled = false;
+    for (const Ticket* ticket : tickets_) {
+        most += ticket->batch->begin[b + 1] - ticket->batch->begin[b];
+        scaled |= ticket->batch->bags.scaled[t] != 0;
+    }
+    const std::uint32_t unique = join_ids(b, scratch);
+    std::uint32_t* local = scratch.joined_local.reserve(most);
+    const float** from = scratch.from.reserve(most);
+    Factor* factors = scaled ? scratch.joined_factors.reserve(most) : nullptr;
+    std::uint32_t count = 0;
+    const std::uint32_t* numbers = scratch.joined_numbers.data();
+    for (std::size_t k = 0; k < tickets_.size(); ++k) {
+        const Batch& batch = *tickets_[k]->batch;
+        const Factor* own = batch.bags.scaled[t] != 0 ? batch.bags.factors.data() : nullptr;
+        for (std::uint32_t e = batch.begin[b]; e < batch.begin[b + 1]; ++e) {
+            const float* gradient = places_[k][t].at(batch.positions[e]);
+            if (gradient == nullptr) continue;
+            local[count] = numbers[batch.local[e]];
+            if (scaled) factors[count] = own == nullptr ? Factor{} : own[e];
+            from[count++] = gradient;
+        }
+        numbers += batch.num_unique[b];
+    }
+    const Visit visit{.bucket = b - map_.first[t],
+                      .unique = scratch.joined_ids.data(),
+                      .num_unique = unique,
+                      .local = local,
+                      .count = count,
+                      .hints = scratch.joined_hints.data()};
+    return {visit, {from, factors, scale_}};
+}
+
+} // namespace satrap

@@ -1,0 +1,33 @@
+// A block of a pool for as long as somebody holds it: for one call, or for the life of the arrays that Python has of
+// it, which may be longer than that of whoever made the pool. In a fork the pool's lock may be held by a thread that is
+// not there, and its list be half changed: there neither is touched.
+#pragma once
+
+#include "base/buffers.hpp"
+#include "base/fork_guard.hpp"
+
+namespace satrap {
+
+class Lease {
+  public:
+    Lease(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block)
+        : pool_(std::make_unique<std::shared_ptr<BlockPool>>(pool)), block_(block) {}
+    Lease(const std::shared_ptr<BlockPool>& pool, std::size_t bytes) : Lease(pool, pool->take(bytes)) {}
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    ~Lease() {
+        if (home_.is_here())
+            (*pool_)->give(block_);
+        else
+            (void)pool_.release(); // it may be the last one, and must not end the pool
+    }
+
+    template <typename T> T* as() const { return reinterpret_cast<T*>(block_.memory); }
+
+  private:
+    std::unique_ptr<std::shared_ptr<BlockPool>> pool_;
+    BlockPool::Block block_;
+    Home home_;
+};
+
+} // namespace satrap

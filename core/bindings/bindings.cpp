@@ -1,0 +1,456 @@
+// What Python sees of the engine: turns arrays and attributes into the core's types, validates them, releases the GIL,
+// and maps the core's exceptions to satrap.errors. Nothing below it checks its arguments again.
+#include "bindings/bindings.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <optional>
+
+#include "bindings/bindings_wire.hpp"
+#include "base/checksum.hpp"
+#include "bindings/named_config.hpp"
+
+namespace {
+
+using Steps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
+    if (named.empty()) refuse("no table was given; wanted at least one");
+    std::vector<TableConfig> configs;
+    for (const NamedConfig& config : named) configs.push_back(config.resolve());
+    return configs;
+}
+
+// A copy: another thread may write to the caller's array while it is used, and what is used must be what was checked.
+std::vector<std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
+    require_size("offsets", offsets.size(), engine.num_tables() + 1);
+    std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
+    if (at[0] != 0 || at[engine.num_tables()] != static_cast<std::int64_t>(ids.size()))
+        refuse("offsets run from " + std::to_string(at[0]) + " to " + std::to_string(at[engine.num_tables()]) +
+               ", wanted 0 to the number of ids, " + std::to_string(ids.size()));
+    for (std::size_t t = 0; t < engine.num_tables(); ++t)
+        if (at[t] > at[t + 1])
+            refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
+                   std::to_string(t));
+    require_few(ids.size());
+    return at;
+}
+
+std::size_t checked_table(const Engine& engine, std::size_t t) {
+    if (t >= engine.num_tables()) refuse("table " + std::to_string(t) + " of " + std::to_string(engine.num_tables()));
+    return t;
+}
+
+Table& of_table(Engine& engine, std::size_t t) { return engine.table(checked_table(engine, t)); }
+
+Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) {
+    return empty_block(engine.blocks(), rows, dim);
+}
+
+std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
+                               std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
+                               bool first_epoch) {
+    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
+    require_size("out", out.size(), engine.out_size(at));
+    const LookupStep when = checked_step(step, oldest_open, train, ticket, first_epoch);
+    const std::uint64_t* id_data = ids.data();
+    float* out_data = out.data();
+    nb::gil_scoped_release release;
+    return engine.lookup(id_data, at, when, out_data, ticket);
+}
+
+std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& offsets) {
+    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
+    const std::uint64_t* id_data = ids.data();
+    nb::gil_scoped_release release;
+    return engine.prepare(id_data, at);
+}
+
+std::uint32_t checked_trainer(std::uint32_t trainer) {
+    if (trainer >= kMostTrainers)
+        refuse("trainer=" + std::to_string(trainer) + ", wanted at most " + std::to_string(kMostTrainers - 1));
+    return trainer;
+}
+
+void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint64_t step,
+            const std::vector<double>& lrs, const std::optional<std::uint32_t>& trainer) {
+    require_step("step", step);
+    if (trainer) checked_trainer(*trainer);
+    require_size("lrs", lrs.size(), engine.num_tables());
+    for (std::size_t t = 0; t < lrs.size(); ++t) require_lr(engine, t, lrs[t]);
+    if (!ticket.used.load() && engine.owns(ticket) && ticket.bags == nullptr)
+        require_size("gradients", gradients.size(), ticket.num_floats);
+    const float* data = gradients.data();
+    nb::gil_scoped_release release;
+    engine.update(ticket, data, static_cast<std::uint32_t>(step), lrs, trainer.value_or(kNoTrainer));
+}
+
+void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state,
+          const Flags& present) {
+    Table& table = of_table(engine, t);
+    const std::size_t n = ids.size(), dim = table.config().dim, state_dim = table.config().state_dim();
+    require_size("values", values.size(), n * dim);
+    require_size("state", state.size(), n * state_dim);
+    require_size("present", present.size(), n);
+    const std::uint64_t* id = ids.data();
+    float *value = values.data(), *of_state = state.data();
+    bool* flag = present.data();
+    nb::gil_scoped_release release;
+    for (std::size_t i = 0; i < n; ++i) flag[i] = table.read(id[i], value + i * dim, of_state + i * state_dim);
+}
+
+nb::dict stats(Engine& engine, std::size_t t) {
+    checked_table(engine, t);
+    TableStats stats;
+    {
+        nb::gil_scoped_release release;
+        stats = engine.stats(t);
+    }
+    const Counters& c = stats.counters;
+    nb::dict out;
+    out["rows"] = stats.rows;
+    out["bytes"] = stats.bytes;
+    out["lookups"] = c.lookups;
+    out["hits"] = c.hits;
+    out["inserted"] = c.inserted;
+    out["refused"] = c.refused;
+    out["evicted"] = c.evicted;
+    out["expired"] = c.expired;
+    out["updated"] = c.updated;
+    out["not_applied_absent"] = c.not_applied_absent;
+    out["skipped"] = c.skipped;
+    out["repeated"] = c.repeated;
+    out["sightings"] = stats.sightings;
+    return out;
+}
+
+void require_buckets(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last) {
+    const std::uint32_t n = of_table(engine, t).config().num_buckets;
+    if (first > last || last > n)
+        refuse("buckets " + std::to_string(first) + ".." + std::to_string(last) + " of " + std::to_string(n));
+}
+
+nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                     bool others) {
+    require_buckets(engine, t, first, last);
+    const TableConfig& config = engine.table(t).config();
+    Columns columns;
+    {
+        nb::gil_scoped_release release;
+        columns = engine.export_rows(t, first, last, since, others);
+    }
+    const auto& pool = engine.blocks();
+    const std::size_t n = columns.rows;
+    nb::dict out;
+    out["id"] = as_array<std::uint64_t>(pool, columns.id, {n});
+    out["step"] = as_array<std::uint32_t>(pool, columns.step, {n});
+    out["values"] = config.dtype == Dtype::float32
+                        ? nb::cast(as_array<float, 2>(pool, columns.values, {n, config.dim}))
+                        : nb::cast(as_array<std::uint16_t, 2>(pool, columns.values, {n, config.dim}));
+    out["state"] = as_array<float, 2>(pool, columns.state, {n, config.state_dim()});
+    return out;
+}
+
+nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
+    require_buckets(engine, t, first, last);
+    Columns columns;
+    {
+        nb::gil_scoped_release release;
+        columns = engine.export_sightings(t, first, last, others);
+    }
+    nb::dict out;
+    out["id"] = as_array<std::uint64_t>(engine.blocks(), columns.id, {columns.rows});
+    out["step"] = as_array<std::uint32_t>(engine.blocks(), columns.step, {columns.rows});
+    out["count"] = as_array<std::uint32_t>(engine.blocks(), columns.values, {columns.rows});
+    return out;
+}
+
+Array<std::uint64_t> export_removed(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last,
+                                    std::uint32_t since) {
+    require_buckets(engine, t, first, last);
+    std::vector<std::uint64_t> ids;
+    {
+        nb::gil_scoped_release release;
+        ids = engine.export_removed(t, first, last, since);
+    }
+    BlockPool::Block block = engine.blocks()->take(ids.size() * 8);
+    if (!ids.empty()) std::memcpy(block.memory, ids.data(), ids.size() * 8);
+    return as_array<std::uint64_t>(engine.blocks(), block, {ids.size()});
+}
+
+using Values = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& steps, const Values& values,
+                 const FloatsIn& state) {
+    const TableConfig& config = of_table(engine, t).config();
+    const std::size_t n = ids.size(), width = config.element_bytes();
+    require_size("step", steps.size(), n);
+    require_size("values", values.size(), n * config.dim);
+    require_size("state", state.size(), n * config.state_dim());
+    if (values.itemsize() != width)
+        refuse("values of " + std::to_string(values.itemsize()) + " bytes each, wanted " + std::to_string(width));
+    const std::uint64_t* id = ids.data();
+    const std::uint32_t* step = steps.data();
+    const auto* value = static_cast<const std::byte*>(values.data());
+    const float* of_state = state.data();
+    nb::gil_scoped_release release;
+    engine.import_rows(t, n, id, step, value, of_state);
+}
+
+nb::object error_class(const char* name) { return nb::module_::import_("satrap.errors").attr(name); }
+
+void translate(const std::exception_ptr& p, void*) {
+    auto raise = [](const char* name, const std::exception& e) { PyErr_SetString(error_class(name).ptr(), e.what()); };
+    try {
+        std::rethrow_exception(p);
+    } catch (const InputError& e) {
+        raise("InputError", e);
+    } catch (const NonFiniteError& e) {
+        raise("NonFiniteError", e);
+    } catch (const CapacityError& e) {
+        raise("CapacityError", e);
+    } catch (const SharedMemoryError& e) {
+        raise("SharedMemoryError", e);
+    } catch (const ForkError& e) {
+        raise("ForkError", e);
+    } catch (const MovedError& e) {
+        raise("MovedError", e);
+    } catch (const TicketError& e) {
+        raise("TicketError", e);
+    } catch (const InvariantError& e) {
+        PyErr_SetString(PyExc_AssertionError, e.what());
+    }
+}
+
+std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads,
+                                    const std::string& simd, const std::string& shared_path,
+                                    const nb::bytes& shared_config, bool complete) {
+    std::vector<TableConfig> tables = resolve_all(configs);
+    Options options = Options{seed, checked_threads(num_threads), simd};
+    std::unique_ptr<Arena> arena;
+    if (shared_path.empty())
+        arena = std::make_unique<AnonymousArena>(tables.size());
+    else
+        arena =
+            SharedArena::create(shared_path, tables.size(), {shared_config.c_str(), shared_config.size()}, complete);
+    try {
+        return Engine::owned(std::make_unique<Engine>(std::move(tables), options, std::move(arena)));
+    } catch (...) {
+        if (!shared_path.empty()) ::unlink(shared_path.c_str()); // made just now, and empty
+        throw;
+    }
+}
+
+std::shared_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs,
+                                      std::uint64_t seed, unsigned num_threads, const std::string& simd) {
+    std::vector<TableConfig> tables = resolve_all(configs);
+    Options options = Options{seed, checked_threads(num_threads), simd};
+    auto arena = SharedArena::attach(path, tables.size());
+    nb::gil_scoped_release release;
+    return Engine::owned(Engine::attach(std::move(tables), options, std::move(arena)));
+}
+
+void bind_saving(nb::class_<Engine>& engine) {
+    engine.def(
+              "version", [](Engine& e, std::size_t t) { return of_table(e, t).ledger().version.load(); }, "table"_a)
+        .def(
+            "begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
+        .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a, "others"_a = false,
+             nb::sig("def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int, others: bool = "
+                     "False) -> dict[str, NDArray[typing.Any]]"))
+        .def("export_removed", &export_removed, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a)
+        .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a, "others"_a = false,
+             nb::sig("def export_sightings(self, table: int, bucket_begin: int, bucket_end: int, others: bool = False) "
+                     "-> dict[str, NDArray[typing.Any]]"))
+        .def(
+            "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
+        .def(
+            "import_rows", &import_rows, "table"_a, "id"_a, "step"_a, "values"_a, "state"_a,
+            nb::sig("def import_rows(self, table: int, id: NDArray[numpy.uint64], step: NDArray[numpy.uint32], values: "
+                    "NDArray[typing.Any], state: NDArray[numpy.float32]) -> None"))
+        .def(
+            "import_removed",
+            [](Engine& e, std::size_t t, const Ids& ids) {
+                std::span<const std::uint64_t> view(ids.data(), ids.size());
+                checked_table(e, t);
+                nb::gil_scoped_release release;
+                e.import_removed(t, view);
+            },
+            "table"_a, "ids"_a)
+        .def(
+            "import_sightings",
+            [](Engine& e, std::size_t t, const Ids& ids, const Steps& steps, const Steps& counts, bool clear) {
+                require_size("step", steps.size(), ids.size());
+                require_size("count", counts.size(), ids.size());
+                checked_table(e, t);
+                const std::size_t n = ids.size();
+                const std::uint64_t* id = ids.data();
+                const std::uint32_t *step = steps.data(), *count = counts.data();
+                nb::gil_scoped_release release;
+                e.import_sightings(t, n, id, step, count, clear);
+            },
+            "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
+        .def(
+            "expire_before", [](Engine& e, std::size_t t) { return of_table(e, t).expire_before(); }, "table"_a)
+        .def(
+            "restore",
+            [](Engine& e, std::size_t t, std::uint32_t version, std::uint32_t latest_step, std::uint32_t expire_before,
+               double lr) {
+                checked_table(e, t);
+                nb::gil_scoped_release release;
+                e.restore(t, version, latest_step, expire_before, lr);
+            },
+            "table"_a, "version"_a, "latest_step"_a, "expire_before"_a, "lr"_a);
+}
+
+void bind_ticket(nb::module_& m) {
+    nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; goes back to update() once.")
+        .def_prop_ro("n", [](const Ticket& t) { return t.size; })
+        .def_prop_ro("num_unique", [](const Ticket& t) { return t.num_unique; })
+        .def_prop_ro(
+            "batch_size", [](const Ticket& t) { return t.batch_size; }, "Samples, of a batch of bags; else 0.")
+        .def(
+            "only_of", [](const Ticket& t, std::size_t table) { return t.size == 0 || t.table == table; }, "table"_a,
+            "Whether all ids are that table's.")
+        .def_prop_ro("used", [](const Ticket& t) { return t.used.load(); });
+}
+
+void bind_steps(nb::class_<Engine>& engine) {
+    engine.def("next_step", &Engine::next_step)
+        .def_prop_ro("latest_step", &Engine::latest_step)
+        .def_prop_ro("attempt", &Engine::attempt, "Of the processes that may call; 0 before the first.")
+        .def(
+            "finished", [](Engine& e, std::uint32_t r, std::uint32_t s) { return e.finished(checked_trainer(r), s); },
+            "trainer"_a, "step"_a, "Whether finish() was called for this trainer and step, in this attempt.")
+        .def(
+            "finish", [](Engine& e, std::uint32_t r, std::uint32_t s) { e.finish(checked_trainer(r), s); }, "trainer"_a,
+            "step"_a, "Notes that every bucket has applied this update, for as long as the rows live.")
+        .def("begin_attempt", &Engine::begin_attempt, "attempt"_a,
+             "No update of any trainer counts as applied any more. None may run.");
+}
+
+void bind_engine(nb::module_& m) {
+    nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its one-table face.");
+    engine
+        .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
+             "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
+        .def_static("attach", &attach_engine, "path"_a, "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
+        .def_static(
+            "shared_unfinished", [](const std::string& path) { return SharedArena::unfinished(path); }, "path"_a,
+            nb::call_guard<nb::gil_scoped_release>())
+        .def_static(
+            "shared_config",
+            [](const std::string& path) {
+                std::string blob = SharedArena::config_of(path);
+                return nb::bytes(blob.data(), blob.size());
+            },
+            "path"_a)
+        .def("set_complete", &Engine::set_complete, "complete"_a,
+             "False: an attach of the shared-memory file is refused until it is True again.")
+        .def_prop_ro("simd", &Engine::simd)
+        .def_prop_ro("num_threads", &Engine::num_threads)
+        .def("empty", &empty_floats, "rows"_a, "dim"_a,
+             "An uninitialised float32 block, 64-byte aligned, recycled when it dies.")
+        .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
+             "first_epoch"_a = true)
+        .def("prepare", &prepare, "ids"_a, "offsets"_a)
+        .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(),
+             "Of a trainer: buckets that applied its update of this step already are left alone.")
+        .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a)
+        .def(
+            "lr", [](Engine& e, std::size_t t) { return of_table(e, t).lr(); }, "table"_a)
+        .def(
+            "set_lr", [](Engine& e, std::size_t t, double lr) { of_table(e, t).set_lr(lr); }, "table"_a, "lr"_a)
+        .def(
+            "state_dim", [](Engine& e, std::size_t t) { return of_table(e, t).config().state_dim(); }, "table"_a)
+        .def(
+            "num_buckets", [](Engine& e, std::size_t t) { return of_table(e, t).config().num_buckets; }, "table"_a)
+        .def(
+            "num_rows",
+            [](Engine& e, std::size_t t) {
+                checked_table(e, t);
+                nb::gil_scoped_release release;
+                return e.num_rows(t);
+            },
+            "table"_a)
+        .def("stats", &stats, "table"_a, nb::sig("def stats(self, table: int) -> dict[str, int]"))
+        .def(
+            "check",
+            [](Engine& e, std::size_t t) {
+                Table& table = of_table(e, t);
+                nb::gil_scoped_release release;
+                table.check();
+            },
+            "table"_a);
+    bind_steps(engine);
+    bind_saving(engine);
+    bind_coding(engine);
+    bind_bags(m, engine);
+    bind_moving(engine);
+}
+
+} // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "Satrap's native table: see satrap.Store for the face that users call.";
+    nb::register_exception_translator(translate);
+    m.def(
+        "simd_paths",
+        [] {
+            std::vector<std::string> names;
+            for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+            return names;
+        },
+        "The SIMD paths of this machine, best first.");
+    m.attr("WINDOW_STEPS") = Window::kSteps; // how many steps of a trainer may be in flight
+    m.def(
+        "borrow_threads",
+        [](const std::optional<std::string>& path) {
+            static std::map<std::string, const OpenMp*> known; // under the GIL
+            if (path && known.count(*path) == 0) known[*path] = new OpenMp(*path);
+            OpenMp::borrowed() = path ? known[*path] : nullptr;
+        },
+        "openmp"_a.none(),
+        "Calls of this thread run on the threads of the OpenMP library at this path, which is loaded already; None: on "
+        "threads of their own again.");
+    m.def(
+        "crc32c",
+        [](const nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes,
+           std::uint32_t crc) {
+            const std::uint8_t* data = bytes.data();
+            const std::size_t n = bytes.size();
+            nb::gil_scoped_release release;
+            return crc32c(data, n, crc);
+        },
+        "data"_a, "crc"_a = 0, "CRC-32C of a byte buffer, chained from `crc`.");
+    m.def(
+        "bucket_of",
+        [](const Ids& ids, std::uint32_t num_buckets) {
+            if (!std::has_single_bit(num_buckets))
+                refuse("num_buckets=" + std::to_string(num_buckets) + ", wanted a power of two");
+            auto pool = std::make_shared<BlockPool>();
+            BlockPool::Block block = pool->take(ids.size() * 4);
+            auto* out = reinterpret_cast<std::uint32_t*>(block.memory);
+            const std::uint64_t* id = ids.data();
+            const std::size_t n = ids.size();
+            {
+                nb::gil_scoped_release release;
+                for (std::size_t i = 0; i < n; ++i)
+                    out[i] = bucket_of(mix64(id[i]), static_cast<unsigned>(std::countr_zero(num_buckets)));
+            }
+            return as_array<std::uint32_t>(pool, block, {n});
+        },
+        "ids"_a, "num_buckets"_a, "The bucket of each id.");
+    bind_hash(m);
+    bind_config(m);
+    bind_ticket(m);
+    bind_engine(m);
+    bind_split(m);
+    bind_samples(m);
+    bind_dots(m);
+}

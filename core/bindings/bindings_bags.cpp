@@ -1,0 +1,80 @@
+// What Python sees of bags: their description, and the lookups and updates of satrap.worker.worker.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include "bindings/bindings_bags.hpp"
+
+namespace {
+
+std::shared_ptr<Bags> make_bags(const Engine& engine, const std::vector<NamedFeature>& named) {
+    std::vector<std::uint32_t> dims;
+    for (std::size_t t = 0; t < engine.num_tables(); ++t) dims.push_back(engine.table(t).config().dim);
+    return std::make_shared<Bags>(checked_features(dims, named), dims.size(), engine.identity());
+}
+
+void require_own(const Engine& engine, const Bags& bags) {
+    if (bags.engine != engine.identity()) refuse("these bags describe the tables of another engine");
+}
+
+std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
+                                    const std::optional<Offsets>& offsets, const std::optional<FloatsIn>& weights,
+                                    std::size_t batch_size, std::uint64_t step, std::uint64_t oldest_open, bool train,
+                                    const FloatsOut& block, const std::vector<FloatsOut>& sequences, bool first_epoch) {
+    require_own(engine, *bags);
+    const BagInputs inputs = checked_inputs(*bags, values, offsets, weights, batch_size);
+    LookupStep when{train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
+    if (step != 0) when = checked_step(step, oldest_open == 0 ? step : oldest_open, train, train, first_epoch);
+    if (oldest_open > kLastStep) require_step("oldest_open", oldest_open);
+    require_size("block", block.size(), batch_size * bags->total_dim);
+    require_size("sequences", sequences.size(), bags->sequences.size());
+    std::vector<float*> memory;
+    for (std::size_t q = 0; q < sequences.size(); ++q) {
+        require_size("a sequence", sequences[q].size(), sequence_size(*bags, q, batch_size));
+        memory.push_back(sequences[q].data());
+    }
+    float* floats = block.data();
+    nb::gil_scoped_release release;
+    return engine.lookup_bags(bags, inputs, when, floats, memory.data(), train);
+}
+
+void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenGradients>& gradients,
+                 std::uint64_t step, const std::vector<std::pair<std::size_t, double>>& lrs, double scale) {
+    require_step("step", step);
+    if (tickets.empty()) refuse("no ticket was given; wanted at least one");
+    require_size("gradients", gradients.size(), tickets.size());
+    const float scale_of_all = checked_scale(scale);
+    std::vector<double> of_table;
+    for (std::size_t t = 0; t < engine.num_tables(); ++t) of_table.push_back(engine.table(t).lr());
+    for (const auto& [t, lr] : lrs) {
+        if (t >= engine.num_tables()) refuse("an lr of table " + std::to_string(t));
+        require_lr(engine, t, lr);
+        of_table[t] = lr;
+    }
+    std::vector<BagGradients> checked;
+    for (std::size_t k = 0; k < tickets.size(); ++k) {
+        if (tickets[k] == nullptr) refuse("a ticket is None");
+        const bool ours = tickets[k]->bags != nullptr && engine.owns(*tickets[k]); // the engine refuses others
+        checked.push_back(ours ? checked_gradients(*tickets[k], gradients[k]) : BagGradients{nullptr, {}});
+    }
+    nb::gil_scoped_release release;
+    engine.update_bags(tickets, checked, scale_of_all, static_cast<std::uint32_t>(step), of_table);
+}
+
+} // namespace
+
+void bind_bags(nb::module_& m, nb::class_<Engine>& engine) {
+    nb::class_<Bags>(m, "Bags", "The features of an engine's tables; satrap.Features is their face.")
+        .def(nb::new_(&make_bags), "engine"_a, "features"_a)
+        .def_prop_ro("total_dim", [](const Bags& bags) { return bags.total_dim; })
+        .def(
+            "made", [](const Bags& bags, const Ticket& ticket) { return ticket.bags.get() == &bags; }, "ticket"_a,
+            "Whether the ticket is of a lookup of these bags.")
+        .def_prop_ro("truncated", &truncated, "Of each sequence: ids beyond its max_length, which were not looked up.");
+    engine
+        .def("lookup_bags", &lookup_bags, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a,
+             "step"_a, "oldest_open"_a, "train"_a, "block"_a, "sequences"_a, "first_epoch"_a = true)
+        .def("update_bags", &update_bags, "tickets"_a, "gradients"_a, "step"_a, "lrs"_a, "scale"_a)
+        .def(
+            "drop", [](Engine& e, Ticket& ticket) { e.drop(ticket); }, "ticket"_a,
+            "Gives up a ticket that will not be updated.");
+}

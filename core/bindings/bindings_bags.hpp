@@ -1,0 +1,116 @@
+// What Python says of bags, to an engine and to a split alike: features, the ids of a lookup, the gradients of an
+// update; and what is checked of them.
+#pragma once
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "bindings/bindings.hpp"
+#include "base/float_mode.hpp"
+#include "bindings/named_config.hpp"
+
+// (name, table, pooling, weighted, max_length or 0, whether a sequence keeps its last ids, the id that is padding)
+using NamedFeature =
+    std::tuple<std::string, std::size_t, std::string, bool, std::uint32_t, bool, std::optional<std::uint64_t>>;
+
+// dims: of the tables.
+inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>& dims,
+                                                const std::vector<NamedFeature>& named) {
+    if (named.empty()) refuse("no feature was given; wanted at least one");
+    std::vector<BagFeature> features;
+    for (const auto& [name, table, pooling, weighted, max_length, keep_last, padding] : named) {
+        const std::string where = "feature '" + name + "': ";
+        if (table >= dims.size())
+            refuse(where + "table " + std::to_string(table) + " of " + std::to_string(dims.size()));
+        if (!features.empty() && table < features.back().table)
+            refuse(where + "table " + std::to_string(table) + " comes after table " +
+                   std::to_string(features.back().table) + "; wanted features in the order of their tables");
+        BagFeature feature;
+        feature.name = name;
+        feature.table = static_cast<std::uint32_t>(table);
+        feature.pooling = choose<Pooling>(
+            "pooling", pooling,
+            {{"sum", Pooling::sum}, {"mean", Pooling::mean}, {"sqrtn", Pooling::sqrtn}, {"none", Pooling::none}});
+        feature.weighted = weighted;
+        feature.max_length = max_length;
+        feature.keep_last = keep_last;
+        feature.padding = padding;
+        feature.dim = dims[table];
+        if (feature.is_sequence() != (max_length != 0) || max_length > 65536 || (feature.is_sequence() && weighted))
+            refuse(where + "pooling='" + pooling + "', max_length=" + std::to_string(max_length) +
+                   ", weighted=" + (weighted ? "True" : "False") +
+                   "; 'none' wants a max_length of 1..65536 and no weights, the others 0");
+        features.push_back(std::move(feature));
+    }
+    return features;
+}
+
+inline std::size_t sequence_size(const Bags& bags, std::size_t q, std::size_t batch_size) {
+    const BagFeature& feature = bags.features[bags.sequences[q]];
+    return batch_size * feature.max_length * feature.dim;
+}
+
+inline BagInputs checked_inputs(const Bags& bags, const Ids& values, const std::optional<Offsets>& offsets,
+                                const std::optional<FloatsIn>& weights, std::size_t batch_size) {
+    require_few(values.size());
+    if (batch_size >= 0x40000000U) refuse("batch_size=" + std::to_string(batch_size) + ", wanted at most 2^30-1");
+    const std::size_t num_bags = batch_size * bags.features.size();
+    // What is used must be what is checked, here and in the plan, though another thread may write to the caller's
+    // array.
+    static thread_local Buffer<std::int64_t> copy;
+    if (offsets) {
+        require_size("offsets", offsets->size(), num_bags + 1);
+        std::memcpy(copy.reserve(num_bags + 1), offsets->data(), (num_bags + 1) * sizeof(std::int64_t));
+        const std::int64_t first = copy[0], last = copy[num_bags];
+        if (first != 0 || last != static_cast<std::int64_t>(values.size()))
+            refuse("offsets run from " + std::to_string(first) + " to " + std::to_string(last) +
+                   ", wanted 0 to the number of ids, " + std::to_string(values.size()));
+    } else {
+        require_size("values without offsets", values.size(), num_bags);
+    }
+    if (weights) require_size("weights", weights->size(), values.size());
+    if (weights.has_value() != bags.any_weighted)
+        refuse(weights ? "weights came and no feature is weighted" : "a feature is weighted and no weights came");
+    return {values.data(), offsets ? copy.data() : nullptr, weights ? weights->data() : nullptr, batch_size, num_bags};
+}
+
+// Block and sequences of one ticket, each None if nobody gave a gradient.
+using GivenGradients = std::pair<std::optional<FloatsIn>, std::vector<std::optional<FloatsIn>>>;
+
+inline BagGradients checked_gradients(const Ticket& ticket, const GivenGradients& given) {
+    const Bags& bags = *ticket.bags;
+    BagGradients gradients{nullptr, std::vector<const float*>(bags.sequences.size())};
+    if (given.first) {
+        require_size("block gradients", given.first->size(), ticket.num_floats);
+        gradients.block = given.first->data();
+    }
+    require_size("sequence gradients", given.second.size(), bags.sequences.size());
+    for (std::size_t q = 0; q < given.second.size(); ++q) {
+        if (!given.second[q]) continue;
+        require_size("a sequence's gradients", given.second[q]->size(), sequence_size(bags, q, ticket.batch_size));
+        gradients.sequences[q] = given.second[q]->data();
+    }
+    return gradients;
+}
+
+inline float checked_scale(double given) {
+    const FloatMode mode;
+    const volatile double scale = given; // volatile: the compiler must not round before or after the mode
+    const volatile auto rounded = static_cast<float>(scale);
+    const float scale_of_all = rounded;
+    if (!(scale_of_all > 0.0f) || !std::isfinite(scale_of_all))
+        refuse("scale=" + std::to_string(given) + ", wanted a number above 0 that float32 can hold");
+    return scale_of_all;
+}
+
+inline std::vector<std::uint64_t> truncated(const Bags& bags) {
+    std::vector<std::uint64_t> counts;
+    for (const std::size_t f : bags.sequences) counts.push_back(bags.truncated[f].load());
+    return counts;
+}

@@ -1,0 +1,300 @@
+// What Python sees of a source's native half: decoded samples, the gathering of a batch from them, and the parser of
+// delimited text with its format. Validates and releases the GIL; arrays that go out own their memory.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+
+#include "bindings/bindings.hpp"
+#include "data/delimited.hpp"
+#include "base/errors.hpp"
+#include "data/samples.hpp"
+
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bag = std::tuple<Ids, std::optional<Offsets>, std::optional<Floats>>;
+template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
+
+[[noreturn]] void refuse(const std::string& message) { throw InputError(message); }
+
+template <typename T, std::size_t Rank = 1>
+Array<T, Rank> as_array(std::unique_ptr<T[]> memory, const std::array<std::size_t, Rank>& shape) {
+    T* data = memory.release();
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return Array<T, Rank>(data, Rank, shape.data(), owner);
+}
+
+template <typename T> Array<T> view(const std::shared_ptr<T[]>& memory, std::size_t n) {
+    auto* owner = new std::shared_ptr<T[]>(memory);
+    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<T[]>*>(p); });
+    return Array<T>(memory.get(), {n}, capsule);
+}
+
+template <typename T> std::unique_ptr<T[]> uncleared(std::size_t n) { return std::unique_ptr<T[]>(new T[n]); }
+
+void require_size(const std::string& what, std::size_t found, std::size_t wanted) {
+    if (found != wanted) refuse(what + " are " + std::to_string(found) + ", wanted " + std::to_string(wanted));
+}
+
+void check_sizes(std::size_t f, const Bag& bag, std::size_t n) {
+    const auto& [values, offsets, weights] = bag;
+    const std::string feature = "feature " + std::to_string(f);
+    if (offsets)
+        require_size(feature + ": offsets", offsets->size(), n + 1);
+    else
+        require_size(feature + " has no offsets and its ids", values.size(), n);
+    if (weights) require_size(feature + ": weights", weights->size(), values.size());
+}
+
+std::shared_ptr<Samples> make_samples(std::size_t n, const std::vector<Bag>& ids, const std::optional<Rows>& dense,
+                                      const std::optional<Rows>& label) {
+    for (std::size_t f = 0; f < ids.size(); ++f) check_sizes(f, ids[f], n);
+    if (dense) require_size("rows of dense", dense->shape(0), n);
+    if (label) require_size("rows of label", label->shape(0), n);
+    std::size_t wrong = ids.size();
+    std::shared_ptr<Samples> samples;
+    {
+        nb::gil_scoped_release release;
+        SamplesBuilder builder(n, ids.size());
+        for (std::size_t f = 0; f < ids.size(); ++f) {
+            const auto& [values, offsets, weights] = ids[f];
+            const float* beside = weights ? weights->data() : nullptr;
+            if (!offsets)
+                builder.single(f, values.data(), beside);
+            else if (!builder.bags(f, values.data(), values.size(), offsets->data(), beside))
+                wrong = std::min(wrong, f);
+        }
+        if (dense) builder.dense(dense->data(), dense->shape(1));
+        if (label) builder.label(label->data(), label->shape(1));
+        samples = builder.done();
+    }
+    if (wrong < ids.size())
+        refuse("feature " + std::to_string(wrong) + ": offsets must rise within its " +
+               std::to_string(std::get<0>(ids[wrong]).size()) + " ids");
+    return samples;
+}
+
+using GivenPart = std::tuple<std::shared_ptr<Samples>, std::size_t, std::size_t>;
+
+std::vector<Piece> checked_parts(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
+    if (given.empty()) refuse("no parts were given; wanted at least one");
+    std::vector<Piece> parts;
+    std::size_t total = 0;
+    for (const auto& [samples, begin, end] : given) {
+        if (begin > end || end > samples->n)
+            refuse("samples " + std::to_string(begin) + ".." + std::to_string(end) + " of " +
+                   std::to_string(samples->n));
+        if (!samples->same_shape(*std::get<0>(given[0]))) refuse("the parts have different columns");
+        parts.push_back({samples.get(), begin, end});
+        total += end - begin;
+    }
+    for (std::int64_t k : order)
+        if (k < 0 || static_cast<std::size_t>(k) >= total)
+            refuse("order holds " + std::to_string(k) + " of " + std::to_string(total) + " samples");
+    return parts;
+}
+
+nb::tuple gather(const std::vector<GivenPart>& given, const Offsets& given_order) {
+    const std::vector<std::int64_t> order(given_order.data(), given_order.data() + given_order.size());
+    const std::vector<Piece> parts = checked_parts(given, order);
+    const Samples& shape = *parts[0].samples;
+    const std::size_t n = order.size(), num_dense = shape.num_dense, num_labels = shape.num_labels;
+    std::unique_ptr<std::uint64_t[]> values;
+    std::unique_ptr<std::int64_t[]> offsets;
+    std::unique_ptr<float[]> weights, dense, label;
+    std::size_t num_values = 0, num_offsets = 0;
+    {
+        nb::gil_scoped_release release;
+        const Gather gather(parts, order);
+        num_values = gather.num_values();
+        gather.values((values = uncleared<std::uint64_t>(num_values)).get());
+        if (!gather.one_each()) {
+            num_offsets = gather.num_features() * n + 1;
+            gather.offsets((offsets = uncleared<std::int64_t>(num_offsets)).get());
+        }
+        if (gather.weighted()) gather.weights((weights = uncleared<float>(num_values)).get());
+        if (num_dense != 0) gather.dense((dense = uncleared<float>(n * num_dense)).get());
+        if (num_labels != 0) gather.label((label = uncleared<float>(n * num_labels)).get());
+    }
+    auto rows = [&](std::unique_ptr<float[]>& memory, std::size_t width) {
+        return memory == nullptr ? nb::none() : nb::cast(as_array<float, 2>(std::move(memory), {n, width}));
+    };
+    return nb::make_tuple(as_array<std::uint64_t>(std::move(values), {num_values}),
+                          offsets == nullptr ? nb::none()
+                                             : nb::cast(as_array<std::int64_t>(std::move(offsets), {num_offsets})),
+                          weights == nullptr ? nb::none() : nb::cast(as_array<float>(std::move(weights), {num_values})),
+                          rows(dense, num_dense), rows(label, num_labels));
+}
+
+// -- delimited text --------------------------------------------------------------------------------------------------
+
+void check_format(const TextFormat& format) {
+    if (format.delimiter.empty() || format.delimiter.size() > 8)
+        refuse("a delimiter of " + std::to_string(format.delimiter.size()) + " bytes, wanted 1 to 8");
+    if (format.quote < -1 || format.quote > 255) refuse("quote=" + std::to_string(format.quote) + ", wanted a byte");
+    if (format.columns.empty()) refuse("no columns were given; wanted at least one");
+    std::vector<int> features(format.num_features);
+    for (const auto& uses : format.columns) {
+        for (const FieldUse& use : uses) {
+            const std::size_t limits[] = {format.num_dense, format.num_labels, format.num_features, format.num_features,
+                                          format.num_texts};
+            const std::size_t limit = limits[static_cast<std::size_t>(use.kind)];
+            if (use.index >= limit) refuse("use " + std::to_string(use.index) + " of " + std::to_string(limit));
+            if (use.kind == UseKind::ids) ++features[use.index];
+        }
+    }
+    for (std::size_t f = 0; f < features.size(); ++f)
+        if (features[f] != 1)
+            refuse("feature " + std::to_string(f) + " has " + std::to_string(features[f]) + " columns, wanted 1");
+}
+
+nb::tuple parse_text(const TextFormat& format, const Bytes& text, std::size_t most_bad) {
+    check_format(format);
+    const std::string_view whole{reinterpret_cast<const char*>(text.data()), text.size()};
+    ParsedText parsed;
+    {
+        nb::gil_scoped_release release;
+        parsed = DelimitedParser(format).parse(whole, most_bad);
+    }
+    nb::list texts, bad;
+    const std::size_t n = parsed.samples->n;
+    for (const TextColumn& column : parsed.texts) {
+        const auto size = static_cast<std::size_t>(column.offsets.data()[n]);
+        texts.append(nb::make_tuple(view(column.offsets.shared(), n + 1), view(column.data.shared(), size),
+                                    view(column.present.shared(), n)));
+    }
+    for (const BadRow& row : parsed.bad)
+        bad.append(nb::make_tuple(row.at, fault_name(row.fault), row.column, row.field_begin, row.field_end, row.found,
+                                  row.wanted));
+    return nb::make_tuple(parsed.samples, texts, bad, parsed.dropped);
+}
+
+FieldUse make_use(const std::string& kind, std::size_t index) {
+    constexpr const char* kinds[] = {"dense", "label", "ids", "weights", "text"};
+    for (std::size_t i = 0; i < std::size(kinds); ++i)
+        if (kind == kinds[i]) {
+            FieldUse use;
+            use.kind = static_cast<UseKind>(i);
+            use.index = index;
+            return use;
+        }
+    refuse("kind is '" + kind + "', wanted dense, label, ids, weights or text");
+}
+
+void bind_format(nb::module_& m) {
+    nb::class_<FieldUse>(m, "FieldUse", "One thing that is made of a text file's column.")
+        .def(
+            "__init__",
+            [](FieldUse* self, const std::string& kind, std::size_t index) {
+                new (self) FieldUse(make_use(kind, index));
+            },
+            "kind"_a, "index"_a)
+        .def_prop_rw(
+            "absent", [](const FieldUse& u) { return static_cast<int>(u.absent); },
+            [](FieldUse& u, int absent) {
+                if (absent < 0 || absent > 2) refuse("absent=" + std::to_string(absent) + ", wanted 0, 1 or 2");
+                u.absent = static_cast<MissingLabel>(absent);
+            },
+            "A missing field: 0 reads as `missing`, 1 is refused, 2 drops its row.")
+        .def_rw("missing", &FieldUse::missing)
+        .def_rw("log1p", &FieldUse::log1p)
+        .def_prop_rw(
+            "label_kind", [](const FieldUse& u) { return static_cast<int>(u.label_kind); },
+            [](FieldUse& u, int kind) {
+                if (kind < 0 || kind > 2) refuse("label_kind=" + std::to_string(kind) + ", wanted 0, 1 or 2");
+                u.label_kind = static_cast<LabelKind>(kind);
+            },
+            "Which numbers a label may be: 0 any, 1 binary (0 or 1), 2 a count.")
+        .def_rw("above", &FieldUse::above, nb::arg().none())
+        .def_rw("texts", &FieldUse::texts)
+        .def_rw("other", &FieldUse::other, nb::arg().none())
+        .def_prop_rw(
+            "separator", [](const FieldUse& u) { return static_cast<int>(static_cast<unsigned char>(u.separator)); },
+            [](FieldUse& u, int separator) { u.separator = static_cast<char>(separator); })
+        .def_rw("integer", &FieldUse::integer)
+        .def_rw("hash", &FieldUse::hash)
+        .def_rw("missing_id", &FieldUse::missing_id, nb::arg().none());
+    nb::class_<TextFormat>(m, "TextFormat", "What the fields of a delimited text file mean.")
+        .def(nb::init<>())
+        .def_rw("delimiter", &TextFormat::delimiter)
+        .def_rw("quote", &TextFormat::quote)
+        .def_rw("strip", &TextFormat::strip)
+        .def_rw("quoted_newlines", &TextFormat::quoted_newlines)
+        .def_rw("missing", &TextFormat::missing)
+        .def_rw("columns", &TextFormat::columns)
+        .def_rw("num_dense", &TextFormat::num_dense)
+        .def_rw("num_labels", &TextFormat::num_labels)
+        .def_rw("num_features", &TextFormat::num_features)
+        .def_rw("num_texts", &TextFormat::num_texts);
+}
+
+Array<float> log1p_each(const Floats& values) {
+    auto out = uncleared<float>(values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) out[i] = log1p_of(values.data()[i]);
+    return as_array<float>(std::move(out), {values.size()});
+}
+
+std::string_view as_text(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+
+} // namespace
+
+void bind_samples(nb::module_& m) {
+    nb::class_<Samples>(m, "Samples", "Decoded samples of one block of a source.")
+        .def(nb::new_(&make_samples), "n"_a, "ids"_a, "dense"_a.none(), "label"_a.none())
+        .def("__len__", [](const Samples& samples) { return samples.n; });
+    m.def("gather", &gather, "parts"_a, "order"_a,
+          nb::sig("def gather(parts: collections.abc.Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) "
+                  "-> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, "
+                  "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]"),
+          "One batch: (values, offsets, weights, dense, label) of the samples `order` of the parts (samples, begin, "
+          "end), which are numbered through.");
+    bind_format(m);
+    m.def("parse_text", &parse_text, "format"_a, "text"_a, "most_bad"_a,
+          nb::sig("def parse_text(format: TextFormat, text: NDArray[numpy.uint8], most_bad: int) -> tuple[Samples, "
+                  "list[tuple[NDArray[numpy.int64], NDArray[numpy.uint8], NDArray[numpy.uint8]]], "
+                  "list[tuple[int, str, int, int, int, int, int]], int]"),
+          "Whole rows of text to (samples, text columns, bad rows, number of dropped rows).");
+    m.def(
+        "count_lines",
+        [](const Bytes& text) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            return count_lines(whole);
+        },
+        "text"_a, "How many newlines there are.");
+    m.def(
+        "last_row_end",
+        [](const Bytes& text, int quote) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            return last_row_end(whole, quote);
+        },
+        "text"_a, "quote"_a, "Where the last whole row of the text ends; 0 if none does.");
+    m.def(
+        "count_rows",
+        [](const Bytes& text, int quote) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            return count_rows(whole, quote);
+        },
+        "text"_a, "quote"_a, "How many rows there are.");
+    m.def(
+        "rows_within",
+        [](const Bytes& text, int quote, std::size_t begin, std::size_t end) {
+            const std::string_view whole = as_text(text);
+            nb::gil_scoped_release release;
+            const std::size_t low = row_begin(whole, quote, 0, begin);
+            return std::pair{low, row_begin(whole, quote, low, end - begin)};
+        },
+        "text"_a, "quote"_a, "begin"_a, "end"_a, "Where the rows from `begin` to `end` begin and end.");
+    m.def("log1p", &log1p_each, "values"_a, "ln(1 + max(x, 0)) of each, the same bits on every machine.");
+}

@@ -1,0 +1,66 @@
+// What Python says of rows on the wire, to an engine and to a split alike; and what is checked of it.
+#pragma once
+
+#include <vector>
+
+#include "bindings/bindings.hpp"
+#include "kernels/fp16_codec.hpp"
+
+using Message = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// A copy, as of a lookup's.
+inline std::vector<std::int64_t> checked_rows(const Wire& wire, const Offsets& offsets) {
+    require_size("offsets", offsets.size(), wire.num_tables() + 1);
+    std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
+    if (at[0] != 0) refuse("offsets begin at " + std::to_string(at[0]) + ", wanted 0");
+    for (std::size_t t = 0; t + 1 < at.size(); ++t)
+        if (at[t] > at[t + 1])
+            refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
+                   std::to_string(t));
+    require_few(static_cast<std::size_t>(at.back()));
+    return at;
+}
+
+inline Array<std::uint8_t> wire_message(const Wire& wire, const std::shared_ptr<BlockPool>& blocks,
+                                        const std::vector<std::int64_t>& at, const FloatsIn& rows) {
+    require_size("rows", rows.size(), wire.num_floats(at));
+    const std::size_t bytes = wire.num_bytes(at);
+    Array<std::uint8_t> message = as_array<std::uint8_t>(blocks, blocks->take(bytes), {bytes});
+    auto* to = reinterpret_cast<std::byte*>(message.data());
+    const float* from = rows.data();
+    nb::gil_scoped_release release;
+    wire.encode(at, from, to);
+    return message;
+}
+
+inline Array<float> wire_rows(const Wire& wire, const std::shared_ptr<BlockPool>& blocks,
+                              const std::vector<std::int64_t>& at, const Message& message) {
+    require_size("message", message.size(), wire.num_bytes(at));
+    const std::size_t floats = wire.num_floats(at);
+    Array<float> rows = as_array<float>(blocks, blocks->take(floats * sizeof(float)), {floats});
+    const auto* from = reinterpret_cast<const std::byte*>(message.data());
+    float* to = rows.data();
+    nb::gil_scoped_release release;
+    wire.decode(at, from, to);
+    return rows;
+}
+
+// Engine and Split have these alike.
+template <typename Class> void bind_coding(nb::class_<Class>& bound) {
+    bound
+        .def(
+            "encode_rows",
+            [](Class& own, const Offsets& offsets, const FloatsIn& rows) {
+                const auto& blocks = own.blocks(); // not in a fork
+                return wire_message(own.wire(), blocks, checked_rows(own.wire(), offsets), rows);
+            },
+            "offsets"_a, "rows"_a,
+            "Rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.")
+        .def(
+            "decode_rows",
+            [](Class& own, const Offsets& offsets, const Message& message) {
+                const auto& blocks = own.blocks();
+                return wire_rows(own.wire(), blocks, checked_rows(own.wire(), offsets), message);
+            },
+            "offsets"_a, "message"_a, "What encode_rows was given, rounded as its message is.");
+}

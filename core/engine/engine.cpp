@@ -1,0 +1,313 @@
+// Splitting calls over buckets and threads; see engine.hpp.
+#include "engine/engine.hpp"
+
+#include "base/errors.hpp"
+#include "base/float_mode.hpp"
+
+namespace satrap {
+
+Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
+    : identity_(next_identity()), kernels_(&kernels_named(options.simd)), arena_(std::move(arena)),
+      crew_(options.num_threads), wire_(dims_of(configs), *kernels_, crew_.pool()) {
+    map_.first.push_back(0);
+    for (TableConfig& config : configs) {
+        map_.first.push_back(map_.first.back() + config.num_buckets);
+        map_.bits.push_back(static_cast<std::uint8_t>(config.bucket_bits()));
+        tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()),
+                                                  options.seed, *kernels_, *arena_));
+        summations_.push_back(&tables_.back()->summation());
+    }
+    windows_.init(*arena_, map_.total());
+    owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // all its own, until somebody says otherwise
+}
+
+std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
+                                       std::unique_ptr<SharedArena> arena) {
+    SharedArena& file = *arena;
+    auto engine = std::make_unique<Engine>(std::move(configs), options, std::move(arena));
+    try {
+        engine->adopt(file);
+    } catch (const InvariantError& error) {
+        file.fail(std::string("is damaged: ") + error.what());
+    }
+    return engine;
+}
+
+void Engine::adopt(SharedArena& file) {
+    std::vector<UndoSlot> undo;
+    file.for_each([&](const ChunkTag& tag, std::byte* memory, std::size_t bytes) {
+        if (tag.table >= tables_.size() || tag.bucket >= tables_[tag.table]->config().num_buckets)
+            throw InvariantError("a chunk of table " + std::to_string(tag.table) + ", bucket " +
+                                 std::to_string(tag.bucket));
+        Bucket& bucket = tables_[tag.table]->bucket(tag.bucket);
+        switch (tag.kind) {
+        case ChunkKind::rows: bucket.rows.adopt_chunk(tag.sequence, memory, bytes); break;
+        case ChunkKind::sightings: bucket.sightings.adopt_chunk(tag.sequence, memory, bytes); break;
+        case ChunkKind::undo: undo.emplace_back(memory, bytes); break;
+        case ChunkKind::windows: windows_.adopt(tag.sequence, memory, bytes); break;
+        case ChunkKind::note: break;
+        default: throw InvariantError("a chunk of unknown kind");
+        }
+    });
+    for (UndoSlot& slot : undo) {
+        auto rows_of = [&](std::uint32_t t, std::uint32_t b) -> Rows& {
+            if (t >= tables_.size() || b >= tables_[t]->config().num_buckets)
+                throw InvariantError("an undo slot of a bucket that is not there");
+            return tables_[t]->bucket(b).rows;
+        };
+        slot.recover(rows_of, [&](std::uint32_t trainer, std::uint32_t t, std::uint32_t b) -> Window& {
+            if (trainer >= kMostTrainers) throw InvariantError("an undo slot of trainer " + std::to_string(trainer));
+            return windows_.of(trainer)[map_.first[t] + b];
+        });
+        undo_.give(std::make_unique<UndoSlot>(slot));
+    }
+    for (auto& table : tables_)
+        for (std::uint32_t b = 0; b < table->config().num_buckets; ++b) {
+            Bucket& bucket = table->bucket(b);
+            bucket.rows.rebuild();
+            bucket.sightings.rebuild();
+            bucket.drop_stale_sightings();
+            bucket.log_start = table->ledger().version.load() + 1; // what was removed before is not known any more
+        }
+}
+
+std::shared_ptr<Engine> Engine::owned(std::unique_ptr<Engine> engine) {
+    return {engine.release(), [](Engine* last) {
+                if (last->home_.is_here())
+                    delete last;
+                else
+                    last->arena_->leave();
+            }};
+}
+
+std::uint32_t Engine::next_step() {
+    home_.require_here();
+    std::uint32_t now = arena_->latest_step().load();
+    do {
+        if (now >= kLastStep) throw InputError("all " + std::to_string(kLastStep) + " steps are used");
+    } while (!arena_->latest_step().compare_exchange_weak(now, now + 1));
+    return now + 1;
+}
+
+void Engine::reach_step(std::uint32_t step) {
+    home_.require_here();
+    std::uint32_t now = arena_->latest_step().load();
+    while (now < step && !arena_->latest_step().compare_exchange_weak(now, step)) {
+    }
+}
+
+void Engine::begin_attempt(std::uint32_t attempt) {
+    home_.require_here();
+    windows_.clear(); // first: if we die in between, the attempt has not begun
+    arena_->attempt().store(attempt);
+}
+
+std::uint32_t Engine::begin_version(std::size_t t) {
+    std::atomic<std::uint32_t>& version = table(t).ledger().version;
+    std::uint32_t now = version.load();
+    do {
+        if (now >= kLastVersion)
+            throw InputError("table '" + tables_[t]->config().name + "': all " + std::to_string(kLastVersion) +
+                             " versions are used");
+    } while (!version.compare_exchange_weak(now, now + 1));
+    return now + 1;
+}
+
+std::vector<std::size_t> Engine::float_offsets(std::span<const std::int64_t> offsets) const {
+    std::vector<std::size_t> at(tables_.size() + 1);
+    for (std::size_t t = 0; t < tables_.size(); ++t)
+        at[t + 1] = at[t] + static_cast<std::size_t>(offsets[t + 1] - offsets[t]) * tables_[t]->config().dim;
+    return at;
+}
+
+std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
+    home_.require_here();
+    std::unique_ptr<Batch> batch = batches_.take();
+    batch->offsets.assign(offsets.begin(), offsets.end());
+    batch->group(ids, map_, crew_.pool());
+    return batch;
+}
+
+// Where the floats of bucket b's positions lie, if those of position 0 begin at `base`.
+template <typename T>
+static T** floats_at(const Batch& batch, std::uint32_t b, T* base, std::size_t dim, Buffer<T*>& room) {
+    const std::uint32_t first = batch.begin[b], count = batch.begin[b + 1] - first;
+    T** out = room.reserve(count);
+    for (std::uint32_t e = 0; e < count; ++e) out[e] = base + batch.positions[first + e] * dim;
+    return out;
+}
+
+namespace {
+
+// Gradients side by side, in the order of the ticket's ids.
+class FlatSource final : public GradientSource {
+  public:
+    FlatSource(const Engine& engine, const Ticket& ticket, const float* gradients)
+        : engine_(engine), ticket_(ticket), gradients_(gradients) {}
+
+    void open() override { begin_ = engine_.float_offsets(ticket_.batch->offsets); }
+    std::vector<std::span<const float>> memory() const override { return {{gradients_, ticket_.num_floats}}; }
+    double largest_factor() const override { return 1.0; }
+    Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const override {
+        Batch& batch = *ticket_.batch;
+        const float* const* from =
+            floats_at(batch, b, gradients_ + begin_[t], engine_.table(t).config().dim, scratch.from);
+        return {visit_of(batch, engine_.map().first[t], b), {from, nullptr, 1.0f}};
+    }
+    std::vector<std::uint64_t> order(std::size_t, std::uint32_t b) const override {
+        const Batch& batch = *ticket_.batch;
+        return {batch.positions.data() + batch.begin[b], batch.positions.data() + batch.begin[b + 1]};
+    }
+    std::string where(std::uint64_t order) const override { return "at position " + std::to_string(order); }
+
+  private:
+    const Engine& engine_;
+    const Ticket& ticket_;
+    const float* gradients_;
+    std::vector<std::size_t> begin_; // of each table's gradients
+};
+
+} // namespace
+
+void Engine::open_step(const LookupStep& at) {
+    if (!at.train) return;
+    reach_step(at.step);
+    for (auto& table : tables_) table->open_step(at);
+}
+
+void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations) {
+    BucketCrew::Shift shift(crew_, batch.size());
+    open_step(at);
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(batch, b); },
+        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+            batch.deduplicate(b, scratch.dedupe);
+            tables_[t]->lookup(visit_of(batch, map_.first[t], b), at, destinations(t, b, scratch), scratch);
+        });
+    batch.hinted = true;
+}
+
+std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                       const LookupStep& at, float* out, bool want_ticket) {
+    std::unique_ptr<Batch> batch = group(ids, offsets);
+    const std::vector<std::size_t> begin = float_offsets(offsets);
+    require_owned([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
+    lookup_buckets(*batch, at, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        return floats_at(*batch, b, out + begin[t], tables_[t]->config().dim, scratch.to);
+    });
+    if (want_ticket) return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, begin.back())));
+    batches_.give(std::move(batch));
+    return nullptr;
+}
+
+std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
+    std::unique_ptr<Batch> batch = group(ids, offsets);
+    BucketCrew::Shift shift(crew_, batch->size());
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(*batch, b); },
+        [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
+    return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
+}
+
+// The room that the largest bucket of an update needs in an undo slot; 0 if rows die with the process anyway.
+std::size_t Engine::undo_bytes(Tickets tickets) const {
+    std::size_t most = 0;
+    for (std::size_t t = 0; arena_->survives_process() && t < tables_.size(); ++t)
+        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) {
+            std::size_t unique = 0;
+            for (const Ticket* ticket : tickets) unique += ticket->batch->num_unique[b];
+            most = std::max(most, UndoSlot::bytes_for(unique, tables_[t]->config().row_bytes()));
+        }
+    return most;
+}
+
+// See Scratch::reserve_update.
+void Engine::reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filter) const {
+    std::size_t entries = 0, unique = 0, sums = 0, dim = 0;
+    for (std::size_t t = 0; t < tables_.size(); ++t) {
+        const std::size_t of_table = tables_[t]->config().dim;
+        dim = std::max(dim, of_table);
+        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) {
+            std::size_t here = 0, ids = 0;
+            for (const Ticket* ticket : tickets) {
+                here += ticket->batch->begin[b + 1] - ticket->batch->begin[b];
+                ids += ticket->batch->num_unique[b];
+            }
+            entries = std::max(entries, here);
+            unique = std::max(unique, ids);
+            sums = std::max(sums, ids * of_table);
+        }
+    }
+    for (unsigned thread = 0; thread < shift.size(); ++thread)
+        shift[thread].reserve_update(entries, unique, sums, dim, filter, tickets[0]->bags != nullptr);
+}
+
+void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
+                   std::uint32_t trainer) {
+    home_.require_here();
+    Claim claim(tickets, identity_);
+    require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
+    const FloatMode mode;
+    source.open();
+    std::vector<StepScalars> scalars(tables_.size());
+    UndoSet undo(undo_, *arena_);
+    BucketCrew::Shift shift(crew_, size_of(tickets));
+    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, crew_.pool());
+    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
+    reserve_update(shift, tickets, filter);
+    if (const std::size_t bytes = undo_bytes(tickets); bytes != 0) undo.fill(crew_.num_threads(), bytes);
+    for (unsigned thread = 0; thread < shift.size(); ++thread) shift[thread].undo = undo.slot(thread);
+    Window* windows = trainer == kNoTrainer ? nullptr : windows_.of(trainer);
+    for (std::uint32_t b = 0; windows != nullptr && b < map_.total(); ++b)
+        if (occupied(tickets, b) && windows[b].forgot(step))
+            throw InputError("step " + std::to_string(step) + " of trainer " + std::to_string(trainer) +
+                             " is too far behind its step " + std::to_string(windows[b].newest()) + ": at most " +
+                             std::to_string(Window::kSteps) + " may be in flight; nothing was applied");
+    claim.keep(); // from here on something may be applied
+    bool hinted = true;
+    for (std::size_t t = 0; t < tables_.size(); ++t) scalars[t] = tables_[t]->step_scalars(step, lrs[t]);
+    for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
+    reach_step(step);
+    crew_.for_each_bucket(
+        map_, shift, [&](std::uint32_t b) { return occupied(tickets, b); },
+        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+            const Part part = source.part(t, b, scratch);
+            const Mark mark{trainer, windows == nullptr ? nullptr : windows + b};
+            tables_[t]->update(part.visit, part.gradients, scalars[t], hinted, filter, mark, scratch);
+        });
+    for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
+}
+
+void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs,
+                    std::uint32_t trainer) {
+    if (ticket.bags != nullptr) throw TicketError("this ticket came from a lookup of bags; its update is update_bags");
+    Ticket* const tickets[] = {&ticket};
+    apply(FlatSource(*this, ticket, gradients), tickets, step, lrs, trainer);
+}
+
+void Engine::drop(Ticket& ticket) {
+    home_.require_here();
+    Ticket* const tickets[] = {&ticket};
+    Claim(tickets, identity_).keep();
+    batches_.give(std::move(ticket.batch));
+}
+
+TableStats Engine::stats(std::size_t t) {
+    Table& table = this->table(t);
+    TableStats stats;
+    stats.bytes = sizeof(Table) + table.config().num_buckets * sizeof(Bucket);
+    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        bucket.sweep(table.expire_before(), table.ledger().version.load());
+        stats.counters.add(bucket.counters);
+        if (owned(t, b)) { // not what is on its way to this engine, which the sender still counts
+            stats.rows += bucket.rows.size();
+            stats.sightings += bucket.sightings.size();
+        }
+        stats.bytes += bucket.rows.bytes() + bucket.sightings.bytes() + bucket.removed.capacity() * sizeof(Removed);
+    }
+    return stats;
+}
+
+} // namespace satrap

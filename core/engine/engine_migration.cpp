@@ -1,0 +1,109 @@
+// Buckets that go from one engine to another: who owns them, and what goes along beside rows and sightings, which leave
+// and come as they do for a snapshot (engine_snapshot.cpp). Whoever moves them sees to it that no call runs where engine.hpp
+// says so.
+#include <array>
+#include <bit>
+
+#include "engine/engine.hpp"
+#include "base/errors.hpp"
+
+namespace satrap {
+
+static_assert(sizeof(Counters) == Counters::kCount * sizeof(std::uint64_t));
+
+void Engine::set_owners(std::span<const std::uint32_t> owners, std::uint32_t self) {
+    home_.require_here();
+    self_.store(self);
+    for (std::uint32_t b = 0; b < map_.total(); ++b) owners_[b].store(owners[b]);
+}
+
+void Engine::freeze(std::span<const std::uint32_t> buckets, bool frozen) {
+    home_.require_here();
+    for (std::uint32_t b : buckets) {
+        if (frozen)
+            owners_[b].fetch_or(kFrozen);
+        else
+            owners_[b].fetch_and(~kFrozen);
+    }
+}
+
+void Engine::refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t self) const {
+    const std::size_t t = table_of(b);
+    const std::string where =
+        "table '" + tables_[t]->config().name + "': bucket " + std::to_string(b - map_.first[t]) + " ";
+    if ((owner & ~kFrozen) == self) throw MovedError(where + "is on the move: ask again");
+    throw MovedError(where + "belongs to server " + std::to_string(owner) + " and this is server " +
+                     std::to_string(self) + ": ask for the newest map, and call that one");
+}
+
+std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t> buckets,
+                                                  std::vector<std::uint32_t>& trainers) {
+    home_.require_here();
+    trainers = windows_.trainers();
+    std::vector<std::uint64_t> words;
+    words.reserve(trainers.size() * buckets.size());
+    for (std::uint32_t trainer : trainers) {
+        const Window* windows = windows_.of(trainer);
+        for (std::uint32_t b : buckets) words.push_back(windows[b].as_word());
+    }
+    return words;
+}
+
+void Engine::import_windows(std::span<const std::uint32_t> buckets, std::span<const std::uint32_t> trainers,
+                            std::span<const std::uint64_t> words) {
+    home_.require_here();
+    for (std::uint32_t trainer : windows_.trainers()) {
+        Window* windows = windows_.of(trainer);
+        for (std::uint32_t b : buckets) windows[b].clear();
+    }
+    for (std::size_t i = 0; i < trainers.size(); ++i) {
+        Window* windows = windows_.of(trainers[i]);
+        for (std::size_t b = 0; b < buckets.size(); ++b) windows[buckets[b]].take(words[i * buckets.size() + b]);
+    }
+}
+
+std::vector<std::uint64_t> Engine::export_counters(std::span<const std::uint32_t> buckets) {
+    home_.require_here();
+    std::vector<std::uint64_t> counters(buckets.size() * Counters::kCount);
+    for (std::size_t i = 0; i < buckets.size(); ++i) {
+        Bucket& bucket = bucket_at(buckets[i]);
+        std::lock_guard lock(bucket.mutex);
+        std::memcpy(counters.data() + i * Counters::kCount, &bucket.counters, sizeof(Counters));
+    }
+    return counters;
+}
+
+void Engine::import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters) {
+    home_.require_here();
+    for (std::size_t i = 0; i < buckets.size(); ++i) {
+        Bucket& bucket = bucket_at(buckets[i]);
+        std::lock_guard lock(bucket.mutex);
+        std::array<std::uint64_t, Counters::kCount> words;
+        std::copy_n(counters.data() + i * words.size(), words.size(), words.begin());
+        bucket.counters = std::bit_cast<Counters>(words);
+    }
+}
+
+void Engine::forget(std::span<const std::uint32_t> buckets) {
+    home_.require_here();
+    for (std::uint32_t b : buckets) {
+        Bucket& bucket = bucket_at(b);
+        std::lock_guard lock(bucket.mutex);
+        bucket.rows.clear();
+        bucket.sightings.clear();
+        bucket.counters = {};
+        bucket.removed = {};
+        bucket.swept_before = 0;
+        bucket.log_start = tables_[table_of(b)]->ledger().version.load() + 1; // what was removed is not known here
+    }
+    import_windows(buckets, {}, {});
+}
+
+void Engine::reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
+    TableLedger& ledger = table(t).ledger();
+    for (auto [to, wanted] : {std::pair{&ledger.version, version}, std::pair{&ledger.expire_before, expire_before}})
+        for (std::uint32_t now = to->load(); now < wanted && !to->compare_exchange_weak(now, wanted);) {
+        }
+}
+
+} // namespace satrap

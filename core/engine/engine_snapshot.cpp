@@ -1,0 +1,216 @@
+// Rows as columns, out of a table and into one: what snapshot.py writes to files and reads back. Bucket by bucket under
+// each bucket's lock, so a row is never seen half-written; a cut over all buckets is the caller's to arrange.
+#include "engine/engine.hpp"
+#include "base/errors.hpp"
+
+namespace satrap {
+
+namespace {
+
+// Makes room for `wanted` bytes in a column that holds `used` bytes.
+void grow(BlockPool& blocks, BlockPool::Block& column, std::size_t& capacity, std::size_t used, std::size_t wanted) {
+    if (wanted <= capacity) return;
+    wanted = std::max(wanted, capacity + capacity / 2);
+    BlockPool::Block larger = blocks.take(wanted);
+    if (used != 0) std::memcpy(larger.memory, column.memory, used);
+    if (column.memory != nullptr) blocks.give(column);
+    column = larger;
+    capacity = wanted;
+}
+
+// Columns on the way out: they go back to the pool if the export fails.
+class Draft {
+  public:
+    explicit Draft(BlockPool& blocks) : blocks_(blocks) {}
+    Draft(const Draft&) = delete;
+    Draft& operator=(const Draft&) = delete;
+    ~Draft() {
+        for (BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state})
+            if (block.memory != nullptr) blocks_.give(block);
+    }
+    Columns done() { return std::exchange(columns, Columns{}); }
+
+    Columns columns{};
+
+  private:
+    BlockPool& blocks_;
+};
+
+} // namespace
+
+Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since, bool others) {
+    Table& table = this->table(t);
+    const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
+    const std::size_t state_bytes = table.config().state_dim() * sizeof(float), state_at = table.config().value_bytes();
+    Draft draft(*blocks_);
+    Columns& out = draft.columns;
+    std::size_t capacity[4] = {};
+    std::size_t expected = 0; // a first guess, so that columns are rarely copied
+    for (std::uint32_t b = first; b < last && since == 0; ++b) {
+        if (!others && !owned(t, b)) continue;
+        std::lock_guard lock(table.bucket(b).mutex);
+        expected += table.bucket(b).rows.size();
+    }
+    for (std::uint32_t b = first; b < last; ++b) {
+        if (!others && !owned(t, b)) continue;
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        bucket.sweep(table.expire_before(), table.ledger().version.load());
+        std::size_t here = 0;
+        bucket.rows.for_each([&](std::uint32_t, const Head& head) { here += head.changed >= since; });
+        const std::size_t n = out.rows, wanted = std::max(expected, n + here);
+        grow(*blocks_, out.id, capacity[0], n * 8, wanted * 8);
+        grow(*blocks_, out.step, capacity[1], n * 4, wanted * 4);
+        grow(*blocks_, out.values, capacity[2], n * value_bytes, wanted * value_bytes);
+        grow(*blocks_, out.state, capacity[3], n * state_bytes, wanted * state_bytes);
+        bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
+            if (head.changed < since) return;
+            const std::byte* row = bucket.rows.row(slot);
+            std::memcpy(out.id.memory + out.rows * 8, head.id_words, 8);
+            std::memcpy(out.step.memory + out.rows * 4, &head.stamp, 4);
+            std::memcpy(out.values.memory + out.rows * value_bytes, row, value_bytes);
+            if (state_bytes != 0) std::memcpy(out.state.memory + out.rows * state_bytes, row + state_at, state_bytes);
+            ++out.rows;
+        });
+    }
+    return draft.done();
+}
+
+// id, step, and the count in `values`.
+Columns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
+    Table& table = this->table(t);
+    Draft draft(*blocks_);
+    Columns& out = draft.columns;
+    std::size_t capacity[3] = {};
+    for (std::uint32_t b = first; b < last; ++b) {
+        if (!others && !owned(t, b)) continue;
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        const std::size_t wanted = out.rows + bucket.sightings.size();
+        grow(*blocks_, out.id, capacity[0], out.rows * 8, wanted * 8);
+        grow(*blocks_, out.step, capacity[1], out.rows * 4, wanted * 4);
+        grow(*blocks_, out.values, capacity[2], out.rows * 4, wanted * 4);
+        bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
+            std::memcpy(out.id.memory + out.rows * 8, head.id_words, 8);
+            std::memcpy(out.step.memory + out.rows * 4, &head.stamp, 4);
+            std::memcpy(out.values.memory + out.rows * 4, &head.changed, 4);
+            ++out.rows;
+        });
+    }
+    return draft.done();
+}
+
+std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
+                                                  std::uint32_t since) {
+    Table& table = this->table(t);
+    std::vector<std::uint64_t> ids;
+    for (std::uint32_t b = first; b < last; ++b) {
+        if (!owned(t, b)) continue;
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        const std::size_t begin = ids.size();
+        for (const Removed& removal : bucket.removed)
+            if (removal.version >= since) ids.push_back(removal.id);
+        std::sort(ids.begin() + static_cast<std::ptrdiff_t>(begin), ids.end());
+        ids.erase(std::unique(ids.begin() + static_cast<std::ptrdiff_t>(begin), ids.end()), ids.end());
+    }
+    return ids;
+}
+
+std::uint32_t Engine::removed_since(std::size_t t) {
+    Table& table = this->table(t);
+    std::uint32_t oldest = 0;
+    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
+        std::lock_guard lock(table.bucket(b).mutex);
+        oldest = std::max(oldest, table.bucket(b).log_start);
+    }
+    return oldest;
+}
+
+void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
+                         const std::byte* values, const float* state) {
+    Table& table = this->table(t);
+    const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
+    const std::size_t state_dim = table.config().state_dim();
+    UndoSet undo(undo_, *arena_);
+    if (arena_->survives_process()) undo.fill(1, UndoSlot::bytes_for(1, table.config().row_bytes()));
+    UndoSlot* kept = undo.slot(0); // a row that is replaced is the old one or the new one, under kill -9, too
+    for (std::size_t i = 0; i < n;) {
+        const std::uint32_t b = table.hash_bucket(ids[i]);
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        const std::uint32_t version = table.ledger().version.load();
+        for (; i < n && table.hash_bucket(ids[i]) == b;
+             ++i) { // files keep buckets together, so the lock is taken once each
+            const std::uint64_t hash = mix64(ids[i]);
+            std::uint32_t slot = bucket.rows.find(ids[i], hash);
+            if (slot == kNoSlot) {
+                if (bucket.rows.full())
+                    throw CapacityError("table '" + table.config().name + "': bucket " + std::to_string(b) +
+                                        " has no room for id " + std::to_string(ids[i]) +
+                                        "; its share of the capacity is " + std::to_string(table.row_share(b)));
+                slot = bucket.rows.insert(ids[i], hash);
+            } else if (kept != nullptr) {
+                kept->open(static_cast<std::uint32_t>(t), b, bucket.rows.row_bytes());
+                kept->add(slot, bucket.rows.head(slot), bucket.rows.row(slot));
+                kept->arm();
+            }
+            std::byte* row = bucket.rows.row(slot);
+            std::memcpy(row, values + i * value_bytes, value_bytes);
+            if (state_dim != 0)
+                std::memcpy(row + table.config().value_bytes(), state + i * state_dim, state_dim * sizeof(float));
+            bucket.rows.publish(slot, steps[i], version);
+            if (kept != nullptr) kept->disarm();
+            bucket.swept_before = std::min(bucket.swept_before, steps[i]);
+        }
+    }
+}
+
+void Engine::import_removed(std::size_t t, std::span<const std::uint64_t> ids) {
+    Table& table = this->table(t);
+    for (std::uint64_t id : ids) {
+        Bucket& bucket = table.bucket(table.hash_bucket(id));
+        std::lock_guard lock(bucket.mutex);
+        const std::uint32_t slot = bucket.rows.find(id, mix64(id));
+        if (slot != kNoSlot) bucket.remove(slot, table.ledger().version.load());
+    }
+}
+
+void Engine::import_sightings(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
+                              const std::uint32_t* counts, bool clear) {
+    Table& table = this->table(t);
+    for (std::uint32_t b = 0; clear && b < table.config().num_buckets; ++b) {
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        bucket.sightings.for_each([&](std::uint32_t slot, const Head&) { bucket.sightings.erase(slot); });
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t b = table.hash_bucket(ids[i]);
+        const std::uint64_t hash = mix64(ids[i]);
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        if (counts[i] == 0 || bucket.rows.find(ids[i], hash) != kNoSlot)
+            continue; // a row came during the save: it counts
+        bucket.forget(ids[i], hash);
+        bucket.add_sighting(ids[i], hash, steps[i], std::min(counts[i], table.config().min_count));
+    }
+}
+
+void Engine::restore(std::size_t t, std::uint32_t version, std::uint32_t latest_step, std::uint32_t expire_before,
+                     double lr) {
+    Table& table = this->table(t);
+    table.ledger().version.store(version);
+    std::atomic<std::uint32_t>& line = table.ledger().expire_before; // it never falls
+    for (std::uint32_t now = line.load(); now < expire_before && !line.compare_exchange_weak(now, expire_before);) {
+    }
+    table.set_lr(lr);
+    reach_step(std::max(latest_step, expire_before)); // new rows are stamped with either
+    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        bucket.log_start = std::min(bucket.log_start, version); // nothing was removed since this version
+        if (bucket.removed.empty()) bucket.log_start = version;
+    }
+}
+
+} // namespace satrap

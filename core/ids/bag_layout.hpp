@@ -1,0 +1,138 @@
+// Bags: the ids of one feature in one sample. What the features are and what becomes of a bag's rows (Bags); where in
+// memory a row of a batch goes, and where its gradient comes from (places). No ids here: BagPlan walks through them.
+//
+// A place counts floats, in a batch of B samples: first come the rows of the block [B][total_dim], of pooled features;
+// then the sequences, feature after feature, each [B][max_length][dim]; and during a lookup the loose rows, which are
+// pooled into the block once all are there. All places of a batch are below 2^32.
+// Invariant: the tables of features 0, 1, ... never fall, so a table's ids are those of adjacent features.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/buffers.hpp"
+#include "kernels/kernels.hpp"
+
+namespace satrap {
+
+enum class Pooling : std::uint8_t { sum, mean, sqrtn, none };
+
+struct BagFeature {
+    std::string name; // for messages
+    std::uint32_t table = 0;
+    Pooling pooling = Pooling::sum;
+    bool weighted = false;
+    std::uint32_t max_length = 0;         // of a sequence, which is what pooling none makes
+    bool keep_last = false;               // a sequence that is too long keeps its last ids, not its first
+    std::uint32_t dim = 0;                // its table's
+    std::uint64_t column = 0;             // floats of a sample before its own: in the block, or in the sequences
+    std::optional<std::uint64_t> padding; // an id that stands for none: it is left out of its bag
+
+    bool is_sequence() const { return pooling == Pooling::none; }
+    // What a bag's sum is divided by. An empty bag's is 0 whatever it is divided by.
+    float divisor(std::size_t length) const {
+        if (length <= 1) return 1.0f;
+        if (pooling == Pooling::mean) return static_cast<float>(length);
+        if (pooling == Pooling::sqrtn) return static_cast<float>(std::sqrt(static_cast<double>(length)));
+        return 1.0f;
+    }
+};
+
+// The features of one model, in their order. Made once; many lookups read it at the same time.
+struct Bags {
+    Bags(std::vector<BagFeature> given, std::size_t num_tables, std::uint64_t of_engine)
+        : features(std::move(given)), engine(of_engine), first(num_tables + 1), truncated(features.size()) {
+        for (std::size_t f = 0; f < features.size(); ++f) {
+            BagFeature& feature = features[f];
+            any_weighted |= feature.weighted;
+            if (feature.is_sequence()) {
+                sequences.push_back(f);
+                feature.column = sequence_dim;
+                sequence_dim += std::uint64_t{feature.max_length} * feature.dim;
+            } else {
+                feature.column = total_dim;
+                total_dim += feature.dim;
+            }
+            first[feature.table + 1] = f + 1;
+        }
+        for (std::size_t t = 0; t < num_tables; ++t) first[t + 1] = std::max(first[t + 1], first[t]);
+    }
+
+    Bags(const Bags&) = delete;
+    Bags& operator=(const Bags&) = delete;
+
+    std::uint64_t sequence_begin(std::size_t f, std::size_t batch_size) const { // the place of its first row
+        return batch_size * (total_dim + features[f].column);
+    }
+    std::uint64_t loose_begin(std::size_t batch_size) const { return batch_size * (total_dim + sequence_dim); }
+
+    std::vector<BagFeature> features;
+    std::uint64_t engine;               // whose tables they are of
+    std::vector<std::size_t> first;     // [tables + 1]: table t has features first[t] .. first[t+1]-1
+    std::vector<std::size_t> sequences; // which features
+    std::uint64_t total_dim = 0;        // floats of a sample in the block
+    std::uint64_t sequence_dim = 0;     // and in the sequences
+    bool any_weighted = false;
+    mutable std::vector<std::atomic<std::uint64_t>> truncated; // by feature: ids beyond max_length, not looked up
+};
+
+// What the entries of a batch of bags have besides that of any batch; the arrays are by entry.
+struct BagEntries {
+    std::vector<std::uint8_t> loose;  // [tables]: has rows to be pooled, so that to[] differs from positions[]
+    std::vector<std::uint8_t> scaled; // [tables]: has factors other than 1
+    float largest_weight = 1.0f;      // no weight's magnitude is above
+    Buffer<Factor> factors;           // of scaled tables
+    Buffer<std::uint32_t> to;         // of loose tables: the place of the row; positions[] has that of its gradient
+};
+
+// The memory behind the places of one table's entries. T is float or const float.
+template <typename T> class Places {
+  public:
+    void add(std::uint64_t begin, std::uint64_t end, T* memory) { segments_.push_back({begin, end, memory}); }
+
+    // nullptr if there is no memory for it: a gradient that nobody gave.
+    T* at(std::uint32_t place) const {
+        const Segment* segment = segments_.data();
+        while (place >= segment->end) ++segment;
+        return segment->memory == nullptr ? nullptr : segment->memory + (place - segment->begin);
+    }
+
+    // Whether all entries lie in the block, and it is there.
+    bool simple() const { return segments_.size() == 1 && segments_[0].memory != nullptr; }
+
+    void resolve(const std::uint32_t* places, std::size_t count, T** out) const {
+        if (simple()) {
+            T* const block = segments_[0].memory;
+            for (std::size_t e = 0; e < count; ++e) out[e] = block + places[e];
+        } else {
+            for (std::size_t e = 0; e < count; ++e) out[e] = at(places[e]);
+        }
+    }
+
+  private:
+    struct Segment {
+        std::uint64_t begin, end;
+        T* memory;
+    };
+    std::vector<Segment> segments_;
+};
+
+// Block and sequences of a batch, for each table. A sequence may be nullptr, and so may the block.
+template <typename T>
+std::vector<Places<T>> places_of(const Bags& bags, std::size_t batch_size, T* block, T* const* sequences) {
+    std::vector<Places<T>> places(bags.first.size() - 1);
+    for (Places<T>& each : places) each.add(0, batch_size * bags.total_dim, block);
+    for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
+        const BagFeature& feature = bags.features[bags.sequences[q]];
+        const std::uint64_t begin = bags.sequence_begin(bags.sequences[q], batch_size);
+        const std::uint64_t floats = batch_size * feature.max_length * feature.dim;
+        places[feature.table].add(begin, begin + floats, sequences[q]);
+    }
+    return places;
+}
+
+} // namespace satrap

@@ -1,0 +1,89 @@
+// Threads that work through the buckets of a call, each with scratch of its own, which is kept from call to call. What
+// is done to a bucket is the caller's: results cannot depend on how many threads there are, because a bucket is worked
+// on by one of them, whole.
+#pragma once
+
+#include <exception>
+
+#include "base/float_mode.hpp"
+#include "ids/bucket_visit.hpp"
+#include "base/thread_pool.hpp"
+
+namespace satrap {
+
+class BucketCrew {
+  public:
+    explicit BucketCrew(unsigned num_threads) : pool_(num_threads) {}
+
+    ThreadPool& pool() { return pool_; }
+    unsigned num_threads() const { return pool_.num_threads(); }
+
+    // Scratch space, one for each thread of a call with this many ids; given back at its end.
+    class Shift {
+      public:
+        Shift(BucketCrew& crew, std::size_t num_ids) : spare_(crew.spare_) {
+            // For a few ids, waking threads costs more than it saves.
+            const unsigned threads = num_ids < 512 ? 1 : crew.num_threads();
+            taken_.reserve(threads);
+            while (taken_.size() < threads) taken_.push_back(spare_.take());
+        }
+        Shift(const Shift&) = delete;
+        Shift& operator=(const Shift&) = delete;
+        ~Shift() {
+            for (auto& scratch : taken_) {
+                scratch->undo = nullptr;
+                spare_.give(std::move(scratch));
+            }
+        }
+        Scratch& operator[](unsigned thread) { return *taken_[thread]; }
+        unsigned size() const { return static_cast<unsigned>(taken_.size()); }
+
+      private:
+        Recycler<Scratch>& spare_;
+        std::vector<std::unique_ptr<Scratch>> taken_;
+    };
+
+    template <typename Has, typename Work> void for_each_bucket(const BucketMap& map, Shift& shift, Has has, Work work);
+
+  private:
+    Recycler<Scratch> spare_;
+    ThreadPool pool_;
+};
+
+// Runs work(table, bucket, scratch) for every bucket that has(bucket) entries, on all threads. Of several errors the
+// one of the lowest bucket is thrown, so the message does not depend on timing more than the state does.
+template <typename Has, typename Work>
+void BucketCrew::for_each_bucket(const BucketMap& map, Shift& shift, Has has, Work work) {
+    // So small that the last thread to finish is not late, so large that the counter is no bottleneck.
+    const std::uint32_t grain = std::max(1U, map.total() / (64 * pool_.num_threads()));
+    std::atomic<std::uint32_t> next{0}, failed_bucket{0xffffffffU};
+    std::mutex error_mutex;
+    std::exception_ptr error;
+    auto job = [&](unsigned thread, unsigned) {
+        const FloatMode mode; // of this thread, which may have another one than the next
+        Scratch& own = shift[thread];
+        std::size_t t = 0;
+        for (std::uint32_t b; (b = next.fetch_add(grain)) < map.total();) {
+            for (std::uint32_t end = std::min(b + grain, map.total()); b < end; ++b) {
+                if (!has(b) || b > failed_bucket.load(std::memory_order_relaxed)) continue;
+                while (b >= map.first[t + 1]) ++t;
+                try {
+                    work(t, b, own);
+                } catch (...) {
+                    std::lock_guard lock(error_mutex);
+                    if (b < failed_bucket.load()) {
+                        failed_bucket.store(b);
+                        error = std::current_exception();
+                    }
+                }
+            }
+        }
+    };
+    if (shift.size() == 1)
+        job(0, 1);
+    else
+        pool_.run(job);
+    if (error != nullptr) std::rethrow_exception(error);
+}
+
+} // namespace satrap

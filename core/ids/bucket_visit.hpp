@@ -1,0 +1,82 @@
+// One bucket's part of a batch (Visit), and what a thread needs while it works through buckets (Scratch), kept from
+// call to call. A BucketCrew hands them out.
+#pragma once
+
+#include <bit>
+
+#include "ids/id_batch.hpp"
+#include "base/buffers.hpp"
+#include "kernels/kernels.hpp"
+
+namespace satrap {
+
+class UndoSlot;
+
+// See Batch for the arrays.
+struct Visit {
+    std::uint32_t bucket; // of the table
+    const std::uint64_t* unique;
+    std::uint32_t num_unique;
+    const std::uint32_t* local;
+    std::uint32_t count;
+    std::uint32_t* hints;
+};
+
+// Bucket b of all, of the table whose first bucket is `first`.
+inline Visit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
+    const std::uint32_t at = batch.begin[b];
+    return {.bucket = b - first,
+            .unique = batch.unique.data() + at,
+            .num_unique = batch.num_unique[b],
+            .local = batch.local.data() + at,
+            .count = batch.begin[b + 1] - at,
+            .hints = batch.hints.data() + at};
+}
+
+struct Scratch {
+    Buffer<std::uint32_t> dedupe;
+    Buffer<std::uint64_t> hashes;
+    Buffer<std::uint32_t> slots;
+    Buffer<std::uint32_t> misses;
+    Buffer<const std::byte*> rows;
+    Buffer<std::byte> absent;
+    Buffer<float> values;
+    Buffer<float> sums;
+    Buffer<std::uint8_t> started;
+    Buffer<RowStep> steps;
+    Buffer<float*> to;         // where the rows of a bucket's entries go
+    Buffer<const float*> from; // where their gradients are
+    Buffer<std::uint32_t> kept_local;
+    Buffer<const float*> kept_from;
+    Buffer<Factor> kept_factors;
+    Buffer<std::uint64_t> joined_ids; // of several tickets
+    Buffer<std::uint32_t> joined_numbers, joined_hints, joined_local;
+    Buffer<Factor> joined_factors;
+    UndoSlot* undo = nullptr; // of the thread, for the time of an update
+
+    // All that the update of a bucket may ask for, so that no bucket fails when others are updated already.
+    void reserve_update(std::size_t entries, std::size_t unique, std::size_t sums, std::size_t dim, bool filter,
+                        bool joined) {
+        dedupe.reserve(std::bit_ceil(2 * unique + 1));
+        hashes.reserve(unique);
+        slots.reserve(unique);
+        values.reserve(dim);
+        this->sums.reserve(sums);
+        started.reserve(unique);
+        steps.reserve(unique);
+        from.reserve(entries);
+        if (filter) {
+            kept_local.reserve(entries);
+            kept_from.reserve(entries);
+            kept_factors.reserve(entries);
+        }
+        if (!joined) return;
+        joined_ids.reserve(unique);
+        joined_numbers.reserve(unique);
+        joined_hints.reserve(unique);
+        joined_local.reserve(entries);
+        joined_factors.reserve(entries);
+    }
+};
+
+} // namespace satrap

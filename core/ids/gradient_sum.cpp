@@ -1,0 +1,84 @@
+// Sums of gradients, finite ones or those that are left; see gradient_sum.hpp.
+#include "ids/gradient_sum.hpp"
+
+#include "base/errors.hpp"
+
+namespace satrap {
+
+// The gradient of one entry as it is added to its id's sum.
+const float* Summation::applied(const Gradients& gradients, std::uint32_t e, float* room) const {
+    const Factor* factor = gradients.factors == nullptr ? nullptr : gradients.factors + e;
+    const std::uint32_t zero = 0;
+    std::uint8_t started = 0;
+    kernels_->sum({gradients.from + e, factor, gradients.scale}, &zero, 1, dim_, room, &started);
+    return room;
+}
+
+Summation::Entries Summation::begin(const Visit& visit, const Gradients& gradients, bool filter,
+                                    Scratch& scratch) const {
+    std::memset(scratch.started.reserve(visit.num_unique), 0, visit.num_unique);
+    if (!filter) return {visit.local, gradients, visit.count};
+    std::uint32_t* local = scratch.kept_local.reserve(visit.count);
+    const float** from = scratch.kept_from.reserve(visit.count);
+    Factor* factors = gradients.factors == nullptr ? nullptr : scratch.kept_factors.reserve(visit.count);
+    float* room = scratch.values.reserve(dim_);
+    std::size_t kept = 0;
+    for (std::uint32_t e = 0; e < visit.count; ++e) {
+        if (!finite(applied(gradients, e, room), dim_)) continue;
+        local[kept] = visit.local[e];
+        if (factors != nullptr) factors[kept] = gradients.factors[e];
+        from[kept++] = gradients.from[e];
+    }
+    return {local, {from, factors, gradients.scale}, kept};
+}
+
+std::size_t Summation::add(const Visit& visit, const Entries& entries, bool filter, float* sums,
+                           Scratch& scratch) const {
+    kernels_->sum(entries.gradients, entries.local, entries.count, dim_, sums, scratch.started.data());
+    return filter ? drop_overflowed(visit, entries, sums, scratch) : entries.count;
+}
+
+// Finite gradients whose sum is not: their ids get no update. Returns how many entries are left.
+std::size_t Summation::drop_overflowed(const Visit& visit, const Entries& entries, const float* sums,
+                                       Scratch& scratch) const {
+    std::size_t left = entries.count;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (!scratch.started[i] || finite(sums + static_cast<std::size_t>(i) * dim_, dim_)) continue;
+        scratch.started[i] = 0;
+        for (std::size_t e = 0; e < entries.count; ++e) left -= entries.local[e] == i;
+    }
+    return left;
+}
+
+std::vector<NonFinite> Summation::find_nonfinite(const Visit& visit, const Gradients& gradients,
+                                                 Scratch& scratch) const {
+    std::vector<NonFinite> found;
+    auto note = [&](std::uint32_t e, const float* row, bool of_sum) {
+        std::uint32_t i = 0;
+        while (i + 1 < dim_ && finite(row + i, 1)) ++i;
+        found.push_back({e, visit.unique[visit.local[e]], row[i], of_sum});
+    };
+    float* room = scratch.values.reserve(dim_);
+    float* sums = scratch.sums.reserve(static_cast<std::size_t>(visit.num_unique) * dim_);
+    add(visit, begin(visit, gradients, false, scratch), false, sums, scratch);
+    for (std::uint32_t e = 0; e < visit.count; ++e) {
+        const float* row = applied(gradients, e, room);
+        const float* sum = sums + static_cast<std::size_t>(visit.local[e]) * dim_;
+        if (!finite(row, dim_))
+            note(e, row, false);
+        else if (!finite(sum, dim_))
+            note(e, sum, true);
+    }
+    return found;
+}
+
+void Summation::refuse_nonfinite(const NonFinite& first, const std::string& where) const {
+    const std::string id = std::to_string(first.id);
+    throw NonFiniteError("table '" + table_ + "': " +
+                         (first.of_sum ? "the gradients of id " + id + " (first " + where + ") sum to "
+                                       : "the gradient of id " + id + " " + where + " holds ") +
+                         std::to_string(first.value) + "; finite values are wanted and nothing was applied; " +
+                         "on_nonfinite='skip' would ignore and count such gradients");
+}
+
+} // namespace satrap

@@ -1,0 +1,183 @@
+// The ids of one call, grouped by bucket and de-duplicated: what a lookup prepares and its update needs again.
+//
+// Two parallel passes: count (how many ids of each thread's range fall into each bucket) and scatter (stable, so the
+// order of appearance is kept within a bucket); then each bucket's ids are made unique by whoever visits the bucket.
+// Invariants, for bucket b with entries begin[b] .. begin[b+1]-1:
+//   entry e stands for position positions[e] of its table's ids (in a batch of bags: for a place of bag_layout.hpp), and its
+//   id is unique[begin[b] + local[e]];
+//   local ids number 0 .. num_unique[b]-1 in order of first appearance; num_unique[b] <= entries of b.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ids/bag_layout.hpp"
+#include "base/buffers.hpp"
+#include "base/errors.hpp"
+#include "base/hash.hpp"
+#include "storage/index.hpp"
+#include "base/thread_pool.hpp"
+
+namespace satrap {
+
+// How the tables' buckets are numbered in one row: table t has buckets first[t] .. first[t+1]-1.
+struct BucketMap {
+    std::vector<std::uint32_t> first;
+    std::vector<std::uint8_t> bits;
+    std::uint32_t total() const { return first.back(); }
+    std::size_t num_tables() const { return bits.size(); }
+};
+
+// Makes `count` ids unique in place, in order of first appearance, and tells each one's number; returns how many there
+// are. `table` is scratch.
+inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, std::uint32_t* numbers,
+                                     Buffer<std::uint32_t>& table) {
+    const std::uint32_t mask = std::bit_ceil(2 * count) - 1;
+    std::uint32_t* slots = table.reserve(mask + 1); // number + 1; 0: empty
+    std::memset(slots, 0, (static_cast<std::size_t>(mask) + 1) * sizeof(std::uint32_t));
+    std::uint32_t found = 0; // never overtakes e
+    for (std::uint32_t e = 0; e < count; ++e) {
+        const std::uint64_t id = ids[e];
+        ids[found] = id; // an empty slot reads as this position, so that a new id takes no branch of its own
+        std::uint32_t at = static_cast<std::uint32_t>(mix64(id) >> 8) & mask;
+        std::uint32_t number = slots[at] == 0 ? found : slots[at] - 1;
+        while (ids[number] != id) {
+            at = (at + 1) & mask;
+            number = slots[at] == 0 ? found : slots[at] - 1;
+        }
+        slots[at] = number + 1;
+        numbers[e] = number;
+        found += number == found;
+    }
+    return found;
+}
+
+struct Batch {
+    std::vector<std::int64_t> offsets; // [tables + 1] into the ids as given
+    std::vector<std::uint32_t> begin;  // [buckets + 1]
+    std::vector<std::uint32_t> num_unique;
+    Buffer<std::uint64_t> unique; // while grouping: the ids of all entries
+    Buffer<std::uint32_t> positions;
+    Buffer<std::uint32_t> local;
+    Buffer<std::uint32_t> hints; // slots found by the lookup, for the update
+    BagEntries bags;             // of a batch of bags
+    bool hinted = false;
+    std::vector<std::uint32_t> counts; // [threads][buckets], scratch of group()
+
+    std::size_t size() const { return static_cast<std::size_t>(offsets.back()); }
+    std::size_t unique_size() const {
+        std::size_t total = 0;
+        for (std::uint32_t n : num_unique) total += n;
+        return total;
+    }
+
+    // Calls visit(table, first, last) for the parts of [from, to) that lie in one table.
+    template <typename Visit> void by_table(std::size_t from, std::size_t to, Visit visit) const {
+        for (std::size_t t = 0; t + 1 < offsets.size(); ++t) {
+            std::size_t first = std::max(from, static_cast<std::size_t>(offsets[t]));
+            std::size_t last = std::min(to, static_cast<std::size_t>(offsets[t + 1]));
+            if (first < last) visit(t, first, last);
+        }
+    }
+
+    // Positions in the table, one after the other.
+    struct Positions {
+        std::uint32_t* positions;
+        std::uint32_t next;
+        void put(std::uint32_t e) { positions[e] = next++; }
+    };
+
+    void group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool) {
+        group(ids, map, pool, [this](std::size_t t, std::size_t first) {
+            return Positions{positions.data(),
+                             static_cast<std::uint32_t>(first - static_cast<std::size_t>(offsets[t]))};
+        });
+    }
+
+    // cursor_at(table, i) gives a cursor that stands at id i; its put(e) is called with the entry of id i, i + 1, ...
+    template <typename CursorAt>
+    void group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool, CursorAt cursor_at);
+
+    // Makes bucket b's ids unique; `table` is scratch.
+    void deduplicate(std::uint32_t b, Buffer<std::uint32_t>& table) {
+        num_unique[b] =
+            deduplicate_ids(unique.data() + begin[b], begin[b + 1] - begin[b], local.data() + begin[b], table);
+    }
+
+  private:
+    void begin_buckets(std::uint32_t ranges, std::uint32_t buckets);
+};
+
+// From counts to where each range's entries of each bucket begin, in counts too.
+inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
+    begin.resize(buckets + 1);
+    std::uint32_t at = 0;
+    for (std::uint32_t b = 0; b < buckets; ++b) {
+        begin[b] = at;
+        for (std::uint32_t r = 0; r < ranges; ++r) {
+            std::uint32_t& count = counts[static_cast<std::size_t>(r) * buckets + b];
+            std::uint32_t here = count;
+            count = at;
+            at += here;
+        }
+    }
+    begin[buckets] = at;
+}
+
+template <typename CursorAt>
+void Batch::group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool, CursorAt cursor_at) {
+    constexpr std::size_t kAlone = 2048; // below this waking threads costs more than it saves
+    const std::size_t n = size();
+    const std::uint32_t buckets = map.total();
+    num_unique.assign(buckets, 0);
+    unique.reserve(n);
+    positions.reserve(n);
+    local.reserve(n);
+    hints.reserve(n);
+    hinted = false;
+
+    std::uint32_t ranges = n < kAlone ? 1 : pool.num_threads(); // of ids; one thread may do several
+    counts.assign(static_cast<std::size_t>(ranges) * buckets, 0);
+    auto run = [&](auto&& pass) {
+        if (ranges == 1) return pass(0);
+        pool.run([&](unsigned thread, unsigned threads) {
+            for (std::uint32_t r = thread; r < ranges; r += threads) pass(r);
+        });
+    };
+    auto range_begin = [&](std::uint32_t r) { return n * r / ranges; };
+
+    run([&](std::uint32_t r) {
+        std::uint32_t* count = counts.data() + static_cast<std::size_t>(r) * buckets;
+        by_table(range_begin(r), range_begin(r + 1), [&](std::size_t t, std::size_t first, std::size_t last) {
+            std::uint32_t* of_table = count + map.first[t];
+            for (std::size_t i = first; i < last; ++i) {
+                local[i] = bucket_of(mix64(ids[i]), map.bits[t]); // kept for the second pass
+                ++of_table[local[i]];
+            }
+        });
+    });
+    begin_buckets(ranges, buckets);
+    std::atomic<bool> changed{false};
+    run([&](std::uint32_t r) {
+        std::uint32_t* next = counts.data() + static_cast<std::size_t>(r) * buckets;
+        by_table(range_begin(r), range_begin(r + 1), [&](std::size_t t, std::size_t first, std::size_t last) {
+            std::uint32_t* of_table = next + map.first[t];
+            auto cursor = cursor_at(t, first);
+            bool same = true; // the caller's array is read twice: an id must not land in another one's bucket
+            for (std::size_t i = first; i < last; ++i) {
+                std::uint32_t e = of_table[local[i]]++;
+                const std::uint64_t id =
+                    std::atomic_ref(const_cast<std::uint64_t&>(ids[i])).load(std::memory_order_relaxed);
+                unique[e] = id;
+                same &= bucket_of(mix64(id), map.bits[t]) == local[i];
+                cursor.put(e);
+            }
+            if (!same) changed.store(true);
+        });
+    });
+    if (changed.load())
+        throw InputError("the ids changed during the call: another thread wrote to their array; give each call an "
+                         "array of its own");
+}
+
+} // namespace satrap

@@ -1,0 +1,81 @@
+// How a batch comes back for its update: its grouping and the slots that the lookup found. Used once, by whoever claims
+// it: a Claim sets all tickets of a call used or none, and takes it back if the call fails.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "ids/id_batch.hpp"
+
+namespace satrap {
+
+// A number for whatever makes tickets. It tells a foreign ticket from ours; it decides nothing else.
+inline std::uint64_t next_identity() {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+}
+
+struct Ticket {
+    std::unique_ptr<Batch> batch; // touched only by the one call that set `used`
+    std::uint64_t maker;          // the identity of the engine, or whatever else made it
+    std::size_t size;             // ids
+    std::size_t num_unique;
+    std::size_t num_floats;           // of its rows, and so of its gradients; of bags: of the block
+    std::shared_ptr<const Bags> bags; // none: the ids came flat
+    std::size_t batch_size;           // of bags
+    std::size_t table;                // whose ids these are; none in particular: the number of tables
+    std::atomic<bool> used{false};
+};
+
+using Tickets = std::span<Ticket* const>;
+
+inline bool occupied(const Batch& batch, std::uint32_t b) { return batch.begin[b] != batch.begin[b + 1]; }
+
+inline bool occupied(Tickets tickets, std::uint32_t b) {
+    for (const Ticket* ticket : tickets)
+        if (occupied(*ticket->batch, b)) return true;
+    return false;
+}
+
+inline std::size_t size_of(Tickets tickets) {
+    std::size_t size = 0;
+    for (const Ticket* ticket : tickets) size += ticket->size;
+    return size;
+}
+
+// What a lookup gives, once its batch is grouped and its ids are unique.
+inline Ticket ticket_of(std::unique_ptr<Batch> batch, std::uint64_t maker, std::size_t num_floats,
+                        std::shared_ptr<const Bags> bags = nullptr, std::size_t batch_size = 0) {
+    const std::size_t size = batch->size(), num_unique = batch->unique_size(), num_tables = batch->offsets.size() - 1;
+    std::size_t table = 0;
+    while (table < num_tables && static_cast<std::size_t>(batch->offsets[table + 1] - batch->offsets[table]) != size)
+        ++table;
+    return {std::move(batch), maker, size, num_unique, num_floats, std::move(bags), batch_size, table};
+}
+
+// Of a call; the tickets are used up once it is kept.
+class Claim {
+  public:
+    Claim(Tickets tickets, std::uint64_t maker) : tickets_(tickets) {
+        for (const Ticket* ticket : tickets)
+            if (ticket->maker != maker)
+                throw TicketError("this ticket came from another store; bring it back to the one that gave it");
+        for (std::size_t i = 0; i < tickets.size(); ++i) {
+            if (!tickets[i]->used.exchange(true)) continue;
+            for (std::size_t k = 0; k < i; ++k) tickets[k]->used.store(false);
+            throw TicketError(
+                "this ticket was used already; a batch is updated once, look it up again for another step");
+        }
+    }
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+    ~Claim() {
+        for (Ticket* ticket : tickets_) ticket->used.store(false);
+    }
+    void keep() { tickets_ = {}; }
+
+  private:
+    Tickets tickets_;
+};
+
+} // namespace satrap

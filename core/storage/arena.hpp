@@ -1,0 +1,169 @@
+// Where rows live: an Arena hands out chunks of zeroed memory that stay put until the arena dies, and memory for
+// indexes, which is always anonymous and may be given back. It knows nothing of rows. Rows asks it for chunks;
+// SharedArena (shared_arena.hpp) is the same over a file.
+//
+// Invariants: a chunk is 64-byte aligned; chunks never move, overlap or return.
+// Lock: one mutex, taken last (under a bucket's lock), held for a search in a small tree or one mmap.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/errors.hpp"
+
+namespace satrap {
+
+enum class ChunkKind : std::uint32_t { rows = 1, sightings = 2, undo = 3, windows = 4, note = 5 };
+
+// Whose chunk it is: enough to find its owner again in a file.
+struct ChunkTag {
+    ChunkKind kind;
+    std::uint32_t table;
+    std::uint32_t bucket;
+    std::uint32_t sequence; // the owner's chunk number
+};
+
+// The few numbers of a table that must survive its process. All zero is the state of a new table but for version.
+struct TableLedger {
+    std::atomic<std::uint32_t> version;
+    std::atomic<std::uint32_t> expire_before; // rows stamped before this step are gone
+    std::atomic<std::uint64_t> lr_bits;
+};
+
+class Arena {
+  public:
+    explicit Arena(std::size_t num_tables) : own_ledgers_(num_tables) {}
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+    virtual ~Arena() = default;
+
+    virtual std::byte* allocate(const ChunkTag& tag, std::size_t bytes) = 0;
+    virtual std::byte* allocate_index(std::size_t bytes) = 0;
+    virtual void release_index(std::byte* block, std::size_t bytes) = 0;
+    virtual bool survives_process() const { return false; }
+    // Whether a later process may continue with what is here; false while a snapshot is being loaded.
+    virtual void set_complete(bool) {}
+    // In a fork, instead of destruction: gives up what would hold the owner's file, and takes no lock.
+    virtual void leave() noexcept {}
+    virtual TableLedger& ledger(std::size_t table) { return own_ledgers_[table]; }
+    virtual std::atomic<std::uint32_t>& latest_step() { return own_latest_step_; }
+    // Of a run's processes: those of an older one may not write any more. See Windows.
+    virtual std::atomic<std::uint32_t>& attempt() { return own_attempt_; }
+
+    // A few words of the owner's that live as long as the rows; replaced as a whole.
+    virtual std::string note() { return own_note_; }
+    virtual void set_note(const std::string& note) { own_note_ = note; }
+
+  private:
+    std::string own_note_;
+    std::vector<TableLedger> own_ledgers_;
+    std::atomic<std::uint32_t> own_latest_step_{0};
+    std::atomic<std::uint32_t> own_attempt_{0};
+};
+
+inline std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Anonymous memory in regions of huge pages. Blocks of all buckets and sizes are carved from them, so small ones share
+// a huge page; released blocks (outgrown indexes) are joined with their free neighbours and used again, for rows too.
+class AnonymousArena final : public Arena {
+  public:
+    using Arena::Arena;
+
+    ~AnonymousArena() override {
+        for (auto [address, bytes] : regions_) munmap(address, bytes);
+    }
+
+    std::byte* allocate(const ChunkTag&, std::size_t bytes) override {
+        bool fresh = false;
+        std::byte* chunk = take(bytes, fresh);
+        if (!fresh) std::memset(chunk, 0, bytes);
+        return chunk;
+    }
+
+    // Memory for an index: like a chunk, but it may come back.
+    std::byte* allocate_index(std::size_t bytes) override { return allocate({}, bytes); }
+    void release_index(std::byte* block, std::size_t bytes) override {
+        std::lock_guard lock(mutex_);
+        add_free(block, round_up(bytes, 64));
+    }
+
+  private:
+    static constexpr std::size_t kHugePage = std::size_t{2} << 20;
+    static constexpr std::size_t kRegion = std::size_t{64} << 20;
+
+    // The smallest released block that fits, else the next bytes of the newest region (`fresh`: never used, zero).
+    std::byte* take(std::size_t bytes, bool& fresh) {
+        bytes = round_up(bytes, 64);
+        std::lock_guard lock(mutex_);
+        if (auto fit = by_size_.lower_bound({bytes, nullptr}); fit != by_size_.end()) {
+            auto [size, block] = *fit;
+            by_size_.erase(fit);
+            by_address_.erase(block);
+            if (size > bytes) add_free(block + bytes, size - bytes);
+            return block;
+        }
+        fresh = true;
+        if (bytes > left_) {
+            add_region(bytes);
+        }
+        std::byte* block = next_;
+        next_ += bytes;
+        left_ -= bytes;
+        return block;
+    }
+
+    void add_free(std::byte* block, std::size_t bytes) {
+        auto after = by_address_.lower_bound(block);
+        if (after != by_address_.end() && block + bytes == after->first) {
+            bytes += after->second;
+            by_size_.erase({after->second, after->first});
+            after = by_address_.erase(after);
+        }
+        if (after != by_address_.begin()) {
+            auto before = std::prev(after);
+            if (before->first + before->second == block) {
+                block = before->first;
+                bytes += before->second;
+                by_size_.erase({before->second, before->first});
+                by_address_.erase(before);
+            }
+        }
+        by_address_[block] = bytes;
+        by_size_.insert({bytes, block});
+    }
+
+    void add_region(std::size_t bytes) {
+        std::size_t usable = round_up(bytes > kRegion ? bytes : kRegion, kHugePage);
+        std::size_t mapped = usable + kHugePage; // room to align
+        void* address =
+            mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (address == MAP_FAILED) throw std::bad_alloc();
+        regions_.emplace_back(address, mapped);
+        auto start = round_up(reinterpret_cast<std::uintptr_t>(address), kHugePage);
+        next_ = reinterpret_cast<std::byte*>(start);
+        left_ = usable;
+        madvise(next_, usable, MADV_HUGEPAGE); // advice: refused on kernels without huge pages, and that is fine
+    }
+
+    std::mutex mutex_;
+    std::vector<std::pair<void*, std::size_t>> regions_;
+    std::map<std::byte*, std::size_t> by_address_; // released blocks, joined
+    std::set<std::pair<std::size_t, std::byte*>> by_size_;
+    std::byte* next_ = nullptr;
+    std::size_t left_ = 0;
+};
+
+} // namespace satrap

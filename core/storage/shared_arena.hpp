@@ -1,0 +1,335 @@
+// An Arena over one file (on tmpfs or a disk) whose chunks outlive the process: after kill -9 a new process maps the
+// file again and finds every chunk by its header. Only rows are in it; indexes and free lists are rebuilt.
+//
+// File: [FileHeader | TableLedger x tables | config blob | padding to 4096] [chunk]... ; chunk: [ChunkHeader | bytes].
+// Invariants: tail <= file size; chunks lie back to back from header_bytes to tail, but for gaps where a chunk would
+// straddle two pieces (a ChunkHeader of kind 0 with the gap's size); the file is grown by posix_fallocate, so a full
+// tmpfs is an error from allocate() and never a SIGBUS in the middle of an update.
+// One process at a time: an exclusive flock, which the kernel drops when its holder dies. A fork of the holder does not
+// see the mapped file; it has the descriptor, and by that the lock, until it calls leave() or ends.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <functional>
+#include <span>
+#include <sstream>
+
+#include "storage/arena.hpp"
+
+namespace satrap {
+
+struct FileHeader {
+    static constexpr std::uint64_t kMagic = 0x344d485350525453ULL; // "STRPSHM4"
+    std::atomic<std::uint64_t> magic;                              // written last: a file without it was never finished
+    std::uint64_t header_bytes;
+    std::uint64_t num_tables;
+    std::uint64_t config_bytes;
+    std::atomic<std::uint64_t> tail;
+    std::atomic<std::uint32_t> latest_step;
+    std::atomic<std::uint32_t> incomplete; // 1: a snapshot is being loaded, and half of it is no table
+    std::atomic<std::uint32_t> attempt;
+    std::atomic<std::uint64_t> note_at; // where the chunk of the note is; 0: there is none
+};
+
+struct NoteHeader { // followed by the note
+    std::uint64_t bytes;
+};
+
+struct alignas(64) ChunkHeader {
+    std::uint64_t bytes; // header included; 0: never written
+    std::uint32_t kind;  // 0: a gap
+    std::uint32_t table;
+    std::uint32_t bucket;
+    std::uint32_t sequence;
+};
+
+class SharedArena final : public Arena {
+  public:
+    static constexpr std::size_t kPage = 4096;
+    static constexpr std::size_t kPiece = std::size_t{16} << 20;
+
+    // A new file. It has no name before it is whole, so that a kill leaves none that is empty; an existing one of its
+    // name is somebody's rows.
+    static std::unique_ptr<SharedArena> create(const std::string& path, std::size_t tables,
+                                               std::span<const char> config, bool complete = true) {
+        std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
+        const std::size_t slash = path.rfind('/');
+        const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+        arena->fd_ = ::open(folder.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
+        const bool named = arena->fd_ < 0; // not every file system has files without a name
+        if (named) arena->fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        if (arena->fd_ < 0) arena->refuse_to_create();
+        arena->lock();
+        try {
+            arena->write_header(tables, config, complete);
+        } catch (...) {
+            if (named) ::unlink(path.c_str());
+            throw;
+        }
+        const std::string nameless = "/proc/self/fd/" + std::to_string(arena->fd_);
+        if (!named && ::linkat(AT_FDCWD, nameless.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0)
+            arena->refuse_to_create();
+        return arena;
+    }
+
+    static std::unique_ptr<SharedArena> attach(const std::string& path, std::size_t tables) {
+        std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
+        arena->open_existing();
+        if (arena->header().num_tables != tables)
+            arena->fail("holds " + std::to_string(arena->header().num_tables) + " tables, not " +
+                        std::to_string(tables));
+        return arena;
+    }
+
+    static std::string config_of(const std::string& path) {
+        SharedArena arena(path, 0);
+        arena.open_existing();
+        const char* blob = reinterpret_cast<const char*>(arena.pieces_[0].address) + arena.config_offset();
+        return std::string(blob, arena.header().config_bytes);
+    }
+
+    // Whether the file is ours and never became a table, or half of one: whoever filled it was killed meanwhile.
+    static bool unfinished(const std::string& path) {
+        SharedArena arena(path, 0);
+        const std::uint64_t size = arena.open_file(O_RDONLY);
+        arena.lock();
+        struct Begin {
+            std::uint64_t magic;
+            std::byte more[offsetof(FileHeader, incomplete) - sizeof(std::uint64_t)];
+            std::uint32_t incomplete;
+        } begin{};
+        const ssize_t bytes = ::pread(arena.fd_, &begin, sizeof(begin), 0);
+        if (bytes < 0) arena.fail(errno_text("cannot be read"));
+        return (begin.magic == 0 && size > 0) || (begin.magic == FileHeader::kMagic && begin.incomplete != 0);
+    }
+
+    ~SharedArena() override {
+        for (const Piece& piece : pieces_) munmap(piece.address, piece.bytes);
+        if (fd_ < 0) return;
+        (void)::flock(fd_, LOCK_UN); // a fork may have the file open still; closing it alone would leave it locked
+        ::close(fd_);
+    }
+
+    bool survives_process() const override { return true; }
+    void set_complete(bool complete) override { header().incomplete.store(complete ? 0 : 1); }
+    void leave() noexcept override { ::close(fd_); } // the lock stays with whoever else has the file open
+    TableLedger& ledger(std::size_t table) override { return ledgers()[table]; }
+    std::atomic<std::uint32_t>& latest_step() override { return header().latest_step; }
+    std::atomic<std::uint32_t>& attempt() override { return header().attempt; }
+
+    std::string note() override {
+        std::lock_guard lock(mutex_);
+        const std::uint64_t at = header().note_at.load();
+        if (at == 0) return {};
+        if (at < header().header_bytes || at + sizeof(ChunkHeader) + sizeof(NoteHeader) > header().tail.load())
+            fail("is damaged: its note is nowhere");
+        const ChunkHeader* chunk = chunk_header(at);
+        const auto* head = reinterpret_cast<const NoteHeader*>(chunk + 1);
+        if (chunk->bytes < sizeof(ChunkHeader) + sizeof(NoteHeader) ||
+            head->bytes > chunk->bytes - sizeof(ChunkHeader) - sizeof(NoteHeader))
+            fail("is damaged: its note is longer than its chunk");
+        return {reinterpret_cast<const char*>(head + 1), head->bytes};
+    }
+
+    // Written where the one before the last was, if that is large enough: killed at any moment, the file has the old
+    // note or the new one.
+    void set_note(const std::string& note) override {
+        const std::size_t wanted = sizeof(NoteHeader) + note.size();
+        const std::uint64_t now = header().note_at.load();
+        std::uint64_t to = 0;
+        for (std::uint64_t& place : notes_)
+            if (place != 0 && place != now && chunk_bytes(place) >= wanted) to = place;
+        if (to == 0) {
+            std::byte* memory = allocate({ChunkKind::note, 0, 0, 0}, 2 * wanted);
+            std::lock_guard lock(mutex_);
+            to = offset_of(memory) - sizeof(ChunkHeader);
+            notes_[notes_[0] == now ? 1 : 0] = to;
+        }
+        std::lock_guard lock(mutex_);
+        auto* head = reinterpret_cast<NoteHeader*>(chunk_header(to) + 1);
+        head->bytes = note.size();
+        std::memcpy(head + 1, note.data(), note.size());
+        header().note_at.store(to);
+    }
+
+    std::byte* allocate(const ChunkTag& tag, std::size_t bytes) override {
+        bytes = round_up(bytes, 64) + sizeof(ChunkHeader);
+        std::lock_guard lock(mutex_);
+        std::uint64_t tail = header().tail.load();
+        if (tail + bytes > end()) {
+            std::uint64_t old_end = end();
+            add_piece(round_up(std::max(bytes, kPiece), kPage));
+            if (tail < old_end) { // the chunk must not straddle two pieces
+                *chunk_header(tail) = ChunkHeader{old_end - tail, 0, 0, 0, 0};
+                tail = old_end;
+                header().tail.store(tail); // before anything lies there: what is beyond the tail is taken to be zero
+            }
+        }
+        ChunkHeader* chunk = chunk_header(tail);
+        *chunk = ChunkHeader{bytes, static_cast<std::uint32_t>(tag.kind), tag.table, tag.bucket, tag.sequence};
+        header().tail.store(tail + bytes);
+        return reinterpret_cast<std::byte*>(chunk + 1);
+    }
+
+    std::byte* allocate_index(std::size_t bytes) override { return index_memory_.allocate_index(bytes); }
+    void release_index(std::byte* block, std::size_t bytes) override { index_memory_.release_index(block, bytes); }
+
+    // Every chunk of the file in the order of its making: how owners find their rows again after attach().
+    void for_each(const std::function<void(const ChunkTag&, std::byte*, std::size_t)>& visit) {
+        for (std::uint64_t at = header().header_bytes; at < header().tail.load();) {
+            ChunkHeader* chunk = chunk_header(at);
+            if (chunk->bytes < sizeof(ChunkHeader) || chunk->bytes % 64 != 0 ||
+                at + chunk->bytes > header().tail.load())
+                fail("is damaged: a chunk at byte " + std::to_string(at) + " claims " + std::to_string(chunk->bytes) +
+                     " bytes");
+            if (chunk->kind == static_cast<std::uint32_t>(ChunkKind::note)) {
+                notes_[0] = notes_[1];
+                notes_[1] = at;
+            }
+            if (chunk->kind != 0)
+                visit({static_cast<ChunkKind>(chunk->kind), chunk->table, chunk->bucket, chunk->sequence},
+                      reinterpret_cast<std::byte*>(chunk + 1), chunk->bytes - sizeof(ChunkHeader));
+            at += chunk->bytes;
+        }
+    }
+
+    [[noreturn]] void fail(const std::string& what) const {
+        throw SharedMemoryError("shared-memory file '" + path_ + "' " + what);
+    }
+
+  private:
+    static constexpr std::size_t kLedgersAt = (sizeof(FileHeader) + 63) / 64 * 64;
+
+    struct Piece {
+        std::byte* address;
+        std::uint64_t offset;
+        std::size_t bytes;
+    };
+
+    SharedArena(std::string path, std::size_t tables) : Arena(tables), path_(std::move(path)) {}
+
+    static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
+    FileHeader& header() { return *reinterpret_cast<FileHeader*>(first_); }
+    TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(first_ + kLedgersAt); }
+    std::uint64_t end() const { return pieces_.back().offset + pieces_.back().bytes; }
+    std::size_t config_offset() { return config_offset(header().num_tables); }
+    static std::size_t config_offset(std::size_t tables) { return kLedgersAt + tables * sizeof(TableLedger); }
+
+    ChunkHeader* chunk_header(std::uint64_t offset) {
+        auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
+                                      [](std::uint64_t at, const Piece& p) { return at < p.offset; });
+        --piece;
+        return reinterpret_cast<ChunkHeader*>(piece->address + (offset - piece->offset));
+    }
+
+    std::uint64_t offset_of(const std::byte* memory) const {
+        for (const Piece& piece : pieces_)
+            if (memory >= piece.address && memory < piece.address + piece.bytes)
+                return piece.offset + static_cast<std::uint64_t>(memory - piece.address);
+        throw InvariantError("memory that is no chunk's");
+    }
+
+    // That the chunk has for its owner.
+    std::size_t chunk_bytes(std::uint64_t offset) {
+        std::lock_guard lock(mutex_);
+        return chunk_header(offset)->bytes - sizeof(ChunkHeader);
+    }
+
+    void lock() {
+        if (::flock(fd_, LOCK_EX | LOCK_NB) != 0)
+            fail("is open already, in this process or another; one store at a time may hold it");
+    }
+
+    void map_piece(std::uint64_t offset, std::size_t bytes) {
+        void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
+        if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
+        madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
+        madvise(address, bytes, MADV_DONTFORK); // a fork could write to it, and would hold the lock by having it mapped
+        pieces_.push_back({static_cast<std::byte*>(address), offset, bytes});
+        if (first_ == nullptr) first_ = pieces_.front().address;
+    }
+
+    void add_piece(std::size_t bytes) {
+        std::uint64_t offset = pieces_.empty() ? 0 : end();
+        if (int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes)); error != 0) {
+            (void)!ftruncate(fd_, static_cast<off_t>(offset)); // leaves the file as it was
+            fail("cannot grow by " + std::to_string(bytes) + " bytes: " + std::strerror(error));
+        }
+        map_piece(offset, bytes);
+    }
+
+    void write_header(std::size_t tables, std::span<const char> config, bool complete) {
+        const std::size_t bytes = round_up(config_offset(tables) + config.size(), kPage);
+        add_piece(round_up(std::max(bytes, kPiece), kPage));
+        FileHeader& head = header();
+        head.header_bytes = bytes;
+        head.num_tables = tables;
+        head.config_bytes = config.size();
+        head.tail.store(bytes);
+        head.incomplete.store(complete ? 0 : 1);
+        std::memcpy(pieces_[0].address + config_offset(), config.data(), config.size());
+        head.magic.store(FileHeader::kMagic);
+    }
+
+    // Its size. A file that another user made, or can write to, or that a link leads to, is not taken for our rows.
+    std::uint64_t open_file(int access) {
+        fd_ = ::open(path_.c_str(), access | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC); // a pipe would be waited for
+        if (fd_ < 0)
+            fail(errno == ELOOP ? "is a symbolic link; wanted the file itself" : errno_text("cannot be opened"));
+        struct stat status{};
+        if (fstat(fd_, &status) != 0) fail(errno_text("cannot be examined"));
+        if (!S_ISREG(status.st_mode)) fail("is no regular file; name another");
+        if (status.st_uid != ::geteuid())
+            fail("belongs to user " + std::to_string(status.st_uid) + ", and this is user " +
+                 std::to_string(::geteuid()) + "; name another");
+        if ((status.st_mode & 077) != 0) {
+            std::ostringstream mode;
+            mode << std::oct << (status.st_mode & 0777);
+            fail("may be used by others (mode " + mode.str() + "), who may have changed it; wanted mode 600");
+        }
+        return static_cast<std::uint64_t>(status.st_size);
+    }
+
+    [[noreturn]] void refuse_to_create() const {
+        fail(errno == EEXIST ? "exists already; Store.attach() opens it, or remove it first"
+                             : errno_text("cannot be created"));
+    }
+
+    void open_existing() {
+        const std::uint64_t size = open_file(O_RDWR);
+        lock();
+        if (size == 0)
+            fail("is empty: it was truncated, or its maker was killed at once; remove it to begin without rows");
+        if (size < kPage || size % kPage != 0)
+            fail("is no whole Satrap shared-memory file: " + std::to_string(size) +
+                 " bytes, wanted a multiple of 4096");
+        map_piece(0, size);
+        FileHeader& head = header();
+        if (head.magic.load() != FileHeader::kMagic)
+            fail("is no Satrap shared-memory file, or its creation was cut short; its first bytes are not ours");
+        if (head.incomplete.load() != 0)
+            fail("is half a table: loading a snapshot into it was cut short; remove it and load again");
+        const std::size_t fixed = config_offset() + head.config_bytes;
+        if (head.tail.load() > size || head.header_bytes > head.tail.load() || head.header_bytes % 64 != 0 ||
+            fixed > head.header_bytes)
+            fail("is truncated: " + std::to_string(size) + " bytes found, " + std::to_string(head.tail.load()) +
+                 " wanted");
+    }
+
+    AnonymousArena index_memory_{0}; // an index is rebuilt from the rows, never shared
+    std::string path_;
+    int fd_ = -1;
+    std::mutex mutex_;
+    std::vector<Piece> pieces_;
+    std::uint64_t notes_[2] = {}; // chunks of notes, one in use and one to be written next
+    std::byte* first_ = nullptr;  // of pieces_, which others may read only under the lock
+};
+
+} // namespace satrap

@@ -1,0 +1,120 @@
+// One bucket of a table: the unit of locking, capacity, eviction, saving and moving. It holds the rows whose ids hash
+// here, the sightings of ids not yet admitted, counters, and the log of removed ids; Table drives it.
+//
+// Lock: `mutex` guards everything in the bucket. Only one bucket is locked at a time; the arena's lock is taken inside.
+// Invariants: rows.size() <= share when the table is bounded; an id has a row or a sighting, never both;
+//   no row is stamped before swept_before, which is at most the table's expire_before;
+//   every removal at a version >= log_start that could matter to a save of changes is in `removed`.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "base/table_config.hpp"
+#include "table/rows.hpp"
+
+namespace satrap {
+
+struct Counters {
+    std::uint64_t lookups = 0;
+    std::uint64_t hits = 0;
+    std::uint64_t inserted = 0;
+    std::uint64_t refused = 0;
+    std::uint64_t evicted = 0;
+    std::uint64_t expired = 0;
+    std::uint64_t updated = 0;
+    std::uint64_t not_applied_absent = 0;
+    std::uint64_t skipped = 0;
+    std::uint64_t repeated = 0;
+
+    static constexpr std::size_t kCount = 10; // of these numbers, which lie one after the other
+
+    void add(const Counters& other) {
+        lookups += other.lookups;
+        hits += other.hits;
+        inserted += other.inserted;
+        refused += other.refused;
+        evicted += other.evicted;
+        expired += other.expired;
+        updated += other.updated;
+        not_applied_absent += other.not_applied_absent;
+        skipped += other.skipped;
+        repeated += other.repeated;
+    }
+};
+
+struct Removed {
+    std::uint64_t id;
+    std::uint32_t version;
+};
+
+struct Bucket {
+    std::mutex mutex;
+    Rows rows;
+    Rows sightings;
+    Counters counters;
+    std::vector<Removed> removed;
+    std::uint32_t log_start = 2;    // the oldest version whose removals are all in the log; 2 is the first ever saved
+    std::uint32_t swept_before = 0; // rows stamped before this step have been removed
+
+    // Removes a row and, once the table has been saved (version > 1), remembers the id for save_changes.
+    void remove(std::uint32_t slot, std::uint32_t version) {
+        if (version > 1) log_removal(rows.head(slot).id(), version);
+        rows.erase(slot);
+    }
+
+    void log_removal(std::uint64_t id, std::uint32_t version) {
+        const std::size_t most = std::max<std::size_t>(4096, rows.size()); // more, and a full save is the smaller one
+        if (removed.size() >= most) {
+            std::size_t half = removed.size() / 2;
+            log_start = removed[half - 1].version + 1;
+            removed.erase(removed.begin(), removed.begin() + static_cast<std::ptrdiff_t>(half));
+        }
+        removed.push_back({id, version});
+    }
+
+    void sweep(std::uint32_t expire_before, std::uint32_t version) {
+        if (expire_before <= swept_before) return;
+        swept_before = expire_before;
+        rows.for_each([&](std::uint32_t slot, const Head& head) {
+            if (head.stamp >= expire_before) return;
+            remove(slot, version);
+            ++counters.expired;
+        });
+    }
+
+    // Notes that an id without a row was seen at `step`; true once that makes it `wanted` times. The sighting stays
+    // until the row is there (forget), so that a lookup that fails in between can be repeated.
+    bool sight(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t wanted) {
+        if (wanted <= 1) return true;
+        std::uint32_t slot = sightings.find(id, hash);
+        if (slot == kNoSlot) {
+            add_sighting(id, hash, step, 1);
+            return false;
+        }
+        Head& seen = sightings.head(slot);
+        if (step > seen.stamp && seen.changed < wanted)
+            ++seen.changed; // else a retry, or a step that came late: counted once
+        sightings.touch(slot, step);
+        return seen.changed >= wanted;
+    }
+
+    void add_sighting(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t count) {
+        if (sightings.full()) sightings.erase(sightings.oldest());
+        sightings.publish(sightings.insert(id, hash), step, count);
+    }
+
+    // After a restart: an admission that was cut short left the sighting beside its row.
+    void drop_stale_sightings() {
+        sightings.for_each([&](std::uint32_t slot, const Head& head) {
+            if (rows.find(head.id(), mix64(head.id())) != kNoSlot) sightings.erase(slot);
+        });
+    }
+
+    void forget(std::uint64_t id, std::uint64_t hash) {
+        std::uint32_t slot = sightings.find(id, hash);
+        if (slot != kNoSlot) sightings.erase(slot);
+    }
+};
+
+} // namespace satrap

@@ -1,0 +1,334 @@
+// The rows of one bucket: id -> slot -> [head | values | state], with a free list and an exact LRU order.
+// The same class without payload keeps the sightings of ids that have no row yet. It decides nothing: Bucket does.
+//
+// Slots 0..used-1 lie in chunks of 16, 16, 32, 64 ... 512 rows, then kChunkRows each, so a small table stays small and
+// growing copies nothing. The first of those is cut by the bucket's own shift: the buckets of a table fill alike, and
+// would otherwise all ask for fresh memory in the same few batches. The head stands right before its row, so that both
+// come with one page walk and often one cache line.
+//
+// Invariants: head.changed == 0 <=> the slot is free (then its id is the next free slot);
+//   used = size + free; every live slot has exactly one index entry and no free slot has one;
+//   victims_, if not empty, holds the smallest (stamp, id) pairs of the bucket in falling order, each as it was when
+//   collected: a pair whose stamp has risen since is skipped, so the next victim is always the true minimum. A stamp
+//   that comes to lie within their range (a late step) clears them.
+// Thread safety: none; the bucket's lock is held (candidate prefetches aside).
+// In a file that outlives us the order of writes matters: payload and id before `changed` (a row is born), `changed`
+// before anything else (a row dies). The compiler is told by release stores; x86 and kill -9 keep program order.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "storage/arena.hpp"
+#include "base/hash.hpp"
+#include "storage/index.hpp"
+
+namespace satrap {
+
+struct Head {
+    std::uint32_t id_words[2]; // two words, because a row's stride is a multiple of 4 and no more
+    std::uint32_t stamp;       // the last step that used the row; see table.hpp for a late first one
+    std::uint32_t changed;     // the table's version at its last change; for sightings: how often seen. 0: free
+
+    std::uint64_t id() const {
+        std::uint64_t id;
+        std::memcpy(&id, id_words, sizeof(id));
+        return id;
+    }
+    void set_id(std::uint64_t id) { std::memcpy(id_words, &id, sizeof(id)); }
+};
+static_assert(sizeof(Head) == 16 && alignof(Head) == 4);
+
+class Rows {
+  public:
+    static constexpr std::uint32_t kFirstChunk = 16;
+    static constexpr std::uint32_t kChunkRows = 1024;
+
+    // limit: the most rows there will ever be (the last chunk is cut to it), 0 if unknown.
+    void init(Arena* arena, ChunkTag tag, std::size_t row_bytes, std::uint64_t limit) {
+        arena_ = arena;
+        tag_ = tag;
+        row_bytes_ = row_bytes;
+        stride_ = sizeof(Head) + row_bytes;
+        limit_ = limit;
+        shift_ = static_cast<std::uint32_t>(phase() * kChunkRows);
+        index_.reset(*arena, 1);
+    }
+
+    std::size_t size() const { return size_; }
+    bool full() const { return limit_ != 0 && size_ >= limit_; }
+    std::size_t row_bytes() const { return row_bytes_; }
+    std::uint32_t capacity() const { return capacity_; } // slots that the chunks hold
+    std::size_t bytes() const {
+        return chunk_bytes_ + index_.bytes() + chunks_.capacity() * sizeof(std::byte*) +
+               victims_.capacity() * sizeof(Victim);
+    }
+    const Index& index() const { return index_; }
+    std::uint32_t used() const { return used_; }
+
+    Head& head(std::uint32_t slot) const {
+        if (slot >= kChunkRows) {
+            const std::size_t at = std::size_t{slot} + shift_;
+            return *reinterpret_cast<Head*>(chunks_[at / kChunkRows + kDoublings - 1] + at % kChunkRows * stride_);
+        }
+        const std::uint32_t first = slot < kFirstChunk ? 0 : std::bit_floor(slot);
+        return *reinterpret_cast<Head*>(chunks_[static_cast<std::size_t>(std::bit_width(slot / kFirstChunk))] +
+                                        (slot - first) * stride_);
+    }
+    std::byte* row(std::uint32_t slot) const { return reinterpret_cast<std::byte*>(&head(slot) + 1); }
+    bool live(std::uint32_t slot) const { return head(slot).changed != 0; }
+    // Whether a slot kept from an earlier call still belongs to the id.
+    bool holds(std::uint32_t slot, std::uint64_t id) const {
+        if (slot >= used_) return false;
+        const Head& h = head(slot);
+        return h.id() == id && h.changed != 0;
+    }
+
+    std::uint32_t find(std::uint64_t id, std::uint64_t hash) const {
+        return index_.find(hash, [&](std::uint32_t slot) { return head(slot).id() == id; });
+    }
+
+    // A slot for a new id, in the index but still free in its head: fill the payload, then publish().
+    std::uint32_t insert(std::uint64_t id, std::uint64_t hash) {
+        if (size_ + 1 > index_.limit()) grow_index();
+        std::uint32_t slot = take_slot();
+        index_.insert(hash, slot);
+        head(slot).set_id(id);
+        ++size_;
+        return slot;
+    }
+
+    void publish(std::uint32_t slot, std::uint32_t stamp, std::uint32_t changed) {
+        Head& h = head(slot);
+        h.stamp = stamp;
+        std::atomic_ref(h.changed).store(changed, std::memory_order_release);
+        spoil({h.id(), stamp, slot}); // an old stamp may come in
+    }
+
+    // The row was used at `step`.
+    void touch(std::uint32_t slot, std::uint32_t step) {
+        Head& h = head(slot);
+        if (step <= h.stamp) return;
+        h.stamp = step;
+        spoil({h.id(), step, slot});
+    }
+
+    void erase(std::uint32_t slot) {
+        Head& h = head(slot);
+        index_.erase(mix64(h.id()), slot);
+        std::atomic_ref(h.changed).store(0, std::memory_order_release);
+        h.set_id(free_);
+        free_ = slot;
+        --size_;
+    }
+
+    // All rows go, and their memory goes back where the arena takes it: in a file they only become free.
+    void clear() {
+        if (arena_->survives_process()) {
+            if (size_ != 0) for_each([&](std::uint32_t slot, const Head&) { erase(slot); });
+            return;
+        }
+        const std::vector<std::byte*> old = std::exchange(chunks_, {});
+        capacity_ = 0;
+        for (std::byte* chunk : old) { // in the order and sizes of their making
+            const std::uint32_t rows = chunk_rows();
+            const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0;
+            arena_->release_index(chunk + missing, chunk_size(rows));
+            chunks_.push_back(chunk);
+            capacity_ += rows;
+        }
+        chunks_ = {};
+        victims_ = {};
+        chunk_bytes_ = size_ = used_ = capacity_ = 0;
+        free_ = kNoSlot;
+        index_.reset(*arena_, 1);
+    }
+
+    // The row with the smallest (stamp, id); kNoSlot if there is none.
+    std::uint32_t oldest() {
+        for (;;) {
+            while (!victims_.empty()) {
+                const Victim& v = victims_.back();
+                const Head& h = head(v.slot);
+                if (h.changed != 0 && h.id() == v.id && h.stamp == v.stamp) return v.slot;
+                victims_.pop_back();
+            }
+            if (size_ == 0) return kNoSlot;
+            collect_victims();
+        }
+    }
+
+    // The visit may erase the row that it is at.
+    template <typename Visit> void for_each(Visit visit) const {
+        for (std::uint32_t slot = 0; slot < used_; ++slot)
+            if (Head& h = head(slot); h.changed != 0) visit(slot, h);
+    }
+
+    // After a restart: chunks are given back in sequence, then rebuild() makes index and free list anew.
+    void adopt_chunk(std::uint32_t sequence, std::byte* memory, std::size_t bytes) {
+        if (sequence != chunks_.size()) throw InvariantError("chunk out of sequence");
+        std::uint32_t rows = chunk_rows();
+        if (bytes < chunk_size(rows)) throw InvariantError("chunk too small for its rows");
+        add_chunk(memory, rows);
+    }
+
+    void rebuild() {
+        used_ = capacity_;
+        size_ = 0;
+        free_ = kNoSlot;
+        for (std::uint32_t slot = used_; slot-- > 0;) {
+            if (live(slot)) {
+                ++size_;
+            } else {
+                head(slot).set_id(free_);
+                free_ = slot;
+            }
+        }
+        build_index(Index::groups_for(size_ + size_ / 4 + 1));
+    }
+
+    void check(std::uint64_t share) const;
+
+  private:
+    struct Victim {
+        std::uint64_t id;
+        std::uint32_t stamp;
+        std::uint32_t slot;
+        bool operator<(const Victim& other) const { return stamp != other.stamp ? stamp < other.stamp : id < other.id; }
+    };
+
+    static constexpr std::uint32_t kDoublings =
+        std::bit_width(kChunkRows / kFirstChunk); // chunks before the constant ones
+
+    // A row that comes to stand within the range of the collected victims would spoil their order.
+    void spoil(const Victim& now) {
+        if (!victims_.empty() && now < victims_.front()) victims_.clear();
+    }
+
+    // A number in [0, 1) of the bucket's own.
+    double phase() const { return static_cast<double>(tag_.bucket * 0x9e3779b9U) * 0x1p-32; }
+
+    std::size_t chunk_size(std::uint32_t rows) const { return rows * stride_; }
+
+    // Rows of the next chunk: the regular size, but no more than the limit leaves (a bounded bucket wastes nothing).
+    std::uint32_t chunk_rows() const {
+        auto next = static_cast<std::uint32_t>(chunks_.size());
+        std::uint32_t rows = next == 0 ? kFirstChunk : next < kDoublings ? kFirstChunk << (next - 1) : kChunkRows;
+        if (next == kDoublings) rows -= shift_;
+        if (limit_ > capacity_ && limit_ - capacity_ < rows) rows = static_cast<std::uint32_t>(limit_ - capacity_);
+        if (rows > kNoSlot - capacity_)
+            throw CapacityError("bucket " + std::to_string(tag_.bucket) + " holds " + std::to_string(capacity_) +
+                                " rows, the most that a bucket can: give the table more num_buckets");
+        return rows;
+    }
+
+    void add_chunk(std::byte* memory, std::uint32_t rows) {
+        const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0; // before its first row
+        chunks_.push_back(memory - missing);
+        capacity_ += rows;
+        chunk_bytes_ += chunk_size(rows);
+    }
+
+    std::uint32_t take_slot() {
+        if (free_ != kNoSlot) {
+            std::uint32_t slot = free_;
+            free_ = static_cast<std::uint32_t>(head(slot).id());
+            return slot;
+        }
+        if (used_ == capacity_) {
+            std::uint32_t rows = chunk_rows();
+            tag_.sequence = static_cast<std::uint32_t>(chunks_.size());
+            add_chunk(arena_->allocate(tag_, chunk_size(rows)), rows);
+        }
+        return used_++;
+    }
+
+    // By half each time, from a start of the bucket's own between 8 and 12: the buckets of a table fill alike, and
+    // would otherwise all rebuild their indexes in the same few batches. The last step before the limit is taken early,
+    // so that the memory of the outgrown index is used again by the rows to come.
+    void grow_index() {
+        double wanted = 8.0 + 4.0 * phase();
+        while (wanted < static_cast<double>(size_ + 1)) wanted *= 1.5;
+        auto entries = static_cast<std::uint64_t>(wanted);
+        if (limit_ > size_ && entries + entries / 2 > limit_) entries = limit_;
+        build_index(Index::groups_for(entries));
+    }
+
+    void build_index(std::uint64_t groups) {
+        index_.reset(*arena_, groups);
+        for_each([&](std::uint32_t slot, const Head& h) { index_.insert(mix64(h.id()), slot); });
+    }
+
+    // Collects the oldest 1/32 in one scan, so that an eviction costs some 32 heads; the result is the same for any
+    // share.
+    void collect_victims() {
+        std::size_t wanted = std::max<std::size_t>(1, size_ / 32);
+        std::vector<Victim> heap; // a max-heap of the smallest seen
+        heap.reserve(wanted);
+        for_each([&](std::uint32_t slot, const Head& h) {
+            Victim v{h.id(), h.stamp, slot};
+            if (heap.size() == wanted && !(v < heap.front())) return;
+            if (heap.size() == wanted) {
+                std::pop_heap(heap.begin(), heap.end());
+                heap.pop_back();
+            }
+            heap.push_back(v);
+            std::push_heap(heap.begin(), heap.end());
+        });
+        std::sort(heap.begin(), heap.end(), [](const Victim& a, const Victim& b) { return b < a; });
+        victims_ = std::move(heap);
+    }
+
+    Arena* arena_ = nullptr;
+    ChunkTag tag_{};
+    std::size_t row_bytes_ = 0;
+    std::size_t stride_ = 0;
+    std::uint64_t limit_ = 0;
+    std::uint32_t shift_ = 0;
+    Index index_;
+    std::vector<std::byte*> chunks_;
+    std::vector<Victim> victims_;
+    std::size_t chunk_bytes_ = 0;
+    std::size_t size_ = 0;
+    std::uint32_t used_ = 0;
+    std::uint32_t capacity_ = 0;
+    std::uint32_t free_ = kNoSlot;
+};
+
+inline void Rows::check(std::uint64_t share) const {
+    auto require = [&](bool holds, const char* what) {
+        if (!holds) throw InvariantError(std::string("bucket ") + std::to_string(tag_.bucket) + ": " + what);
+    };
+    std::size_t live_rows = 0;
+    for_each([&](std::uint32_t slot, const Head& h) {
+        ++live_rows;
+        require(find(h.id(), mix64(h.id())) == slot, "a live row is not found by its id, or two rows have one id");
+    });
+    require(live_rows == size_, "size differs from the number of live rows");
+    std::size_t free_rows = 0;
+    for (std::uint32_t slot = free_; slot != kNoSlot; slot = static_cast<std::uint32_t>(head(slot).id())) {
+        require(slot < used_ && !live(slot), "the free list names a live row or none");
+        require(++free_rows <= used_, "the free list is a ring");
+    }
+    require(live_rows + free_rows == used_, "used != live + free");
+    require(used_ <= capacity_, "more rows than the chunks hold");
+    require(share == 0 || size_ <= share, "more rows than the bucket's share of the capacity");
+    std::size_t entries = 0;
+    for (std::uint64_t g = 0; g < index_.num_groups(); ++g)
+        for (unsigned i = 0; i < Group::kWidth; ++i) {
+            if (index_.group(g).tags[i] == 0) continue;
+            ++entries;
+            std::uint32_t slot = index_.group(g).slots[i];
+            require(slot < used_ && live(slot), "an index entry names a free row");
+            require(index_.group(g).tags[i] == Index::tag_of(mix64(head(slot).id())),
+                    "an index tag differs from its id's");
+        }
+    require(entries == size_, "index entries != rows");
+    require(size_ <= index_.limit(), "the index is fuller than its limit");
+}
+
+} // namespace satrap

@@ -1,0 +1,279 @@
+// The life of a row; see table.hpp.
+#include "table/table.hpp"
+
+#include "base/errors.hpp"
+#include "base/float_mode.hpp"
+
+namespace satrap {
+
+Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena)
+    : config_(std::move(config)), summation_(config_.name, config_.dim, config_.on_nonfinite, kernels),
+      key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
+      ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
+    const FloatMode mode;
+    initial_ = InitialScalars::of(config_, key_);
+    if (ledger_->version.load() == 0) { // new, not re-attached
+        set_lr(config_.optimizer.lr);   // first: killed in between, the version says that the table is still new
+        ledger_->version.store(1);
+    }
+    for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
+        buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.row_bytes(), row_share(b));
+        buckets_[b].sightings.init(&arena, {ChunkKind::sightings, number, b, 0}, 0, window_share(b));
+    }
+}
+
+void Table::open_step(const LookupStep& at) {
+    if (config_.expire_after == 0 || at.step <= config_.expire_after) return;
+    std::uint32_t line = std::min(at.step - config_.expire_after, at.oldest_open);
+    std::uint32_t now = ledger_->expire_before.load();
+    while (now < line && !ledger_->expire_before.compare_exchange_weak(now, line)) {
+    }
+}
+
+// Finds the slot of every unique id (kNoSlot: none) in passes, so that the cache misses of a bucket overlap.
+void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scratch) {
+    Rows& rows = bucket.rows;
+    const std::uint32_t n = visit.num_unique;
+    std::uint32_t* slots = scratch.slots.reserve(n);
+    if (hinted) {
+        for (std::uint32_t i = 0; i < n; ++i) slots[i] = visit.hints[i];
+    } else {
+        std::uint64_t* hashes = scratch.hashes.reserve(n);
+        for (std::uint32_t i = 0; i < n; ++i) {
+            hashes[i] = mix64(visit.unique[i]);
+            rows.index().prefetch(hashes[i]);
+        }
+        for (std::uint32_t i = 0; i < n; ++i) slots[i] = rows.index().candidate(hashes[i]);
+    }
+    const std::size_t bytes = sizeof(Head) + (hinted ? config_.row_bytes() : config_.value_bytes());
+    for (std::uint32_t i = 0; i < n; ++i) {
+        if (slots[i] >= rows.used()) continue;
+        const auto* head = reinterpret_cast<const std::byte*>(&rows.head(slots[i]));
+        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at);
+    }
+    for (std::uint32_t i = 0; i < n; ++i)
+        if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
+}
+
+void Table::lookup(const Visit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
+    Bucket& bucket = buckets_[visit.bucket];
+    std::lock_guard lock(bucket.mutex);
+    locate(bucket, visit, false, scratch);
+    std::uint32_t* slots = scratch.slots.data();
+    if (at.train) {
+        const std::uint32_t version = ledger_->version.load(); // under the lock: see begin_version
+        touch_hits(bucket, visit, at.step, version, slots);
+        insert_misses(bucket, visit, at, version, scratch);
+        for (std::uint32_t i = 0; i < visit.num_unique; ++i) visit.hints[i] = slots[i];
+    }
+    point_rows(bucket, visit, scratch);
+    kernels_->gather(scratch.rows.data(), visit.local, to, visit.count, config_.dim, config_.dtype);
+}
+
+// Hits are stamped before any miss is inserted, so that no id of a batch evicts another of it.
+void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
+                       std::uint32_t* slots) {
+    const std::uint32_t line = expire_before();
+    std::uint64_t hits = 0;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (slots[i] == kNoSlot) continue;
+        Head& head = bucket.rows.head(slots[i]);
+        if (head.stamp < line) {
+            bucket.remove(slots[i], version);
+            ++bucket.counters.expired;
+            slots[i] = kNoSlot;
+            continue;
+        }
+        bucket.rows.touch(slots[i], step);
+        head.changed = version;
+        ++hits;
+    }
+    bucket.counters.lookups += visit.num_unique;
+    bucket.counters.hits += hits;
+}
+
+void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
+                          Scratch& scratch) {
+    std::uint32_t* slots = scratch.slots.data();
+    float* values = scratch.values.reserve(config_.dim);
+    const std::uint32_t line = expire_before();
+    if (line - bucket.swept_before > config_.expire_after / 8 && line > bucket.swept_before)
+        bucket.sweep(line, version); // keeps an unbounded table bounded; the result does not depend on when
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (slots[i] != kNoSlot) continue;
+        const std::uint64_t id = visit.unique[i], hash = mix64(id);
+        if (!admit(bucket, id, hash, at)) {
+            ++bucket.counters.refused;
+            continue;
+        }
+        make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
+        const std::uint32_t slot = bucket.rows.insert(id, hash);
+        kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
+        bucket.rows.publish(slot, std::max(at.step, line), version); // of a very late step: gone at once, if not raised
+        if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
+        ++bucket.counters.inserted;
+        slots[i] = slot;
+    }
+}
+
+bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at) {
+    switch (config_.admission) {
+    case AdmissionKind::always: return true;
+    case AdmissionKind::probability: return unit_interval(step_key(row_key(~key_, id), at.step)) < config_.probability;
+    case AdmissionKind::min_count:
+        return (at.first_epoch || !config_.first_epoch_only) && bucket.sight(id, hash, at.step, config_.min_count);
+    }
+    return true;
+}
+
+// Frees one row of a full bucket, or throws. `wanted`: how many rows the call may still need here, for the message.
+void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version,
+                      std::size_t wanted) {
+    if (!bucket.rows.full()) return;
+    const std::uint32_t victim = bucket.rows.oldest();
+    const std::uint32_t stamp = bucket.rows.head(victim).stamp;
+    if (stamp < expire_before()) {
+        ++bucket.counters.expired;
+    } else {
+        if (config_.on_full == OnFull::raise || stamp >= at.oldest_open) fail_full(bucket, b, at, wanted);
+        ++bucket.counters.evicted;
+    }
+    bucket.remove(victim, version);
+}
+
+void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const {
+    std::size_t kept = bucket.rows.size();
+    std::string why = "on_full is 'raise'";
+    if (config_.on_full == OnFull::evict) {
+        kept = 0;
+        bucket.rows.for_each([&](std::uint32_t, const Head& head) { kept += head.stamp >= at.oldest_open; });
+        why = "all of them are in use by open steps (" + std::to_string(at.oldest_open) + " and later)";
+    }
+    throw CapacityError(
+        "table '" + config_.name + "' is full at step " + std::to_string(at.step) + ": bucket " + std::to_string(b) +
+        " of " + std::to_string(config_.num_buckets) + " has " + std::to_string(bucket.rows.size()) +
+        " rows, its share of capacity=" + std::to_string(config_.capacity) + ", and " + why +
+        "; the lookup needs up to " + std::to_string(wanted) + " more there; set capacity to at least " +
+        std::to_string((kept + wanted) * config_.num_buckets) + ", or use on_full='grow'" +
+        (config_.on_full == OnFull::evict ? ", a smaller batch or less staleness" : ""));
+}
+
+// Where each unique id's values are to be read: its row, or what an absent row reads as.
+void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
+    const std::uint32_t* slots = scratch.slots.data();
+    const std::uint32_t line = expire_before();
+    const std::byte** rows = scratch.rows.reserve(visit.num_unique);
+    std::size_t absent = 0;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        const bool found = slots[i] != kNoSlot && bucket.rows.head(slots[i]).stamp >= line;
+        rows[i] = found ? bucket.rows.row(slots[i]) : nullptr;
+        absent += !found;
+    }
+    if (absent == 0) return;
+    const std::size_t stride = config_.row_bytes();
+    const bool zeros = config_.absent == Absent::zeros;
+    std::byte* next = scratch.absent.reserve((zeros ? 1 : absent) * stride);
+    if (zeros) std::memset(next, 0, stride);
+    float* values = scratch.values.reserve(config_.dim);
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        if (rows[i] != nullptr) continue;
+        rows[i] = next;
+        if (zeros) continue;
+        kernels_->initialise(initial_, visit.unique[i], next, values);
+        next += stride;
+    }
+}
+
+void Table::update(const Visit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted, bool filter,
+                   const Mark& mark, Scratch& scratch) {
+    Bucket& bucket = buckets_[visit.bucket];
+    const std::uint32_t n = visit.num_unique;
+    RowStep* steps = scratch.steps.reserve(n);
+    float* sums = scratch.sums.reserve(static_cast<std::size_t>(n) * config_.dim);
+    const Summation::Entries entries = summation_.begin(visit, gradients, filter, scratch);
+
+    std::lock_guard lock(bucket.mutex);
+    if (mark.window != nullptr && mark.window->applied(scalars.step)) {
+        bucket.counters.repeated += n;
+        return;
+    }
+    locate(bucket, visit, hinted, scratch);
+    std::uint32_t* slots = scratch.slots.data();
+    bucket.counters.skipped += visit.count - summation_.add(visit, entries, filter, sums, scratch);
+    const std::uint32_t line = expire_before();
+    std::size_t ready = 0;
+    for (std::uint32_t i = 0; i < n; ++i) {
+        if (!scratch.started[i]) continue;
+        if (slots[i] == kNoSlot || bucket.rows.head(slots[i]).stamp < line) {
+            ++bucket.counters.not_applied_absent;
+            continue;
+        }
+        slots[ready] = slots[i]; // ready <= i
+        steps[ready++] = {bucket.rows.row(slots[i]), sums + static_cast<std::size_t>(i) * config_.dim, visit.unique[i]};
+    }
+    apply(bucket, visit.bucket, scalars, ready, mark, scratch);
+}
+
+// One optimizer step on the rows of scratch.slots and steps. In a file that outlives us, whole or not at all.
+void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const Mark& mark,
+                  Scratch& scratch) {
+    const std::uint32_t* slots = scratch.slots.data();
+    const RowStep* steps = scratch.steps.data();
+    float* room = scratch.values.reserve(config_.dim); // may throw, and must not once the slot is armed
+    if (scratch.undo != nullptr) {
+        scratch.undo->open(number_, b, bucket.rows.row_bytes());
+        if (mark.window != nullptr) scratch.undo->keep(mark.trainer, *mark.window);
+        for (std::size_t r = 0; r < count; ++r) scratch.undo->add(slots[r], bucket.rows.head(slots[r]), steps[r].row);
+        scratch.undo->arm();
+    }
+    const std::uint32_t version = ledger_->version.load();
+    for (std::size_t r = 0; r < count; ++r) {
+        bucket.rows.touch(slots[r], scalars.step);
+        bucket.rows.head(slots[r]).changed = version;
+    }
+    kernels_->step(scalars, steps, count, room);
+    if (mark.window != nullptr) mark.window->mark(scalars.step);
+    if (scratch.undo != nullptr) scratch.undo->disarm();
+    bucket.counters.updated += count;
+}
+
+bool Table::read(std::uint64_t id, float* values, float* state) {
+    Bucket& bucket = buckets_[hash_bucket(id)];
+    std::lock_guard lock(bucket.mutex);
+    const std::uint32_t slot = bucket.rows.find(id, mix64(id));
+    if (slot == kNoSlot || bucket.rows.head(slot).stamp < expire_before()) return false;
+    const FloatMode mode;
+    const std::byte* row = bucket.rows.row(slot);
+    const std::uint32_t zero = 0;
+    portable_kernels().gather(&row, &zero, &values, 1, config_.dim, config_.dtype);
+    if (config_.state_dim() != 0) std::memcpy(state, row + config_.value_bytes(), config_.state_dim() * sizeof(float));
+    return true;
+}
+
+void Table::check() {
+    for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
+        Bucket& bucket = buckets_[b];
+        std::lock_guard lock(bucket.mutex);
+        bucket.rows.check(row_share(b));
+        bucket.sightings.check(config_.admission == AdmissionKind::min_count ? window_share(b) : 0);
+        auto require = [&](bool holds, const char* what) {
+            if (!holds) throw InvariantError("table '" + config_.name + "', bucket " + std::to_string(b) + ": " + what);
+        };
+        const std::uint32_t version = ledger_->version.load(), latest = arena_->latest_step().load();
+        bucket.rows.for_each([&](std::uint32_t, const Head& head) {
+            require(hash_bucket(head.id()) == b, "a row's id belongs to another bucket");
+            require(head.changed <= version, "a row changed at a version that has not begun");
+            require(head.stamp <= latest, "a row is stamped after the latest step");
+            require(head.stamp >= bucket.swept_before, "a row is stamped before a step that was swept");
+        });
+        bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
+            require(hash_bucket(head.id()) == b, "a sighting's id belongs to another bucket");
+            require(head.changed <= config_.min_count, "a sighting counted beyond its admission");
+            require(bucket.rows.find(head.id(), mix64(head.id())) == kNoSlot, "an id has a row and a sighting");
+        });
+        for (const Removed& removal : bucket.removed) require(removal.version <= version, "a removal in the future");
+        require(bucket.counters.hits <= bucket.counters.lookups, "more hits than lookups");
+    }
+}
+
+} // namespace satrap

@@ -1,5 +1,5 @@
-"""Rows as scaled fp16 between workers and servers: the bound of core/kernels/fp16_codec.hpp, what is exact, what is refused; and that
-training over such a wire stays close to training over one that rounds nothing.
+"""Rows as scaled fp16 between workers and servers: the bound of core/kernels/fp16_codec.hpp, what is exact, what is
+refused; and that training over such a wire stays close to training over one that rounds nothing.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@
 #include <algorithm>
 #include <span>
 
-#include "ids/id_batch.hpp"
 #include "base/float_mode.hpp"
+#include "ids/id_batch.hpp"
 
 namespace satrap {
 

@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "base/errors.hpp"
 #include "base/borrowed_openmp.hpp"
+#include "base/errors.hpp"
 
 namespace satrap {
 

@@ -10,8 +10,8 @@
 #include <map>
 #include <optional>
 
-#include "bindings/bindings_wire.hpp"
 #include "base/checksum.hpp"
+#include "bindings/bindings_wire.hpp"
 #include "bindings/named_config.hpp"
 
 namespace {

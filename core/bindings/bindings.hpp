@@ -8,9 +8,9 @@
 #include <array>
 #include <string>
 
-#include "engine/engine.hpp"
 #include "base/errors.hpp"
 #include "base/pooled_block.hpp"
+#include "engine/engine.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

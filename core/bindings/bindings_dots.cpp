@@ -1,4 +1,5 @@
-// What Python sees of dlrm_interaction.hpp: one object for each number of threads. Validates sizes and releases the GIL.
+// What Python sees of dlrm_interaction.hpp: one object for each number of threads. Validates sizes and releases the
+// GIL.
 #include <nanobind/stl/optional.h>
 
 #include <optional>

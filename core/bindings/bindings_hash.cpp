@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "bindings/bindings.hpp"
 #include "base/errors.hpp"
+#include "bindings/bindings.hpp"
 #include "data/xxh64.hpp"
 
 namespace {

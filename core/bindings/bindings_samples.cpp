@@ -11,9 +11,9 @@
 
 #include <array>
 
+#include "base/errors.hpp"
 #include "bindings/bindings.hpp"
 #include "data/delimited.hpp"
-#include "base/errors.hpp"
 #include "data/samples.hpp"
 
 namespace {

@@ -4,8 +4,8 @@
 #include <initializer_list>
 #include <utility>
 
-#include "base/table_config.hpp"
 #include "base/errors.hpp"
+#include "base/table_config.hpp"
 
 namespace satrap {
 

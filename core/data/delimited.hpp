@@ -15,10 +15,10 @@
 #include <string_view>
 #include <vector>
 
-#include "data/xxh64.hpp"
 #include "data/text_columns.hpp"
 #include "data/text_format.hpp"
 #include "data/text_number.hpp"
+#include "data/xxh64.hpp"
 
 namespace satrap {
 

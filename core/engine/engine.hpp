@@ -12,13 +12,13 @@
 #include <functional>
 #include <span>
 
-#include "bags/bag_plan.hpp"
 #include "bags/bag_gradients.hpp"
-#include "ids/bucket_scheduler.hpp"
+#include "bags/bag_plan.hpp"
 #include "base/fork_guard.hpp"
+#include "ids/bucket_scheduler.hpp"
+#include "kernels/fp16_codec.hpp"
 #include "storage/shared_arena.hpp"
 #include "table/table.hpp"
-#include "kernels/fp16_codec.hpp"
 
 namespace satrap {
 

@@ -1,8 +1,8 @@
 // Lookups and updates of bags in an engine; see bag_layout.hpp.
-#include "bags/bag_output.hpp"
 #include "bags/bag_gradients.hpp"
-#include "engine/engine.hpp"
+#include "bags/bag_output.hpp"
 #include "base/errors.hpp"
+#include "engine/engine.hpp"
 
 namespace satrap {
 

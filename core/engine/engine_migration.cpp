@@ -1,11 +1,11 @@
 // Buckets that go from one engine to another: who owns them, and what goes along beside rows and sightings, which leave
-// and come as they do for a snapshot (engine_snapshot.cpp). Whoever moves them sees to it that no call runs where engine.hpp
-// says so.
+// and come as they do for a snapshot (engine_snapshot.cpp). Whoever moves them sees to it that no call runs where
+// engine.hpp says so.
 #include <array>
 #include <bit>
 
-#include "engine/engine.hpp"
 #include "base/errors.hpp"
+#include "engine/engine.hpp"
 
 namespace satrap {
 

@@ -1,7 +1,7 @@
 // Rows as columns, out of a table and into one: what snapshot.py writes to files and reads back. Bucket by bucket under
 // each bucket's lock, so a row is never seen half-written; a cut over all buckets is the caller's to arrange.
-#include "engine/engine.hpp"
 #include "base/errors.hpp"
+#include "engine/engine.hpp"
 
 namespace satrap {
 

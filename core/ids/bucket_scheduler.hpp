@@ -6,8 +6,8 @@
 #include <exception>
 
 #include "base/float_mode.hpp"
-#include "ids/bucket_visit.hpp"
 #include "base/thread_pool.hpp"
+#include "ids/bucket_visit.hpp"
 
 namespace satrap {
 

@@ -4,8 +4,8 @@
 
 #include <bit>
 
-#include "ids/id_batch.hpp"
 #include "base/buffers.hpp"
+#include "ids/id_batch.hpp"
 #include "kernels/kernels.hpp"
 
 namespace satrap {

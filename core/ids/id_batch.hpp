@@ -3,20 +3,20 @@
 // Two parallel passes: count (how many ids of each thread's range fall into each bucket) and scatter (stable, so the
 // order of appearance is kept within a bucket); then each bucket's ids are made unique by whoever visits the bucket.
 // Invariants, for bucket b with entries begin[b] .. begin[b+1]-1:
-//   entry e stands for position positions[e] of its table's ids (in a batch of bags: for a place of bag_layout.hpp), and its
-//   id is unique[begin[b] + local[e]];
-//   local ids number 0 .. num_unique[b]-1 in order of first appearance; num_unique[b] <= entries of b.
+//   entry e stands for position positions[e] of its table's ids (in a batch of bags: for a place of bag_layout.hpp),
+//   and its id is unique[begin[b] + local[e]]; local ids number 0 .. num_unique[b]-1 in order of first appearance;
+//   num_unique[b] <= entries of b.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "ids/bag_layout.hpp"
 #include "base/buffers.hpp"
 #include "base/errors.hpp"
 #include "base/hash.hpp"
-#include "storage/index.hpp"
 #include "base/thread_pool.hpp"
+#include "ids/bag_layout.hpp"
+#include "storage/index.hpp"
 
 namespace satrap {
 

@@ -27,8 +27,8 @@
 #include <span>
 
 #include "base/float_mode.hpp"
-#include "kernels/kernels.hpp"
 #include "base/thread_pool.hpp"
+#include "kernels/kernels.hpp"
 
 namespace satrap {
 

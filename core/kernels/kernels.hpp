@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "base/table_config.hpp"
 #include "base/errors.hpp"
+#include "base/table_config.hpp"
 
 namespace satrap {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "base/fork_guard.hpp"
-#include "kernels/kernels.hpp"
 #include "base/thread_pool.hpp"
+#include "kernels/kernels.hpp"
 
 namespace satrap {
 

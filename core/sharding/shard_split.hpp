@@ -13,11 +13,11 @@
 // Locks: as in Engine, less the buckets'. Processes: in a fork every call is refused.
 #pragma once
 
-#include "bags/bag_output.hpp"
 #include "bags/bag_gradients.hpp"
+#include "bags/bag_output.hpp"
 #include "ids/bucket_scheduler.hpp"
-#include "sharding/shard_layout.hpp"
 #include "kernels/fp16_codec.hpp"
+#include "sharding/shard_layout.hpp"
 
 namespace satrap {
 

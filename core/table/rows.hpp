@@ -23,8 +23,8 @@
 #include <string>
 #include <vector>
 
-#include "storage/arena.hpp"
 #include "base/hash.hpp"
+#include "storage/arena.hpp"
 #include "storage/index.hpp"
 
 namespace satrap {

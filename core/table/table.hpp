@@ -10,9 +10,9 @@
 
 #include <string>
 
-#include "table/bucket.hpp"
-#include "kernels/kernels.hpp"
 #include "ids/gradient_sum.hpp"
+#include "kernels/kernels.hpp"
+#include "table/bucket.hpp"
 #include "table/undo_log.hpp"
 
 namespace satrap {

@@ -8,8 +8,8 @@
 #pragma once
 
 #include "base/buffers.hpp"
-#include "table/rows.hpp"
 #include "table/applied_steps.hpp"
+#include "table/rows.hpp"
 
 namespace satrap {
 

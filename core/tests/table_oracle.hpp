@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "table/bucket.hpp"
 #include "calls.hpp"
+#include "table/bucket.hpp"
 
 namespace testing {
 

@@ -5,8 +5,8 @@
 #include <limits>
 #include <set>
 
-#include "calls.hpp"
 #include "base/errors.hpp"
+#include "calls.hpp"
 
 using namespace satrap;
 using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Random;

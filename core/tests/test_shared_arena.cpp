@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <fstream>
 
-#include "calls.hpp"
 #include "base/errors.hpp"
+#include "calls.hpp"
 #include "shared_file.hpp"
 
 using namespace satrap;

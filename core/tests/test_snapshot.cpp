@@ -2,8 +2,8 @@
 // ids with its bound. What files add to this is tested in Python.
 #include <map>
 
-#include "calls.hpp"
 #include "base/errors.hpp"
+#include "calls.hpp"
 
 using namespace satrap;
 using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Line, testing::Random;

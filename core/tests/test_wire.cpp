@@ -5,8 +5,8 @@
 #include <cstring>
 #include <limits>
 
-#include "testing.hpp"
 #include "kernels/fp16_codec.hpp"
+#include "testing.hpp"
 
 using namespace satrap;
 using testing::Random;

@@ -141,8 +141,8 @@ class IdColumn(Config):
     """The column; empty: it is called as the feature is."""
     _: KW_ONLY
     kind: Literal["string", "integer"] | None = None
-    """Texts become ids by `satrap.data.hashing`; integers are ids as they are. None: as the column's type says; in a text
-    file, which has no types, texts."""
+    """Texts become ids by `satrap.data.hashing`; integers are ids as they are. None: as the column's type says; in a
+    text file, which has no types, texts."""
     hash: bool = False
     """Hash integers too."""
     missing: int | None = None

@@ -10,8 +10,8 @@ It is a `torch.optim.Optimizer`, so schedulers, GradScaler, clipping and logging
 - `step()` takes every waiting batch that a backward pass has reached: several make one update, summed per id.
 - `zero_grad()` without a step drops those batches: counted, nothing applied.
 
-Dense parameters that are on the servers (`satrap.train.async_dense`) are stepped there: their gradients go with the embeddings',
-and the dense optimizer only says how. No trainer asks another then, not even whether it overflowed.
+Dense parameters that are on the servers (`satrap.train.async_dense`) are stepped there: their gradients go with the
+embeddings', and the dense optimizer only says how. No trainer asks another then, not even whether it overflowed.
 
 GradScaler asks for `_step_supports_amp_scaling` and then calls step() always, with the scale and what it found: an
 overflowed step touches neither half, and its batches are dropped and counted.

@@ -5,7 +5,7 @@ what a loader must make of them. The model of the loader here is a dict and a li
 import csv
 import gzip
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from satrap.config.columns import IdColumn
+from satrap.data.arrow import Arrow
+from satrap.data.delimited import CSV
 from satrap.data.inputs import Inputs
+from satrap.data.parquet import Parquet
+from satrap.data.source import Source
 
 FEATURES = ("user", "item", "history", "tags")
 DENSE = ("age", "price")
@@ -186,3 +190,23 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "|".join(map(str, value))
     return "" if value is None else str(value)
+
+
+WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+    "arrows": lambda path, samples: write_arrow(path, samples, stream=True),
+    "csv": write_csv,
+    "tsv": lambda path, samples: write_csv(path, samples, "\t"),
+    "csv.gz": write_csv,
+}
+
+
+def source(kind: str, path: Any, **options: Any) -> Source:
+    """The source of files of a kind."""
+    if kind == "parquet":
+        return Parquet(path, **{"block_rows": 70, **OPTIONS, **options})
+    if kind in ("arrow", "arrows"):
+        return Arrow(path, **{"block_rows": 70, **OPTIONS, **options})
+    delimiter = "\t" if kind == "tsv" else ","
+    return CSV(path, **{"block_bytes": 3000, "delimiter": delimiter, **TEXT_OPTIONS, **options})

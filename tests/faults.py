@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from bag_oracle import draw_bags
-from cluster import Killable, both_step, contents, killables
+from cluster import Killable, both_step, contents, features, killables, remote
+from network import ADDRESSES, SERVER, TRAINER, Network, Weather, network
+from satrap.rpc.keys import Keys, make_keys
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import RemoteWorker
 
@@ -110,3 +112,22 @@ def train_until(
     for table in worker.tables.values():
         table.check()
     return step
+
+
+BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
+
+
+@contextmanager
+def beyond_a_network(
+    tmp_path: Path, seed: int, *, deadline: float = 60.0, most_seconds: float = 0.0
+) -> Iterator[tuple[Network, list[Killable], RemoteWorker]]:
+    """This thread at the trainer's end, two servers at the other, with keys.
+
+    most_seconds: of the test, beyond what others take."""
+    server_key, client_key = make_keys(tmp_path / "keys")
+    with network(seed) as wire:
+        how = (f"tcp://{ADDRESSES[SERVER]}:0", ("--keys", str(server_key)), lambda: wire.inside(SERVER), most_seconds)
+        with killables(tmp_path, 2, *how) as servers, wire.inside(TRAINER):
+            addresses, keys = [each.address for each in servers], Keys.read(client_key)
+            with remote(features(), addresses, keys=keys, deadline=deadline) as worker:
+                yield wire, servers, worker

@@ -1,13 +1,17 @@
 """A user's own training loop over three features of two tables, and the same job in plain PyTorch."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cluster import serving
 from satrap import SGD, Embeddings, Inputs, Table, Zeros
 from satrap.train.optimizer import HybridOptimizer
+from satrap.worker.sharded_rows import RemoteWorker
 
 BATCH, NUM_IDS, DIM = 8, 30, 4
 
@@ -134,3 +138,15 @@ class Plain:
             for (table, value), total in sums.items():
                 self.weights[table][value].add_(total, alpha=-lr)
         return losses
+
+
+@contextmanager
+def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """A job with as many new servers; 0: with its rows here."""
+    with ExitStack() as stack:
+        if num_servers:
+            options["servers"] = [each.address for each in stack.enter_context(serving(num_servers))]
+        embeddings, model, optimizer = job(**options)
+        if isinstance(embeddings.worker, RemoteWorker):
+            stack.callback(embeddings.worker.servers.close)
+        yield embeddings, model, optimizer

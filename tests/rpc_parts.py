@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import zmq
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from zmq.utils import garbage
 
@@ -258,3 +259,32 @@ class FrameProxy:
                 self._held.append((until, lambda: to.send_multipart(frames)))
             else:
                 to.send_multipart(frames)
+
+
+INTS = st.integers(-(2**63), 2**64 - 1)
+
+
+REALS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | INTS | REALS | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def arrays(dtype: Any) -> st.SearchStrategy[NDArray[Any]]:
+    size = np.dtype(dtype).itemsize
+
+    def make(data: bytes) -> NDArray[Any]:
+        whole = np.frombuffer(data[: len(data) // size * size], np.uint8)
+        return (whole & 1).view(np.bool_) if dtype is np.bool_ else whole.view(dtype)
+
+    return st.binary(max_size=80).map(make)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    return type(a) is type(b) and bool(a == b)

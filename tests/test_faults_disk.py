@@ -17,12 +17,11 @@ import pytest
 
 from cluster import DEADLINE_SECONDS, Killable, batch, contents, one_table, remote, serving
 from disk import small_disk
-from loop import batches, bits, loss_of
+from loop import batches, bits, loss_of, running
 from runs import JOB, finished, started
 from satrap import Checkpoint, _core
 from satrap.errors import SharedMemoryError, SnapshotError
 from satrap.worker.local_rows import LocalWorker
-from test_remote_training import running
 from trainers import CHILD
 
 MEGABYTE, PAGE = 1 << 20, 4096

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from cluster import features, killables, remote
-from faults import Fault, at_random, kill, stop_and_go, train_until
+from faults import BAD, Fault, at_random, beyond_a_network, kill, stop_and_go, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import FrameProxy, resident_bytes
 from satrap.worker.local_rows import LocalWorker
-from test_faults_network import BAD, beyond_a_network
 
 RETRY_SECONDS = 0.1
 

@@ -5,40 +5,19 @@ end is started again unnoticed: every update is applied exactly once, and silenc
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bag_oracle import draw_bags
-from cluster import Killable, both_step, contents, features, killables, remote
-from faults import Fault, at_random, train_until
-from network import ADDRESSES, CALM, CUT, SERVER, TRAINER, Network, Weather, network
+from cluster import both_step, contents, features
+from faults import BAD, Fault, at_random, beyond_a_network, train_until
+from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import DEADLINE_SECONDS
 from satrap.errors import DeadlineError
-from satrap.rpc.keys import Keys, make_keys
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import RemoteWorker
-
-BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
-
-
-@contextmanager
-def beyond_a_network(
-    tmp_path: Path, seed: int, *, deadline: float = 60.0, most_seconds: float = 0.0
-) -> Iterator[tuple[Network, list[Killable], RemoteWorker]]:
-    """This thread at the trainer's end, two servers at the other, with keys.
-
-    most_seconds: of the test, beyond what others take."""
-    server_key, client_key = make_keys(tmp_path / "keys")
-    with network(seed) as wire:
-        how = (f"tcp://{ADDRESSES[SERVER]}:0", ("--keys", str(server_key)), lambda: wire.inside(SERVER), most_seconds)
-        with killables(tmp_path, 2, *how) as servers, wire.inside(TRAINER):
-            addresses, keys = [each.address for each in servers], Keys.read(client_key)
-            with remote(features(), addresses, keys=keys, deadline=deadline) as worker:
-                yield wire, servers, worker
 
 
 def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +13,13 @@ import pytest
 import torch
 
 from cluster import DEADLINE_SECONDS, Killable, serving
-from loop import batches, bits, job, loss_of, train
+from loop import batches, bits, job, loss_of, running, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.server.migration.coordinator import Mover
 from satrap.worker.sharded_rows import RemoteRows, RemoteWorker
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
-
-
-@contextmanager
-def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """A job with as many new servers; 0: with its rows here."""
-    with ExitStack() as stack:
-        if num_servers:
-            options["servers"] = [each.address for each in stack.enter_context(serving(num_servers))]
-        embeddings, model, optimizer = job(**options)
-        if isinstance(embeddings.worker, RemoteWorker):
-            stack.callback(embeddings.worker.servers.close)
-        yield embeddings, model, optimizer
 
 
 @each_way

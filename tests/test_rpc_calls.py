@@ -17,18 +17,22 @@ from forks import in_fork
 from rpc_parts import (
     ANYWHERE,
     DEADLINE_SECONDS,
+    INTS,
+    JSON,
+    REALS,
     Calls,
     Served,
+    arrays,
     eventually,
     raw_peer,
     request,
+    same,
     server_process,
 )
 from satrap import errors
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, NonFiniteError, RpcError
 from satrap.rpc import Client, Limits, Origin, Service
 from satrap.rpc.header import Header, Kind
-from test_rpc_values import INTS, JSON, REALS, arrays, same
 
 
 @pytest.fixture(scope="module")

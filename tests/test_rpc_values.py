@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rpc_parts import Calls
+from rpc_parts import INTS, JSON, REALS, Calls, arrays, same
 from satrap.errors import CapacityError, ConfigError, DeadlineError, InputError, RpcError
 from satrap.rpc.faults import decode_error, encode_error
 from satrap.rpc.header import Origin
@@ -19,13 +19,6 @@ from satrap.rpc.values import ArrayType, ValueType, decode, encode, in_pieces, r
 
 DTYPES = [np.bool_, np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
 FLOATS = [np.float16, np.float32, np.float64]
-INTS = st.integers(-(2**63), 2**64 - 1)
-REALS = st.floats(allow_nan=False, allow_infinity=False)
-JSON = st.recursive(
-    st.none() | st.booleans() | INTS | REALS | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
 PLAIN: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (None, st.none()),
     (bool, st.booleans()),
@@ -42,16 +35,6 @@ PLAIN: list[tuple[Any, st.SearchStrategy[Any]]] = [
 ]
 
 
-def arrays(dtype: Any) -> st.SearchStrategy[NDArray[Any]]:
-    size = np.dtype(dtype).itemsize
-
-    def make(data: bytes) -> NDArray[Any]:
-        whole = np.frombuffer(data[: len(data) // size * size], np.uint8)
-        return (whole & 1).view(np.bool_) if dtype is np.bool_ else whole.view(dtype)
-
-    return st.binary(max_size=80).map(make)
-
-
 def pairs() -> st.SearchStrategy[tuple[ValueType, Any]]:
     """A type and a value of it."""
     plain = [st.tuples(st.just(read_type("x", annotation)), value) for annotation, value in PLAIN]
@@ -62,12 +45,6 @@ def pairs() -> st.SearchStrategy[tuple[ValueType, Any]]:
 
 def name(i: int) -> str:
     return f"value {i}"
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
-    return type(a) is type(b) and bool(a == b)
 
 
 @given(st.lists(pairs(), max_size=6), st.integers(0, 7), st.integers(1, 100))

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import clicks
-from clicks import OPTIONS, TEXT_OPTIONS, expected, make, read
+from clicks import OPTIONS, WRITERS, expected, make, read, source
 from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
 from satrap.config.features import Features
 from satrap.config.tables import Table
@@ -29,25 +28,6 @@ from satrap.data.inputs import Inputs
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
-
-WRITERS: dict[str, Callable[[Path, list[clicks.Sample]], None]] = {
-    "parquet": clicks.write_parquet,
-    "arrow": clicks.write_arrow,
-    "arrows": lambda path, samples: clicks.write_arrow(path, samples, stream=True),
-    "csv": clicks.write_csv,
-    "tsv": lambda path, samples: clicks.write_csv(path, samples, "\t"),
-    "csv.gz": clicks.write_csv,
-}
-
-
-def source(kind: str, path: Any, **options: Any) -> Source:
-    """The source of files of a kind."""
-    if kind == "parquet":
-        return Parquet(path, **{"block_rows": 70, **OPTIONS, **options})
-    if kind in ("arrow", "arrows"):
-        return Arrow(path, **{"block_rows": 70, **OPTIONS, **options})
-    delimiter = "\t" if kind == "tsv" else ","
-    return CSV(path, **{"block_bytes": 3000, "delimiter": delimiter, **TEXT_OPTIONS, **options})
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])

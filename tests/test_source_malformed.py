@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import clicks
-from clicks import expected, make, read
+from clicks import WRITERS, expected, make, read, source
 from satrap.config.columns import IdColumn, LabelColumn
 from satrap.data.arrow import Arrow
 from satrap.data.criteo import Criteo
@@ -23,7 +23,6 @@ from satrap.data.hashing import hash_strings
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
-from test_source_formats import WRITERS, source
 
 HEADER = "click,age,user,history,w,name\n"
 GOOD = "1,30,5,1|2,0.5|1,ann\n"

@@ -25,7 +25,7 @@ import pytest
 from hypothesis import given, settings
 
 import clicks
-from clicks import FEATURES, make
+from clicks import FEATURES, WRITERS, make, source
 from made_source import Made, Numbers, at, ids, made
 from satrap.config.columns import Columns
 from satrap.data.block import Block, Piece
@@ -36,7 +36,6 @@ from satrap.data.rank_split import Dealer, Part
 from satrap.data.read_ahead import Ahead
 from satrap.data.shuffle_order import permutation
 from satrap.errors import ConfigError, InputError, SourceError
-from test_source_formats import WRITERS, source
 
 DEADLINE = 120.0
 

@@ -3,8 +3,8 @@
 It becomes a job's with the first hello, or finds the job in the shared-memory file of a predecessor that was killed. It
 keeps a lookup's native ticket under the number that the worker gave it, so that the update need neither bring the ids
 nor search for them; a ticket that is not there any more (the server was restarted, or it had too many) is a
-TicketError, and the worker sends the ids. What was applied is known to the rows' own windows (core/table/applied_steps.hpp):
-so an update that comes again, before or after a restart, is applied once.
+TicketError, and the worker sends the ids. The rows' own windows know what was applied
+(core/table/applied_steps.hpp): an update that comes again, before or after a restart, is applied once.
 """
 
 import os

@@ -40,9 +40,19 @@ settings.load_profile("laptop")
 
 SEED = pytest.StashKey[int]()
 SLOWEST = (
-    *("test_run.py", "test_ray.py", "test_elastic.py", "test_far_faults.py", "test_remote_training.py"),
-    *("test_examples.py", "test_trainers.py", "test_far_trainers.py", "test_network_benchmark.py"),
-    *("test_checkpoint.py", "test_quickstart.py", "test_train_benchmark.py", "test_faults_midway.py"),
+    "test_run.py",
+    "test_ray.py",
+    "test_migration.py",
+    "test_remote_worker_faults.py",
+    "test_sharded_training.py",
+    "test_examples.py",
+    "test_trainers.py",
+    "test_remote_worker_trainers.py",
+    "test_network_benchmark.py",
+    "test_checkpoint.py",
+    "test_quickstart.py",
+    "test_train_benchmark.py",
+    "test_faults_midway.py",
 )
 """Files of tests that take tens of seconds, the longest first."""
 

@@ -1,9 +1,9 @@
 """What a build leaves in files, to be read by every later build.
 
-    .venv/bin/python tests/golden.py tests/data/golden
+    .venv/bin/python tests/golden.py tests/fixtures/golden
 
-writes it once; tests/test_golden.py reads it. Each table is saved whole, then its changes; what it held is recorded
-beside it, and what it held after one more step, so that a later build must not only read but go on alike.
+writes it once; tests/table/test_golden.py reads it. Each table is saved whole, then its changes; what it held is
+recorded beside it, and what it held after one more step, so that a later build must not only read but go on alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Changes a module of ours, one place at a time, and asks its tests whether they notice.
 
-    .venv/bin/python tests/mutate.py satrap.sharding.autoscaler tests/test_scaling.py
+    .venv/bin/python tests/mutate.py satrap.sharding.autoscaler tests/sharding/test_autoscaler.py
 
 Prints each change that no test noticed, with its line; a person judges whether it means anything (a change of a bound
 that only saves time does not). No file is changed: each change runs in a fork of its own, which imports the module from

@@ -1,4 +1,4 @@
-"""A process that test_shared_memory.py kills: it writes to a table in a shared-memory file and says what it has
+"""A process that table/test_shared_memory.py kills: it writes to a table in a shared-memory file and says what it has
 finished.
 
     python shared_memory_child.py JOB PATH [SEED]

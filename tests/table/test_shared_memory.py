@@ -32,7 +32,7 @@ from satrap.table.store import Store
 from shared_memory_child import CHURN, EQUAL, EQUAL_IDS, GROW, GROW_IDS
 
 DEADLINE_SECONDS = 240.0
-CHILD = Path(__file__).with_name("shared_memory_child.py")
+CHILD = Path(__file__).parents[1] / "shared_memory_child.py"
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ print("done", flush=True)
 
 
 def test_a_notebook_whose_cells_run_again_ends() -> None:
-    program = NOTEBOOK.format(tests=str(Path(__file__).parent))
+    program = NOTEBOOK.format(tests=str(Path(__file__).parents[1]))
     with serving(1) as services:
         command = [sys.executable, "-W", "error", "-c", program, services[0].address]
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)

@@ -11,7 +11,7 @@ import pytest
 
 from satrap.data.synthetic import Clicks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 DOCS = "".join((ROOT / name).read_text() for name in ("README.md", "docs/cluster.md", "Makefile"))
 RUNS = sorted(

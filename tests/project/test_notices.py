@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nanobind
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def words(text: str) -> list[str]:

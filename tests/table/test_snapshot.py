@@ -1,7 +1,7 @@
 """Saving and loading: a loaded table is the saved one, bit for bit and from then on; changes lead from one to the next.
 
-Damage, foreign files and failing disks are in test_snapshot_refusals.py; random sequences of saves among all other
-calls in test_property.py.
+Damage, foreign files and failing disks are in test_snapshot_refusals.py; random sequences of saves among all other calls
+in test_property.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from satrap.table.store import Store
 from satrap.table.table_group import Tables
 from snapshots import assert_same, columns, contents, crc32c, forge, manifest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 OPTIMIZERS: list[Any] = [SGD(), SGD(momentum=0.9), Adagrad(), RowWiseAdagrad(), Adam(), Ftrl()]
 

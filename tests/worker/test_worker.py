@@ -1,6 +1,6 @@
 """The worker's calls: what it refuses and how, tickets, memory, threads, and that its Python work stays small.
 
-What it computes is test_bags.py's subject.
+What it computes is worker/test_bags.py's subject.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import satrap
 from satrap import _core, errors
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_all_is_sorted_and_complete() -> None:

@@ -23,7 +23,7 @@ from satrap.table.table_group import Tables
 from satrap.worker.sharded_rows import RemoteWorker
 from snapshots import forge, manifest
 
-OLD = Path(__file__).parent / "data/checkpoints-format-2"
+OLD = Path(__file__).parents[1] / "fixtures/checkpoints-format-2"
 
 
 def replace(to: Path, by: Path) -> None:

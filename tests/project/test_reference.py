@@ -6,7 +6,7 @@ from types import ModuleType
 
 import satrap
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def writer() -> ModuleType:

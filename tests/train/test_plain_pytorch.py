@@ -2,7 +2,7 @@
 
 The plain job keeps each row as a Parameter of its own with an optimizer of its own, so that one which no sample has
 used is not stepped; torch pools the rows and sums their gradients. Both start at the same bits and must stay within
-what float32 may differ by in the order of a few sums. The tables' exact bits are judged in test_bags.py.
+what float32 may differ by in the order of a few sums. The tables' exact bits are judged in worker/test_bags.py.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The calls of a split: what it refuses and how, that a refused call changes nothing, tickets, memory, threads, forks.
 
-What it computes is test_split.py's subject.
+What it computes is worker/test_split.py's subject.
 """
 
 from __future__ import annotations

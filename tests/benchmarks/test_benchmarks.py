@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import command_line, peers, store, workload
 from benchmarks.machine import ROOT
+
+from benchmarks import command_line, peers, store, workload
 
 
 def test_without_satrap_nothing_is_begun(

@@ -72,7 +72,7 @@ def test_a_trainer_that_is_stopped_and_replaced_changes_nothing_when_it_wakes(
     the same checkpoint where nobody woke."""
     with serving(2) as services:
         addresses = [each.address for each in services]
-        command = [sys.executable, str(Path(__file__).with_name("stopped_child.py")), json.dumps(addresses)]
+        command = [sys.executable, str(Path(__file__).parents[1] / "stopped_child.py"), json.dumps(addresses)]
         old = subprocess.Popen(
             [*command, str(tmp_path / "run"), "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -131,7 +131,7 @@ def test_a_trainer_stopped_for_longer_than_its_deadline_goes_on(rng: np.random.G
         child = subprocess.Popen(
             [sys.executable, "-c", program, service.address],
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parent,
+            cwd=Path(__file__).parents[1],
             text=True,
         )
         try:

@@ -1,6 +1,6 @@
 """A split and some servers against one worker that has all rows: the same bits looked up, and in every row afterwards.
 
-What a split refuses, its tickets, memory and threads are test_split_calls.py's subject.
+What a split refuses, its tickets, memory and threads are worker/test_split_calls.py's subject.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Dense parameters as tables on the servers, one trainer: torch's own steps, by torch's own rules, through checkpoints
-and killed servers; and what is refused. Several trainers: tests/test_async_trainers.py.
+and killed servers; and what is refused. Several trainers: tests/train/test_async_trainers.py.
 """
 
 from __future__ import annotations

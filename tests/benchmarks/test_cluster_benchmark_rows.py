@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import runs
 from benchmarks.cases import select_cases
 from benchmarks.cluster import cases, paddle, paddle_role, rounds, rows, tables, train, wire
 from benchmarks.cluster.__main__ import find_pythons, main, paced, parse_options
@@ -21,6 +20,7 @@ from benchmarks.records import complaints
 from benchmarks.runs import Results, RunFailed
 from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES
 
+from benchmarks import runs
 from satrap.config.features import Features
 from satrap.worker.local_rows import LocalWorker
 

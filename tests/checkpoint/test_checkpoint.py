@@ -51,7 +51,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, full_every: int) ->
 def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
     """Starts the job again and again, kills it at random moments, and lets it end at last."""
     rng = random.Random(int.from_bytes(os.urandom(4), "little"))
-    command = [sys.executable, str(Path(__file__).parent / job), str(run), str(steps)]
+    command = [sys.executable, str(Path(__file__).parents[1] / job), str(run), str(steps)]
     kills = 0
     while not (run / "end.npz").exists():
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

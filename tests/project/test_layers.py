@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/satrap"
 
 # Which packages a package may import from, besides itself and BASE. None may import what imports it, but for a part of

@@ -15,7 +15,7 @@ from golden import MORE_STEPS, STEPS, TABLES, method_numbers, recorded, state, t
 from satrap import Store, Table
 from satrap.launch.run_state import Membership
 
-GOLDEN = Path(__file__).parent / "data/golden"
+GOLDEN = Path(__file__).parents[1] / "fixtures/golden"
 each_table = pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
 
 

@@ -19,6 +19,8 @@ from satrap.data.rank_split import share as deal_share
 from satrap.data.shuffle_order import permutation, share, turns
 from satrap.errors import SourceError
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
 
 @given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 3))
 def test_every_block_is_read_by_one_rank_or_shared_by_all(n: int, world: int, shuffle: bool, seed: int, e: int) -> None:
@@ -93,7 +95,7 @@ def test_another_number_of_ranks_goes_on_with_what_is_left(data: Made, worlds: l
 
 def test_positions_of_older_releases_go_on_as_there() -> None:
     """The file was written by a release that dealt blocks out in another way."""
-    cases = json.loads(Path(__file__).with_name("data").joinpath("positions_of_older_releases.json").read_text())
+    cases = json.loads((FIXTURES / "positions_of_older_releases.json").read_text())
     sizes = [[3, 4], [5], [], [2, 2, 2], [7], [1], [6, 1], [9]]
     for case in cases:
         data = Made(sizes=sizes, guess=1, batch_size=4, shuffle=case["shuffle"], shuffle_blocks=3, seed=5, counted=True)

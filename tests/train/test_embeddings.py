@@ -401,7 +401,7 @@ def test_split_names_the_parts_of_a_block() -> None:
 
 def test_control_c_ends_a_run_at_once() -> None:
     child = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "endless_job.py")],
+        [sys.executable, str(Path(__file__).parents[1] / "endless_job.py")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,7 +1,7 @@
 """Saving and loading: a loaded table is the saved one, bit for bit and from then on; changes lead from one to the next.
 
-Damage, foreign files and failing disks are in test_snapshot_refusals.py; random sequences of saves among all other calls
-in test_property.py.
+Damage, foreign files and failing disks are in test_snapshot_refusals.py; random sequences of saves among all
+other calls in test_property.py.
 """
 
 from __future__ import annotations

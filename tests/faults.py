@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bag_oracle import draw_bags
-from cluster import Killable, both_step, contents, killables
+from cluster import Killable, both_step, contents, killables, stand_still
 from satrap.local import LocalWorker
 from satrap.remote import RemoteWorker
 
@@ -37,7 +37,7 @@ def stop_and_go(process: Killable | subprocess.Popen[str], most_seconds: float) 
     """SIGSTOP and SIGCONT."""
     return Fault(
         f"stop {process.pid}",
-        lambda: os.kill(process.pid, signal.SIGSTOP),
+        lambda: stand_still(process.pid),
         lambda: os.kill(process.pid, signal.SIGCONT),
         most_seconds,
     )

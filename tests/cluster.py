@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from rpc_parts import ANYWHERE as ANYWHERE
 from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
+from rpc_parts import eventually
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
@@ -98,6 +99,21 @@ def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], 
         worker.update([each.ticket for each in of_worker if each.ticket], blocks, sequences, step=step, scale=0.5)
 
 
+def stand_still(process: int) -> None:
+    """SIGSTOP; returns when no thread of the process runs any more: until its first thread has seen the signal, the
+    others go on."""
+    os.kill(process, signal.SIGSTOP)
+
+    def stands() -> bool:
+        with suppress(OSError):  # a thread that ended meanwhile
+            found = [path.read_text().rpartition(")")[2].split()[0] for path in tasks.glob("*/stat")]
+            return set(found) == {"T"}
+        return False
+
+    tasks = Path(f"/proc/{process}/task")
+    eventually(stands)
+
+
 class Killable:
     """A server process whose rows lie in shared memory; started again at the same address."""
 
@@ -148,7 +164,7 @@ class Killable:
 
     def stop(self) -> None:
         """SIGSTOP: it stands still, with all that it has, until `go_on`."""
-        os.kill(self._process.pid, signal.SIGSTOP)
+        stand_still(self.pid)
 
     def go_on(self) -> None:
         """SIGCONT."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bag_oracle import draw_bags
-from cluster import Killable, both_step, contents, features, killables, remote
+from cluster import Killable, both_step, contents, features, killables, remote, stand_still
 from network import ADDRESSES, SERVER, TRAINER, Network, Weather, network
 from satrap.rpc.keys import Keys, make_keys
 from satrap.worker.local_rows import LocalWorker
@@ -39,7 +39,7 @@ def stop_and_go(process: Killable | subprocess.Popen[str], most_seconds: float) 
     """SIGSTOP and SIGCONT."""
     return Fault(
         f"stop {process.pid}",
-        lambda: os.kill(process.pid, signal.SIGSTOP),
+        lambda: stand_still(process.pid),
         lambda: os.kill(process.pid, signal.SIGCONT),
         most_seconds,
     )

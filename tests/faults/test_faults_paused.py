@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import batch, contents, features, killables, one_table, remote, serving
+from cluster import batch, contents, features, killables, one_table, remote, serving, stand_still
 from faults import at_random, stop_and_go, train_until
 from loop import batches, bits, job, loss_of
 from rpc_parts import ANYWHERE, DEADLINE_SECONDS, Calls, Served
@@ -89,7 +89,7 @@ def test_a_trainer_that_is_stopped_and_replaced_changes_nothing_when_it_wakes(
             for _ in range(6 + int(rng.integers(30))):
                 assert old.stdout.readline()
             threading.Event().wait(rng.uniform(0.0, 0.01))
-            old.send_signal(signal.SIGSTOP)
+            stand_still(old.pid)
             found = _gone_on(tmp_path / "run", wake, servers=addresses)
         finally:
             old.kill()
@@ -140,7 +140,7 @@ def test_a_trainer_stopped_for_longer_than_its_deadline_goes_on(rng: np.random.G
                 for _ in range(20):
                     assert child.stdout.readline(), "a call failed"
                 threading.Event().wait(rng.uniform(0.0, 0.01))
-                child.send_signal(signal.SIGSTOP)
+                stand_still(child.pid)
                 threading.Event().wait(3.0)
                 child.send_signal(signal.SIGCONT)
                 for _ in range(20):

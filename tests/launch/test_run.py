@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_child import summed
+from cluster import stand_still
 from runs import (
     DEADLINE_SECONDS,
     JOB,
@@ -159,7 +160,7 @@ def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undistur
     (tmp_path / "hold").touch()
     with started(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
         until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        os.kill(children(run)["server 0"], signal.SIGSTOP)
+        stand_still(children(run)["server 0"])
         scale(tmp_path, 2)
         said(run, "server 1 listens at")
         lose(tmp_path, run, 0)

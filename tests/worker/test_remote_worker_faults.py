@@ -5,8 +5,6 @@ The oracle is a run with the worker in the trainer's process and rows of its own
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -374,14 +372,14 @@ def test_a_worker_that_was_paused_and_replaced(tmp_path: Path) -> None:
                 stream = old[0].stream(data, overlap=False)
                 batch = next(stream)
                 old[1](batch).sum().backward()
-                os.kill(worker._process.pid, signal.SIGSTOP)
+                worker.stop()
                 stepping = threading.Thread(target=lambda: told.append(raised(old[2].step)))
                 told: list[Any] = []
                 stepping.start()
                 with running(servers=servers, workers=[replacing.address]) as new, running() as alone:
                     new[0].tables.clear()  # type: ignore[union-attr]
                     found = train(new, data), bits(new)
-                    os.kill(worker._process.pid, signal.SIGCONT)
+                    worker.go_on()
                     stepping.join()
                     assert isinstance(told[0], AttemptError)
                     assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]

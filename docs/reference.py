@@ -29,7 +29,7 @@ GROUPS = {
         "monitor.sinks.TensorBoard", "monitor.report.Report",
     ],
     "Evaluation": [
-        "train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Pass", "serving.reader.Reader",
+        "train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Evaluation", "serving.reader.Reader",
         "serving.reader.ReaderTable",
     ],
     "Sources": [
@@ -39,7 +39,7 @@ GROUPS = {
     "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
     "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],
     "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.Best"],
-    "The table alone": ["table.store.Store", "table.table_group.Tables"],
+    "The table alone": ["table.store.Store", "table.table_group.TableGroup"],
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from loop import Net, batches, loss_of, tables
 from satrap import Checkpoint, CheckpointError, Embeddings, Inputs
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 NUM_WHOLE = 5000
 
@@ -95,7 +95,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
     found |= {"dense": dense(model), "lost": embeddings.counters().lost}
     found["stats"] = embeddings.tables["dense.0"].stats()
     dist.barrier()
-    assert isinstance(embeddings.worker, RemoteWorker)
+    assert isinstance(embeddings.worker, ShardedWorker)
     embeddings.worker.servers.close()
     dist.destroy_process_group()
     say(found)

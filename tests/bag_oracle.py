@@ -21,11 +21,11 @@ from satrap.config.features import Features
 from satrap.config.tables import Feature, Pooling
 from satrap.data.inputs import Inputs
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 from satrap.worker.worker import LookedUp
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
-AnyWorker = LocalWorker | RemoteWorker
+AnyWorker = LocalWorker | ShardedWorker
 Rows = dict[str, dict[int, F32]]  # of each table: the values of each id
 
 

@@ -25,8 +25,8 @@ from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedWorker
 from satrap.worker.worker import Worker
 
 IDS = np.arange(60, dtype=np.uint64)
@@ -67,16 +67,16 @@ def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
 
 
 @contextmanager
-def remote(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[RemoteWorker]:
+def remote(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[ShardedWorker]:
     options = {"deadline": DEADLINE_SECONDS} | options
-    servers = Servers(Job(tables=of.tables, seed=seed), addresses, **options)
+    servers = ServerGroup(Job(tables=of.tables, seed=seed), addresses, **options)
     try:
-        yield RemoteWorker(of, servers, num_threads=2)
+        yield ShardedWorker(of, servers, num_threads=2)
     finally:
         servers.close()
 
 
-def contents(worker: LocalWorker | RemoteWorker, ids: Any = IDS) -> dict[str, list[bytes]]:
+def contents(worker: LocalWorker | ShardedWorker, ids: Any = IDS) -> dict[str, list[bytes]]:
     """Values, state and presence of every row, as bits."""
     return {name: [part.tobytes() for part in table.read(ids)] for name, table in worker.tables.items()}
 

@@ -20,10 +20,10 @@ from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, Killable, features
 from faults import at_random, kill
 from satrap import Embeddings, Feature, Parquet, Table
 from satrap.rpc import Service
-from satrap.worker.remote.client import FarWorker
+from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.remote.protocol import WorkerCalls
-from satrap.worker.remote.service import Host
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.remote.service import WorkerService
+from satrap.worker.sharded_rows import ShardedWorker
 
 BATCH = 8
 NUM_IDS = len(IDS)
@@ -71,7 +71,7 @@ class Working:
     """A worker in this process, behind a real socket."""
 
     def __init__(self, address: str = ANYWHERE, data: Sequence[str | os.PathLike[str]] = ("/",)) -> None:
-        self.host = Host(num_threads=1, data=data)
+        self.host = WorkerService(num_threads=1, data=data)
         self._service = Service(self.host, WorkerCalls, address, num_threads=4)
         self.address = self._service.address
 
@@ -144,9 +144,9 @@ def made(of: Mapping[str, Table | Feature], **options: Any) -> Iterator[Embeddin
     try:
         yield embeddings
     finally:
-        if isinstance(embeddings.worker, FarWorker):
+        if isinstance(embeddings.worker, RemoteWorker):
             embeddings.worker.close()
-        elif isinstance(embeddings.worker, RemoteWorker):
+        elif isinstance(embeddings.worker, ShardedWorker):
             embeddings.worker.servers.close()
 
 
@@ -163,10 +163,10 @@ def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
 def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLINE_SECONDS) -> None:
     """Gives a job with servers the worker at the address, and calls it again soon if no answer comes."""
     near = embeddings.worker
-    assert isinstance(near, RemoteWorker)
+    assert isinstance(near, ShardedWorker)
     near.servers.begin()
     how: dict[str, Any] = {"deadline": deadline, "retry_seconds": 0.03}
-    embeddings._worker = FarWorker(embeddings.features, near.servers, address, num_threads=1, **how)
+    embeddings._worker = RemoteWorker(embeddings.features, near.servers, address, num_threads=1, **how)
 
 
 def train(

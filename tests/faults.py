@@ -21,7 +21,7 @@ from cluster import Killable, both_step, contents, features, killables, remote, 
 from network import ADDRESSES, SERVER, TRAINER, Network, Weather, network
 from satrap.rpc.keys import Keys, make_keys
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def killed_at_random(
 
 
 def train_until(
-    over: threading.Event, local: LocalWorker, worker: RemoteWorker, rng: np.random.Generator, *, least: int = 20
+    over: threading.Event, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator, *, least: int = 20
 ) -> int:
     """Steps of both on the same batches until it is over; the bits must be the same. Returns how many steps."""
     step = 0
@@ -120,7 +120,7 @@ BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
 @contextmanager
 def beyond_a_network(
     tmp_path: Path, seed: int, *, deadline: float = 60.0, most_seconds: float = 0.0
-) -> Iterator[tuple[Network, list[Killable], RemoteWorker]]:
+) -> Iterator[tuple[Network, list[Killable], ShardedWorker]]:
     """This thread at the trainer's end, two servers at the other, with keys.
 
     most_seconds: of the test, beyond what others take."""

@@ -36,7 +36,7 @@ from satrap import (
     Uniform,
     Zeros,
 )
-from satrap.launch.run_state import Membership
+from satrap.launch.run_state import RunState
 from satrap.rpc.methods import methods_of
 from satrap.server.protocol import ServerCalls
 from satrap.worker.remote.protocol import WorkerCalls
@@ -104,7 +104,7 @@ def make(folder: Path, scratch: Path) -> Iterator[str]:
     job.train()
     np.savez_compressed(folder / "run.npz", **job.state())
     yield "run"
-    state_file = Membership(name="golden", launch=3, first_launch=2, servers=("ipc:///a/b", "tcp://h:1"), workers=())
+    state_file = RunState(name="golden", launch=3, first_launch=2, servers=("ipc:///a/b", "tcp://h:1"), workers=())
     state_file.write(folder / "run_state.json")
     (folder / "methods.json").write_text(json.dumps(method_numbers(), indent=1, sort_keys=True) + "\n")
     yield "run_state.json, methods.json"

@@ -11,7 +11,7 @@ from torch import Tensor
 from cluster import serving
 from satrap import SGD, Embeddings, Inputs, Table, Zeros
 from satrap.train.optimizer import HybridOptimizer
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 BATCH, NUM_IDS, DIM = 8, 30, 4
 
@@ -147,6 +147,6 @@ def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
         if num_servers:
             options["servers"] = [each.address for each in stack.enter_context(serving(num_servers))]
         embeddings, model, optimizer = job(**options)
-        if isinstance(embeddings.worker, RemoteWorker):
+        if isinstance(embeddings.worker, ShardedWorker):
             stack.callback(embeddings.worker.servers.close)
         yield embeddings, model, optimizer

@@ -14,7 +14,7 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Adam, Table
 from satrap.data.inputs import Inputs
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 from satrap.worker.worker import named_features
 
 F32 = NDArray[np.float32]
@@ -38,7 +38,7 @@ class Cluster:
         self.features, self.owners, self.num_servers = features, owners, num_servers
         self.split = make_split(features, **options)
         assert self.split.num_buckets == len(owners)
-        self.servers = [Tables(features.tables, seed=SEED, num_threads=1) for _ in range(num_servers)]
+        self.servers = [TableGroup(features.tables, seed=SEED, num_threads=1) for _ in range(num_servers)]
         self.skipped = np.zeros(len(features.tables), np.int64)
         self._theirs: dict[int, list[Any]] = {}  # of a ticket: the servers' own
 

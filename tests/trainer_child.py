@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, Parquet
-from satrap.worker.remote.client import FarWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.remote.client import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 
 def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
@@ -94,9 +94,9 @@ def data_of(job: dict[str, Any]) -> Any:
 
 
 def close(embeddings: Embeddings) -> None:
-    if isinstance(embeddings.worker, FarWorker):
+    if isinstance(embeddings.worker, RemoteWorker):
         embeddings.worker.close()
-    elif isinstance(embeddings.worker, RemoteWorker):
+    elif isinstance(embeddings.worker, ShardedWorker):
         embeddings.worker.servers.close()
 
 

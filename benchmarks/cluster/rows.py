@@ -27,7 +27,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     from benchmarks.cluster import tables
     from satrap.config.features import Features
     from satrap.worker.local_rows import LocalWorker
-    from satrap.worker.sharded_rows import RemoteWorker
+    from satrap.worker.sharded_rows import ShardedWorker
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     count = num_warmup + int(job["num_steps"])
@@ -38,7 +38,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     gradient = np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
     with satrap_server(num_threads) as (address, pid), tables.reached(features, address, num_threads) as remote:
         local = LocalWorker(features, num_threads=num_threads)
-        workers: dict[str, LocalWorker | RemoteWorker] = {"local": local, "remote": remote}
+        workers: dict[str, LocalWorker | ShardedWorker] = {"local": local, "remote": remote}
         for worker in workers.values():
             tables.fill(worker, worker.tables, rows)
             run(worker, batches[:num_warmup], gradient, step=2)

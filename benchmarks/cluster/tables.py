@@ -18,8 +18,8 @@ from satrap import RowWiseAdagrad, Table, Uniform
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.data.inputs import Inputs
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedWorker
 from satrap.worker.worker import Worker
 
 LR = 0.05
@@ -40,11 +40,11 @@ def one_table(rows: int, dim: int) -> dict[str, Table]:
 
 
 @contextmanager
-def reached(features: Features, address: str, num_threads: int, **options: Any) -> Iterator[RemoteWorker]:
-    """A worker over one server. options: of `Servers`."""
-    servers = Servers(Job(tables=features.tables), [address], **options)
+def reached(features: Features, address: str, num_threads: int, **options: Any) -> Iterator[ShardedWorker]:
+    """A worker over one server. options: of `ServerGroup`."""
+    servers = ServerGroup(Job(tables=features.tables), [address], **options)
     try:
-        yield RemoteWorker(features, servers, num_threads=num_threads)
+        yield ShardedWorker(features, servers, num_threads=num_threads)
     finally:
         servers.close()
 
@@ -56,7 +56,7 @@ def inputs_of(rows: RowNumbers) -> Inputs:
 
 def fill(worker: Worker, tables: Any, rows: int) -> None:
     """Looks every row up once, as step 1; `tables` are the worker's."""
-    if isinstance(worker, RemoteWorker):
+    if isinstance(worker, ShardedWorker):
         worker.servers.begin()  # before the rows: those of a run before would be refused
     count = total_rows(rows)
     for begin in range(0, count, BATCH_IDS):

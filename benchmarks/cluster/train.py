@@ -51,7 +51,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
     from benchmarks.cluster import tables
     from satrap import Embeddings
-    from satrap.worker.sharded_rows import RemoteWorker
+    from satrap.worker.sharded_rows import ShardedWorker
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     num_steps = int(job["num_steps"])
@@ -60,7 +60,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     with satrap_server(num_threads) as (address, pid):
         embeddings = Embeddings(tables.one_table(rows, dim), seed=1, num_threads=num_threads, servers=[address])
         worker = embeddings.worker
-        assert isinstance(worker, RemoteWorker)
+        assert isinstance(worker, ShardedWorker)
         try:
             tables.fill(worker, worker.tables, rows)
             modes = {label: make_mode(embeddings, label, job) for label in STALENESS}

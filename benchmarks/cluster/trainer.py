@@ -30,7 +30,7 @@ from benchmarks.workload import NUM_FEATURES, SAMPLES, hashed_ids
 from satrap import Embeddings
 from satrap.data.inputs import Inputs
 from satrap.models import DLRM
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 TIMEOUT = timedelta(seconds=120)
 MOST_STALENESS = 16
@@ -60,7 +60,7 @@ class Training:
     def take(self, turn: Turn, batches: Sequence[Inputs]) -> dict[str, float]:
         """The seconds of a step, and how many batches were looked up. batches: of all trainers; each has its share."""
         worker = self.embeddings.worker
-        assert isinstance(worker, RemoteWorker)
+        assert isinstance(worker, ShardedWorker)
         # What the options of two `Embeddings` would be; two would need the rows twice.
         self.embeddings.staleness = turn.staleness
         worker.servers.together = self.world if turn.staleness == 0 else 0

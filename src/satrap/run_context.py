@@ -19,7 +19,7 @@ PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunContext:
     """A trainer's place in its run."""
 
     rank: int
@@ -43,16 +43,16 @@ class Place:
     """Of torch; None: as torch chooses."""
 
     def __post_init__(self) -> None:
-        check_integer("Place", "world", self.world, 1, 2**32 - 1)
-        check_integer("Place", "rank", self.rank, 0, self.world - 1)
-        check_integer("Place", "launch", self.launch, 1, MOST_LAUNCHES)
-        check_integer("Place", "first_launch", self.first_launch, 1, self.launch)
+        check_integer("RunContext", "world", self.world, 1, 2**32 - 1)
+        check_integer("RunContext", "rank", self.rank, 0, self.world - 1)
+        check_integer("RunContext", "launch", self.launch, 1, MOST_LAUNCHES)
+        check_integer("RunContext", "first_launch", self.first_launch, 1, self.launch)
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not self.servers:
-            raise ConfigError("Place: servers is empty; wanted at least one address")
+            raise ConfigError("RunContext: servers is empty; wanted at least one address")
         if self.world > 1 and self.meeting is None:
-            raise ConfigError(f"Place: {self.world} trainers and no meeting; wanted where they find each other")
+            raise ConfigError(f"RunContext: {self.world} trainers and no meeting; wanted where they find each other")
 
     def to_dict(self) -> dict[str, Any]:
         """This place as plain JSON types."""
@@ -61,19 +61,19 @@ class Place:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The place that `to_dict` wrote."""
-        return cls(**known_keys(cls, "Place", data))
+        return cls(**known_keys(cls, "RunContext", data))
 
 
-_here: Place | None = None
+_here: RunContext | None = None
 _before_end: list[Callable[[], None]] = []
 
 
-def here() -> Place | None:
+def current() -> RunContext | None:
     """This process's place; None if it was not started by a run."""
     return _here
 
 
-def stand(place: Place) -> None:
+def enter(place: RunContext) -> None:
     """This process stands there from now on."""
     global _here
     _here = place

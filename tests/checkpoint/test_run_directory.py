@@ -17,10 +17,10 @@ import satrap.checkpoint.run_directory
 import satrap.run_context
 from checkpoint_job import Job
 from satrap import Checkpoint, Embeddings, Parquet, Table
-from satrap.checkpoint.run_directory import RunFolder
+from satrap.checkpoint.run_directory import RunDirectory
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import CheckpointError
-from satrap.run_context import Place
+from satrap.run_context import RunContext
 
 
 def names(run: Path) -> list[str]:
@@ -80,7 +80,7 @@ def test_in_a_copy_of_the_scripts_folder_nothing_is_saved(tmp_path: Path, monkey
     """As Ray brings it to the nodes: it goes away with the run."""
     job = Job(str(tmp_path), 1)
     parts = job.model, job.optimizer, job.embeddings
-    place = Place(rank=0, world=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
+    place = RunContext(rank=0, world=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
     monkeypatch.setattr(satrap.run_context, "_here", place)
     with pytest.raises(CheckpointError, match="path is 'run', and this script runs in a copy of its folder"):
         Checkpoint("run", *parts)
@@ -105,15 +105,15 @@ def test_a_save_that_is_published_has_succeeded(tmp_path: Path, monkeypatch: pyt
     """Though what is to go then cannot be found out."""
     job = Job(str(tmp_path), 3, keep=1)
     job.train()
-    publish = RunFolder.publish
+    publish = RunDirectory.publish
 
-    def with_another_owner(home: RunFolder, folder: Path) -> str:
+    def with_another_owner(home: RunDirectory, folder: Path) -> str:
         name = publish(home, folder)
         (tmp_path / OWNER).write_text('{"format": "of a later Satrap"}')
         return name
 
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="could not be removed: .*cannot be read"):
-        patched.setattr(RunFolder, "publish", with_another_owner)
+        patched.setattr(RunDirectory, "publish", with_another_owner)
         assert job.run.save()
     assert names(tmp_path) == ["000003-step-3", "000004-step-3"]
     (tmp_path / OWNER).unlink()

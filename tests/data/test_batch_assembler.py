@@ -33,7 +33,7 @@ from satrap.data.delimited import CSV
 from satrap.data.inputs import Position
 from satrap.data.parquet import Parquet
 from satrap.data.rank_split import Dealer, Part
-from satrap.data.read_ahead import Ahead
+from satrap.data.read_ahead import ReadAhead
 from satrap.data.shuffle_order import permutation
 from satrap.errors import ConfigError, InputError, SourceError
 
@@ -283,7 +283,7 @@ def test_what_is_read_ahead_is_bounded() -> None:
             return super().decode(raw)
 
     blocks = [(Counted(i, [1], None), Part(i)) for i in range(40)]
-    with Ahead(blocks, Dealer(), num_threads=3, num_pieces=5) as ahead:
+    with ReadAhead(blocks, Dealer(), num_threads=3, num_pieces=5) as ahead:
         for _, piece in ahead.pieces():
             if piece is not None:
                 with lock:
@@ -299,7 +299,7 @@ def test_pieces_of_one_block_are_decoded_side_by_side() -> None:
             both.wait(DEADLINE)
             return super().decode(raw)
 
-    with Ahead([(Slow(0, [1, 1, 1, 1], 3), Part(0))], Dealer(), num_threads=2, num_pieces=4) as ahead:
+    with ReadAhead([(Slow(0, [1, 1, 1, 1], 3), Part(0))], Dealer(), num_threads=2, num_pieces=4) as ahead:
         assert sum(piece is not None for _, piece in ahead.pieces()) == 4
 
 

@@ -31,10 +31,10 @@ from satrap import (
 )
 from satrap.config.features import Features
 from satrap.data.registry import source_from_dict, source_to_dict, travels
-from satrap.run_context import Place
-from satrap.worker.remote.client import FarWorker
-from satrap.worker.remote.worker_spec import Assignment
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.run_context import RunContext
+from satrap.worker.remote.client import RemoteWorker
+from satrap.worker.remote.worker_spec import WorkerSpec
+from satrap.worker.sharded_rows import ShardedWorker
 
 SOURCES = [
     Parquet(
@@ -114,7 +114,7 @@ def test_what_holds_data_or_code_stays(data: Any) -> None:
         (lambda: source_from_dict({"type": "CSV", "path": "a", "dense": [{"type": "Column"}]}), "type is 'Column'"),
         (lambda: Parquet.from_dict({"type": "CSV", "path": "a"}), "type is 'CSV'; wanted 'Parquet'"),
         (lambda: Features.from_dict({}), "wanted a dict of at least one"),
-        (lambda: Assignment.from_dict({"servers": []}), "the key 'features' is missing"),
+        (lambda: WorkerSpec.from_dict({"servers": []}), "the key 'features' is missing"),
     ],
 )
 def test_what_is_refused(call: Any, found: str) -> None:
@@ -122,14 +122,14 @@ def test_what_is_refused(call: Any, found: str) -> None:
         call()
 
 
-def assignment(of: Features, **changes: Any) -> Assignment:
+def assignment(of: Features, **changes: Any) -> WorkerSpec:
     given: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "together": 2}
-    return Assignment(features=of, **{**given, **changes})
+    return WorkerSpec(features=of, **{**given, **changes})
 
 
 def test_an_assignment_comes_back_in_its_order() -> None:
     one = assignment(features())
-    found = Assignment.from_dict(json.loads(json.dumps(one.to_dict())))
+    found = WorkerSpec.from_dict(json.loads(json.dumps(one.to_dict())))
     assert found == one and list(found.features) == list(one.features) and found.job == one.job
     assert one.differences(found) == []
 
@@ -152,21 +152,21 @@ def test_a_run_says_which_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> 
     """Where the script does not."""
     of = dict(one_table())
     with serving(1) as services, working(2) as workers:
-        place = Place(
+        place = RunContext(
             rank=0, world=1, launch=1, servers=(services[0].address,), workers=tuple(each.address for each in workers)
         )
         monkeypatch.setattr(satrap.run_context, "_here", place)
         for named, kind, address in (
-            (None, FarWorker, workers[0].address),
-            ([workers[1].address], FarWorker, workers[1].address),
-            ([], RemoteWorker, None),
+            (None, RemoteWorker, workers[0].address),
+            ([workers[1].address], RemoteWorker, workers[1].address),
+            ([], ShardedWorker, None),
         ):
             worker = Embeddings(of, workers=named).worker
             assert type(worker) is kind
-            if isinstance(worker, FarWorker):
+            if isinstance(worker, RemoteWorker):
                 assert worker.at.address == address
                 worker.at.close()
-            assert isinstance(worker, RemoteWorker)
+            assert isinstance(worker, ShardedWorker)
             worker.servers.close()
 
 

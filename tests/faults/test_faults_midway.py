@@ -25,7 +25,7 @@ from satrap import Checkpoint
 from satrap.errors import AttemptError, ChangesError, DeadlineError
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 SILENCE_SECONDS = 3.0
 
@@ -207,7 +207,7 @@ def test_changes_that_a_server_started_again_does_not_know_are_saved_whole(tmp_p
     data = batches(20)
     with killables(tmp_path) as servers:
         embeddings, model, optimizer = job(servers=[each.address for each in servers])
-        assert isinstance(embeddings.worker, RemoteWorker)
+        assert isinstance(embeddings.worker, ShardedWorker)
         try:
             run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data, keep=9, full_every=9)
             for each in embeddings.stream(data):

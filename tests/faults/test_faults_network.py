@@ -17,7 +17,7 @@ from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import DEADLINE_SECONDS
 from satrap.errors import DeadlineError
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 
 def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
@@ -63,7 +63,7 @@ def test_a_cut_beyond_the_deadline_is_told_and_mended_goes_on(
         assert contents(worker) == contents(local)
 
 
-def reaches(worker: RemoteWorker) -> None:
+def reaches(worker: ShardedWorker) -> None:
     """Returns once all servers answer: TCP waits longer and longer before it tries again."""
     last = time.monotonic() + DEADLINE_SECONDS
     while True:

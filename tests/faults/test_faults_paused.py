@@ -24,8 +24,8 @@ from satrap.config.job import Job
 from satrap.errors import DeadlineError
 from satrap.rpc import Service
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedWorker
 
 
 def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
@@ -43,9 +43,9 @@ def test_a_server_stopped_beyond_the_deadline_is_named_and_goes_on_later(tmp_pat
     local = LocalWorker(one_table(), num_threads=1)
     with killables(tmp_path) as servers:
         job = Job(tables=one_table().tables)
-        of_servers = Servers(job, [each.address for each in servers], deadline=5.0, retry_seconds=0.2)
+        of_servers = ServerGroup(job, [each.address for each in servers], deadline=5.0, retry_seconds=0.2)
         try:
-            worker = RemoteWorker(one_table(), of_servers, num_threads=1)
+            worker = ShardedWorker(one_table(), of_servers, num_threads=1)
             looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
             assert looked[1].ticket and looked[0].ticket
             servers[1].stop()
@@ -113,7 +113,7 @@ def _gone_on(run: Path, meanwhile: Callable[[int], None], **options: Any) -> lis
             table.check()
         return bits(embeddings, model)
     finally:
-        if isinstance(embeddings.worker, RemoteWorker):
+        if isinstance(embeddings.worker, ShardedWorker):
             embeddings.worker.servers.close()
 
 

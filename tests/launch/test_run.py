@@ -37,7 +37,7 @@ from runs import (
     until,
 )
 from satrap.launch.run_loop import folder_of_one_run
-from satrap.launch.scaler import Resizer, ask_for
+from satrap.launch.scaler import Scaler, ask_for
 from satrap.launch.supervisor import Event, Wanted
 
 ASYNC = JOB.with_name("async_job.py")
@@ -436,7 +436,7 @@ def test_nobody_is_asked_for_servers_who_has_ended(tmp_path: Path) -> None:
 def test_orders_of_many_at_once_are_whole(tmp_path: Path) -> None:
     """Whoever comes last is heard, and nobody fails or is heard in part."""
     (tmp_path / "run.json").touch()
-    resizer, heard = Resizer(tmp_path), list[Event]()
+    resizer, heard = Scaler(tmp_path), list[Event]()
     with folder_of_one_run(tmp_path):
 
         def ask() -> None:

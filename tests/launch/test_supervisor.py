@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import ConfigError
-from satrap.launch.run_state import Membership
+from satrap.launch.run_state import RunState
 from satrap.launch.supervisor import (
     End,
     Ended,
@@ -36,13 +36,13 @@ from satrap.launch.supervisor import (
     Wanted,
 )
 
-MEMBERSHIP = Membership(name="test")
+MEMBERSHIP = RunState(name="test")
 
 
 class Machine:
     """Obeys orders, checks that each may be given, and lets things happen."""
 
-    def __init__(self, plan: Plan, membership: Membership = MEMBERSHIP) -> None:
+    def __init__(self, plan: Plan, membership: RunState = MEMBERSHIP) -> None:
         self.plan, self.supervisor = plan, Supervisor(plan, membership)
         self.now, self.alive, self.ready = 0.0, set[Process](), set[Process]()
         self.told, self.said, self.started = set[Process](), list[str](), list[Process]()
@@ -198,7 +198,7 @@ def test_whatever_happens_the_run_goes_on_or_ends(
 
 def test_a_run_that_goes_well() -> None:
     machine = training()
-    assert machine.supervisor.membership == Membership(
+    assert machine.supervisor.membership == RunState(
         name="test",
         launch=1,
         servers=("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
@@ -410,7 +410,7 @@ def test_stopping_twice_kills() -> None:
 
 
 def test_a_run_goes_on_from_the_launches_before_it() -> None:
-    machine = Machine(Plan(servers=1, workers=0, trainers=1), Membership(name="test", launch=7))
+    machine = Machine(Plan(servers=1, workers=0, trainers=1), RunState(name="test", launch=7))
     machine.all_ready()
     assert [each.start for each in machine.trainers()] == [8]
 
@@ -423,11 +423,11 @@ def test_impossible_plans_are_refused(option: str, value: int) -> None:
 
 def test_the_file_is_whole_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    assert Membership.read(file) is None
+    assert RunState.read(file) is None
     known = replace(MEMBERSHIP, servers=("", "tcp://127.0.0.1:2")).next_launch()
     known.write(file)
-    assert Membership.read(file) == known
+    assert RunState.read(file) == known
     for text in ("{", "[]", '{"name": "../x"}', '{"name": "a", "launch": -1}', '{"name": "a", "color": 1}'):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"run\.json is no run's"):
-            Membership.read(file)
+            RunState.read(file)

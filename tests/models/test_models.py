@@ -17,7 +17,7 @@ from satrap.data.synthetic import Clicks
 from satrap.errors import ConfigError, InputError
 from satrap.models import DCN, DLRM, FFNN
 from satrap.models.interaction import Interaction, dot_products, pair_indices
-from satrap.monitor.metrics import Pass
+from satrap.monitor.metrics import Evaluation
 
 
 @dataclass
@@ -343,7 +343,7 @@ def test_it_learns(kind: type[Any]) -> None:
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-    metrics = Pass()
+    metrics = Evaluation()
     with torch.no_grad():
         for block in test.blocks():
             metrics.add(block["label"], logits(block))

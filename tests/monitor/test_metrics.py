@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 from satrap.errors import ConfigError, InputError
-from satrap.monitor.metrics import Pass, Window, auc, log_loss, normalised_entropy
+from satrap.monitor.metrics import Evaluation, Window, auc, log_loss, normalised_entropy
 
 # Few values, so that ties are the normal case; and the ends of the order.
 scores = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.0, -0.0, 1e-300, math.inf, -math.inf]))
@@ -78,7 +78,7 @@ def test_log_loss_of_huge_logits() -> None:
 @pytest.mark.parametrize("labels", [[], [1, 1], [0, 0, 0]])
 def test_what_is_not_defined_is_nan(labels: list[int]) -> None:
     logits = np.linspace(-1, 1, len(labels))
-    for metrics in (Window(8), Pass(), Pass(exact_samples=1, num_bins=1)):
+    for metrics in (Window(8), Evaluation(), Evaluation(exact_samples=1, num_bins=1)):
         metrics.add(labels, logits)
         assert math.isnan(metrics.auc())
         assert math.isnan(metrics.normalised_entropy())
@@ -112,7 +112,7 @@ def test_a_pass_is_exact_or_within_its_bound(
     drawn: list[tuple[bool, float]], exact: int | None, num_bins: int, cuts: list[int]
 ) -> None:
     labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
-    metrics, at = Pass(exact_samples=exact, num_bins=num_bins), 0
+    metrics, at = Evaluation(exact_samples=exact, num_bins=num_bins), 0
     for step in [*cuts, len(drawn)]:
         metrics.add(labels[at : at + step], values[at : at + step])
         at = min(at + step, len(drawn))
@@ -131,7 +131,7 @@ def test_a_pass_is_exact_or_within_its_bound(
 def test_the_bound_of_a_long_pass_is_small(rng: np.random.Generator) -> None:
     labels = rng.random(200_000) < 0.3
     logits = rng.normal(size=labels.size) + labels
-    metrics = Pass(exact_samples=20_000, num_bins=1000)
+    metrics = Evaluation(exact_samples=20_000, num_bins=1000)
     for start in range(0, labels.size, 4096):
         metrics.add(labels[start : start + 4096], logits[start : start + 4096])
     error = metrics.auc_error()
@@ -140,7 +140,7 @@ def test_the_bound_of_a_long_pass_is_small(rng: np.random.Generator) -> None:
 
 def test_scores_that_many_share_cost_nothing(rng: np.random.Generator) -> None:
     labels, logits = rng.random(5000) < 0.5, rng.integers(0, 50, 5000) / 7
-    metrics = Pass(exact_samples=1000, num_bins=50)
+    metrics = Evaluation(exact_samples=1000, num_bins=50)
     for part in np.split(np.arange(5000), 10):
         metrics.add(labels[part], logits[part])
     assert metrics.auc_error() == 0.0
@@ -149,7 +149,7 @@ def test_scores_that_many_share_cost_nothing(rng: np.random.Generator) -> None:
 
 def test_the_bound_tells_when_scores_change(rng: np.random.Generator) -> None:
     """The bins were made for other scores: all of these fall into one."""
-    metrics = Pass(exact_samples=100, num_bins=100)
+    metrics = Evaluation(exact_samples=100, num_bins=100)
     metrics.add(rng.random(101) < 0.5, rng.normal(size=101))
     labels = rng.random(10_000) < 0.5
     metrics.add(labels, 100 + rng.normal(size=10_000) + 5 * labels)
@@ -157,7 +157,7 @@ def test_the_bound_tells_when_scores_change(rng: np.random.Generator) -> None:
 
 
 def test_a_long_pass_holds_no_samples(rng: np.random.Generator) -> None:
-    metrics = Pass(exact_samples=10_000, num_bins=100)
+    metrics = Evaluation(exact_samples=10_000, num_bins=100)
     labels, logits = rng.random(10_000) < 0.5, rng.normal(size=10_000)
     tracemalloc.start()
     try:
@@ -174,7 +174,7 @@ def test_a_long_pass_holds_no_samples(rng: np.random.Generator) -> None:
 def test_a_pass_keeps_its_scores_to_the_last_bit(rng: np.random.Generator, dtype: Any) -> None:
     labels, logits = rng.random(300) < 0.5, (1 + rng.random(300) / 1000).astype(dtype)
     wanted = auc(labels, logits)
-    metrics = Pass()
+    metrics = Evaluation()
     metrics.add(labels[:100], logits[:100])
     metrics.add(labels[100:], logits[100:])
     labels[:], logits[:] = False, 0  # the caller may use his arrays again
@@ -186,7 +186,7 @@ def test_tensors_and_any_kind_of_number_are_taken() -> None:
         assert auc(labels, torch.tensor([0.0, 1.0])) == 1.0
 
 
-CALLS: list[Callable[..., Any]] = [auc, log_loss, normalised_entropy, Window(4).add, Pass().add]
+CALLS: list[Callable[..., Any]] = [auc, log_loss, normalised_entropy, Window(4).add, Evaluation().add]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -212,7 +212,7 @@ def test_sizes_are_checked(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"Window: num_samples is .*; wanted an integer of at least 1"):
         Window(value)
     with pytest.raises(ConfigError, match=r"Pass: num_bins is .*; wanted an integer of at least 1"):
-        Pass(num_bins=value)
+        Evaluation(num_bins=value)
     if value is not None:
         with pytest.raises(ConfigError, match=r"Pass: exact_samples is .*; wanted an integer of at least 1"):
-            Pass(exact_samples=value)
+            Evaluation(exact_samples=value)

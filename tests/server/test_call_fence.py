@@ -11,7 +11,7 @@ import pytest
 from cluster import batch, contents, features, killables, one_table, remote, serving
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin
-from satrap.server.migration.coordinator import Mover
+from satrap.server.migration.coordinator import Migration
 from satrap.server.protocol import ServerCalls
 
 EXACT = np.arange(200, dtype=np.uint64)
@@ -22,7 +22,7 @@ def test_turns_outlive_the_server(tmp_path: Path) -> None:
     buckets = np.array([0], np.uint32)
     with killables(tmp_path, 1) as servers, remote(features(), [servers[0].address]) as worker:
         for _ in range(2):
-            Mover([servers[0].address], [servers[0].address]).run()
+            Migration([servers[0].address], [servers[0].address]).run()
         servers[0].kill()
         servers[0].restart()
         worker.tables["item"].stats()  # greets it
@@ -73,5 +73,5 @@ def test_room_that_is_made_again_is_not_emptied() -> None:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Client, "begin", late)
-            Mover(both[:1], both).run()
+            Migration(both[:1], both).run()
         assert made and contents(worker, EXACT) == wanted

@@ -24,7 +24,7 @@ from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.table.store import Store
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
         proxies = [stack.enter_context(FrameProxy(each.address, seed, 0.0, 0.3, 0.3)) for each in servers]
         embeddings = Embeddings({"id": table}, staleness=3, num_threads=1, servers=[each.address for each in proxies])
         worker = embeddings.worker
-        assert isinstance(worker, RemoteWorker)
+        assert isinstance(worker, ShardedWorker)
         stack.callback(worker.servers.close)
         optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
         seen = np.zeros(60)

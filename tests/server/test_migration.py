@@ -24,11 +24,11 @@ from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import ConfigError, NotReadyError, SnapshotError
 from satrap.rpc import Client, Origin, Service
-from satrap.server.migration.coordinator import Done, Mover
+from satrap.server.migration.coordinator import Migration, MigrationResult
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # how many servers there are, one after the other
@@ -38,7 +38,7 @@ class Tour:
     """Moves in a thread: from one server to as many as the tour says, one number after the other."""
 
     def __init__(self, addresses: list[str], tour: tuple[int, ...] = TOUR, **options: Any) -> None:
-        self.done: list[Done] = []
+        self.done: list[MigrationResult] = []
         self.caught: BaseException | None = None
         self._thread = threading.Thread(target=self._move, args=(addresses, tour), kwargs=options)
         self._thread.start()
@@ -48,7 +48,7 @@ class Tour:
         try:
             for num_servers in tour:
                 wanted = addresses[:num_servers]
-                self.done.append(Mover(now, wanted, deadline=DEADLINE_SECONDS, breath=0.0, **options).run())
+                self.done.append(Migration(now, wanted, deadline=DEADLINE_SECONDS, breath=0.0, **options).run())
                 now = wanted
         except BaseException as error:
             self.caught = error
@@ -111,7 +111,7 @@ def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> No
         assert found["evicted"] > 0 and found["sightings"] > 0
 
 
-def train_exactly(workers: list[RemoteWorker], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
+def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
     """Each in a thread, `ahead` steps looked up and not updated, until it is over. The gradients of EXACT, summed."""
     total = np.zeros((len(workers), len(EXACT), 2))
     ended, caught = [False] * len(workers), []
@@ -157,9 +157,9 @@ def train_exactly(workers: list[RemoteWorker], seed: int, ahead: int, over: Call
 
 
 @contextmanager
-def trainers(num_trainers: int, addresses: list[str], together: int) -> Iterator[list[RemoteWorker]]:
+def trainers(num_trainers: int, addresses: list[str], together: int) -> Iterator[list[ShardedWorker]]:
     with ExitStack() as stack:
-        workers: list[RemoteWorker] = []
+        workers: list[ShardedWorker] = []
         for rank in range(num_trainers):
             how = {"trainer": rank, "attempt": 1} if rank else {}
             workers.append(stack.enter_context(remote(table(), addresses, together=together, **how)))
@@ -202,7 +202,7 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
                     each.save(folders[name][0])
                 saved.append((folders, contents(local)))
         since = {name: worker.tables[name].version for name in worker.tables}
-        Mover(addresses[:1], addresses[:2]).run()
+        Migration(addresses[:1], addresses[:2]).run()
         with pytest.raises(SnapshotError, match="or save the whole table"):
             worker.tables["item"].save_changes(tmp_path / "refused", since=since["item"])
         assert worker.tables.layout == worker.servers.view.members.version
@@ -289,7 +289,7 @@ def test_what_a_server_gives_away_it_has_memory_for_again(rng: np.random.Generat
                     looked = each.lookup(batch(ids[: 15_000 * step]), step=step)
                     each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
                 before = client.call.load(Origin())
-                Mover(addresses[:now], addresses[:wanted], breath=0.0).run()
+                Migration(addresses[:now], addresses[:wanted], breath=0.0).run()
                 sizes.append(client.call.load(Origin())["bytes"] / before["bytes"])
                 assert before["latest_step"] == step and before["work_seconds"] > 0
         assert sizes[0] < 0.7 and sizes[1] > 1.4 and sizes[2] < 0.7
@@ -305,26 +305,26 @@ def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generat
         with remote(features(), addresses[:1]) as worker:
             both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
             for now, wanted in ((addresses[:1], addresses), (addresses, addresses[:2]), (addresses[:2], addresses[1:])):
-                Mover(now, wanted, breath=0.0).run()
+                Migration(now, wanted, breath=0.0).run()
         for given in (addresses[:1], addresses[1:], addresses):
             with remote(features(), given) as worker:
                 assert worker.servers.addresses == tuple(addresses[1:])
                 assert contents(worker) == contents(local)
                 assert worker.servers.latest_step == 1
     with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet"):
-        Mover([services[0].address], [services[0].address]).run()
+        Migration([services[0].address], [services[0].address]).run()
 
 
 class Training:
     """A trainer in a thread, and its oracle, until it is told that it is over."""
 
-    def __init__(self, local: LocalWorker, worker: RemoteWorker, rng: np.random.Generator) -> None:
+    def __init__(self, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> None:
         self.caught: BaseException | None = None
         self.step = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._train, args=(local, worker, rng))
 
-    def _train(self, local: LocalWorker, worker: RemoteWorker, rng: np.random.Generator) -> None:
+    def _train(self, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> None:
         try:
             while not self._over.is_set():
                 self.step += 1
@@ -363,7 +363,7 @@ def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPa
                 for num_calls in range(3, 1000):
                     left[0] = num_calls
                     with suppress(ConnectionAbortedError):
-                        Mover(now, wanted, group_bytes=500, breath=0.0).run()
+                        Migration(now, wanted, group_bytes=500, breath=0.0).run()
                         break
                     num_deaths += 1
         assert contents(worker) == contents(local)
@@ -392,12 +392,12 @@ def test_a_mover_that_slept_while_another_moved_is_refused(
                     if threading.get_ident() == mine:
                         left[0] -= 1
                         if left[0] == -1:
-                            Mover(addresses, others, group_bytes=500, breath=0.0).run()
+                            Migration(addresses, others, group_bytes=500, breath=0.0).run()
                     return begin(self, *arguments, **named)
 
                 monkeypatch.setattr(Client, "begin", interrupted)
                 try:
-                    Mover(addresses, addresses[1:], group_bytes=500, breath=0.0).run()
+                    Migration(addresses, addresses[1:], group_bytes=500, breath=0.0).run()
                 except ConfigError as error:
                     assert "another mover is at work" in str(error)
                     refused += 1
@@ -428,7 +428,7 @@ def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator
             for _ in range(40):
                 wanted = [str(each) for each in draw.permutation(addresses)[: draw.integers(1, 4)]]
                 try:
-                    Mover(addresses, wanted, deadline=DEADLINE_SECONDS, group_bytes=500, breath=0.0).run()
+                    Migration(addresses, wanted, deadline=DEADLINE_SECONDS, group_bytes=500, breath=0.0).run()
                 except ConfigError as error:
                     if "another mover is at work" not in str(error):
                         caught.append(error)
@@ -441,7 +441,7 @@ def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator
                 each.start()
             for each in movers:
                 each.join(DEADLINE_SECONDS)
-        Mover(addresses, addresses[:2], breath=0.0).run()
+        Migration(addresses, addresses[:2], breath=0.0).run()
         assert contents(worker) == contents(local) and caught == []
         for table in worker.tables.values():
             table.check()

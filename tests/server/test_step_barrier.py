@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from satrap.errors import AttemptError
-from satrap.server.step_barrier import Meeting, Part, joined
+from satrap.server.step_barrier import StepBarrier, TrainerPart, joined
 
 
-def part(ids: list[list[int]]) -> Part:
+def part(ids: list[list[int]]) -> TrainerPart:
     """Of two tables of dims 1 and 2; an id's gradient is the id."""
     flat = [id_ for table in ids for id_ in table]
     gradients = [float(id_) for t, table in enumerate(ids) for id_ in table for _ in range(t + 1)]
     counts = np.cumsum([0, *map(len, ids)]).astype(np.int64)
-    return Part(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
+    return TrainerPart(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
 
 
 def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
-    meeting = Meeting()
+    meeting = StepBarrier()
     parts = {1: part([[5], [6, 7]]), 0: part([[1, 2], [9]]), 2: part([[], [8]])}
     waiting = []
     for rank, each in parts.items():
@@ -31,7 +31,7 @@ def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
 
 
 def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
-    meeting = Meeting()
+    meeting = StepBarrier()
     first = meeting.arrive(1, 0, part([[1], []]), 2)[0]
     again = meeting.arrive(1, 0, part([[3], []]), 2)[0]
     last, whole = meeting.arrive(1, 1, part([[2], []]), 2)
@@ -44,7 +44,7 @@ def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
 
 
 def test_trainers_of_another_number_and_attempts_that_end() -> None:
-    meeting = Meeting()
+    meeting = StepBarrier()
     waiting = meeting.arrive(1, 0, part([[1], []]), 2)[0]
     for trainer, together in ((1, 3), (2, 2)):
         with pytest.raises(ValueError, match=f"trainer {trainer} of {together}; wanted one of 2"):

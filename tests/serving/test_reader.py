@@ -37,14 +37,14 @@ from satrap import (
     StreamError,
     Table,
 )
-from satrap.checkpoint.run_directory import RunFolder
+from satrap.checkpoint.run_directory import RunDirectory
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.server.lease import LEASE_SECONDS, Leases
-from satrap.server.migration.coordinator import Mover
-from satrap.table.table_group import Tables
+from satrap.server.migration.coordinator import Migration
+from satrap.table.table_group import TableGroup
 from satrap.worker.reader_servers import ReaderServers
-from satrap.worker.server_group import Servers
+from satrap.worker.server_group import ServerGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some have no row
@@ -187,7 +187,7 @@ def test_it_follows_a_run_through_all_that_happens_to_it(tmp_path: Path) -> None
             if reader is not None:
                 reader.lookup("item", EVERY)  # nobody has said hello to that server
             look(reader, embeddings, data)
-            Mover(addresses[:2], addresses[1:], breath=0.0).run()
+            Migration(addresses[:2], addresses[1:], breath=0.0).run()
             look(reader, embeddings, data)
             steps(*trainer, data, 6)
             look(reader, embeddings, data)
@@ -298,7 +298,7 @@ def test_a_checkpoint_that_the_run_removes_is_followed_by_the_newest(
     path = str(tmp_path) if where == "disk" else f"memory:/{tmp_path}"
     saved = SavedJob(path, 2, keep=1)
     saved.train()
-    of, name, times = (RunFolder, "_entry", 3) if at == "found" else (Tables, "restore", 3)
+    of, name, times = (RunDirectory, "_entry", 3) if at == "found" else (TableGroup, "restore", 3)
     work, calls = getattr(of, name), []
 
     def removed_before(*given: Any, **options: Any) -> Any:
@@ -320,13 +320,13 @@ def test_a_checkpoint_that_the_run_removes_is_followed_by_the_newest(
 def test_one_that_is_damaged_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SavedJob(str(tmp_path), 1).train()
     (tmp_path / "000001-step-1/tables/0/manifest.json").write_text("{")
-    read, calls = RunFolder._entry, []
+    read, calls = RunDirectory._entry, []
 
     def counted(*given: Any) -> Any:
         calls.append(given)
         return read(*given)
 
-    monkeypatch.setattr(RunFolder, "_entry", counted)
+    monkeypatch.setattr(RunDirectory, "_entry", counted)
     with pytest.raises(SnapshotError):
         Reader(tmp_path)
     assert len(calls) == 1
@@ -383,8 +383,8 @@ def test_one_that_was_killed_is_followed_within_seconds_and_one_that_ended_at_on
 
 @pytest.mark.parametrize("launches", [(1, 2), (0, 1)])
 def test_a_later_launch_replaces_an_earlier_one_at_once(launches: tuple[int, int]) -> None:
-    def open_(launch: int) -> Servers:
-        return Servers(Job(tables=Features(tables()).tables), [services[0].address], launch=launch)
+    def open_(launch: int) -> ServerGroup:
+        return ServerGroup(Job(tables=Features(tables()).tables), [services[0].address], launch=launch)
 
     with serving(1) as services:
         parent, child = multiprocessing.Pipe()

@@ -10,23 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import ConfigError
-from satrap.sharding.autoscaler import Bounds, Decision, Figures, Past, decide
+from satrap.sharding.autoscaler import Decision, ScaleHistory, ScaleLimits, ServerLoad, decide
 
-BOUNDS = Bounds(max_servers=8, patience=3, pause_seconds=100.0)
+BOUNDS = ScaleLimits(max_servers=8, patience=3, pause_seconds=100.0)
 
 
-def servers(*used: float, work: float = 0.1) -> list[Figures]:
+def servers(*used: float, work: float = 0.1) -> list[ServerLoad]:
     return [
-        Figures(address=f"tcp://host:{n}", rows=int(1000 * each), used_bytes=each, limit_bytes=1.0, work_seconds=work)
+        ServerLoad(
+            address=f"tcp://host:{n}", rows=int(1000 * each), used_bytes=each, limit_bytes=1.0, work_seconds=work
+        )
         for n, each in enumerate(used)
     ]
 
 
-def follow(windows: list[list[Figures]], step_seconds: float = 1.0, **bounds: Any) -> list[Decision]:
+def follow(windows: list[list[ServerLoad]], step_seconds: float = 1.0, **bounds: Any) -> list[Decision]:
     """A decision for each window, 10 seconds apart."""
-    past, found = Past(), []
+    past, found = ScaleHistory(), []
     for n, each in enumerate(windows):
-        decision, past = decide(each, step_seconds, Bounds(**{"max_servers": 8, **bounds}), past, 10.0 * n)
+        decision, past = decide(each, step_seconds, ScaleLimits(**{"max_servers": 8, **bounds}), past, 10.0 * n)
         found.append(decision)
     return found
 
@@ -115,11 +117,11 @@ def test_bounds_are_kept_at_once() -> None:
 def test_what_was_done_is_not_undone(used: list[float], work: float, step_seconds: float) -> None:
     """With the worst server's share of as many as were decided upon, the opposite is never decided."""
     now = servers(*used, work=work)
-    decision, _ = decide(now, step_seconds, Bounds(max_servers=100, patience=1), Past(), 0.0)
+    decision, _ = decide(now, step_seconds, ScaleLimits(max_servers=100, patience=1), ScaleHistory(), 0.0)
     have, after = len(now), len(now) + decision.change
     assert 1 <= after <= 100
     spread = servers(*[max(used) * have / after] * after, work=work * have / after)
-    again, _ = decide(spread, step_seconds, Bounds(max_servers=100, patience=1), Past(), 0.0)
+    again, _ = decide(spread, step_seconds, ScaleLimits(max_servers=100, patience=1), ScaleHistory(), 0.0)
     assert decision.change * again.change >= 0
     assert not (decision.change > 0 and again.change)
 
@@ -127,15 +129,15 @@ def test_what_was_done_is_not_undone(used: list[float], work: float, step_second
 def test_figures_are_of_what_happened_between() -> None:
     before = {"rows": 5, "bytes": 10.0, "memory_bytes": 100.0, "calls": 1, "work_seconds": 3.0, "latest_step": 10}
     after = {"rows": 7, "bytes": 20.0, "memory_bytes": 100.0, "calls": 2, "work_seconds": 4.0, "latest_step": 30}
-    found = Figures.between("tcp://host:1", before, after)
+    found = ServerLoad.between("tcp://host:1", before, after)
     assert (found.rows, found.used_bytes, found.limit_bytes, found.calls) == (7, 20.0, 100.0, 1.5)
     assert found.work_seconds == pytest.approx(0.05)
-    same = Figures.between("a", after, after, limit_bytes=50.0)
+    same = ServerLoad.between("a", after, after, limit_bytes=50.0)
     assert (same.work_seconds, same.limit_bytes) == (0.0, 50.0)
     step = after | {"latest_step": 31, "work_seconds": 4.5}
-    assert Figures.between("a", after, step).work_seconds == 0.5
-    assert replace(same, calls=0.0) == Figures(address="a", rows=7, used_bytes=20.0, limit_bytes=50.0)
-    assert Figures.between("a", after, before).work_seconds == 0.0, "it was started anew"
+    assert ServerLoad.between("a", after, step).work_seconds == 0.5
+    assert replace(same, calls=0.0) == ServerLoad(address="a", rows=7, used_bytes=20.0, limit_bytes=50.0)
+    assert ServerLoad.between("a", after, before).work_seconds == 0.0, "it was started anew"
 
 
 @pytest.mark.parametrize(
@@ -155,14 +157,14 @@ def test_figures_are_of_what_happened_between() -> None:
 )
 def test_bounds_that_cannot_be_kept_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Bounds(**wrong)
+        ScaleLimits(**wrong)
     with pytest.raises(ConfigError, match="there are no servers"):
-        decide([], 1.0, BOUNDS, Past(), 0.0)
+        decide([], 1.0, BOUNDS, ScaleHistory(), 0.0)
 
 
 def test_the_bounds_of_a_run() -> None:
     """The defaults, which docs/operations.md quotes; and a mark may be all there is."""
-    assert Bounds(max_servers=8) == Bounds(
+    assert ScaleLimits(max_servers=8) == ScaleLimits(
         min_servers=1,
         max_servers=8,
         memory_high=0.8,
@@ -172,4 +174,4 @@ def test_the_bounds_of_a_run() -> None:
         patience=3,
         pause_seconds=300.0,
     )
-    assert Bounds(max_servers=8, memory_high=1.0).memory_high == 1.0
+    assert ScaleLimits(max_servers=8, memory_high=1.0).memory_high == 1.0

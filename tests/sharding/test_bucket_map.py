@@ -11,7 +11,7 @@ from satrap.config.job import Job
 from satrap.config.tables import SGD, Adagrad, Ftrl, Table, Zeros
 from satrap.errors import ConfigError
 from satrap.sharding.bucket_map import BucketMap
-from satrap.sharding.shard_map import Members
+from satrap.sharding.shard_map import ShardMap
 
 powers = st.integers(0, 10).map(lambda k: 1 << k)
 
@@ -106,7 +106,7 @@ def test_a_spread_over_nobody_is_refused() -> None:
 
 
 def test_members_come_and_go_and_are_numbered_anew() -> None:
-    first = Members.first([4, 1], ["tcp://a:1"])
+    first = ShardMap.first([4, 1], ["tcp://a:1"])
     joined = first.joined(["tcp://b:1", "tcp://c:1"])
     assert joined.version == 2 and set(joined.owner()) == {"tcp://a:1"}
     moved = joined.moved({0: "tcp://c:1", 4: "tcp://b:1"})
@@ -116,7 +116,7 @@ def test_members_come_and_go_and_are_numbered_anew() -> None:
     left = emptied.only(["tcp://c:1", "tcp://a:1"])
     assert left.addresses == ("tcp://c:1", "tcp://a:1") and left.version == 5
     assert left.owner() == emptied.owner() and left.number("tcp://b:1") is None and left.number("tcp://a:1") == 1
-    assert Members.from_dict(json.loads(json.dumps(left.to_dict()))) == left
+    assert ShardMap.from_dict(json.loads(json.dumps(left.to_dict()))) == left
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_members_come_and_go_and_are_numbered_anew() -> None:
     ],
 )
 def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) -> None:
-    data = Members.first([4], ["tcp://a:1"]).to_dict() | changes
+    data = ShardMap.first([4], ["tcp://a:1"]).to_dict() | changes
     with pytest.raises(ConfigError, match=found):
-        Members.from_dict(data)
+        ShardMap.from_dict(data)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from satrap.errors import (
     TicketError,
 )
 from satrap.table.store import Store
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 
 IDS = as_ids([1, 2, 3])
 GOOD = np.ones((3, 4), np.float32)
@@ -408,7 +408,7 @@ def test_paths_of_shared_memory(path: Any) -> None:
 
 
 def test_a_store_is_not_copied(store: Store) -> None:
-    tables = Tables([TABLE], num_threads=1)
+    tables = TableGroup([TABLE], num_threads=1)
     for call in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"table 'item': .*save it and Store\.load it"):
             call(store)

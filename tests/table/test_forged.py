@@ -17,7 +17,7 @@ from oracle import as_ids
 from satrap.config.tables import LAST_VERSION, SGD, Ftrl, MinCount, Normal, Table, Uniform
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.table.store import Store
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 from snapshots import assert_same, contents, forge, forge_file, manifest, seal
 
 TABLE = Table("item", dim=2, num_buckets=2, capacity=64, expire_after=100, admission=MinCount(2))
@@ -183,8 +183,8 @@ CALLS: list[tuple[Callable[[], Any], type[SatrapError], str]] = [
     (lambda: Store(TABLE).save("\udcff"), InputError, "path of a snapshot's folder"),
     (lambda: Store(TABLE).save(""), InputError, "path of a snapshot's folder"),
     (lambda: Store.load("a\0b"), InputError, "path of a snapshot's folder"),
-    (lambda: Tables(None), ConfigError, "tables is a NoneType"),  # type: ignore[arg-type]
-    (lambda: Tables(Table(x, dim=2) for x in "ab"), ConfigError, "tables is a generator"),  # type: ignore[arg-type]
+    (lambda: TableGroup(None), ConfigError, "tables is a NoneType"),  # type: ignore[arg-type]
+    (lambda: TableGroup(Table(x, dim=2) for x in "ab"), ConfigError, "tables is a generator"),  # type: ignore[arg-type]
     (lambda: tables_update([1.0]), InputError, "lrs is a list"),
     (lambda: tables_update({"a": 1.0, 7: 2.0}), InputError, "7"),
     (lambda: tables().split(np.zeros(5, np.float32), [0, 1]), InputError, "offsets"),
@@ -193,8 +193,8 @@ CALLS: list[tuple[Callable[[], Any], type[SatrapError], str]] = [
 ]
 
 
-def tables() -> Tables:
-    return Tables([Table("a", dim=1, optimizer=SGD()), Table("b", dim=2)], num_threads=1)
+def tables() -> TableGroup:
+    return TableGroup([Table("a", dim=1, optimizer=SGD()), Table("b", dim=2)], num_threads=1)
 
 
 def tables_update(lrs: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from checkpoint_job import Job
 from golden import MORE_STEPS, STEPS, TABLES, method_numbers, recorded, state, train
 from satrap import Store, Table
-from satrap.launch.run_state import Membership
+from satrap.launch.run_state import RunState
 
 GOLDEN = Path(__file__).parents[1] / "fixtures/golden"
 each_table = pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
@@ -62,8 +62,8 @@ def test_a_run_folder(tmp_path: Path) -> None:
 
 
 def test_the_state_of_satrap_run(tmp_path: Path) -> None:
-    found = Membership.read(GOLDEN / "run_state.json")
-    assert found == Membership(name="golden", launch=3, first_launch=2, servers=("ipc:///a/b", "tcp://h:1"), workers=())
+    found = RunState.read(GOLDEN / "run_state.json")
+    assert found == RunState(name="golden", launch=3, first_launch=2, servers=("ipc:///a/b", "tcp://h:1"), workers=())
     found.write(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (GOLDEN / "run_state.json").read_bytes()
 

@@ -19,8 +19,8 @@ from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
 from satrap.table.snapshot.manifest import checksum
 from satrap.table.snapshot.saved_table import checksum_of
-from satrap.table.table_group import Tables
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.table.table_group import TableGroup
+from satrap.worker.sharded_rows import ShardedWorker
 from snapshots import forge, manifest
 
 OLD = Path(__file__).parents[1] / "fixtures/checkpoints-format-2"
@@ -155,7 +155,7 @@ class Served:
         assert bits(self.embeddings, self.model) == before
 
     def close(self) -> None:
-        assert isinstance(self.embeddings.worker, RemoteWorker)
+        assert isinstance(self.embeddings.worker, ShardedWorker)
         self.embeddings.worker.servers.close()
 
 
@@ -183,7 +183,7 @@ def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
 def test_servers_read_what_the_trainer_sees(tmp_path: Path) -> None:
     with serving(2) as services:
         served = Served([each.address for each in services], tmp_path)
-        assert isinstance(served.embeddings.worker, RemoteWorker)
+        assert isinstance(served.embeddings.worker, ShardedWorker)
         servers = served.embeddings.worker.servers
         chains = [[str(served.two / "tables" / str(table))] for table in (0, 1)]
         seen = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
@@ -206,8 +206,8 @@ def test_tables_are_restored_from_all_parts_of_one_save(tmp_path: Path) -> None:
     folders = {"user": served.two / "tables/0", "item": served.two / "tables/1"}
     config = [Table.from_dict(manifest(folder / "0-of-2")["config"]) for folder in folders.values()]
 
-    def restored() -> Tables:
-        tables = Tables(config, num_threads=1)
+    def restored() -> TableGroup:
+        tables = TableGroup(config, num_threads=1)
         tables.restore({name: [folder] for name, folder in folders.items()})
         return tables
 
@@ -277,5 +277,5 @@ def test_an_old_checkpoint_of_servers_is_resumed_with_a_warning(num_servers: int
         with np.load(OLD / "servers.npz") as wanted:
             for name, values in rows(embeddings).items():
                 np.testing.assert_array_equal(values, wanted[name])
-        if isinstance(embeddings.worker, RemoteWorker):
+        if isinstance(embeddings.worker, ShardedWorker):
             embeddings.worker.servers.close()

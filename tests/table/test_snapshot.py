@@ -23,7 +23,7 @@ from satrap.config.tables import SGD, Adagrad, Adam, Ftrl, MinCount, RowWiseAdag
 from satrap.errors import CapacityError, SnapshotError
 from satrap.table.snapshot import writer
 from satrap.table.store import Store
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 from snapshots import assert_same, columns, contents, crc32c, forge, manifest
 
 ROOT = Path(__file__).parents[2]
@@ -368,7 +368,7 @@ def test_a_line_of_expiry_beyond_the_latest_step() -> None:
 
 
 def test_a_table_among_others_is_saved_alone(tmp_path: Path) -> None:
-    tables = Tables([Table("a", dim=2), Table("b", dim=3)], num_threads=1)
+    tables = TableGroup([Table("a", dim=2), Table("b", dim=3)], num_threads=1)
     tables.lookup(as_ids([1, 2, 3]), np.array([0, 1, 3]))
     version = tables["b"].save(tmp_path / "b")
     loaded = Store.load(tmp_path / "b", num_threads=1)

@@ -12,7 +12,7 @@ from oracle import as_ids
 from satrap.config.tables import SGD, Adagrad, Adam, Ftrl, MinCount, Table
 from satrap.errors import ConfigError, InputError, SharedMemoryError, SnapshotError, TicketError
 from satrap.table.store import Store
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 
 TABLES = [
     Table("user", dim=4, optimizer=Adam(), num_buckets=2),
@@ -30,7 +30,7 @@ def batch(rng: np.random.Generator, tables: list[Table]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_batch_does_to_each_table_what_its_own_calls_do(num_threads: int, rng: np.random.Generator) -> None:
-    tables = Tables(TABLES, seed=5, num_threads=num_threads)
+    tables = TableGroup(TABLES, seed=5, num_threads=num_threads)
     alone = {table.name: Store(table, seed=5, num_threads=1) for table in TABLES}
     for step in range(1, 10):
         ids, offsets = batch(rng, TABLES)
@@ -51,7 +51,7 @@ def test_a_batch_does_to_each_table_what_its_own_calls_do(num_threads: int, rng:
 
 
 def test_the_store_of_a_table_is_one_of_the_batch() -> None:
-    tables = Tables(TABLES, num_threads=1)
+    tables = TableGroup(TABLES, num_threads=1)
     ids = as_ids([3, 3, 9])
     rows, ticket = tables["item"].lookup(ids, with_ticket=True)
     tables["item"].update(ticket, np.ones_like(rows))
@@ -66,7 +66,7 @@ def test_the_store_of_a_table_is_one_of_the_batch() -> None:
 
 
 def test_prepare_and_out(rng: np.random.Generator) -> None:
-    tables = Tables(TABLES, num_threads=1)
+    tables = TableGroup(TABLES, num_threads=1)
     ids, offsets = batch(rng, TABLES)
     out = np.full(int(np.dot(np.diff(offsets), [table.dim for table in TABLES])), np.nan, np.float32)
     assert tables.lookup(ids, offsets, out=out) is out
@@ -78,10 +78,10 @@ def test_prepare_and_out(rng: np.random.Generator) -> None:
 def test_bad_tables() -> None:
     for bad in ([], [TABLES[0], TABLES[0]], [TABLES[0], "item"]):
         with pytest.raises(ConfigError, match=r"tables are called|wanted a satrap\.Table"):
-            Tables(bad)  # type: ignore[arg-type]
+            TableGroup(bad)  # type: ignore[arg-type]
 
 
-def prepared(tables: Tables) -> Any:
+def prepared(tables: TableGroup) -> Any:
     tables.lookup(as_ids([]), np.zeros(5, np.int64), step=1)
     return tables.prepare(as_ids([1]), np.array([0, 1, 1, 1, 1]))
 
@@ -110,14 +110,14 @@ BAD_CALLS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("call", "words"), BAD_CALLS)
 def test_bad_calls(call: Any, words: str) -> None:
-    tables = Tables(TABLES, num_threads=1)
+    tables = TableGroup(TABLES, num_threads=1)
     with pytest.raises(InputError, match=words):
         call(tables)
     assert tables.latest_step <= 1 and not any(len(store) for store in tables.values())
 
 
 def test_tickets_are_used_once_and_at_home() -> None:
-    tables, others = Tables(TABLES, num_threads=1), Tables(TABLES, num_threads=1)
+    tables, others = TableGroup(TABLES, num_threads=1), TableGroup(TABLES, num_threads=1)
     flat, ticket = tables.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), with_ticket=True)
     with pytest.raises(TicketError, match="another store"):
         others.update(ticket, flat, step=1)
@@ -127,13 +127,13 @@ def test_tickets_are_used_once_and_at_home() -> None:
 
 
 def test_shared_memory_holds_all_tables(tmp_path: Path, rng: np.random.Generator) -> None:
-    tables = Tables(TABLES, seed=9, num_threads=1, shared=tmp_path / "shared")
+    tables = TableGroup(TABLES, seed=9, num_threads=1, shared=tmp_path / "shared")
     ids, offsets = batch(rng, TABLES)
     flat = tables.lookup(ids, offsets).copy()
     del tables
     with pytest.raises(SharedMemoryError, match=r"holds 4 tables .*Tables\.attach"):
         Store.attach(tmp_path / "shared", num_threads=1)
-    attached = Tables.attach(tmp_path / "shared", num_threads=2)
+    attached = TableGroup.attach(tmp_path / "shared", num_threads=2)
     assert [store.table for store in attached.values()] == TABLES and attached["user"].seed == 9
     np.testing.assert_array_equal(attached.lookup(ids, offsets, train=False), flat)
     for store in attached.values():
@@ -142,7 +142,7 @@ def test_shared_memory_holds_all_tables(tmp_path: Path, rng: np.random.Generator
 
 def test_a_table_has_its_own_learning_rate() -> None:
     """A table's own learning rate is used where a batch names none."""
-    tables = Tables(
+    tables = TableGroup(
         [Table("a", dim=1, optimizer=SGD(lr=0.5)), Table("b", dim=1, optimizer=SGD(lr=0.25))], num_threads=1
     )
     flat, ticket = tables.lookup(as_ids([1, 1]), np.array([0, 1, 2]), with_ticket=True)
@@ -155,7 +155,7 @@ def test_a_table_has_its_own_learning_rate() -> None:
 
 def test_restore_brings_every_table_back_bit_for_bit(tmp_path: Path) -> None:
     configs = [Table("a", dim=4, optimizer=Adagrad(lr=0.1)), Table("b", dim=3, admission=MinCount(2, window=64))]
-    tables, rng = Tables(configs, seed=3), np.random.default_rng(0)
+    tables, rng = TableGroup(configs, seed=3), np.random.default_rng(0)
     folders: dict[str, list[Path]] = {"a": [], "b": []}
     versions: dict[str, int] = {}
     for round_number in range(3):
@@ -167,7 +167,7 @@ def test_restore_brings_every_table_back_bit_for_bit(tmp_path: Path) -> None:
             to = tmp_path / f"{name}{round_number}"
             folders[name].append(to)
             versions[name] = store.save(to) if round_number == 0 else store.save_changes(to, since=versions[name])
-    again = Tables(configs, seed=3)
+    again = TableGroup(configs, seed=3)
     again.restore(folders)
     everything = np.arange(50, dtype=np.uint64)
     for name in tables:
@@ -178,11 +178,11 @@ def test_restore_brings_every_table_back_bit_for_bit(tmp_path: Path) -> None:
     assert again.latest_step == tables.latest_step
     with pytest.raises(SnapshotError, match="was used already"):
         again.restore(folders)
-    fresh = Tables(configs, seed=3)
+    fresh = TableGroup(configs, seed=3)
     with pytest.raises(SnapshotError, match="continues version"):
         fresh.restore(folders | {"b": [folders["b"][0], folders["b"][2]]})
     with pytest.raises(SnapshotError, match="seed is 4 in the table and 3 in the snapshot"):
-        Tables(configs, seed=4).restore(folders)
+        TableGroup(configs, seed=4).restore(folders)
     with pytest.raises(InputError, match="one list for each table"):
         fresh.restore({"a": folders["a"]})
     assert len(fresh["a"]) == 0, "nothing is changed by what is refused"

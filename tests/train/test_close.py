@@ -27,7 +27,7 @@ from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
 from satrap.rpc import Client, Service
-from satrap.run_context import Place
+from satrap.run_context import RunContext
 
 SECONDS = 30.0  # for all of them
 OWN_THREADS = {"satrap-lease", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}
@@ -209,7 +209,7 @@ def test_what_is_to_be_done_before(raised: BaseException | None, left: int, monk
     with serving(1) as services, suppress(InputError, SystemExit):
         embeddings, _, _ = job(servers=[services[0].address])
         monkeypatch.setattr(
-            satrap.run_context, "_here", Place(rank=0, world=1, launch=1, servers=(services[0].address,))
+            satrap.run_context, "_here", RunContext(rank=0, world=1, launch=1, servers=(services[0].address,))
         )
         monkeypatch.setattr(satrap.run_context, "_before_end", [])
         with embeddings:

@@ -21,9 +21,9 @@ from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.config.features import Features
 from satrap.config.tables import Zeros
 from satrap.errors import CheckpointError, NonFiniteError
-from satrap.server.migration.coordinator import Mover
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.server.migration.coordinator import Migration
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedWorker
 
 Kind = Callable[[Any], torch.optim.Optimizer]
 KINDS: dict[str, Kind] = {
@@ -48,7 +48,7 @@ def job(
     try:
         yield embeddings, model, optimizer
     finally:
-        assert isinstance(embeddings.worker, RemoteWorker)
+        assert isinstance(embeddings.worker, ShardedWorker)
         embeddings.worker.servers.close()
 
 
@@ -299,7 +299,7 @@ def test_buckets_that_move_lose_nothing() -> None:
                 loss_of(model, one).backward()
                 if number % 10 == 0:  # with a batch under way
                     now = 1 if number == 10 else number // 10
-                    Mover(addresses[:now], addresses[: 1 + number // 10 % 3], breath=0.0).run()
+                    Migration(addresses[:now], addresses[: 1 + number // 10 % 3], breath=0.0).run()
                 optimizer.step()
             assert all(map(np.array_equal, wanted, values_of(model)))
 
@@ -315,10 +315,10 @@ def test_a_trainer_that_is_done_keeps_no_row_from_eviction() -> None:
         for one in embeddings.stream([batch(range(8))]):
             (one.embeddings.sum() * weight.sum()).backward()
             optimizer.step()
-        assert isinstance(embeddings.worker, RemoteWorker)
+        assert isinstance(embeddings.worker, ShardedWorker)
         own = embeddings.worker.servers
-        other = Servers(own.job, own.addresses, trainer=1, attempt=own.attempt)
-        RemoteWorker(features, other, num_threads=1).lookup(batch(range(20, 28)), step=5)
+        other = ServerGroup(own.job, own.addresses, trainer=1, attempt=own.attempt)
+        ShardedWorker(features, other, num_threads=1).lookup(batch(range(20, 28)), step=5)
         assert embeddings.tables["t"].read(np.arange(20, 28)).present.all()
         other.close()
         own.close()

@@ -85,4 +85,4 @@ def test_models_that_take_more_and_have_several_heads() -> None:
     assert found.auc() == pytest.approx(plain.auc(), abs=1e-6)
     numbers = f"auc={plain.auc():.4f}, log_loss={plain.log_loss():.4f}, ne={plain.normalised_entropy():.4f}"
     assert repr(plain) == f"Pass(71 samples, {numbers})"
-    assert repr(metrics.Pass()) == "Pass(no samples)"
+    assert repr(metrics.Evaluation()) == "Pass(no samples)"

@@ -27,7 +27,7 @@ from satrap.config.tables import SGD, Constant, Table, Zeros
 from satrap.errors import InputError, SatrapError, SharedMemoryError, SnapshotError, TicketError
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.store import Store
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 
 DEADLINE_SECONDS = 240.0
 
@@ -150,7 +150,7 @@ def test_a_killed_load_leaves_no_half_table_to_attach(kind: str, tmp_path: Path)
     store.save(folder)
     done = subprocess.run([sys.executable, "-c", KILLED_LOAD, kind, folder, shared], timeout=DEADLINE_SECONDS)
     assert done.returncode == -signal.SIGKILL and shared.exists()
-    for attach in (Store.attach, Tables.attach):
+    for attach in (Store.attach, TableGroup.attach):
         with pytest.raises(SharedMemoryError, match="cut short; remove it and load again"):
             attach(shared)
     shared.unlink()
@@ -212,7 +212,7 @@ def test_ids_that_another_thread_changes_never_break_the_table() -> None:
 
 
 def test_offsets_that_another_thread_changes_are_used_as_they_were_checked() -> None:
-    tables = Tables(
+    tables = TableGroup(
         [Table("a", dim=4, num_buckets=1, initial=Constant(1.0)), Table("b", dim=4, initial=Constant(2.0))],
         num_threads=1,
     )
@@ -258,7 +258,7 @@ def test_bag_offsets_that_another_thread_changes_are_used_as_they_were_checked()
 
 
 def test_a_ticket_of_another_table_is_refused() -> None:
-    tables = Tables(
+    tables = TableGroup(
         [Table(name, dim=4, optimizer=SGD(lr=1.0), initial=Zeros()) for name in "ab"],
         num_threads=1,
     )

@@ -29,8 +29,8 @@ from satrap import SGD, Embeddings, Parquet, Table, Zeros
 from satrap.errors import InputError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Service
-from satrap.worker.remote.client import FarWorker
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.remote.client import RemoteWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 BATCH, NUM_BATCHES = 4, 5
 CALLS = ("next", "step", "drop", "drain", "pause", "close")
@@ -54,11 +54,11 @@ def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
         if rows != "local":
             how["servers"] = [each.address for each in stack.enter_context(serving(2))]
         made = Embeddings({"id": table}, **how)
-        if isinstance(made.worker, RemoteWorker):
+        if isinstance(made.worker, ShardedWorker):
             stack.callback(made.worker.servers.close)
         if rows == "worker":
             send_through(made, stack.enter_context(working())[0].address)
-            assert isinstance(made.worker, FarWorker)
+            assert isinstance(made.worker, RemoteWorker)
             stack.callback(made.worker.close)
         yield made
 

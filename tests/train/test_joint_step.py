@@ -25,7 +25,7 @@ from satrap import Inputs
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
 from satrap.train.joint_step import PADDING_ROWS, JointStep, Padded, described
-from satrap.train.staleness_gate import Gate
+from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import JointStream, Stream
 from trainers import Trainers
 
@@ -170,7 +170,7 @@ def test_a_batch_is_weighed_while_its_backward_pass_is_awaited() -> None:
     stream = Stream(
         inputs,
         embeddings.worker,
-        Gate(1),
+        StalenessGate(1),
         train=True,
         device=torch.device("cpu"),
         overlap=False,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from satrap.errors import NonFiniteError, StreamError
 from satrap.train.pipeline_stages import Update
-from satrap.train.prefetch_pipeline import Pipeline
-from satrap.train.staleness_gate import Gate
+from satrap.train.prefetch_pipeline import PrefetchPipeline
+from satrap.train.staleness_gate import StalenessGate
 
 DEADLINE_SECONDS = 120.0
 
@@ -85,8 +85,8 @@ def looked_up(tables: Tables, num: int) -> bool:
     return len(tables.looked_up) >= num
 
 
-def make(inputs: Iterator[int], gate: Gate, tables: Tables, mode: str) -> Pipeline[tuple[int, int]]:
-    return Pipeline(
+def make(inputs: Iterator[int], gate: StalenessGate, tables: Tables, mode: str) -> PrefetchPipeline[tuple[int, int]]:
+    return PrefetchPipeline(
         inputs,  # type: ignore[arg-type]  # plain numbers
         gate,
         tables.look_up,  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def make(inputs: Iterator[int], gate: Gate, tables: Tables, mode: str) -> Pipeli
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_batch_is_handed_over_once_in_order(mode: str, staleness: int, deterministic: bool) -> None:
-    tables, gate = Tables(), Gate(staleness, deterministic=deterministic)
+    tables, gate = Tables(), StalenessGate(staleness, deterministic=deterministic)
     pipeline = make(numbers(20), gate, tables, mode)
     got = []
     while (item := pipeline.next()) is not None:
@@ -120,7 +120,7 @@ def test_every_batch_is_handed_over_once_in_order(mode: str, staleness: int, det
 
 @each_way
 def test_an_empty_source_ends_at_once(mode: str) -> None:
-    pipeline = make(numbers(0), Gate(2), Tables(), mode)
+    pipeline = make(numbers(0), StalenessGate(2), Tables(), mode)
     assert pipeline.next() is None
     assert pipeline.next() is None
     pipeline.close()
@@ -129,7 +129,7 @@ def test_an_empty_source_ends_at_once(mode: str) -> None:
 @each_way
 def test_the_user_is_asked_when_only_a_step_opens_the_gate(mode: str) -> None:
     tables = Tables()
-    pipeline = make(numbers(9), Gate(1), tables, mode)
+    pipeline = make(numbers(9), StalenessGate(1), tables, mode)
     assert pipeline.next() == (0, 1)
     assert not pipeline.needs_user()
     assert pipeline.next() == (1, 2)
@@ -150,7 +150,7 @@ def test_all_batches_may_be_taken_before_the_first_step(
     mode: str, staleness: int, accumulate: int, deterministic: bool
 ) -> None:
     """Each comes once, under its step, and is looked up in order, as soon as the gate allows and no sooner."""
-    tables, gate = Checked(staleness, 0), Gate(staleness, accumulate=accumulate, deterministic=deterministic)
+    tables, gate = Checked(staleness, 0), StalenessGate(staleness, accumulate=accumulate, deterministic=deterministic)
     pipeline = make(numbers(20), gate, tables, mode)
     got = []
     while (item := pipeline.next()) is not None:
@@ -172,7 +172,7 @@ def test_all_batches_may_be_taken_before_the_first_step(
 @each_way
 def test_the_last_batch_taken_ahead_goes_back(mode: str) -> None:
     tables = Tables()
-    pipeline = make(numbers(9), Gate(0), tables, mode)
+    pipeline = make(numbers(9), StalenessGate(0), tables, mode)
     first, second, third = (pipeline.next() for _ in range(3))
     assert first is not None and second is not None and third is not None
     assert not pipeline.take_back(first) and not pipeline.take_back(second) and pipeline.take_back(third)
@@ -182,7 +182,7 @@ def test_the_last_batch_taken_ahead_goes_back(mode: str) -> None:
 
 
 def test_lookups_go_on_while_the_user_is_in_its_step() -> None:
-    tables, gate = Tables(), Gate(3)
+    tables, gate = Tables(), StalenessGate(3)
     pipeline = make(numbers(100), gate, tables, "overlap")
     assert pipeline.next() == (0, 1)
     eventually("lookups up to the staleness", lambda: set(tables.seen) == {1, 2, 3, 4})
@@ -205,7 +205,7 @@ def test_reading_ahead_is_bounded() -> None:
             yield i
             i += 1
 
-    pipeline = make(endless(), Gate(2), Tables(), "overlap")
+    pipeline = make(endless(), StalenessGate(2), Tables(), "overlap")
     assert pipeline.next() == (0, 1)
     eventually("reads up to the bound", lambda: len(read) >= 6)
     pipeline.close()
@@ -220,7 +220,7 @@ def test_an_error_reaches_the_user_with_its_stage(mode: str, stage: str) -> None
         tables.fail_lookup = 5
     if stage == "update":
         tables.fail_update = 5
-    pipeline = make(numbers(50, fail_at=4 if stage == "read" else -1), Gate(2), tables, mode)
+    pipeline = make(numbers(50, fail_at=4 if stage == "read" else -1), StalenessGate(2), tables, mode)
     with pytest.raises((OSError, ValueError, NonFiniteError)) as caught:
         while (item := pipeline.next()) is not None:
             pipeline.submit(tables.update(item[1]))
@@ -238,7 +238,7 @@ def test_closing_in_the_middle_leaves_no_thread(mode: str, interrupted: bool) ->
     """Interrupted: a Ctrl-C that came when the lock was taken and what it is for had not begun leaves it taken."""
     before = set(threading.enumerate())
     tables = Tables()
-    pipeline = make(numbers(1000), Gate(3), tables, mode)
+    pipeline = make(numbers(1000), StalenessGate(3), tables, mode)
     pipeline.next()
     pipeline.submit(tables.update(1))
     if interrupted:
@@ -257,7 +257,7 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
         entered.set()
         assert release.wait(DEADLINE_SECONDS)
 
-    pipeline = make(stuck(), Gate(0), Tables(), "overlap")
+    pipeline = make(stuck(), StalenessGate(0), Tables(), "overlap")
     assert pipeline.next() == (0, 1)
     assert entered.wait(DEADLINE_SECONDS)
     with pytest.raises(StreamError, match="satrap-read did not end"):
@@ -268,7 +268,7 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @each_way
 def test_one_update_settles_several_batches(mode: str) -> None:
-    tables, gate = Tables(), Gate(0, accumulate=2)
+    tables, gate = Tables(), StalenessGate(0, accumulate=2)
     pipeline = make(numbers(5), gate, tables, mode)
     for step in (1, 2):
         assert [pipeline.next(), pipeline.next()] == [(2 * step - 2, step), (2 * step - 1, step)]
@@ -282,10 +282,10 @@ def test_one_update_settles_several_batches(mode: str) -> None:
 
 
 @pytest.fixture
-def beside() -> Iterator[tuple[Pipeline[tuple[int, int]], Tables]]:
+def beside() -> Iterator[tuple[PrefetchPipeline[tuple[int, int]], Tables]]:
     """With staleness 2: three batches are looked up, and the lookup of step 4 is held, while update 1 is applied."""
     tables = Tables()
-    pipeline = make(numbers(100), Gate(2), tables, "remote")
+    pipeline = make(numbers(100), StalenessGate(2), tables, "remote")
     assert [pipeline.next() for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
     tables.hold_lookup.clear()
     pipeline.submit(tables.update(1))
@@ -296,7 +296,9 @@ def beside() -> Iterator[tuple[Pipeline[tuple[int, int]], Tables]]:
     pipeline.close()
 
 
-def test_updates_and_lookups_do_not_wait_for_each_other(beside: tuple[Pipeline[tuple[int, int]], Tables]) -> None:
+def test_updates_and_lookups_do_not_wait_for_each_other(
+    beside: tuple[PrefetchPipeline[tuple[int, int]], Tables],
+) -> None:
     pipeline, tables = beside
     pipeline.submit(tables.update(2))
     eventually("an update during a lookup", lambda: tables.applied == [1, 2])
@@ -312,7 +314,7 @@ def test_updates_and_lookups_do_not_wait_for_each_other(beside: tuple[Pipeline[t
     assert tables.seen[6] == 3
 
 
-def test_a_pause_waits_for_both(beside: tuple[Pipeline[tuple[int, int]], Tables]) -> None:
+def test_a_pause_waits_for_both(beside: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
     pipeline, tables = beside
     tables.hold_update.clear()
     pipeline.submit(tables.update(2))
@@ -344,7 +346,7 @@ def threads_of_tables() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name in ("satrap-lookups", "satrap-updates")]
 
 
-def test_of_two_errors_the_first_is_raised(beside: tuple[Pipeline[tuple[int, int]], Tables]) -> None:
+def test_of_two_errors_the_first_is_raised(beside: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
     pipeline, tables = beside
     tables.hold_update.clear()
     tables.fail_update, tables.fail_lookup = 2, 4
@@ -364,7 +366,7 @@ def test_of_two_errors_the_first_is_raised(beside: tuple[Pipeline[tuple[int, int
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_an_error_of_a_lookup_waits_for_the_update_beside_it(
-    beside: tuple[Pipeline[tuple[int, int]], Tables], refused: bool
+    beside: tuple[PrefetchPipeline[tuple[int, int]], Tables], refused: bool
 ) -> None:
     pipeline, tables = beside
     tables.hold_update.clear()
@@ -436,7 +438,10 @@ def test_beside_each_other_nothing_is_lost_or_too_early(
     staleness: int, accumulate: int, deterministic: bool, num_batches: int, drop: float, seed: int
 ) -> None:
     """The user keeps some batches before he steps or drops them, as many as he likes."""
-    tables, gate = Checked(staleness, seed), Gate(staleness, accumulate=accumulate, deterministic=deterministic)
+    tables, gate = (
+        Checked(staleness, seed),
+        StalenessGate(staleness, accumulate=accumulate, deterministic=deterministic),
+    )
     draw = random.Random(seed)
     pipeline = make(numbers(num_batches), gate, tables, "remote")
     got: list[tuple[int, int]] = []

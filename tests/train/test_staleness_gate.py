@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap.train.staleness_gate import Gate
+from satrap.train.staleness_gate import StalenessGate
 
 
-def run(gate: Gate, num_batches: int, rng: random.Random, drop: float) -> list[tuple[str, int]]:
+def run(gate: StalenessGate, num_batches: int, rng: random.Random, drop: float) -> list[tuple[str, int]]:
     """Plays a stream as user and pipeline would, in a random order of all that is allowed; returns what happened."""
     events: list[tuple[str, int]] = []
     looked_up = 0
@@ -66,7 +66,7 @@ def run(gate: Gate, num_batches: int, rng: random.Random, drop: float) -> list[t
 def test_no_lookup_misses_more_than_the_staleness(
     staleness: int, accumulate: int, deterministic: bool, num_batches: int, last_step: int, drop: float, seed: int
 ) -> None:
-    gate = Gate(staleness, accumulate=accumulate, deterministic=deterministic, last_step=last_step)
+    gate = StalenessGate(staleness, accumulate=accumulate, deterministic=deterministic, last_step=last_step)
     events = run(gate, num_batches, random.Random(seed), drop)
     settled = set(range(last_step + 1))
     updates: list[int] = []
@@ -87,7 +87,7 @@ def test_no_lookup_misses_more_than_the_staleness(
 
 
 def test_synchronous_steps_alternate() -> None:
-    gate = Gate(0)
+    gate = StalenessGate(0)
     for step in range(1, 5):
         assert gate.may_look_up()
         assert gate.look_up() == step
@@ -98,7 +98,7 @@ def test_synchronous_steps_alternate() -> None:
 
 
 def test_the_staleness_seen_counts_open_steps() -> None:
-    gate = Gate(2, accumulate=2)
+    gate = StalenessGate(2, accumulate=2)
     steps = []
     while gate.may_look_up():
         steps.append(gate.look_up())
@@ -113,7 +113,7 @@ def test_the_staleness_seen_counts_open_steps() -> None:
 
 
 def test_a_step_begun_is_open_until_its_last_batch() -> None:
-    gate = Gate(0, accumulate=3)
+    gate = StalenessGate(0, accumulate=3)
     gate.settle(gate.look_up())
     assert gate.oldest_open == 1
     gate.look_up()
@@ -125,7 +125,7 @@ def test_a_step_begun_is_open_until_its_last_batch() -> None:
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_a_deterministic_update_waits_for_the_lookups_that_must_not_see_it(staleness: int) -> None:
-    gate = Gate(staleness, deterministic=True)
+    gate = StalenessGate(staleness, deterministic=True)
     for step in range(1, staleness + 1):
         gate.look_up()
         assert not gate.may_update(1), f"the lookup of step {step + 1} is still to come"
@@ -137,5 +137,5 @@ def test_a_deterministic_update_waits_for_the_lookups_that_must_not_see_it(stale
 
 
 def test_lookups_and_updates_run_at_the_same_time_where_only_the_staleness_binds() -> None:
-    assert [Gate(staleness).apart for staleness in (0, 1, 4)] == [False, True, True]
-    assert not any(Gate(staleness, deterministic=True).apart for staleness in (0, 1, 4))
+    assert [StalenessGate(staleness).apart for staleness in (0, 1, 4)] == [False, True, True]
+    assert not any(StalenessGate(staleness, deterministic=True).apart for staleness in (0, 1, 4))

@@ -16,7 +16,7 @@ from cluster import serving
 from far_parts import BATCH, bits, evaluate, made, running, source, train, working, write
 from satrap import Checkpoint, MinCount, Parquet, Table
 from satrap.errors import StreamError
-from satrap.worker.remote.client import FarBatches, FarInputs, FarWorker
+from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
 
 
 def addresses(stack: ExitStack, num_servers: int, num_workers: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
         embeddings, _, _ = stack.enter_context(running(**addresses(stack, 1, 1)))
         stream = stack.enter_context(embeddings.stream(source(write(tmp_path / "a.parquet", 2))))
         batch = next(stream)
-        assert isinstance(batch.inputs, FarInputs) and len(batch) == BATCH
+        assert isinstance(batch.inputs, RemoteInputs) and len(batch) == BATCH
         for name in ("values", "offsets", "weights"):
             with pytest.raises(StreamError, match=f"no {name} here: its ids stay with the worker at ipc://"):
                 getattr(batch.inputs, name)
@@ -192,12 +192,12 @@ def test_what_is_no_declaration_of_files_is_looked_up_from_here(tmp_path: Path) 
             names = embeddings.features
             seen = train(job, data)
             with embeddings.stream(list(data.batches(names))) as stream:
-                assert not isinstance(stream._inputs, FarBatches)
+                assert not isinstance(stream._inputs, RemoteBatches)
                 for batch in stream:
                     torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
                     optimizer.step()
                     optimizer.zero_grad()
             seen += train(job, data)
             found.append((seen, bits(job), embeddings.counters().lost, embeddings.step))
-            assert isinstance(embeddings.worker, FarWorker) == bool(where[1])
+            assert isinstance(embeddings.worker, RemoteWorker) == bool(where[1])
     assert all(each == found[0] for each in found)

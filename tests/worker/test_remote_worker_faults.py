@@ -40,8 +40,8 @@ from satrap.rpc import Service
 from satrap.rpc.keys import Keys, make_keys
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.worker.remote.client import FarWorker, WorkerAt
-from satrap.worker.server_group import Servers
+from satrap.worker.remote.client import RemoteWorker, WorkerConnection
+from satrap.worker.server_group import ServerGroup
 
 each_way = pytest.mark.parametrize(
     "given",
@@ -54,13 +54,13 @@ each_way = pytest.mark.parametrize(
 def test_a_worker_that_is_killed_at_random_moments(
     tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greetings, greet = [], WorkerAt.greet
+    greetings, greet = [], WorkerConnection.greet
 
-    def counted(at: WorkerAt) -> None:
+    def counted(at: WorkerConnection) -> None:
         greetings.append(at)
         greet(at)
 
-    monkeypatch.setattr(WorkerAt, "greet", counted)
+    monkeypatch.setattr(WorkerConnection, "greet", counted)
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
     test = source(write(tmp_path / "b.parquet", 40, seed=1))
@@ -259,7 +259,7 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
                         worker.restart()
                     seen.append((batch.position, embeddings.counters().lost))
             found.append((seen, embeddings.counters().lost))
-        assert isinstance(embeddings.worker, FarWorker)
+        assert isinstance(embeddings.worker, RemoteWorker)
         embeddings.worker.close()
     assert found[0] == found[1], "a label of 7 is malformed, on a worker too"
     assert found[0][1] == {"rows/malformed": 2 * malformed, "rows/no_label": 2 * no_label, "rows/short": left_over}
@@ -318,10 +318,10 @@ def test_another_job_is_refused_field_by_field() -> None:
 
 
 @contextmanager
-def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) -> Iterator[FarWorker]:
-    servers = Servers(Job(tables=of.tables, seed=seed), [service.address], **options)
+def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) -> Iterator[RemoteWorker]:
+    servers = ServerGroup(Job(tables=of.tables, seed=seed), [service.address], **options)
     try:
-        found = FarWorker(of, servers, worker.address, num_threads=1)
+        found = RemoteWorker(of, servers, worker.address, num_threads=1)
         yield found
         found.at.close()
     finally:
@@ -354,7 +354,7 @@ def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
                 address = service.address
                 for _ in range(times):
                     with running(servers=[address], workers=[worker.address]) as job:
-                        assert isinstance(job[0].worker, FarWorker)
+                        assert isinstance(job[0].worker, RemoteWorker)
                         job[0].worker.tables.clear()
                         assert len(train(job, data)) == 4
                 numbers.append(worker.host._attempt)
@@ -425,11 +425,13 @@ def test_keys(tmp_path: Path) -> None:
             with running(**where, keys=tmp_path / "keys" / "client.key") as job:
                 assert len(train(job, data)) == 4
             of = features()
-            servers = Servers(
+            servers = ServerGroup(
                 Job(tables=of.tables), [service.address], keys=Keys.read(tmp_path / "keys" / "client.key")
             )
             with pytest.raises(DeadlineError, match="no connection"):
-                FarWorker(of, servers, worker.address, keys=Keys.read(tmp_path / "others" / "client.key"), deadline=1.0)
+                RemoteWorker(
+                    of, servers, worker.address, keys=Keys.read(tmp_path / "others" / "client.key"), deadline=1.0
+                )
             servers.close()
     finally:
         worker.end()

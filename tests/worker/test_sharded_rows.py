@@ -29,25 +29,25 @@ from satrap.server.server import Server
 from satrap.table.engine import open_engine
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedWorker
 
 
 @pytest.fixture(params=[1, 2, 3])
-def worker(request: pytest.FixtureRequest) -> Iterator[RemoteWorker]:
+def worker(request: pytest.FixtureRequest) -> Iterator[ShardedWorker]:
     with serving(request.param) as services, remote(features(), [each.address for each in services]) as worker:
         yield worker
 
 
-def test_it_is_what_torch_makes_of_it(worker: RemoteWorker, rng: np.random.Generator) -> None:
+def test_it_is_what_torch_makes_of_it(worker: ShardedWorker, rng: np.random.Generator) -> None:
     follow(worker, rng, num_steps=3, scale=0.5)
 
 
-def test_accumulated_batches_are_one_step(worker: RemoteWorker, rng: np.random.Generator) -> None:
+def test_accumulated_batches_are_one_step(worker: ShardedWorker, rng: np.random.Generator) -> None:
     follow(worker, rng, num_steps=2, accumulate=3)
 
 
-def test_it_has_the_bits_of_a_worker_here(worker: RemoteWorker, rng: np.random.Generator) -> None:
+def test_it_has_the_bits_of_a_worker_here(worker: ShardedWorker, rng: np.random.Generator) -> None:
     """Rows, counters, and evaluation; with a batch that is dropped and gradients that are missing."""
     local = LocalWorker(features(), num_threads=1)
     for step in range(1, 6):
@@ -76,7 +76,7 @@ def test_it_has_the_bits_of_a_worker_here(worker: RemoteWorker, rng: np.random.G
     assert worker.truncated == local.truncated
 
 
-def test_steps_are_numbered_where_nobody_gives_them(worker: RemoteWorker, rng: np.random.Generator) -> None:
+def test_steps_are_numbered_where_nobody_gives_them(worker: ShardedWorker, rng: np.random.Generator) -> None:
     local = LocalWorker(features(), num_threads=1)
     for _ in range(3):
         inputs = draw_bags(rng, local.features, 5).inputs()
@@ -87,7 +87,7 @@ def test_steps_are_numbered_where_nobody_gives_them(worker: RemoteWorker, rng: n
     assert worker._rows.latest_step == local._rows.latest_step == 3
 
 
-def test_empty_batches_and_empty_reads(worker: RemoteWorker, rng: np.random.Generator) -> None:
+def test_empty_batches_and_empty_reads(worker: ShardedWorker, rng: np.random.Generator) -> None:
     looked = worker.lookup(draw_bags(rng, worker.features, 0).inputs(), step=1)
     assert looked.block.shape == (0, worker.features.total_dim)
     worker.update([looked.ticket] if looked.ticket else [], [looked.block], step=1)
@@ -95,7 +95,7 @@ def test_empty_batches_and_empty_reads(worker: RemoteWorker, rng: np.random.Gene
     assert len(worker.tables["item"]) == 0
 
 
-def test_learning_rates(worker: RemoteWorker, rng: np.random.Generator) -> None:
+def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None:
     """Of the table until set, then what was set, and what an update brings before both."""
     local = LocalWorker(features(), num_threads=1)
     for step, lrs in ((1, None), (2, None), (3, {"item": 0.5})):
@@ -171,11 +171,11 @@ def test_a_server_of_another_job_is_refused_field_by_field() -> None:
         with remote(one_table(), addresses):
             pass
         with pytest.raises(ConfigError, match=r"table 't', num_buckets: 16 here, 8 there.*seed|seed.*num_buckets: 16"):
-            Servers(Job(tables=one_table(num_buckets=16).tables, seed=1), addresses)
+            ServerGroup(Job(tables=one_table(num_buckets=16).tables, seed=1), addresses)
         with pytest.raises(ConfigError, match="server: number 0 of 2 here, 1 of 2 there"):
-            Servers(Job(tables=one_table().tables), addresses[::-1])
+            ServerGroup(Job(tables=one_table().tables), addresses[::-1])
         with pytest.raises(ConfigError, match="server: number 0 of 1 here, 0 of 2 there"):
-            Servers(Job(tables=one_table().tables), addresses[:1])
+            ServerGroup(Job(tables=one_table().tables), addresses[:1])
 
 
 def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
@@ -184,9 +184,9 @@ def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
         with remote(one_table(dim=3), [other]):
             pass
         with pytest.raises(ConfigError, match="table 't', dim: 2 here, 3 there"):
-            Servers(Job(tables=one_table().tables), [mine, other])
+            ServerGroup(Job(tables=one_table().tables), [mine, other])
         with pytest.raises(ConfigError, match="wanted each server once"):
-            Servers(Job(tables=one_table().tables), [mine, mine])
+            ServerGroup(Job(tables=one_table().tables), [mine, mine])
         with remote(one_table(), [mine]) as worker:
             assert len(worker.tables["t"]) == 0
 
@@ -247,7 +247,7 @@ def test_a_process_that_was_replaced_cannot_write() -> None:
 def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
     job = Job(tables=one_table().tables)
     with serving(1) as services:
-        servers = Servers(job, [services[0].address])
+        servers = ServerGroup(job, [services[0].address])
         with Client(ServerCalls, services[0].address) as client:
             at = [Origin(attempt=1, trainer=trainer, step=3, map_version=1) for trainer in (0, 1)]
             ids, cuts, ones = np.arange(20, dtype=np.uint64), np.array([0, 20]), np.ones(40, np.float32)

@@ -16,8 +16,8 @@ from cluster import DEADLINE_SECONDS, Killable, serving
 from loop import batches, bits, job, loss_of, running, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
-from satrap.server.migration.coordinator import Mover
-from satrap.worker.sharded_rows import RemoteRows, RemoteWorker
+from satrap.server.migration.coordinator import Migration
+from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 
@@ -41,23 +41,23 @@ def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options:
 
 def test_rows_come_while_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of step 2 is not let through before the lookup of step 5, which needs the update of step 1."""
-    lookup, update = RemoteRows.lookup, RemoteRows.update
+    lookup, update = ShardedRows.lookup, ShardedRows.update
     came, threads = threading.Event(), set()
 
-    def looked_up(rows: RemoteRows, *given: Any) -> Any:
+    def looked_up(rows: ShardedRows, *given: Any) -> Any:
         found = lookup(rows, *given)
         threads.add(threading.current_thread().name)
         if given[4] == 5:
             came.set()
         return found
 
-    def updated(rows: RemoteRows, tickets: Any, gradients: Any, step: int, *rest: Any) -> None:
+    def updated(rows: ShardedRows, tickets: Any, gradients: Any, step: int, *rest: Any) -> None:
         threads.add(threading.current_thread().name)
         assert step != 2 or came.wait(DEADLINE_SECONDS)
         update(rows, tickets, gradients, step, *rest)
 
-    monkeypatch.setattr(RemoteRows, "lookup", looked_up)
-    monkeypatch.setattr(RemoteRows, "update", updated)
+    monkeypatch.setattr(ShardedRows, "lookup", looked_up)
+    monkeypatch.setattr(ShardedRows, "update", updated)
     with running(2, staleness=3) as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(12), overlap=True)
         counters = embeddings.counters()
@@ -77,7 +77,7 @@ def test_the_next_checkpoint_after_a_move_is_a_whole_one(known: bool, tmp_path: 
             train(embeddings, model, optimizer, batches(2, seed=n))
             embeddings.drain()
             if n in (2, 4):
-                Mover(addresses[:2], addresses if n == 2 else addresses[1:], breath=0.0).run()
+                Migration(addresses[:2], addresses if n == 2 else addresses[1:], breath=0.0).run()
             if known:
                 assert len(embeddings.tables["item"]) > 0
             run.save()
@@ -87,7 +87,7 @@ def test_the_next_checkpoint_after_a_move_is_a_whole_one(known: bool, tmp_path: 
                 assert Checkpoint(tmp_path, other, its, restored, None).resume()
                 assert bits(restored, other) == bits(embeddings, model)
         assert parents == [False, True, False, True, False, True]
-        assert isinstance(embeddings.worker, RemoteWorker)
+        assert isinstance(embeddings.worker, ShardedWorker)
         embeddings.worker.servers.close()
 
 
@@ -147,7 +147,7 @@ def test_changes_after_a_server_was_killed_are_saved_whole(tmp_path: Path) -> No
                 parent = json.loads(next(folder.glob(f"*-step-{batch.step}/checkpoint.json")).read_text())["parent"]
                 saved.append(parent is None)
         wanted = bits(embeddings, model)
-        assert isinstance(embeddings.worker, RemoteWorker)
+        assert isinstance(embeddings.worker, ShardedWorker)
         embeddings.worker.servers.close()
     finally:
         for each in servers:
@@ -177,7 +177,7 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
         addresses = [each.address for each in services]
         for again in (False, True):
             embeddings, model, optimizer = job(servers=addresses)
-            assert isinstance(embeddings.worker, RemoteWorker)
+            assert isinstance(embeddings.worker, ShardedWorker)
             if again:
                 with pytest.raises(StreamError, match=r"rows of an earlier run, of up to step 3.*tables.clear\(\)"):
                     embeddings.stream(batches(3))

@@ -24,10 +24,10 @@ from satrap.config.tables import Adagrad, Table
 from satrap.errors import ConfigError, InputError
 from satrap.rpc import Client, Origin
 from satrap.server.protocol import ServerCalls
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteWorker
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedWorker
 
 F32 = NDArray[np.float32]
 FLOAT16_MOST = 2.0**15  # what a row's halves stay below, or at
@@ -133,7 +133,7 @@ def test_paths_and_threads_agree_bit_for_bit(tables: list[tuple[int, int]], seed
         for simd in _core.simd_paths()
         for threads in (1, 3)
     ]
-    places = Tables([Table(f"t{t}", dim=dim) for t, dim in enumerate(dims)], num_threads=2)
+    places = TableGroup([Table(f"t{t}", dim=dim) for t, dim in enumerate(dims)], num_threads=2)
     engine = next(iter(places.values()))._engine
     message = np.asarray(engine.encode_rows(offsets, floats))
     found.append((message.tobytes(), np.asarray(engine.decode_rows(offsets, message)).tobytes()))
@@ -223,10 +223,10 @@ def test_the_number_of_servers_changes_no_bit(rng: np.random.Generator) -> None:
 def test_each_trainer_has_the_wire_that_it_chose() -> None:
     """Two of one server, in turn; the one that rounds spoils nothing for the other."""
     with serving(1) as services, remote(one_table(), [services[0].address]) as plain:
-        halves = Servers(
+        halves = ServerGroup(
             plain.servers.job, plain.servers.addresses, trainer=1, attempt=plain.servers.attempt, wire="float16"
         )
-        coded = RemoteWorker(one_table(), halves, num_threads=1)
+        coded = ShardedWorker(one_table(), halves, num_threads=1)
         looked = [each.lookup(batch(range(20)), step=1) for each in (plain, coded)]
         exact = plain.tables["t"].read(np.arange(20)).values
         assert np.array_equal(looked[0].block, exact) and not np.array_equal(looked[1].block, exact)
@@ -287,7 +287,7 @@ def test_calls_that_are_none_are_refused() -> None:
 @pytest.mark.parametrize("wire", ["fp16", "FLOAT16", "", None, 16])
 def test_other_wires_are_refused(wire: Any) -> None:
     with pytest.raises(ConfigError, match=r"Servers: wire is .*; wanted one of 'float32', 'float16'"):
-        Servers(Job(tables=one_table().tables), ["tcp://127.0.0.1:1"], wire=wire)
+        ServerGroup(Job(tables=one_table().tables), ["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match=r"wire is .*; wanted one of 'float32', 'float16'"):
         job(servers=["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match="no servers"):
@@ -316,7 +316,7 @@ def trained(wire: Literal["float32", "float16"], **options: Any) -> tuple[list[f
             embeddings.drain()
             return losses, rows(embeddings)
         finally:
-            assert isinstance(embeddings.worker, RemoteWorker)
+            assert isinstance(embeddings.worker, ShardedWorker)
             embeddings.worker.servers.close()
 
 

@@ -23,7 +23,7 @@ from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Constant, Ftrl, Table
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, InputError, NonFiniteError, SharedMemoryError, TicketError
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.worker import LookedUp
 
@@ -146,7 +146,7 @@ def test_weights_without_a_weighted_feature_are_refused() -> None:
     inputs = Inputs(names=("item",), values=as_ids([1]), weights=np.ones(1, np.float32), batch_size=1)
     with pytest.raises(InputError, match="there are weights and no feature is weighted"):
         plain.lookup(inputs)
-    with pytest.raises(ConfigError, match=r"features is a dict; wanted a satrap\.features\.Features"):
+    with pytest.raises(ConfigError, match=r"features is a dict; wanted a satrap\.config\.features\.Features"):
         LocalWorker({"item": ITEM})  # type: ignore[arg-type]
 
 
@@ -354,7 +354,7 @@ def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
     worker.update([each for each in tickets if each], [BLOCK, BLOCK], [{"path": PATH}] * 2)
     wanted = contents(worker)[2]
     del worker, tickets
-    again = Tables.attach(tmp_path / "rows")
+    again = TableGroup.attach(tmp_path / "rows")
     assert [store.table for store in again.values()] == list(FEATURES.tables)
     found = [[part.tolist() for part in store.read(as_ids(range(12)))] for store in again.values()]
     assert found == [rows for _, rows in wanted]

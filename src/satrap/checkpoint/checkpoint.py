@@ -33,8 +33,8 @@ from satrap.checkpoint.run_directory import (
     MANIFEST,
     STATE,
     TABLES,
-    Entry,
-    RunFolder,
+    CheckpointManifest,
+    RunDirectory,
     require_rows,
     table_folders,
     table_key,
@@ -44,7 +44,7 @@ from satrap.config.durable import put_on_disk
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
-from satrap.run_context import here
+from satrap.run_context import current
 from satrap.table.snapshot.manifest import checksum
 from satrap.table.snapshot.saved_table import SavedTable
 from satrap.train.embeddings import Embeddings
@@ -83,13 +83,13 @@ class Checkpoint:
             raise CheckpointError(f"further holds {sorted(taken)}; these are saved anyway: take other names")
         for name, value in (("keep", keep), ("full_every", full_every)):
             _require_count(name, value)
-        path, place = os.fspath(path), here()
+        path, place = os.fspath(path), current()
         if place is not None and place.is_copy and "://" not in path and not os.path.isabs(path):
             raise CheckpointError(
                 f"path is {path!r}, and this script runs in a copy of its folder, which goes away with the run: name "
                 "an absolute path that all machines share"
             )
-        self._home = RunFolder(path)
+        self._home = RunDirectory(path)
         self._objects = {"model": unwrapped(model), "optimizer": optimizer, **(further or {})}
         self._embeddings, self._data = embeddings, data
         self._keep, self._full_every = keep, full_every
@@ -172,7 +172,7 @@ class Checkpoint:
                 parent, layout = None, tables.layout
                 versions = self._save_tables(folder, None)
             save_state(folder / STATE, self._state([state_of(each) for each in randoms]))
-            entry = Entry(
+            entry = CheckpointManifest(
                 folder=folder,
                 where=str(folder),
                 name=self._home.name_of(folder),
@@ -222,11 +222,11 @@ class Checkpoint:
             self._embeddings.join_attempt()
             self._embeddings.resume_at(newest.step, self._data, self._position_in(newest))
             self._saved_step = newest.step
-        if (place := here()) is not None and place.rank == 0:  # of a run, which begins its launches by itself
+        if (place := current()) is not None and place.rank == 0:  # of a run, which begins its launches by itself
             print(f"launch {place.launch} goes on after step {newest.step}, from {newest.where}", file=sys.stderr)
         return True
 
-    def _fitting(self, entry: Entry) -> Any:
+    def _fitting(self, entry: CheckpointManifest) -> Any:
         """Its state, if it is one of this job."""
         state, names = self._read_state(entry), list(self._embeddings.tables)
         if sorted(entry.tables) != sorted(names):
@@ -235,7 +235,7 @@ class Checkpoint:
         self._position_in(entry)
         return state
 
-    def _position_in(self, entry: Entry) -> Position | None:
+    def _position_in(self, entry: CheckpointManifest) -> Position | None:
         """Where this trainer goes on in the data. Of another number of trainers than saved it, each goes on with its
         share of what those left."""
         trainers, positions = self._embeddings.trainers, entry.positions
@@ -253,7 +253,7 @@ class Checkpoint:
             )
         return Position.after(known)
 
-    def _restore_tables(self, chain: list[Entry]) -> None:
+    def _restore_tables(self, chain: list[CheckpointManifest]) -> None:
         newest, tables = chain[-1], self._embeddings.tables
         folders = table_folders(chain)
         self._layout = tables.layout
@@ -287,7 +287,7 @@ class Checkpoint:
             self._source = self._embeddings.signature_of(self._data)
         return self._source
 
-    def _require_same_source(self, entry: Entry) -> None:
+    def _require_same_source(self, entry: CheckpointManifest) -> None:
         """A position means something only where the blocks come in the same order."""
         now = self._signature()
         if not any(entry.positions) or entry.source is None or now is None:
@@ -338,7 +338,7 @@ class Checkpoint:
         del objects["optimizer"]["rows"]  # they are in the checkpoint, and come after the optimizer
         return {"objects": objects, "random": randoms}
 
-    def _read_state(self, entry: Entry) -> Any:
+    def _read_state(self, entry: CheckpointManifest) -> Any:
         path = entry.folder / STATE
         state = read_state(path, entry.state_crc32c, entry.where)
         missing = self._objects.keys() ^ state["objects"].keys()

@@ -31,7 +31,7 @@ _LOCK_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CheckpointManifest:
     """One complete checkpoint, as its checkpoint.json says."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Entry:
     state_crc32c: int
 
     @classmethod
-    def parse(cls, data: bytes, folder: Path, where: str) -> "Entry":
+    def parse(cls, data: bytes, folder: Path, where: str) -> "CheckpointManifest":
         """Reads the bytes of a checkpoint.json; CheckpointError if it is torn or of another format."""
         path = f"{where}/{MANIFEST}"
         try:
@@ -137,7 +137,7 @@ def table_key(number: int) -> str:
     return f"{TABLES}/{number}"
 
 
-def table_folders(chain: Sequence[Entry]) -> dict[str, list[Path]]:
+def table_folders(chain: Sequence[CheckpointManifest]) -> dict[str, list[Path]]:
     """Returns of each table the folders to restore it from, oldest first. Raises unless each of them holds what its
     checkpoint was saved with.
 
@@ -157,7 +157,7 @@ def table_folders(chain: Sequence[Entry]) -> dict[str, list[Path]]:
     return found
 
 
-def require_rows(chain: Sequence[Entry], found: Mapping[str, int]) -> None:
+def require_rows(chain: Sequence[CheckpointManifest], found: Mapping[str, int]) -> None:
     """Raises unless each table that was restored from there has as many rows as when it was saved. Warns if an earlier
     Satrap saved it, which did not note what `table_folders` and this check.
 
@@ -178,7 +178,7 @@ def require_rows(chain: Sequence[Entry], found: Mapping[str, int]) -> None:
         )
 
 
-class RunFolder:
+class RunDirectory:
     """The folder of a run, here or on another file system."""
 
     def __init__(self, path: str) -> None:
@@ -264,9 +264,9 @@ class RunFolder:
             return self._look(None).newest
 
     @contextmanager
-    def newest(self) -> Iterator[list[Entry]]:
+    def newest(self) -> Iterator[list[CheckpointManifest]]:
         """The newest checkpoint and its parents, oldest first, in folders of this machine; empty if there is none."""
-        chain: list[Entry] = []
+        chain: list[CheckpointManifest] = []
         try:
             with self._errors():
                 with self._reading():
@@ -323,14 +323,14 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _entry(self, name: str, child: Entry | None) -> Entry:
+    def _entry(self, name: str, child: CheckpointManifest | None) -> CheckpointManifest:
         """Reads a checkpoint, and copies it if it is on another machine. child: the checkpoint that names it as its
         parent."""
         where, data = f"{self._storage.url}/{name}", self._read(name)
         if data is None:
             needed = f"{child.where} needs its parent {name!r}" if child else f"{where} was just removed"
             raise CheckpointError(f"{needed}, which is not in {self._storage.url}")
-        entry = Entry.parse(data, Path(), where)
+        entry = CheckpointManifest.parse(data, Path(), where)
         entry.require_name(name)
         if child is not None:
             child.require_parent(data)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError, SatrapError
-from satrap.run_context import Place
+from satrap.run_context import RunContext
 
 if TYPE_CHECKING:
     from satrap.launch.process_command import Script
-    from satrap.launch.scaler import Resizer
+    from satrap.launch.scaler import Scaler
     from satrap.launch.supervisor import Plan
     from satrap.rpc import Keys
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     from satrap.launch.trainer_main import train
 
-    train(Place.from_dict(json.loads(given.place)), given.script, script_arguments, given.listener)
+    train(RunContext.from_dict(json.loads(given.place)), given.script, script_arguments, given.listener)
     return 0
 
 
@@ -262,7 +262,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     from satrap.launch.local_launcher import LocalLauncher
-    from satrap.launch.logs import Output
+    from satrap.launch.logs import RunLogs
     from satrap.launch.run_loop import folder_of_one_run, run
     from satrap.launch.supervisor import Plan
 
@@ -284,7 +284,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     cores = len(os.sched_getaffinity(0))
     counts = {"trainer": plan.trainers, "worker": plan.workers, "server": plan.servers}
     script = _script(given, arguments, {role: max(1, cores // max(1, count)) for role, count in counts.items()})
-    with folder_of_one_run(given.folder), Output(given.folder / "logs") as output:
+    with folder_of_one_run(given.folder), RunLogs(given.folder / "logs") as output:
         launcher = LocalLauncher(given.folder, output, given.memory)
         return run(script, plan, given.folder, launcher, output, _resizer(given))
 
@@ -304,15 +304,15 @@ def _script(given: argparse.Namespace, arguments: list[str], threads: Mapping[st
     )
 
 
-def _resizer(given: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Resizer":
+def _resizer(given: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Scaler":
     """memory_bytes: that each server was given; 0: its machine's."""
-    from satrap.launch.scaler import Resizer
-    from satrap.sharding.autoscaler import Bounds
+    from satrap.launch.scaler import Scaler
+    from satrap.sharding.autoscaler import ScaleLimits
 
     most = given.max_servers
-    bounds = None if most is None else Bounds(min_servers=given.servers, max_servers=most)
+    bounds = None if most is None else ScaleLimits(min_servers=given.servers, max_servers=most)
     limit = memory_bytes if given.server_gib is None else given.server_gib * 2**30
-    return Resizer(given.folder, keys, bounds, limit or None)
+    return Scaler(given.folder, keys, bounds, limit or None)
 
 
 def _scale(folder: Path, servers: int) -> Iterator[str]:
@@ -324,9 +324,9 @@ def _scale(folder: Path, servers: int) -> Iterator[str]:
 
 def _move(now: Sequence[str], wanted: Sequence[str], keys: str | None) -> Iterator[str]:
     from satrap.rpc import Keys
-    from satrap.server.migration.coordinator import Mover
+    from satrap.server.migration.coordinator import Migration
 
-    moved = Mover(now, wanted, keys=None if keys is None else Keys.read(keys)).run()
+    moved = Migration(now, wanted, keys=None if keys is None else Keys.read(keys)).run()
     yield (
         f"{moved.buckets} buckets, {moved.rows:,} rows, {moved.bytes / 2**20:,.0f} MiB in {moved.seconds:.1f} s; none "
         f"was closed for more than {moved.longest_frozen_seconds:.2f} s"
@@ -338,7 +338,7 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
         from satrap.launch.ray_launcher import on_ray
     except ImportError as error:
         raise ConfigError(f"--cluster ray needs Ray ({error}): pip install 'ray>=2.52'") from error
-    from satrap.launch.logs import Output
+    from satrap.launch.logs import RunLogs
     from satrap.launch.resources import Needs, Resources, size_in_bytes
     from satrap.launch.run_loop import folder_of_one_run, run
 
@@ -360,7 +360,7 @@ def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -
         "seconds": 60.0 if given.placement_seconds is None else given.placement_seconds,
         "most_servers": given.max_servers or 0,
     }
-    with folder_of_one_run(given.folder), Output(given.folder / "logs") as output:
+    with folder_of_one_run(given.folder), RunLogs(given.folder / "logs") as output:
         try:
             with on_ray(script, plan, needs, output, **where) as launcher:
                 resizer = _resizer(given, launcher.keys, needs.server.memory_bytes)
@@ -396,13 +396,13 @@ def _server(given: argparse.Namespace) -> Iterator[str]:
 def _worker(given: argparse.Namespace) -> Iterator[str]:
     from satrap.rpc import Keys, Service
     from satrap.worker.remote.protocol import WorkerCalls
-    from satrap.worker.remote.service import Host
+    from satrap.worker.remote.service import WorkerService
 
     wait_for_end = _told_to_end()
     _prepare_to_listen(given)
     own = None if given.keys is None else Keys.read(given.keys)
     client = None if given.keys is None else Keys.read(Path(given.keys).with_name("client.key"))
-    host = Host(keys=client, num_threads=given.threads, data=given.data)
+    host = WorkerService(keys=client, num_threads=given.threads, data=given.data)
     how: dict[str, Any] = {"insecure": given.insecure, "num_threads": _CONVERSATIONS}
     try:
         with Service(host, WorkerCalls, given.listen, own, **how) as service:

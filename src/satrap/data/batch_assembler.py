@@ -26,13 +26,13 @@ from satrap.data.decode import joined
 from satrap.data.inputs import Inputs, Position
 from satrap.data.left_out import LeftOut
 from satrap.data.rank_split import Cut, Dealer, Part, Plan, plans
-from satrap.data.read_ahead import Ahead
+from satrap.data.read_ahead import ReadAhead
 from satrap.data.shuffle_order import Turn, permutation, share, turns
 from satrap.errors import SourceError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Road:
+class BatchAssembler:
     """One iteration over a source, settled."""
 
     blocks: Sequence[Block]
@@ -140,7 +140,7 @@ class _Segment:
 class _Epoch:
     """One epoch of a road, from a position in it."""
 
-    def __init__(self, road: Road, start: Position, left_out: LeftOut) -> None:
+    def __init__(self, road: BatchAssembler, start: Position, left_out: LeftOut) -> None:
         self.road = road
         self.left_out = left_out
         self.skipped = 0  # bad rows of this epoch
@@ -230,7 +230,7 @@ class _Epoch:
     def _pieces(self, parts: Sequence[Part], first: int, dealer: Dealer) -> Generator[tuple[int, int, Piece | None]]:
         """The rank's samples in these parts: (part, rows dealt out before it, piece), with None where a part ends."""
         road = self.road
-        ahead = Ahead(
+        ahead = ReadAhead(
             ((road.blocks[part.block], part) for part in parts),
             dealer,
             num_threads=road.num_threads,
@@ -365,7 +365,7 @@ def _has_flat_label(columns: Columns, parts: list[Piece]) -> bool:
 class Batches(Iterator[Inputs]):
     """The batches of a source. Dropping it, or `close`, ends its threads."""
 
-    def __init__(self, road: Road, length: Callable[[], int]) -> None:
+    def __init__(self, road: BatchAssembler, length: Callable[[], int]) -> None:
         """length: how many they are; TypeError if that is not known."""
         self._length = length
         self._left_out = LeftOut()

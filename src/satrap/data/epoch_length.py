@@ -7,12 +7,12 @@ as the one with the most rows has batches.
 
 import numpy as np
 
-from satrap.data.batch_assembler import Road
+from satrap.data.batch_assembler import BatchAssembler
 from satrap.data.rank_split import plans
 from satrap.data.shuffle_order import permutation
 
 
-def num_batches(road: Road) -> int:
+def num_batches(road: BatchAssembler) -> int:
     """The steps that are left at the beginning of a stream; TypeError says why they are not known."""
     at = road.position
     if road.epochs is None:
@@ -32,7 +32,7 @@ def num_batches(road: Road) -> int:
     return (most - _given(road, known) + cut) // size + (road.epochs - at.epoch - 1) * ((most + cut) // size)
 
 
-def _given(road: Road, rows: list[int]) -> int:
+def _given(road: BatchAssembler, rows: list[int]) -> int:
     """What this trainer was given of the epoch: rows, or items that are batches."""
     at = road.position
     if road.batch_size is None:

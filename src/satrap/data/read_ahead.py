@@ -23,7 +23,7 @@ Dealt = tuple[int, Piece | None]
 _END = object()
 
 
-class Ahead:
+class ReadAhead:
     """Pieces of blocks, in order. Close it, or iterate in a `with` block: it owns threads."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Ahead:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="satrap-source") if num_threads else None
         self._closed = False
 
-    def __enter__(self) -> "Ahead":
+    def __enter__(self) -> "ReadAhead":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -24,7 +24,7 @@ from satrap.config.validation import (
     require_mapping,
     set_field,
 )
-from satrap.data.batch_assembler import Batches, Road
+from satrap.data.batch_assembler import BatchAssembler, Batches
 from satrap.data.block import Block
 from satrap.data.epoch_length import num_batches
 from satrap.data.inputs import Position
@@ -186,7 +186,7 @@ class Source(ABC):
             raise InputError(f"{where}: position is {describe(position)}; wanted the position of a batch")
         columns = self._columns(features)
         blocks = self._blocks(columns, position)
-        road = Road(
+        road = BatchAssembler(
             blocks=blocks,
             columns=columns,
             batch_size=self.batch_size,

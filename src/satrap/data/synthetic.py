@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.errors import ConfigError
-from satrap.monitor.metrics import Pass
+from satrap.monitor.metrics import Evaluation
 
 _Floats = NDArray[np.float64]
 _Hashes = NDArray[np.uint64]
@@ -121,7 +121,7 @@ class Clicks:
         """The metrics of the true probabilities on the first samples; None: on all."""
         size = self.num_samples if num_samples is None else num_samples
         _integer("num_samples", size, 0, self.num_samples)
-        metrics = Pass()
+        metrics = Evaluation()
         for block in replace(self, num_samples=size).blocks():
             metrics.add(block["label"], block["logit"])
         return Best(metrics.auc(), metrics.log_loss(), metrics.normalised_entropy())

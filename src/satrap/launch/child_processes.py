@@ -31,7 +31,7 @@ Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class OutputLine:
     """A report: a process wrote this."""
 
     process: Process
@@ -40,7 +40,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ProcessExited:
     """A report, the last one of a process."""
 
     process: Process
@@ -50,7 +50,7 @@ class Gone:
     """To end."""
 
 
-Report = Said | Ready | Gone
+Report = OutputLine | Ready | ProcessExited
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class _Child:
     was_told: bool = False
 
 
-class Children:
+class ChildProcesses:
     """See the file's docstring."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Children:
         return data
 
     def _took(self, child: _Child, stream: Stream, data: bytes) -> list[Report]:
-        said = Said(child.process, stream, data)
+        said = OutputLine(child.process, stream, data)
         if child.process.role is Role.TRAINER or child.listens or stream == "stderr":
             return [said]
         child.said += data
@@ -175,7 +175,7 @@ class Children:
         del self._children[child.process]
         if child.was_told and status == -signal.SIGKILL:
             status = -signal.SIGTERM
-        return [*found, Gone(child.process, status, child.was_told)]
+        return [*found, ProcessExited(child.process, status, child.was_told)]
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()

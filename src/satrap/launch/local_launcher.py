@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 from satrap.errors import ConfigError
-from satrap.launch.child_processes import Children
-from satrap.launch.logs import Output
-from satrap.launch.process_command import Command, Spot
+from satrap.launch.child_processes import ChildProcesses
+from satrap.launch.logs import RunLogs
+from satrap.launch.process_command import Command, LaunchSite
 from satrap.launch.rows_file import forget_rows, has_rows, rows_file
 from satrap.launch.supervisor import Event, How, Process, Role
 from satrap.rpc.address import MOST_PATH_BYTES
@@ -23,12 +23,12 @@ _MOST_NAME_BYTES = 30  # of a socket: "/server-65535.4294967295"
 class LocalLauncher:
     """Satisfies `satrap.launch.run_loop.Launcher`."""
 
-    def __init__(self, folder: Path, output: Output, memory: Path) -> None:
+    def __init__(self, folder: Path, output: RunLogs, memory: Path) -> None:
         """memory: a folder in shared memory, for the rows."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(f"memory is {os.fspath(memory)!r}; wanted a folder that can be written to, for the rows")
         self._folder, self._output, self._memory = folder, output, memory
-        self._children = Children()
+        self._children = ChildProcesses()
 
     def forget(self, name: str) -> None:
         """See Launcher."""
@@ -49,7 +49,7 @@ class LocalLauncher:
         listen = command.listen(f"ipc://{sockets}", has_rows(rows))
         if listen != command.address:
             rows.unlink(missing_ok=True)
-        spot = Spot(listen=listen, rows=rows, script=command.script.path, meeting=f"file://{meeting}")
+        spot = LaunchSite(listen=listen, rows=rows, script=command.script.path, meeting=f"file://{meeting}")
         self._output.begin(process)
         self._children.start(process, command.arguments(spot), rows)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from satrap.launch.child_processes import Gone, Report, Said, Stream
+from satrap.launch.child_processes import OutputLine, ProcessExited, Report, Stream
 from satrap.launch.supervisor import Ended, Event, Process, Role
 from satrap.launch.terminal import Terminal
 
@@ -17,7 +17,7 @@ _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
 
 
-class Output:
+class RunLogs:
     """See the file's docstring. A context manager: at its end what was said is shown."""
 
     def __init__(self, folder: Path) -> None:
@@ -52,9 +52,9 @@ class Output:
         found: list[Event] = []
         ended: list[Ended] = []
         for report in reports:
-            if isinstance(report, Said):
+            if isinstance(report, OutputLine):
                 self._take(report.process, report.stream, report.data)
-            elif isinstance(report, Gone):
+            elif isinstance(report, ProcessExited):
                 self._end(report.process, failed=report.status != 0 and not report.was_told)
                 ended.append(Ended(report.process, report.status))
             else:

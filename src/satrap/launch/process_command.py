@@ -10,9 +10,9 @@ from pathlib import Path
 
 from satrap.config.path_allowlist import is_url, without_glob
 from satrap.errors import ConfigError
-from satrap.launch.run_state import Membership
+from satrap.launch.run_state import RunState
 from satrap.launch.supervisor import Plan, Process, Role
-from satrap.run_context import Place
+from satrap.run_context import RunContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
+class LaunchSite:
     """Where a process is started."""
 
     listen: str
@@ -71,7 +71,7 @@ class Command:
     """Where it was before; None: it finds nothing of what was before."""
     script: Script
     plan: Plan
-    membership: Membership
+    membership: RunState
 
     def listen(self, folder: str, has_rows: bool) -> str:
         """Where it listens, at a Unix socket in "ipc:///folder" or a port of "tcp://host": where it was, but a server
@@ -84,7 +84,7 @@ class Command:
             f"{folder}:0" if folder.startswith("tcp:") else f"{folder}/{process.role}-{process.number}.{process.start}"
         )
 
-    def arguments(self, spot: Spot) -> list[str]:
+    def arguments(self, spot: LaunchSite) -> list[str]:
         """What follows `satrap`."""
         script, role = self.script, self.process.role
         if role is Role.TRAINER:
@@ -99,8 +99,8 @@ class Command:
         permitted = [f"{flag}={each}" for each in (os.path.abspath(spot.script.parent), *script.named(), *more)]
         return [role.value, "--listen", spot.listen, *shared, *keys, *threads, *permitted]
 
-    def _place(self, spot: Spot) -> Place:
-        return Place(
+    def _place(self, spot: LaunchSite) -> RunContext:
+        return RunContext(
             rank=self.process.number,
             world=self.plan.trainers,
             launch=self.process.start,

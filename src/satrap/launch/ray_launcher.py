@@ -29,9 +29,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from satrap.errors import ConfigError, SatrapError
-from satrap.launch.child_processes import GRACE_SECONDS, Children, Gone, Report, Said
-from satrap.launch.logs import Output
-from satrap.launch.process_command import Command, Script, Spot
+from satrap.launch.child_processes import GRACE_SECONDS, ChildProcesses, OutputLine, ProcessExited, Report
+from satrap.launch.logs import RunLogs
+from satrap.launch.process_command import Command, LaunchSite, Script
 from satrap.launch.resources import Needs, amounts
 from satrap.launch.rows_file import forget_rows, has_rows, rows_file
 from satrap.launch.supervisor import Event, How, NoPlace, Plan, Process, Role
@@ -52,7 +52,7 @@ class _Keeper:
     as the actor does; so does the child."""
 
     def __init__(self) -> None:
-        self._children = Children()
+        self._children = ChildProcesses()
         self._host: str = ray.util.get_node_ip_address()
         self._listener: socket.socket | None = None
         self._folder: Path | None = None  # of its keys
@@ -77,7 +77,7 @@ class _Keeper:
         if listen != command.address:
             rows.unlink(missing_ok=True)
         listener = None if self._listener is None else self._listener.fileno()
-        spot = Spot(
+        spot = LaunchSite(
             listen=listen,
             rows=rows,
             script=Path.cwd() / command.script.path.name,  # Ray has brought its folder
@@ -90,7 +90,7 @@ class _Keeper:
         self._children.start(process, command.arguments(spot), rows, fds)
         if self._listener is not None:
             self._listener.close()
-        return [] if warning is None else [Said(process, "stderr", f"satrap: {warning}\n".encode())]
+        return [] if warning is None else [OutputLine(process, "stderr", f"satrap: {warning}\n".encode())]
 
     def end(self, process: Process, how: How, for_good: bool) -> None:
         """Tells the child to end."""
@@ -99,7 +99,7 @@ class _Keeper:
     def reports(self) -> list[Report]:
         """What the child did; waits a little for it."""
         reports = self._children.reports(_REPORT_SECONDS)
-        if self._folder is not None and any(isinstance(report, Gone) for report in reports):
+        if self._folder is not None and any(isinstance(report, ProcessExited) for report in reports):
             shutil.rmtree(self._folder, ignore_errors=True)
         return reports
 
@@ -127,7 +127,7 @@ class _Kept:
 class RayLauncher:
     """Satisfies `satrap.launch.run_loop.Launcher`."""
 
-    def __init__(self, output: Output, plan: Plan, needs: Needs, memory: Path, seconds: float) -> None:
+    def __init__(self, output: RunLogs, plan: Plan, needs: Needs, memory: Path, seconds: float) -> None:
         """memory: a folder in shared memory, on every node. seconds: within which Ray must find a place."""
         self._output, self._plan, self._needs, self._memory, self._seconds = output, plan, needs, memory, seconds
         self._groups: dict[Role, PlacementGroup] = {}
@@ -281,7 +281,7 @@ class RayLauncher:
                 self._keep(kept.command, kept.since)
                 return []
             reports = [self._lost(kept, error)]
-        if any(isinstance(report, Gone) for report in reports):
+        if any(isinstance(report, ProcessExited) for report in reports):
             ray.kill(kept.keeper)
             if kept.for_good:
                 self._give_back(kept.command.process)
@@ -296,13 +296,13 @@ class RayLauncher:
             return False
         return isinstance(error, RayActorError) and not error.actor_init_failed
 
-    def _lost(self, kept: _Kept, error: RayError) -> Gone:
+    def _lost(self, kept: _Kept, error: RayError) -> ProcessExited:
         """With its actor a process is gone."""
         process = kept.command.process
         if kept.was_told:
-            return Gone(process, -signal.SIGTERM, True)
+            return ProcessExited(process, -signal.SIGTERM, True)
         self._output.say(f"{process}: its actor is gone: {str(error).strip().splitlines()[-1].strip()}")
-        return Gone(process, -signal.SIGKILL, False)
+        return ProcessExited(process, -signal.SIGKILL, False)
 
     def _no_place(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -318,7 +318,7 @@ def on_ray(
     script: Script,
     plan: Plan,
     needs: Needs,
-    output: Output,
+    output: RunLogs,
     *,
     address: str | None,
     memory: Path,

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from satrap.errors import ConfigError
-from satrap.launch.logs import Output
+from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import Command, Script
-from satrap.launch.run_state import Membership
-from satrap.launch.scaler import Resizer
+from satrap.launch.run_state import RunState
+from satrap.launch.scaler import Scaler
 from satrap.launch.supervisor import End, Event, Finish, How, Move, Plan, Process, Say, Start, Stop, Supervisor
 
 _EVENT_SECONDS = 0.5  # how late a Ctrl-C may be heard
@@ -63,12 +63,12 @@ def folder_of_one_run(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: Output, resizer: Resizer) -> int:
+def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: RunLogs, resizer: Scaler) -> int:
     """Runs the script to its end; returns the exit status. The folder is this run's: see `folder_of_one_run`."""
     file = folder / "run.json"
-    before = Membership.read(file)
+    before = RunState.read(file)
     launch = 0 if before is None else before.launch
-    membership = Membership(name=secrets.token_hex(4), launch=launch, first_launch=launch + 1)
+    membership = RunState(name=secrets.token_hex(4), launch=launch, first_launch=launch + 1)
     membership.write(file)
     if before is not None:
         launcher.forget(before.name)

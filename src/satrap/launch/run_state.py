@@ -16,7 +16,7 @@ from satrap.run_context import MOST_LAUNCHES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
+class RunState:
     """See the file's docstring."""
 
     name: str
@@ -30,12 +30,12 @@ class Membership:
     workers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_integer("Membership", "launch", self.launch, 0, MOST_LAUNCHES)
-        check_integer("Membership", "first_launch", self.first_launch, 1, MOST_LAUNCHES + 1)
+        check_integer("RunState", "launch", self.launch, 0, MOST_LAUNCHES)
+        check_integer("RunState", "first_launch", self.first_launch, 1, MOST_LAUNCHES + 1)
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not (isinstance(self.name, str) and self.name.isalnum()):
-            raise ConfigError(f"Membership: name is {self.name!r}; wanted letters and digits")
+            raise ConfigError(f"RunState: name is {self.name!r}; wanted letters and digits")
 
     def next_launch(self) -> Self:
         """With the trainers started once more."""
@@ -66,7 +66,7 @@ class Membership:
         """What the file says; None if there is none."""
         try:
             data: Any = json.loads(path.read_bytes())
-            return cls(**known_keys(cls, "Membership", data))
+            return cls(**known_keys(cls, "RunState", data))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, ConfigError) as error:

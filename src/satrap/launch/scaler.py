@@ -18,20 +18,24 @@ from pathlib import Path
 from satrap.errors import ConfigError, SatrapError
 from satrap.launch.supervisor import Event, Moved, Wanted
 from satrap.rpc import Client, Keys, Origin
-from satrap.server.migration.coordinator import Mover
+from satrap.server.migration.coordinator import Migration
 from satrap.server.protocol import ServerCalls
-from satrap.sharding.autoscaler import Bounds, Figures, Past, decide
+from satrap.sharding.autoscaler import ScaleHistory, ScaleLimits, ServerLoad, decide
 
 _REQUEST = "servers-wanted"
 _WINDOW_SECONDS = 10.0
 _LOAD_SECONDS = 5.0  # a server that does not tell its load within them is left out of this window
 
 
-class Resizer:
+class Scaler:
     """See the file's docstring."""
 
     def __init__(
-        self, folder: Path, keys: Keys | None = None, bounds: Bounds | None = None, limit_bytes: float | None = None
+        self,
+        folder: Path,
+        keys: Keys | None = None,
+        bounds: ScaleLimits | None = None,
+        limit_bytes: float | None = None,
     ) -> None:
         """folder: the run's. bounds: None: only the user says how many. limit_bytes: of one server's rows."""
         self._folder, self._keys, self._bounds, self._limit_bytes = folder, keys, bounds, limit_bytes
@@ -68,19 +72,19 @@ class Resizer:
     def _move(self, now: Sequence[str], wanted: Sequence[str]) -> None:
         failure = None
         try:
-            Mover(now, wanted, keys=self._keys).run()
+            Migration(now, wanted, keys=self._keys).run()
         except SatrapError as error:
             failure = str(error)
         self._events.put(Moved(failure))
 
-    def _watch(self, servers: Callable[[], Sequence[str]], bounds: Bounds) -> None:
-        past, before, at = Past(), dict[str, dict[str, float]](), time.monotonic()
+    def _watch(self, servers: Callable[[], Sequence[str]], bounds: ScaleLimits) -> None:
+        past, before, at = ScaleHistory(), dict[str, dict[str, float]](), time.monotonic()
         while not self._closed.wait(_WINDOW_SECONDS):
             addresses, now = servers(), time.monotonic()
             after = self._loads(addresses)
             known = [address for address in addresses if address in before and address in after]
             if len(known) == len(addresses) > 0:
-                figures = [Figures.between(each, before[each], after[each], self._limit_bytes) for each in known]
+                figures = [ServerLoad.between(each, before[each], after[each], self._limit_bytes) for each in known]
                 num_steps = max(after[each]["latest_step"] - before[each]["latest_step"] for each in known)
                 step_seconds = (now - at) / num_steps if num_steps > 0 else 0.0
                 decision, past = decide(figures, step_seconds, bounds, past, now)

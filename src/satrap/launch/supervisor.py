@@ -24,7 +24,7 @@ from enum import Enum, StrEnum
 from typing import Literal
 
 from satrap.config.validation import check_integer
-from satrap.launch.run_state import Membership
+from satrap.launch.run_state import RunState
 
 MOST_PROCESSES = 65535
 
@@ -200,7 +200,7 @@ class _Trouble:
 class Supervisor:
     """See the file's docstring."""
 
-    def __init__(self, plan: Plan, membership: Membership) -> None:
+    def __init__(self, plan: Plan, membership: RunState) -> None:
         """membership: of the run before this one in the same folder, or a new one."""
         self.membership = membership
         """What is decided, to be on disk before the orders that came with it are carried out."""

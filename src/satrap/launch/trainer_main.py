@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from satrap.run_context import PATIENCE, Place, end, stand
+from satrap.run_context import PATIENCE, RunContext, end, enter
 
 _SETTLE_SECONDS = 0.5
 
 
-def train(place: Place, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
+def train(place: RunContext, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
     """Runs the script as Python would, in this place. Several trainers are a torch.distributed group then.
 
     listener: a file descriptor that listens at the meeting; of the first trainer, where the meeting is its own.
@@ -30,7 +30,7 @@ def train(place: Place, script: str, arguments: Sequence[str], listener: int | N
         store = _store(place, place.meeting, listener)
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=store)
         everybody = dist.new_group(backend="gloo", timeout=PATIENCE)
-    stand(place)
+    enter(place)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     try:
@@ -54,7 +54,7 @@ def _run(script: str) -> None:
             raise
 
 
-def _store(place: Place, meeting: str, listener: int | None) -> Any:
+def _store(place: RunContext, meeting: str, listener: int | None) -> Any:
     """Where the trainers find each other. A port was bound before anybody was told of it: nobody else can take it. A
     file is named as it is: in a URL what follows a # or ? would be lost, and another run might meet there, too."""
     if meeting.startswith("file://"):

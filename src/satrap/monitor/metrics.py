@@ -4,8 +4,8 @@ Labels are 0 or 1, scores are logits: AUC needs only their order, the log loss t
 is ever rounded to 0 or 1. NumPy only; tensors come here as arrays. What is not defined is NaN and never a made-up
 number: AUC and normalised entropy without both a 0 and a 1, the log loss of nothing. A score that is NaN is refused.
 
-`Window` holds the last samples, `Pass` a whole one: exact up to a size, then counts in bins, with the bound on what
-that may cost. The cost is that of a sort; adding a sample costs a copy.
+`Window` holds the last samples, `Evaluation` a whole one: exact up to a size, then counts in bins, with the bound on
+what that may cost. The cost is that of a sort; adding a sample costs a copy.
 """
 
 import math
@@ -81,7 +81,7 @@ class Window:
         return normalised_entropy(self._labels[: self._held], self._scores[: self._held])
 
 
-class Pass:
+class Evaluation:
     """All samples of a pass, of any length, in bounded memory.
 
     Log loss and normalised entropy are exact. AUC is exact for the first `exact_samples`, which are held (5 to 9 bytes

@@ -13,21 +13,21 @@ from contextlib import contextmanager
 from satrap.errors import AttemptError, ConfigError, MovedError, NotReadyError
 from satrap.rpc import Origin
 from satrap.server.protocol import NO_ATTEMPT
-from satrap.server.state import Served, Turn
+from satrap.server.state import FencingToken, ServerState
 
 
-class Door:
-    """See the file's docstring. What is behind it, is a `Served` once there is a job."""
+class CallFence:
+    """See the file's docstring. What is behind it, is a `ServerState` once there is a job."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running = 0  # calls that work on rows
         self._paused = False  # none begins
         self._work_seconds = 0.0
-        self._served: Served | None = None
-        self._turn = Turn()
+        self._served: ServerState | None = None
+        self._turn = FencingToken()
 
-    def _ready(self, greeted: bool = True) -> Served:
+    def _ready(self, greeted: bool = True) -> ServerState:
         if self._served is None or (greeted and not self._served.greeted):
             raise NotReadyError("this server has no job yet, or was restarted: say hello to it first")
         return self._served
@@ -48,7 +48,7 @@ class Door:
                 self._changed.notify_all()
 
     @contextmanager
-    def _working(self, origin: Origin | None, *, reads: bool = False) -> Iterator[Served]:
+    def _working(self, origin: Origin | None, *, reads: bool = False) -> Iterator[ServerState]:
         """Around a call that works on rows: of this attempt and map, and none while an attempt or a map begins. None:
         a mover's, which says otherwise what it is of. reads: it changes nothing, and may be of no attempt."""
         looks = reads and origin is not None and origin.attempt == NO_ATTEMPT
@@ -71,7 +71,7 @@ class Door:
                 if self._paused:
                     self._changed.notify_all()
 
-    def _require(self, served: Served, origin: Origin) -> None:
+    def _require(self, served: ServerState, origin: Origin) -> None:
         """Raises unless the call is of this attempt and bucket map. A server that owns nothing has nothing to begin an
         attempt with: it may have joined while one began."""
         if origin.attempt > served.engine.attempt and served.owns_nothing:
@@ -80,7 +80,7 @@ class Door:
             raise self._other_attempt(served, origin)
         self._require_map(served, origin)
 
-    def _require_map(self, served: Served, origin: Origin) -> None:
+    def _require_map(self, served: ServerState, origin: Origin) -> None:
         if origin.map_version != served.members.version:
             raise MovedError(
                 f"the call is of bucket map {origin.map_version} and the server at {served.members.version}"
@@ -93,7 +93,7 @@ class Door:
                 f"another mover is at work: turn {self._turn.number} has begun after this one's, {origin.step}"
             )
 
-    def _other_attempt(self, served: Served, origin: Origin) -> AttemptError:
+    def _other_attempt(self, served: ServerState, origin: Origin) -> AttemptError:
         return AttemptError(
             f"the call is of attempt {origin.attempt} and the server at {served.engine.attempt}: "
             + (

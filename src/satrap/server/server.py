@@ -24,21 +24,21 @@ from satrap.config.validation import check_choice, check_integer
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
 from satrap.rpc import Origin
 from satrap.server.lease import Leases
-from satrap.server.migration.calls import MovingServer
+from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
-from satrap.server.state import Kept, Served, decoded, num_floats
-from satrap.server.step_barrier import Part, joined
-from satrap.sharding.shard_map import Members
+from satrap.server.state import PendingLookup, ServerState, decoded, num_floats
+from satrap.server.step_barrier import TrainerPart, joined
+from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.snapshot.directory import part_name
 from satrap.table.snapshot.saved_table import require_same_snapshots
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 
 MOST_TICKETS = 1024
 """Of a trainer. One that looks up more without updating has its oldest forgotten; its worker sends the ids then."""
 
 
-class Server(MovingServer):
+class Server(MigrationCalls):
     """Satisfies `satrap.server.protocol.ServerCalls`."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Server(MovingServer):
                 )
             slots = attach_engine(shared, num_threads=num_threads)
             job = Job(tables=tuple(slot.table for slot in slots), seed=slots[0].seed)
-            self._served, self._turn = Served.found(job, Tables.in_engine(slots), slots[0].engine)
+            self._served, self._turn = ServerState.found(job, TableGroup.in_engine(slots), slots[0].engine)
             if self._served is None:
                 self._remove_rows()
         elif shared is not None and not os.access(Path(shared).absolute().parent, os.W_OK):
@@ -75,7 +75,7 @@ class Server(MovingServer):
         self, origin: Origin, job: dict[str, Any], members: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
         """See ServerCalls."""
-        wanted, given = Job.from_dict(job), Members.from_dict(members)
+        wanted, given = Job.from_dict(job), ShardMap.from_dict(members)
         server = check_integer("hello", "server", server, 0, len(given.addresses) - 1)
         owners = given.bucket_map.owners
         found, needed = [len(table) for table in owners], [t.resolved_num_buckets for t in wanted.tables]
@@ -151,7 +151,7 @@ class Server(MovingServer):
             given = (origin.step, self._oldest_open(served, origin, oldest_open)) if train else (0, 0)
             made = engine.lookup(ids, offsets, *given, train, rows, train and ticket != 0, first_epoch)
             if made is not None:
-                self._keep(served, origin.trainer, ticket, Kept(made, ids, offsets))
+                self._keep(served, origin.trainer, ticket, PendingLookup(made, ids, offsets))
             if wire == "float16":
                 return None, np.asarray(engine.encode_rows(offsets, rows))
             return np.asarray(rows).reshape(-1), None
@@ -182,10 +182,10 @@ class Server(MovingServer):
             if kept is not None:
                 served.engine.drop(kept.ticket)
                 ids, offsets = kept.ids, kept.offsets
-            return self._meet(served, origin, Part(ids, offsets, gradients), lrs, together)
+            return self._meet(served, origin, TrainerPart(ids, offsets, gradients), lrs, together)
 
     def _meet(
-        self, served: Served, origin: Origin, part: Part, lrs: list[float], together: int
+        self, served: ServerState, origin: Origin, part: TrainerPart, lrs: list[float], together: int
     ) -> "Future[None] | None":
         """Notes a trainer's part of a step; whoever brings the last one applies all, as trainer 0's."""
         with self._changed:
@@ -295,7 +295,7 @@ class Server(MovingServer):
             self._served = made
             return answer
 
-    def _fill(self, made: Served, chains: dict[str, list[str]]) -> bool:
+    def _fill(self, made: ServerState, chains: dict[str, list[str]]) -> bool:
         """What this server owns of them. If that fails, nothing is left of it: the next hello makes a new one."""
         owned = [np.array(table) == made.number for table in made.members.bucket_map.owners]
         try:
@@ -321,7 +321,7 @@ class Server(MovingServer):
             for folder in chain:
                 self.require_permitted(origin, folder)
 
-    def _empty(self, job: Job, members: Members, number: int) -> Served:
+    def _empty(self, job: Job, members: ShardMap, number: int) -> ServerState:
         slots = open_engine(
             job.tables,
             seed=job.seed,
@@ -329,7 +329,7 @@ class Server(MovingServer):
             shared=self._shared,
             note={"server": number, "num_servers": len(members.addresses)},
         )
-        made = Served(job, Tables.in_engine(slots), slots[0].engine, members, number)
+        made = ServerState(job, TableGroup.in_engine(slots), slots[0].engine, members, number)
         try:
             made.follow(members, number, self._turn)
         except BaseException:
@@ -337,7 +337,7 @@ class Server(MovingServer):
             raise
         return made
 
-    def _anew(self, old: Served, origin: Origin) -> Served:
+    def _anew(self, old: ServerState, origin: Origin) -> ServerState:
         """The same with empty tables; until it is there, there are none."""
         job, members, number = old.job, old.members, old.number
         self._served = None
@@ -353,18 +353,18 @@ class Server(MovingServer):
         if self._shared is not None:
             Path(self._shared).unlink(missing_ok=True)
 
-    def _let_go(self, served: Served, origin: Origin) -> None:
+    def _let_go(self, served: ServerState, origin: Origin) -> None:
         """Of what the attempt before left open."""
         served.tickets.clear()
         served.oldest_open.clear()
         served.meeting.refuse(lambda: AttemptError(f"attempt {origin.attempt} has begun: this process was replaced"))
 
-    def _oldest_open(self, served: Served, origin: Origin, given: int) -> int:
+    def _oldest_open(self, served: ServerState, origin: Origin, given: int) -> int:
         with self._changed:
             served.oldest_open[origin.trainer] = given
             return min(origin.step, *served.oldest_open.values())
 
-    def _agree(self, served: Served, job: Job, given: Members, server: int, by_mover: bool) -> None:
+    def _agree(self, served: ServerState, job: Job, given: ShardMap, server: int, by_mover: bool) -> None:
         """Raises unless hello is said to the right server, by somebody who knows of its members. A mover may tell one
         that owns nothing of others than one that was replaced did."""
         differences, known = job.differences(served.job), served.members
@@ -383,7 +383,7 @@ class Server(MovingServer):
         if not same_map and not idle:
             raise MovedError(f"hello: the server has not changed to map {given.version} yet: ask again")
 
-    def _keep(self, served: Served, trainer: int, number: int, kept: Kept) -> None:
+    def _keep(self, served: ServerState, trainer: int, number: int, kept: PendingLookup) -> None:
         with self._changed:
             tickets = served.tickets.setdefault(trainer, OrderedDict())
             left = [tickets.pop(number)] if number in tickets else []
@@ -393,7 +393,7 @@ class Server(MovingServer):
         for each in left:
             served.engine.drop(each.ticket)
 
-    def _take(self, served: Served, trainer: int, number: int) -> Kept:
+    def _take(self, served: ServerState, trainer: int, number: int) -> PendingLookup:
         with self._changed:
             kept = served.tickets.get(trainer, OrderedDict()).pop(number, None)
         if kept is None:

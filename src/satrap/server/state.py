@@ -17,18 +17,18 @@ from satrap._core import Engine, Ticket
 from satrap.config.job import Job
 from satrap.config.validation import check_integer
 from satrap.errors import InputError
-from satrap.server.migration.participant import Moving
+from satrap.server.migration.participant import MigrationParticipant
 from satrap.server.protocol import Coded, Floats, Ids, Offsets
-from satrap.server.step_barrier import Meeting
-from satrap.sharding.shard_map import NO_MEMBER, Members
+from satrap.server.step_barrier import StepBarrier
+from satrap.sharding.shard_map import NO_MEMBER, ShardMap
 from satrap.table.store import Store
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 
 _NOBODY = 2**31 - 1  # the same to an engine
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FencingToken:
     """The newest mover's. Its number alone would not do: two movers may have begun the same one."""
 
     number: int = 0
@@ -37,7 +37,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PendingLookup:
     """A lookup that waits for its update."""
 
     ticket: Ticket
@@ -46,49 +46,49 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Served:
+class ServerState:
     """See the file's docstring."""
 
     job: Job
-    tables: Tables
+    tables: TableGroup
     engine: Engine
-    members: Members
+    members: ShardMap
     number: int
     """Which of the members this is."""
     greeted: bool = False
     """Whether somebody of the job has said hello since the process began."""
-    tickets: dict[int, OrderedDict[int, Kept]] = field(default_factory=dict)
+    tickets: dict[int, OrderedDict[int, PendingLookup]] = field(default_factory=dict)
     """Of each trainer, by their numbers."""
     oldest_open: dict[int, int] = field(default_factory=dict)
     """Of each trainer, as its last lookup said: what any of them has open stays."""
-    meeting: Meeting = field(default_factory=Meeting)
+    meeting: StepBarrier = field(default_factory=StepBarrier)
     saved: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
     """Of each table the last save: where, since when, and the version that it was to make."""
     restored: tuple[int, bool] | None = None
     """Under which map a restore began this attempt, and what it answered."""
-    moving: Moving = field(init=False)
+    moving: MigrationParticipant = field(init=False)
     owns_nothing: bool = field(init=False)
     """Then every step is finished here."""
 
     def __post_init__(self) -> None:
-        self.moving = Moving(self.job, self.engine)
+        self.moving = MigrationParticipant(self.job, self.engine)
         self._know_owners()
 
     @classmethod
-    def found(cls, job: Job, tables: Tables, engine: Engine) -> tuple[Self | None, Turn]:
+    def found(cls, job: Job, tables: TableGroup, engine: Engine) -> tuple[Self | None, FencingToken]:
         """What the server before this one was, and its newest mover's turn; None: it had noted nothing yet."""
         if not (note := bytes(engine.note())):
-            return None, Turn()
+            return None, FencingToken()
         told = json.loads(note)
-        turn = Turn(told["turn"], told.get("mover", 0))  # files made before movers were noted
-        return cls(job, tables, engine, Members.from_dict(told["members"]), told["number"]), turn
+        turn = FencingToken(told["turn"], told.get("mover", 0))  # files made before movers were noted
+        return cls(job, tables, engine, ShardMap.from_dict(told["members"]), told["number"]), turn
 
     def store(self, table: int) -> Store:
         """The table of that number."""
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
-    def follow(self, members: Members, number: int, turn: Turn) -> None:
+    def follow(self, members: ShardMap, number: int, turn: FencingToken) -> None:
         """These are the members from now on, this is which of them, and the newest mover's turn. No call may run."""
         changed = self.members.version != members.version
         told = {"members": members.to_dict(), "number": number, "turn": turn.number, "mover": turn.mover}

@@ -16,7 +16,7 @@ from satrap.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TrainerPart:
     """What one trainer gives to a step."""
 
     ids: NDArray[np.uint64]
@@ -27,19 +27,21 @@ class Part:
 @dataclass(slots=True)
 class _Step:
     together: int
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, TrainerPart] = field(default_factory=dict)
     waiting: list["Future[None]"] = field(default_factory=list)
     is_whole: bool = False
     """All parts were there: they are being applied."""
 
 
-class Meeting:
+class StepBarrier:
     """The steps that are not applied yet."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
 
-    def arrive(self, step: int, trainer: int, part: Part, together: int) -> tuple["Future[None]", list[Part] | None]:
+    def arrive(
+        self, step: int, trainer: int, part: TrainerPart, together: int
+    ) -> tuple["Future[None]", list[TrainerPart] | None]:
         """What the trainer waits for; the last one gets all parts by rank: it applies them, then calls `leave`."""
         known = self._steps.setdefault(step, _Step(together))
         if known.together != together or not 0 <= trainer < together:
@@ -68,7 +70,7 @@ class Meeting:
                     waiting.set_exception(error())
 
 
-def joined(parts: list[Part], dims: list[int]) -> Part:
+def joined(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
     """The parts as one: of each table the ids of one part after the other."""
     num_tables = len(dims)
     ids, gradients, counts = [], [], [0]
@@ -78,4 +80,4 @@ def joined(parts: list[Part], dims: list[int]) -> Part:
             ids.append(part.ids[part.offsets[t] : part.offsets[t + 1]])
             gradients.append(part.gradients[at[t] : at[t + 1]])
         counts.append(sum(map(len, ids)))
-    return Part(np.concatenate(ids), np.array(counts, np.int64), np.concatenate(gradients))
+    return TrainerPart(np.concatenate(ids), np.array(counts, np.int64), np.concatenate(gradients))

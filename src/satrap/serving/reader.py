@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from satrap.checkpoint.run_directory import STATE, RunFolder, require_rows, table_folders
+from satrap.checkpoint.run_directory import STATE, RunDirectory, require_rows, table_folders
 from satrap.checkpoint.state_dict_file import read_state, require_model
 from satrap.config.features import Features
 from satrap.config.job import Job
@@ -26,20 +26,20 @@ from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs
 from satrap.data.iterable import Iterable as Items
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
-from satrap.run_context import here
+from satrap.run_context import current
 from satrap.table.engine import open_engine
 from satrap.table.snapshot.directory import parts_in, parts_of, read_manifest
 from satrap.table.snapshot.manifest import FILE_NAME
 from satrap.table.store import Store, StoredRows
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 from satrap.train.batch import Batch
-from satrap.train.batch_lookup import Lookup
+from satrap.train.batch_lookup import BatchLookup
 from satrap.train.stream import Stream
 from satrap.worker.local_rows import LocalRows
 from satrap.worker.worker import Rows, Worker
 
 if TYPE_CHECKING:
-    from satrap.worker.sharded_tables import RemoteTable
+    from satrap.worker.sharded_tables import ShardedTable
 
 _MOST_READS = 10  # of a folder whose run goes on saving, and removes what is old
 
@@ -47,7 +47,7 @@ _MOST_READS = 10  # of a folder whose run goes on saving, and removes what is ol
 class ReaderTable:
     """One table, to read."""
 
-    def __init__(self, store: "Store | RemoteTable") -> None:
+    def __init__(self, store: "Store | ShardedTable") -> None:
         self.table: Table = store.table
         """Its configuration."""
         self._store = store
@@ -107,7 +107,7 @@ class Reader:
         keys: the file client.key of `satrap keys`; without it the servers are on this machine.
         num_threads: of table work; None: all cores.
         """
-        run = here()
+        run = current()
         if path is None and servers is None and run is not None:
             servers, keys = run.servers, run.keys if keys is None else keys
         if (path is None) == (servers is None):
@@ -168,9 +168,9 @@ class Reader:
 
     def __call__(self, inputs: Inputs) -> Batch:
         """One batch looked up, on the CPU: `model(batch.dense, batch.embeddings)`."""
-        return Lookup(self._of_features(), torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(
-            None
-        )
+        return BatchLookup(self._of_features(), torch.device("cpu"), train=False, overlap=False)(
+            inputs, 0, 0
+        ).hand_over(None)
 
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
         """The batches of a source, looked up, as `Embeddings.stream` gives them in evaluation.
@@ -218,7 +218,7 @@ class _Rows(Protocol):
     job: Job
 
     @property
-    def tables(self) -> "Mapping[str, Store | RemoteTable]": ...
+    def tables(self) -> "Mapping[str, Store | ShardedTable]": ...
 
     @property
     def step(self) -> int: ...
@@ -238,11 +238,11 @@ class _OnServers:
     def __init__(self, addresses: Any, keys: Any, num_threads: int | None) -> None:
         from satrap.rpc import Keys
         from satrap.worker.reader_servers import ReaderServers
-        from satrap.worker.sharded_tables import RemoteTables
+        from satrap.worker.sharded_tables import ShardedTables
 
         self._num_threads = num_threads
         self._servers = ReaderServers(addresses, keys=None if keys is None else Keys.read(keys))
-        self.job, self.tables = self._servers.job, RemoteTables(self._servers)
+        self.job, self.tables = self._servers.job, ShardedTables(self._servers)
         self.where = f"the servers {', '.join(self._servers.addresses)}"
 
     @property
@@ -250,9 +250,9 @@ class _OnServers:
         return self._servers.newest_step
 
     def of(self, features: Features) -> Rows:
-        from satrap.worker.sharded_rows import RemoteRows
+        from satrap.worker.sharded_rows import ShardedRows
 
-        return RemoteRows(features, self._servers, num_threads=self._num_threads)
+        return ShardedRows(features, self._servers, num_threads=self._num_threads)
 
     def load_model(self, model: torch.nn.Module) -> None:
         raise ConfigError(
@@ -278,7 +278,7 @@ class _InFolder:
     def _take_newest(self, path: str) -> None:
         if "://" not in path and not Path(path).is_dir():
             raise CheckpointError(f"there is no folder {path!r}; wanted that of a run's checkpoints or of a snapshot")
-        home = RunFolder(path)
+        home = RunDirectory(path)
         for last in range(_MOST_READS, 0, -1):
             name = home.newest_name()
             try:
@@ -300,7 +300,7 @@ class _InFolder:
         tables = [Table.from_dict(each.config) for each in manifests]
         self.job = Job(tables=tuple(tables), seed=manifests[0].seed)
         self._slots = open_engine(tables, seed=self.job.seed, num_threads=self._num_threads, shared=None)
-        found = Tables.in_engine(self._slots)
+        found = TableGroup.in_engine(self._slots)
         found.restore({table.name: chain for table, chain in zip(tables, folders.values(), strict=True)})
         self.tables: Mapping[str, Store] = found
         self.step = found.latest_step

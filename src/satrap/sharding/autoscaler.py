@@ -16,7 +16,7 @@ from satrap.sharding.bucket_map import MOST_SERVERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class ServerLoad:
     """Of one server, over a window of time."""
 
     address: str
@@ -32,7 +32,7 @@ class Figures:
     @classmethod
     def between(
         cls, address: str, before: Mapping[str, float], after: Mapping[str, float], limit_bytes: float | None = None
-    ) -> "Figures":
+    ) -> "ServerLoad":
         """Of two answers to a server's `load`. limit_bytes: None: all of its machine's memory."""
         num_steps = after["latest_step"] - before["latest_step"]
         worked = after["work_seconds"] - before["work_seconds"]
@@ -47,7 +47,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class ScaleLimits:
     """What is wanted."""
 
     min_servers: int = 1
@@ -91,7 +91,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class ScaleHistory:
     """What the next decision must know of those before."""
 
     same: int = 0
@@ -101,8 +101,8 @@ class Past:
 
 
 def decide(
-    servers: Sequence[Figures], step_seconds: float, bounds: Bounds, past: Past, now: float
-) -> tuple[Decision, Past]:
+    servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLimits, past: ScaleHistory, now: float
+) -> tuple[Decision, ScaleHistory]:
     """What to do now, and the past of the next decision. step_seconds: of the trainers; 0: they do not train.
 
     now: in seconds, of any clock that only rises.
@@ -117,10 +117,10 @@ def decide(
         return Decision(why=found.why), then
     if now - past.changed_at < bounds.pause_seconds and not outside:
         return Decision(why=f"{found.why}; but the last change was {now - past.changed_at:.0f} s ago"), then
-    return found, Past(changed_at=now)
+    return found, ScaleHistory(changed_at=now)
 
 
-def _wanted(servers: Sequence[Figures], step_seconds: float, bounds: Bounds) -> Decision:
+def _wanted(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLimits) -> Decision:
     """As if there had been no decision before."""
     have = len(servers)
     memory = max(each.used_bytes / each.limit_bytes for each in servers)

@@ -17,7 +17,7 @@ NO_MEMBER = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Members:
+class ShardMap:
     """See the file's docstring."""
 
     bucket_map: BucketMap
@@ -63,7 +63,7 @@ class Members:
         numbers = {server: addresses.index(each) for server, each in enumerate(self.addresses) if each in addresses}
         return type(self)(bucket_map=self.bucket_map.numbered(numbers, len(addresses)), addresses=tuple(addresses))
 
-    def changes(self, after: "Members") -> dict[tuple[str, str], list[int]]:
+    def changes(self, after: "ShardMap") -> dict[tuple[str, str], list[int]]:
         """The buckets that another server owns afterwards, by the addresses of both owners."""
         found: dict[tuple[str, str], list[int]] = {}
         for bucket, pair in enumerate(zip(self.owner(), after.owner(), strict=True)):

@@ -27,7 +27,7 @@ from satrap.table.store import Store
 _PathLike = str | os.PathLike[str]
 
 
-class Tables(Mapping[str, Store]):
+class TableGroup(Mapping[str, Store]):
     """Tables by name, in one engine: one memory, one set of threads, one count of steps."""
 
     def __init__(

@@ -31,10 +31,10 @@ from satrap import _core
 from satrap.config.tables import LAST_STEP, Table, Zeros
 from satrap.errors import ConfigError, MovedError, NonFiniteError, StreamError
 from satrap.train.async_optimizer import twin
-from satrap.train.process_group import Trainers
+from satrap.train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from satrap.worker.server_group import Servers, View
+    from satrap.worker.server_group import ServerGroup, Topology
 
 DIM = 1024
 """Numbers of a row: measured, docs/design/003-cluster.md."""
@@ -88,7 +88,7 @@ class DenseParameters:
         self._ahead: dict[int, Tensor] = {}  # by step: looked up, not handed over
         self._step = 0  # the last that was looked up
 
-    def connect(self, servers: "Servers", trainers: Trainers) -> None:
+    def connect(self, servers: "ServerGroup", trainers: ProcessGroup) -> None:
         """servers: of a job whose last tables are these."""
         self._servers, self._trainers = servers, trainers
 
@@ -239,7 +239,7 @@ class DenseParameters:
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
 
-    def _shares(self, rows: NDArray[np.int64], view: "View") -> dict[int, _Share]:
+    def _shares(self, rows: NDArray[np.int64], view: "Topology") -> dict[int, _Share]:
         """Rows, rising, by their owners. A row's id is its number."""
         ids, job = rows.astype(np.uint64), self._servers.job.tables
         ends = np.searchsorted(rows, self._group_first)

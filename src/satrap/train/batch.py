@@ -1,10 +1,10 @@
 """What the user gets from a stream: one batch as tensors, and the gradients that came back for it.
 
-`Held` is the stream's own: the batch's inputs, its rows once they are looked up, and what brings gradients home.
-`Batch` is the user's view of it. Its rows may come later than the batch: the first use of `embeddings` or `sequences`
-asks the stream for them. `embeddings` is a leaf, [batch, sum of dims]: autograd collects its gradient as it does a
-parameter's, so losses add up, and the combined optimizer finds it there. Bags that are not pooled come as `sequences`,
-each a leaf of its own.
+`InFlightBatch` is the stream's own: the batch's inputs, its rows once they are looked up, and what brings gradients
+home. `Batch` is the user's view of it. Its rows may come later than the batch: the first use of `embeddings` or
+`sequences` asks the stream for them. `embeddings` is a leaf, [batch, sum of dims]: autograd collects its gradient as it
+does a parameter's, so losses add up, and the combined optimizer finds it there. Bags that are not pooled come as
+`sequences`, each a leaf of its own.
 """
 
 import weakref
@@ -33,7 +33,7 @@ class Sequence:
         self.values, self.mask = values, mask
 
 
-class Held:
+class InFlightBatch:
     """A batch as its stream holds it, until it is updated or dropped."""
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Held:
         """Why the rows cannot be used any more."""
         self._batch: Callable[[], object] = _nothing
 
-    def hand_over(self, use: "Callable[[Held], None] | None", *, with_dense: bool = False) -> "Batch":
+    def hand_over(self, use: "Callable[[InFlightBatch], None] | None", *, with_dense: bool = False) -> "Batch":
         """The user's view, once. use, with_dense: see Batch."""
         batch = Batch(self, use, with_dense=with_dense)
         self._batch = weakref.ref(batch)
@@ -121,7 +121,7 @@ class Batch:
 
     __slots__ = ("__weakref__", "_dense", "_held", "_use", "inputs", "step")
 
-    def __init__(self, held: Held, use: Callable[[Held], None] | None, *, with_dense: bool) -> None:
+    def __init__(self, held: InFlightBatch, use: Callable[[InFlightBatch], None] | None, *, with_dense: bool) -> None:
         """use: called before the first use of rows; with_dense: or of `dense`."""
         self.inputs = held.inputs
         """As the loader read it: ids, numpy arrays, other columns. No ids where a worker in a process of its own read
@@ -174,7 +174,7 @@ class Batch:
         """Where the source stands after this batch."""
         return self.inputs.position
 
-    def _used(self) -> Held:
+    def _used(self) -> InFlightBatch:
         if self._use is not None:
             self._use(self._held)
             self._use = None  # the stream may go before the batch

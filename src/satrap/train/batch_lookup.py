@@ -15,13 +15,13 @@ from torch import Tensor
 
 from satrap.data.inputs import Inputs
 from satrap.train.async_dense import DenseParameters
-from satrap.train.batch import Held, Sequence, gradient_array
+from satrap.train.batch import InFlightBatch, Sequence, gradient_array
 from satrap.train.joint_step import PADDING_ROWS, JointStep, Padding
 from satrap.train.torch_threads import torch_threads
 from satrap.worker.worker import Worker
 
 
-class Lookup:
+class BatchLookup:
     """Looks a batch up and makes tensors of it, on the device if there is one.
 
     Copies go through pinned memory on a stream of their own: neither the dense network nor the tables wait for them.
@@ -44,7 +44,9 @@ class Lookup:
         self._side = torch.cuda.Stream(device) if on_gpu else None  # of batches on their way to the device
         self._home = torch.cuda.Stream(device) if on_gpu else None  # of gradients on their way back
 
-    def __call__(self, inputs: Inputs, step: int, oldest_open: int, ahead: Held | None = None) -> Held:
+    def __call__(
+        self, inputs: Inputs, step: int, oldest_open: int, ahead: InFlightBatch | None = None
+    ) -> InFlightBatch:
         """ahead: what `read_ahead` made of these inputs, if it did."""
         if ahead is not None and ahead.is_there():  # an interrupt came right after it
             return ahead
@@ -66,13 +68,13 @@ class Lookup:
         held.embeddings = self._place(found.block)  # last: it is there now
         return held
 
-    def read_ahead(self, inputs: Inputs, step: int) -> Held:
+    def read_ahead(self, inputs: Inputs, step: int) -> InFlightBatch:
         """A batch without its rows."""
         dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
         label = None if inputs.label is None else self._place(inputs.label)
-        return Held(inputs, step if self._train else 0, self._place(dense), label)
+        return InFlightBatch(inputs, step if self._train else 0, self._place(dense), label)
 
-    def _pad(self, held: Held) -> Held:
+    def _pad(self, held: InFlightBatch) -> InFlightBatch:
         """Zeros in place of the rows of a batch of padding."""
         features = self._worker.features
         for name, feature in features.items():
@@ -83,7 +85,7 @@ class Lookup:
         held.embeddings = self._place(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
         return held
 
-    def join(self, held: Held, step: JointStep) -> None:
+    def join(self, held: InFlightBatch, step: JointStep) -> None:
         """The batch takes part in a step of several trainers."""
         held.weight = step.weight
         if held.is_padding:
@@ -97,7 +99,7 @@ class Lookup:
         with torch.cuda.stream(self._side):
             return host.pin_memory().to(self._device, non_blocking=True)
 
-    def arrive(self, held: Held) -> None:
+    def arrive(self, held: InFlightBatch) -> None:
         """In the user's thread: the current stream awaits the copies of what is here."""
         if self._side is not None:
             current = torch.cuda.current_stream(self._device)
@@ -105,7 +107,7 @@ class Lookup:
             for tensor in held.tensors:
                 tensor.record_stream(current)
 
-    def hand_over(self, held: Held) -> None:
+    def hand_over(self, held: InFlightBatch) -> None:
         """In the user's thread, as it begins to use the rows: the leaves begin to collect gradients."""
         for leaf in held.leaves:
             leaf.requires_grad_()
@@ -123,7 +125,7 @@ class Lookup:
             self._dense.refresh()
             self._dense.rest()
 
-    def update_with(self, batches: list[Held], lrs: dict[str, float], scale: float) -> Callable[[], None]:
+    def update_with(self, batches: list[InFlightBatch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
         """What applies the batches' gradients, in whatever thread."""
         dense = None if self._dense is None else self._dense.gradients(scale)  # now: the next backward pass is near
         ready = torch.cuda.current_stream(self._device).record_event() if self._home is not None else None
@@ -155,7 +157,7 @@ class Lookup:
         return apply
 
     def _bring_home(
-        self, batches: list[Held], ready: torch.cuda.Event | None
+        self, batches: list[InFlightBatch], ready: torch.cuda.Event | None
     ) -> tuple[list[NDArray[np.float32] | None], list[dict[str, NDArray[np.float32] | None]]]:
         """The gradients in CPU memory; from a device on a stream of their own, which waits for `ready` alone."""
         if ready is not None:

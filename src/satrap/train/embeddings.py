@@ -27,24 +27,24 @@ from satrap.data.registry import travels
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.run_context import before_end, here
-from satrap.table.table_group import Tables
+from satrap.run_context import before_end, current
+from satrap.table.table_group import TableGroup
 from satrap.train.async_dense import DenseParameters, require_free_names
 from satrap.train.batch import Batch
-from satrap.train.batch_lookup import Lookup
+from satrap.train.batch_lookup import BatchLookup
 from satrap.train.joint_step import Padded
 from satrap.train.open_worker import RowsAt, open_worker
 from satrap.train.optimizer import HybridOptimizer
-from satrap.train.process_group import Compress, Trainers
-from satrap.train.staleness_gate import Gate
+from satrap.train.process_group import Compress, ProcessGroup
+from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import JointStream, Stream
 from satrap.train.torch_threads import spare_cores
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
-    from satrap.worker.remote.client import FarWorker
-    from satrap.worker.sharded_rows import RemoteWorker
-    from satrap.worker.sharded_tables import RemoteTables
+    from satrap.worker.remote.client import RemoteWorker
+    from satrap.worker.sharded_rows import ShardedWorker
+    from satrap.worker.sharded_tables import ShardedTables
 
 
 class Embeddings(torch.nn.Module):
@@ -89,7 +89,7 @@ class Embeddings(torch.nn.Module):
         super().__init__()
         self.features = Features(features)
         self.staleness, self.deterministic = staleness, deterministic
-        self.trainers = Trainers()
+        self.trainers = ProcessGroup()
         self.apart = dense == "async"
         """Whether trainers step without each other."""
         self._require_possible(dense, servers)
@@ -121,11 +121,11 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"deterministic=True with {how} is for one trainer; here are several")
         if self.apart:
             require_free_names(self.features.tables)
-            if servers is None and here() is None:
+            if servers is None and current() is None:
                 raise ConfigError("dense='async' and no servers: name those that are to hold the dense parameters")
 
     @property
-    def worker(self) -> "LocalWorker | RemoteWorker":
+    def worker(self) -> "LocalWorker | ShardedWorker":
         """What looks ids up and updates their rows."""
         if self._closed:
             raise StreamError("these embeddings were closed: make others")
@@ -159,7 +159,7 @@ class Embeddings(torch.nn.Module):
         self._followed[id(data)] = _Followed(data, position, resume=True)
 
     @property
-    def tables(self) -> "Tables | RemoteTables":
+    def tables(self) -> "TableGroup | ShardedTables":
         """The tables by name: each is a `Store`, or on servers does what one can do from here."""
         return self.worker.tables
 
@@ -246,7 +246,9 @@ class Embeddings(torch.nn.Module):
         together = several and self._dense is None
         if together:
             inputs = Padded(inputs, self.features.names)
-        gate = Gate(self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step)
+        gate = StalenessGate(
+            self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step
+        )
         with Uninterrupted():
             self._training_data = data
             self._training = Stream(
@@ -323,7 +325,7 @@ class Embeddings(torch.nn.Module):
         """Servers outlive the processes that train on them."""
         if isinstance(self.worker, LocalWorker):
             return
-        place, latest = here(), self.worker.servers.latest_step
+        place, latest = current(), self.worker.servers.latest_step
         if place is not None and place.launch > place.first_launch and self.step == 0:
             warnings.warn(
                 f"launch {place.launch} begins at step 0: there was no checkpoint to resume, so all is lost that was "
@@ -347,13 +349,13 @@ class Embeddings(torch.nn.Module):
         signature = getattr(data, "signature", None)
         return None if signature is None else signature()
 
-    def _far(self, data: Any) -> "FarWorker | None":
+    def _far(self, data: Any) -> "RemoteWorker | None":
         """The worker in a process of its own, if it can read the data."""
         if isinstance(self.worker, LocalWorker):
             return None
-        from satrap.worker.remote.client import FarWorker
+        from satrap.worker.remote.client import RemoteWorker
 
-        return self.worker if isinstance(self.worker, FarWorker) and travels(data) else None
+        return self.worker if isinstance(self.worker, RemoteWorker) and travels(data) else None
 
     def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
         if (far := self._far(data)) is not None:
@@ -388,7 +390,7 @@ class Embeddings(torch.nn.Module):
 
     def before_close(self, work: Callable[[], None]) -> None:
         """For a checkpoint in a run: have it done before the connections end, or else at the end of the script."""
-        if here() is not None:
+        if current() is not None:
             self._before_close.append(work)
             before_end(self._finish)
 
@@ -466,7 +468,7 @@ class Embeddings(torch.nn.Module):
 
     def forward(self, inputs: Inputs) -> Batch:
         """One batch looked up without training, on the CPU: for serving, outside any stream."""
-        return Lookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(None)
+        return BatchLookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(None)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

@@ -15,13 +15,13 @@ def evaluate(
     *,
     score: Callable[[Batch], torch.Tensor] | None = None,
     label: Callable[[Batch], torch.Tensor] | None = None,
-) -> metrics.Pass:
+) -> metrics.Evaluation:
     """AUC, log loss and normalised entropy of `model(batch.dense, batch.embeddings)`, which are logits.
 
     The model's train() or eval() stays as it is. The stream is one begun after `embeddings.eval()`.
     score, label: of a batch its logits and labels, one for each sample, where a model takes more or has several heads.
     """
-    found = metrics.Pass()
+    found = metrics.Evaluation()
     with torch.no_grad():
         for batch in stream:
             if batch.step:

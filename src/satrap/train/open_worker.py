@@ -12,13 +12,13 @@ from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, StreamError
-from satrap.run_context import here
-from satrap.train.process_group import Trainers
+from satrap.run_context import current
+from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
-    from satrap.worker.server_group import Servers
-    from satrap.worker.sharded_rows import RemoteWorker
+    from satrap.worker.server_group import ServerGroup
+    from satrap.worker.sharded_rows import ShardedWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,17 @@ class RowsAt:
 def open_worker(
     features: Features,
     rows: RowsAt,
-    trainers: Trainers,
+    trainers: ProcessGroup,
     seed: int,
     staleness: int,
     num_threads: int | None,
     dense: tuple[Table, ...] | None = None,
-) -> "LocalWorker | RemoteWorker":
+) -> "LocalWorker | ShardedWorker":
     """The worker of a trainer. All trainers call it: the first one begins an attempt at the servers.
 
     dense: the tables of dense parameters, of trainers that do not wait for each other; None: they do.
     """
-    place = here()
+    place = current()
     if rows.servers is None and place is not None:
         rows = replace(rows, servers=place.servers, keys=place.keys if rows.keys is None else rows.keys)
     if rows.workers is None:
@@ -65,7 +65,7 @@ def open_worker(
         return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
     if rows.shared is not None:
         raise ConfigError("shared is a file for rows here, and servers hold them: give it to `satrap server`")
-    from satrap.worker.sharded_rows import MOST_STALENESS, RemoteWorker
+    from satrap.worker.sharded_rows import MOST_STALENESS, ShardedWorker
 
     workers: Any = rows.workers
     if not isinstance(workers, list | tuple) or not all(isinstance(each, str) for each in workers):
@@ -75,30 +75,30 @@ def open_worker(
     job = Job(tables=(*features.tables, *(dense or ())), seed=seed)
     servers = _greeted(job, rows, trainers, synchronous=staleness == 0 and dense is None)
     if not rows.workers:
-        return RemoteWorker(features, servers, num_threads=num_threads)
+        return ShardedWorker(features, servers, num_threads=num_threads)
     from satrap.rpc import Keys
-    from satrap.worker.remote.client import FarWorker
+    from satrap.worker.remote.client import RemoteWorker
 
     try:
         address = rows.workers[trainers.rank % len(rows.workers)]
         client = None if rows.keys is None else Keys.read(rows.keys)
-        return FarWorker(features, servers, address, keys=client, num_threads=num_threads)
+        return RemoteWorker(features, servers, address, keys=client, num_threads=num_threads)
     except BaseException:
         servers.close()
         raise
 
 
-def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -> "Servers":
+def _greeted(job: Job, rows: RowsAt, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
     """The servers, in the attempt that the first trainer begins. One trainer alone begins it when it trains, restores
     or saves: until then it may look beside another process that does."""
     from satrap.rpc import Keys
-    from satrap.worker.server_group import Servers
+    from satrap.worker.server_group import ServerGroup
 
     assert rows.servers is not None
-    addresses, place = rows.servers, here()
+    addresses, place = rows.servers, current()
 
-    def greet(attempt: int | None) -> Servers:
-        return Servers(
+    def greet(attempt: int | None) -> ServerGroup:
+        return ServerGroup(
             job,
             addresses,
             trainer=trainers.rank,
@@ -111,7 +111,7 @@ def _greeted(job: Job, rows: RowsAt, trainers: Trainers, *, synchronous: bool) -
             wire=rows.wire,
         )
 
-    found: list[Servers] = []
+    found: list[ServerGroup] = []
     trainers.first_does(lambda: found.append(greet(None)), StreamError)
     attempt = trainers.from_first(found[0].attempt if found else 0)
     return found[0] if found else greet(attempt)

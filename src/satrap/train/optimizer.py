@@ -28,14 +28,14 @@ from satrap.config.features import Features
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.train.async_dense import DenseParameters
-from satrap.train.process_group import Trainers
+from satrap.train.process_group import ProcessGroup
 
 
 class Trained(Protocol):
     """What the optimizer knows of `Embeddings`."""
 
     features: Features
-    trainers: Trainers
+    trainers: ProcessGroup
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Sends the gradients that wait to the tables."""

@@ -7,11 +7,11 @@ A user who asks for a batch while only his own step could open the gate reads ah
 the batch is looked up as soon as the gate allows, in a thread or when he brings it. Lookups keep the order of the
 batches, so nothing in `waiting` is looked up before what is in `ahead`.
 
-`Pipeline` either does this work in the caller's thread, inside next() and submit() (`overlap=False`: no core is idle
-while the dense network runs, so there is nothing to gain), or in threads of its own: one reads, one does all table
-work, updates first. Where the rows are remote and the gate lets them (`Gate.apart`), lookups have a thread and updates
-have one, so that rows come while gradients go. All run the same decisions, `_choose`. What is in flight is bounded by
-the gate: at most staleness + 1 steps are open, and as many batches wait to be looked up.
+`PrefetchPipeline` either does this work in the caller's thread, inside next() and submit() (`overlap=False`: no core is
+idle while the dense network runs, so there is nothing to gain), or in threads of its own: one reads, one does all table
+work, updates first. Where the rows are remote and the gate lets them (`StalenessGate.apart`), lookups have a thread and
+updates have one, so that rows come while gradients go. All run the same decisions, `_choose`. What is in flight is
+bounded by the gate: at most staleness + 1 steps are open, and as many batches wait to be looked up.
 
 An exception of any stage is kept with a note that names the stage, ends the threads, and is raised by the user's next
 call; of several the first, and then an update's. Once it was told, `finish` still applies the updates that were handed
@@ -37,7 +37,7 @@ from satrap.data.inputs import Inputs
 from satrap.errors import ForkError, SatrapError, StreamError
 from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 from satrap.train.pipeline_stages import Item, Seconds, Stage, State, Update
-from satrap.train.staleness_gate import Gate
+from satrap.train.staleness_gate import StalenessGate
 
 _INTERRUPTED = (
     "this stream was interrupted while its source read a batch, and a source that was interrupted cannot go on: begin "
@@ -49,13 +49,13 @@ _CLOSE_SECONDS = 10.0  # a reader that does not return within it is left to die 
 _TABLES = (Stage.UPDATE, Stage.LOOKUP)
 
 
-class Pipeline(Generic[Item]):
+class PrefetchPipeline(Generic[Item]):
     """See the file's docstring."""
 
     def __init__(
         self,
         inputs: Iterator[Inputs],
-        gate: Gate,
+        gate: StalenessGate,
         look_up: Callable[[Inputs, int, int, Item | None], Item],
         *,
         read_ahead: Callable[[Inputs, int], Item],

@@ -23,7 +23,7 @@ Compress = Literal["float16", "bfloat16"]
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
 
 
-class Trainers:
+class ProcessGroup:
     """This process among the trainers of its job."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ and asks what may happen; no thread, no clock, no torch here.
 from collections import Counter, OrderedDict
 
 
-class Gate:
+class StalenessGate:
     """The steps of one stream: which are open, and what that allows.
 
     Invariants: open steps rise; none is later than the next batch's; each has a batch that is not settled.

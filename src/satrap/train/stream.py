@@ -38,12 +38,12 @@ from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.async_dense import DenseParameters
-from satrap.train.batch import Batch, Held
-from satrap.train.batch_lookup import Lookup
+from satrap.train.batch import Batch, InFlightBatch
+from satrap.train.batch_lookup import BatchLookup
 from satrap.train.joint_step import JointStep, Padded, described
 from satrap.train.pipeline_stages import Seconds, Update
-from satrap.train.prefetch_pipeline import Pipeline
-from satrap.train.staleness_gate import Gate
+from satrap.train.prefetch_pipeline import PrefetchPipeline
+from satrap.train.staleness_gate import StalenessGate
 from satrap.worker.worker import Ticket, Worker
 
 _NO_LOADER = (
@@ -74,7 +74,7 @@ class Stream(Iterator[Batch]):
         self,
         inputs: Iterator[Inputs],
         worker: Worker,
-        gate: Gate,
+        gate: StalenessGate,
         *,
         train: bool,
         device: torch.device,
@@ -97,9 +97,9 @@ class Stream(Iterator[Batch]):
         """The last step that was updated or dropped."""
         self._inputs, self._train, self._worker = inputs, train, worker
         self._gate, self._on_hold, self._joint = gate, on_hold, joint
-        self._held: list[Held] = []  # looked up, neither updated nor dropped
-        self._ahead: deque[Held] = deque()  # behind them, handed over before their lookup
-        self._taken: Held | None = None  # from the pipeline, and not handed over yet
+        self._held: list[InFlightBatch] = []  # looked up, neither updated nor dropped
+        self._ahead: deque[InFlightBatch] = deque()  # behind them, handed over before their lookup
+        self._taken: InFlightBatch | None = None  # from the pipeline, and not handed over yet
         self._length: int | None = None  # if it was asked for
         self._joined = False  # the other trainers know of it
         self._let_go: deque[Ticket] = deque()  # of dropped batches, to be given up
@@ -109,10 +109,10 @@ class Stream(Iterator[Batch]):
         self._dense_at_servers = dense is not None
         self._ended = self._finished = False
         self._left: str | None = None  # why there will be no other batch
-        self._look_up = Lookup(worker, device, train=train, overlap=overlap, dense=dense)
+        self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=dense)
         remote = train and worker.remote  # an evaluation has no updates
         with Uninterrupted():
-            self._pipeline: Pipeline[Held] = Pipeline(
+            self._pipeline: PrefetchPipeline[InFlightBatch] = PrefetchPipeline(
                 inputs, gate, self._look_up, read_ahead=self._look_up.read_ahead, overlap=overlap, remote=remote
             )
             close_when_collected(self, self._pipeline.close)
@@ -120,7 +120,7 @@ class Stream(Iterator[Batch]):
     @classmethod
     def evaluation(cls, inputs: Iterator[Inputs], worker: Worker, device: torch.device, *, overlap: bool) -> "Stream":
         """A stream that looks rows up and changes none."""
-        gate = Gate(_EVALUATION_AHEAD if overlap else 0)
+        gate = StalenessGate(_EVALUATION_AHEAD if overlap else 0)
         return cls(inputs, worker, gate, train=False, device=device, overlap=overlap, on_hold=lambda _: None)
 
     @property
@@ -198,7 +198,7 @@ class Stream(Iterator[Batch]):
             self._collect()  # in order: what came before it may be there by now
             return held.hand_over(self._use, with_dense=self._dense_at_servers)
 
-    def _take(self, held: Held) -> None:
+    def _take(self, held: InFlightBatch) -> None:
         self._taken = held
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
@@ -232,7 +232,7 @@ class Stream(Iterator[Batch]):
             return True
         return isinstance(self._inputs, Padded) and self._inputs.num_left == 0
 
-    def _handed_on(self, batches: list[Held]) -> None:
+    def _handed_on(self, batches: list[InFlightBatch]) -> None:
         """The pipeline has taken over the update of these."""
         self._stepped.update(batch.step for batch in batches)
         self._last_stepped = max(self._last_stepped, batches[-1].step)
@@ -304,7 +304,7 @@ class Stream(Iterator[Batch]):
         with nullcontext() if kind is None else suppress(Exception):  # not over the user's own error
             self.close()
 
-    def _use(self, held: Held) -> None:
+    def _use(self, held: InFlightBatch) -> None:
         """The user begins to use the rows of a batch. It is looked up now, if it was handed over ahead of that."""
         if held.lost is not None:
             raise StreamError(held.lost)
@@ -320,7 +320,7 @@ class Stream(Iterator[Batch]):
             held.used, held.trains = True, torch.is_grad_enabled()
             self._hold(self._held)
 
-    def _weigh(self, held: Held) -> None:
+    def _weigh(self, held: InFlightBatch) -> None:
         """The next backward pass is of this batch."""
         if self._joint is None:
             return
@@ -333,7 +333,7 @@ class Stream(Iterator[Batch]):
             )
         self._joint.weigh(held.weight)
 
-    def _awaited(self) -> Held | None:
+    def _awaited(self) -> InFlightBatch | None:
         """The first batch that is used and that no backward pass has reached."""
         return next((each for each in self._held if each.used and not each.has_gradient), None)
 
@@ -344,7 +344,7 @@ class Stream(Iterator[Batch]):
                 while self._ahead and self._ahead[0].is_there():
                     self._held.append(self._ahead.popleft())
 
-    def _make_room(self, wanted: Held) -> None:
+    def _make_room(self, wanted: InFlightBatch) -> None:
         """The oldest step closes the gate for a batch that is used: it is dropped if the user skipped it."""
         step, staleness = self._held[0].step, self._gate.staleness
         oldest = [batch for batch in self._held if batch.step == step]
@@ -412,13 +412,13 @@ class Stream(Iterator[Batch]):
             self.dropped["unused"] += not held.is_padding
             held.lose(f"step {held.step}: its batch was dropped: {why}")
 
-    def _drop(self, batches: list[Held], cause: str, why: str | None = None) -> None:
+    def _drop(self, batches: list[InFlightBatch], cause: str, why: str | None = None) -> None:
         """why: the cause, told to a backward pass that comes too late."""
         with Uninterrupted():
             self._settle(batches, cause, why)
         self._give_up()
 
-    def _settle(self, batches: list[Held], cause: str, why: str | None) -> None:
+    def _settle(self, batches: list[InFlightBatch], cause: str, why: str | None) -> None:
         """These will not be updated; what that means for their rows is left to `_give_up`."""
         for batch in batches:
             if not batch.is_padding:
@@ -441,7 +441,7 @@ class Stream(Iterator[Batch]):
                 self._worker.drop(self._let_go[0])
             self._let_go.popleft()
 
-    def _takes_part(self, held: Held) -> bool:
+    def _takes_part(self, held: InFlightBatch) -> bool:
         """Whether any trainer has samples for the step that this batch is the next of."""
         if self._joint is None or self._joined:
             return True
@@ -462,7 +462,7 @@ class Stream(Iterator[Batch]):
             self._pipeline.next(self._take)
         return False
 
-    def _forget(self, batches: list[Held]) -> None:
+    def _forget(self, batches: list[InFlightBatch]) -> None:
         """These are updated or dropped."""
         if not batches:
             return
@@ -474,7 +474,7 @@ class Stream(Iterator[Batch]):
             awaited = self._awaited()
             self._joint.weigh(1.0 if awaited is None else awaited.weight)
 
-    def _hold(self, held: list[Held]) -> None:
+    def _hold(self, held: list[InFlightBatch]) -> None:
         self._held = held
         if self._left is None:
             self._on_hold([leaf for each in held if each.used for leaf in each.leaves])

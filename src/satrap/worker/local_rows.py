@@ -11,7 +11,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.errors import ConfigError
 from satrap.table.engine import open_engine
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 from satrap.worker.worker import Floats, Worker, named_features
 
 
@@ -103,7 +103,7 @@ class LocalWorker(Worker):
                 f"features is a {type(features).__name__}; wanted a satrap.config.features.Features of it"
             )
         slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
-        self.tables = Tables.in_engine(slots)
+        self.tables = TableGroup.in_engine(slots)
         super().__init__(features, LocalRows(features, slots[0].engine, features.tables))
 
     def close(self) -> None:

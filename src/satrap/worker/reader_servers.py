@@ -14,18 +14,18 @@ from satrap.config.job import Job
 from satrap.errors import MovedError, NotReadyError, RpcError
 from satrap.rpc import Client, Keys, Origin
 from satrap.server.protocol import ServerCalls
-from satrap.sharding.shard_map import Members, check_addresses
-from satrap.worker.server_group import LONGEST_PAUSE, Servers, Trouble, View
+from satrap.sharding.shard_map import ShardMap, check_addresses
+from satrap.worker.server_group import LONGEST_PAUSE, ServerFailure, ServerGroup, Topology
 
 
-class ReaderServers(Servers):
+class ReaderServers(ServerGroup):
     """See the file's docstring."""
 
     def __init__(self, addresses: Sequence[str], *, keys: Keys | None = None, deadline: float = 60.0) -> None:
         """addresses: of one server of the run, or of several. keys: the client's."""
         check_addresses(addresses)
         found = _asked(addresses, keys, deadline)
-        members, state = Members.from_dict(found["members"]), found["state"]
+        members, state = ShardMap.from_dict(found["members"]), found["state"]
         self._newest = state["attempt"], members.version
         super().__init__(Job.from_dict(found["job"]), members.addresses, begin=False, keys=keys, deadline=deadline)
         self.latest_step, self.lrs = state["latest_step"], state["lrs"]
@@ -34,7 +34,7 @@ class ReaderServers(Servers):
     @property
     def newest_step(self) -> int:
         """The last step that the run has looked up or updated."""
-        trouble = Trouble(time.monotonic() + self._deadline)
+        trouble = ServerFailure(time.monotonic() + self._deadline)
         while True:
             view = self.view
             found = self.all("members", 0)
@@ -49,20 +49,20 @@ class ReaderServers(Servers):
     def _greet_all(self) -> None:
         """Nobody is told anything."""
 
-    def _learn(self, view: View, server: int) -> bool:
+    def _learn(self, view: Topology, server: int) -> bool:
         """See Servers. Any map of a later attempt is newer: the run began again."""
         if view is not self.view:
             return True
         found = view.clients[server].call.members(Origin(), 0)
         if found["version"]:
-            newest, members = (found["state"]["attempt"], found["version"]), Members.from_dict(found["members"])
+            newest, members = (found["state"]["attempt"], found["version"]), ShardMap.from_dict(found["members"])
             with self._lock:
                 if newest >= self._newest and members != self.view.members:
                     self._take(members)
                 self._newest = max(newest, self._newest)
         return view is not self.view
 
-    def _revive(self, view: View, server: int, error: NotReadyError, trouble: Trouble) -> None:
+    def _revive(self, view: Topology, server: int, error: NotReadyError, trouble: ServerFailure) -> None:
         """See Servers. One without rows is waited for: trainers will greet it."""
         if self._learn(view, server):
             raise MovedError("the run began again") from error

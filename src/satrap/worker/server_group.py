@@ -3,8 +3,8 @@
 A call goes to all servers that it concerns before the first answer is waited for, and all answers are waited for in
 turn. What fails, fails with the server named; `satrap.rpc` has tried until the deadline then.
 
-Servers come and go, and buckets with them, while all this goes on. A `View` is what is known of that at one moment;
-whoever is refused as of an older one finds the newest in `Servers.view`, and does what it did with that.
+Servers come and go, and buckets with them, while all this goes on. A `Topology` is what is known of that at one moment;
+whoever is refused as of an older one finds the newest in `ServerGroup.view`, and does what it did with that.
 """
 
 import threading
@@ -28,7 +28,7 @@ from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Keys, Origin, Pending
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
-from satrap.sharding.shard_map import Members, check_addresses
+from satrap.sharding.shard_map import ShardMap, check_addresses
 
 LAUNCH_ATTEMPTS = 1 << 16
 """Each launch of the trainers has as many attempts of its own: a restore begins one."""
@@ -43,10 +43,10 @@ _ELSEWHERE = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class Topology:
     """The servers as they are known at one moment."""
 
-    members: Members
+    members: ShardMap
     clients: tuple[Client[ServerCalls], ...]
     owners: NDArray[np.uint32]
     """Of every bucket, of one table after the other."""
@@ -56,7 +56,7 @@ class View:
 
 
 @dataclass(slots=True)
-class Trouble:
+class ServerFailure:
     """What one call met at one server."""
 
     until: float
@@ -65,7 +65,7 @@ class Trouble:
     greetings: int = 0
 
 
-class Servers:
+class ServerGroup:
     """The servers of a job, as one process of it calls them."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Servers:
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # of what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
-        first = Members.first([table.resolved_num_buckets for table in job.tables], addresses)
+        first = ShardMap.first([table.resolved_num_buckets for table in job.tables], addresses)
         self.view = self._view_of(first)
         """As of now: whoever makes several calls that belong together takes it once."""
         self.attempt = NO_ATTEMPT if attempt is None else attempt
@@ -194,7 +194,7 @@ class Servers:
         """Of now."""
         return self.view.members.addresses
 
-    def origin(self, step: int, view: View | None = None) -> Origin:
+    def origin(self, step: int, view: Topology | None = None) -> Origin:
         """Of a call of ours."""
         version = (view or self.view).members.version
         return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=version)
@@ -224,7 +224,7 @@ class Servers:
         step: int,
         arguments: Mapping[int, tuple[Any, ...]],
         *,
-        view: View,
+        view: Topology,
         patient: bool = False,
     ) -> dict[int, Any]:
         """Calls the servers named, all at once, and returns what each answered. One that was restarted meanwhile is
@@ -244,7 +244,7 @@ class Servers:
             return view.clients[server].begin(method, origin, *arguments[server], patient=patient)
 
         pending = {server: begin(server) for server in arguments}
-        trouble = {server: Trouble(time.monotonic() + self._deadline) for server in arguments}
+        trouble = {server: ServerFailure(time.monotonic() + self._deadline) for server in arguments}
         found: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         while pending:
@@ -285,7 +285,9 @@ class Servers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _answered(self, view: View, server: int, call: Pending, trouble: Trouble, found: dict[int, Any]) -> bool:
+    def _answered(
+        self, view: Topology, server: int, call: Pending, trouble: ServerFailure, found: dict[int, Any]
+    ) -> bool:
         """Notes what a server answered; False if it is to be called again."""
         try:
             found[server] = call.result()
@@ -302,14 +304,14 @@ class Servers:
             raise
         return True
 
-    def _revive(self, view: View, server: int, error: NotReadyError, trouble: Trouble) -> None:
+    def _revive(self, view: Topology, server: int, error: NotReadyError, trouble: ServerFailure) -> None:
         """One that was started again is greeted."""
         trouble.greetings += 1
         if trouble.greetings > _MOST_GREETINGS:
             raise error
         self._greet(view, server)
 
-    def _failure(self, view: View, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
+    def _failure(self, view: Topology, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
         """What to raise of these."""
         own = {server: error for server, error in failed.items() if not isinstance(error, MovedError)} or failed
         first = next(iter(own.values()))
@@ -319,7 +321,7 @@ class Servers:
         told.__cause__ = first
         return told
 
-    def _wait_for_move(self, view: View, server: int, error: MovedError, trouble: Trouble) -> None:
+    def _wait_for_move(self, view: Topology, server: int, error: MovedError, trouble: ServerFailure) -> None:
         """A while, longer each time; raises the error if there is a newer view."""
         if self._learn(view, server):
             raise error
@@ -331,37 +333,37 @@ class Servers:
         time.sleep(trouble.pause)
         trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
 
-    def _learn(self, view: View, server: int) -> bool:
+    def _learn(self, view: Topology, server: int) -> bool:
         """Whether there is a newer view than this one; asks the server."""
         if view is not self.view:
             return True
         found = view.clients[server].call.members(Origin(), max(1, view.members.version))
         if found["version"] <= max(1, view.members.version):
             return False
-        newest = Members.from_dict(found["members"])
+        newest = ShardMap.from_dict(found["members"])
         with self._lock:
             if self.view.members.version < newest.version:
                 self._take(newest)
         return True
 
-    def _take(self, members: Members) -> None:
+    def _take(self, members: ShardMap) -> None:
         self.view = self._view_of(members)
         if self._lease is not None:
             self._lease.clients = self.view.clients
 
-    def _ask_others(self, view: View, silent: int, error: DeadlineError) -> None:
+    def _ask_others(self, view: Topology, silent: int, error: DeadlineError) -> None:
         """A server that does not answer may have been taken away: raises MovedError if another knows of that."""
         for server in range(len(view)):
             with suppress(DeadlineError):
                 if server != silent and self._learn(view, server):
                     raise MovedError(f"a server is silent, and the others are of a newer map ({error})") from error
 
-    def _view_of(self, members: Members) -> View:
+    def _view_of(self, members: ShardMap) -> Topology:
         for address in members.addresses:
             if address not in self._clients:
                 self._clients[address] = Client(ServerCalls, address, **self._how)
         clients = tuple(self._clients[address] for address in members.addresses)
-        return View(members, clients, np.array(members.bucket_map.flat(), np.uint32))
+        return Topology(members, clients, np.array(members.bucket_map.flat(), np.uint32))
 
     def _greeted(self, *, commit: bool = True) -> list[dict[str, Any]]:
         """What each server of one view answers to hello."""
@@ -372,9 +374,9 @@ class Servers:
             except MovedError:
                 continue
 
-    def _greet(self, view: View, server: int, *, commit: bool = True) -> dict[str, Any]:
+    def _greet(self, view: Topology, server: int, *, commit: bool = True) -> dict[str, Any]:
         job, members = self.job.to_dict(), view.members.to_dict()
-        trouble = Trouble(time.monotonic() + self._deadline)
+        trouble = ServerFailure(time.monotonic() + self._deadline)
         while True:
             try:
                 return view.clients[server].call.hello(Origin(), job, members, server, commit)

@@ -26,8 +26,8 @@ from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
-from satrap.worker.server_group import Servers, View
-from satrap.worker.sharded_tables import RemoteTables
+from satrap.worker.server_group import ServerGroup, Topology
+from satrap.worker.sharded_tables import ShardedTables
 from satrap.worker.worker import Floats, Worker, named_features
 
 _NO_IDS = np.zeros(0, np.uint64)
@@ -38,13 +38,13 @@ MOST_STALENESS = _core.WINDOW_STEPS - 1
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class RemoteTicket:
+class ShardedTicket:
     """Satisfies `satrap.worker.worker.Ticket`."""
 
     split: _core.SplitTicket
     number: int
     """What the servers know it by; 0: they do not."""
-    sums: tuple[_core.Sums, View] | None = None
+    sums: tuple[_core.Sums, Topology] | None = None
     """Of an update that was begun, and for whom: if it was interrupted, it goes on with these."""
     skipped: list[int] = field(default_factory=list)
     """Of each table: gradients of its update that were not finite and were left out."""
@@ -56,12 +56,12 @@ class RemoteTicket:
         return self.split.batch_size
 
 
-class RemoteRows:
+class ShardedRows:
     """Satisfies `satrap.worker.worker.Rows`."""
 
     remote = True
 
-    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None) -> None:
+    def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)
         self._split = _core.Split(tables, named_features(features, servers.job.tables), self.num_threads, "auto")
@@ -98,7 +98,7 @@ class RemoteRows:
         first_epoch: bool,
         block: Floats,
         sequences: list[Floats],
-    ) -> RemoteTicket | None:
+    ) -> ShardedTicket | None:
         """See Rows."""
         self.settle()
         view = self._servers.view
@@ -112,12 +112,12 @@ class RemoteRows:
         rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(view))]
         self._split.fill(split, rows, block, sequences)
         if train:
-            return RemoteTicket(split, number)
+            return ShardedTicket(split, number)
         self._split.drop(split)
         return None
 
     def _looked_up(
-        self, split: _core.SplitTicket, view: View, step: int, how: tuple[Any, ...]
+        self, split: _core.SplitTicket, view: Topology, step: int, how: tuple[Any, ...]
     ) -> dict[int, Any] | None:
         """What the servers answer; None: there is a newer view. how: what each is told beside its ids."""
         asked = {
@@ -136,18 +136,18 @@ class RemoteRows:
         offsets: NDArray[np.int64] | None,
         weights: Floats | None,
         batch_size: int,
-    ) -> RemoteTicket:
+    ) -> ShardedTicket:
         """A ticket for a batch that a process before this one looked up: its update sends the ids."""
         view = self._servers.view
-        return RemoteTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
+        return ShardedTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
 
     def made(self, ticket: object) -> bool:
         """See Rows."""
-        return isinstance(ticket, RemoteTicket) and self._split.made(ticket.split)
+        return isinstance(ticket, ShardedTicket) and self._split.made(ticket.split)
 
     def update(
         self,
-        tickets: Sequence[RemoteTicket],
+        tickets: Sequence[ShardedTicket],
         gradients: list[tuple[Floats | None, list[Floats | None]]],
         step: int,
         lrs: list[tuple[int, float]],
@@ -176,10 +176,10 @@ class RemoteRows:
 
     def _sums(
         self,
-        tickets: Sequence[RemoteTicket],
+        tickets: Sequence[ShardedTicket],
         gradients: list[tuple[Floats | None, list[Floats | None]]],
         scale: float,
-        view: View,
+        view: Topology,
     ) -> _core.Sums:
         """What is to be sent to the view's servers. Made once: an update that was begun goes on with the same."""
         known = tickets[0].sums
@@ -197,7 +197,7 @@ class RemoteRows:
             ticket.sums, ticket.skipped = (sums, view), list(sums.skipped)
         return sums
 
-    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: View) -> None:
+    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: Topology) -> None:
         """number: the ticket's, if the servers may have it."""
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
@@ -214,7 +214,7 @@ class RemoteRows:
         lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
         self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
 
-    def drop(self, ticket: RemoteTicket) -> None:
+    def drop(self, ticket: ShardedTicket) -> None:
         """See Rows."""
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
@@ -252,7 +252,7 @@ class RemoteRows:
             return sums.gradients(server), None
         return None, np.asarray(self._split.encode_rows(sums.offsets(server), sums.gradients(server)))
 
-    def _forget(self, tickets: Sequence[RemoteTicket]) -> None:
+    def _forget(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
         view = self._servers.view
         holders = [
@@ -270,23 +270,23 @@ class RemoteRows:
             return at
 
 
-class RemoteWorker(Worker):
+class ShardedWorker(Worker):
     """The features of a model over tables on servers."""
 
-    def __init__(self, features: Features, servers: Servers, *, num_threads: int | None = None) -> None:
+    def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> None:
         """servers: of a job that begins with these features' tables."""
         if tuple(features.tables) != servers.job.tables[: len(features.tables)]:
             raise ConfigError("the servers' job has other tables than the features: make it of features.tables")
         self.servers = servers
-        self.tables = RemoteTables(servers)
-        self._remote = RemoteRows(features, servers, num_threads=num_threads)
+        self.tables = ShardedTables(servers)
+        self._remote = ShardedRows(features, servers, num_threads=num_threads)
         super().__init__(features, self._remote)
 
     def close(self) -> None:
         """Ends the connections."""
         self.servers.close()
 
-    def renew(self, inputs: Inputs) -> RemoteTicket:
+    def renew(self, inputs: Inputs) -> ShardedTicket:
         """A ticket for a batch that a process before this one looked up."""
         values, offsets, weights = self._checked(inputs)
         return self._remote.renewed(values, offsets, weights, inputs.batch_size)

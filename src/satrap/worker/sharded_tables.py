@@ -21,13 +21,13 @@ from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.table.snapshot.directory import part_name, parts_of
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows
-from satrap.worker.server_group import Servers
+from satrap.worker.server_group import ServerGroup
 
 
-class RemoteTable:
+class ShardedTable:
     """One table of a job on servers: what `Store` is for a table here, as far as no row must be moved for it."""
 
-    def __init__(self, servers: Servers, number: int) -> None:
+    def __init__(self, servers: ServerGroup, number: int) -> None:
         self.table: Table = servers.job.tables[number]
         """Its configuration."""
         self._servers, self._number = servers, number
@@ -149,14 +149,14 @@ class RemoteTable:
         return [found[server] for server in every]
 
 
-class RemoteTables(Mapping[str, RemoteTable]):
+class ShardedTables(Mapping[str, ShardedTable]):
     """The tables of a job on servers, by name."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: ServerGroup) -> None:
         self._servers = servers
-        self._tables = {table.name: RemoteTable(servers, t) for t, table in enumerate(servers.job.tables)}
+        self._tables = {table.name: ShardedTable(servers, t) for t, table in enumerate(servers.job.tables)}
 
-    def __getitem__(self, name: str) -> RemoteTable:
+    def __getitem__(self, name: str) -> ShardedTable:
         return self._tables[name]
 
     def __iter__(self) -> Iterator[str]:

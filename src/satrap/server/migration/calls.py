@@ -9,19 +9,19 @@ import numpy as np
 
 from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
 from satrap.rpc import Origin
-from satrap.server.call_fence import Door
-from satrap.server.migration.participant import Companions, Parcel
+from satrap.server.call_fence import CallFence
+from satrap.server.migration.participant import BucketChunk, Companions
 from satrap.server.protocol import Coded, Floats, Ids, Numbers
-from satrap.server.state import Turn
-from satrap.sharding.shard_map import Members
+from satrap.server.state import FencingToken
+from satrap.sharding.shard_map import ShardMap
 
 
-class MovingServer(Door):
+class MigrationCalls(CallFence):
     """The part of `satrap.server.protocol.ServerCalls` that moves buckets."""
 
     def begin_turn(self, origin: Origin, mover: int) -> None:
         """See ServerCalls."""
-        turn = Turn(origin.step, mover)
+        turn = FencingToken(origin.step, mover)
         with self._pause():
             self._require_turn(origin)
             if turn.number == self._turn.number and turn != self._turn:
@@ -101,7 +101,7 @@ class MovingServer(Door):
         with self._working(None) as served:  # so the map does not change meanwhile
             served.store(table)
             served.moving.require(move)
-            served.moving.take(table, Parcel(ids, steps, values, state, sighted, sighted_at, counts))
+            served.moving.take(table, BucketChunk(ids, steps, values, state, sighted, sighted_at, counts))
 
     def companions_in(
         self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
@@ -115,7 +115,7 @@ class MovingServer(Door):
 
     def change(self, origin: Origin, members: dict[str, Any], server: int, move: int) -> None:
         """See ServerCalls."""
-        after = Members.from_dict(members)
+        after = ShardMap.from_dict(members)
         with self._pause():
             served = self._ready()
             self._require_turn(origin)

@@ -1,7 +1,7 @@
 """Moves buckets between servers while training goes on. Needs nothing but calls to the servers, and is killed safely.
 
-`Mover(now, wanted).run()` makes the servers at `wanted` those that own everything, each as much as any other, and takes
-the others out. It goes through maps whose versions follow one another; each but the first and the last gives some
+`Migration(now, wanted).run()` makes the servers at `wanted` those that own everything, each as much as any other, and
+takes the others out. It goes through maps whose versions follow one another; each but the first and the last gives some
 buckets of one server (the source) to another (the target):
 
  1. the source freezes the buckets: calls that would change them are refused, and made again by whoever made them
@@ -35,7 +35,7 @@ from satrap.config.validation import check_number
 from satrap.errors import AttemptError, DeadlineError, NotReadyError
 from satrap.rpc import Client, Keys, Origin
 from satrap.server.protocol import Numbers, ServerCalls
-from satrap.sharding.shard_map import NO_MEMBER, Members, check_addresses
+from satrap.sharding.shard_map import NO_MEMBER, ShardMap, check_addresses
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # before something is done again
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class MigrationResult:
     """What a run has done."""
 
     buckets: int
@@ -57,7 +57,7 @@ class Done:
     """Of the map in the end."""
 
 
-class Mover:
+class Migration:
     """See the file's docstring."""
 
     def __init__(
@@ -82,13 +82,13 @@ class Mover:
         check_addresses(wanted)
         self._now, self._wanted = tuple(now), tuple(wanted)
         self._keys, self._deadline, self._group_bytes = keys, deadline, group_bytes
-        self._breath = check_number("Mover", "breath", breath, 0.0)
+        self._breath = check_number("Migration", "breath", breath, 0.0)
         self._clients: dict[str, Client[ServerCalls]] = {}
         self._turn = 0
         self._num_buckets = self._num_rows = self._num_bytes = 0
         self._longest = 0.0
 
-    def run(self) -> Done:
+    def run(self) -> MigrationResult:
         """Returns when it is done. Raises if a server does not answer, and may be run again."""
         began = time.monotonic()
         with ExitStack() as self._open:
@@ -107,7 +107,9 @@ class Mover:
                 members = self._settle(job, members.only(self._wanted), members)
             self._clients.clear()
         seconds = time.monotonic() - began
-        return Done(self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest, members.version)
+        return MigrationResult(
+            self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest, members.version
+        )
 
     def _call(self, address: str) -> ServerCalls:
         if address not in self._clients:
@@ -115,7 +117,7 @@ class Mover:
             self._clients[address] = self._open.enter_context(client)
         return self._clients[address].call
 
-    def _begin(self) -> tuple[Job, Members]:
+    def _begin(self) -> tuple[Job, ShardMap]:
         """Begins a turn at all servers: those of now, and those that an earlier run has added. Returns the newest that
         they know then, which nobody else changes any more."""
         _, _, found = self._newest()
@@ -128,7 +130,7 @@ class Mover:
             job, members, found = self._newest()
         return job, members
 
-    def _newest(self) -> tuple[Job, Members, dict[str, Any]]:
+    def _newest(self) -> tuple[Job, ShardMap, dict[str, Any]]:
         """What the servers answered, of all that any of them knows."""
         found: dict[str, Any] = {}
         new = list(dict.fromkeys((*self._now, *self._wanted)))
@@ -137,14 +139,14 @@ class Mover:
             newest = max(found.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
                 raise NotReadyError(f"none of {', '.join(self._now)} has a job yet: a trainer's hello gives them one")
-            members = Members.from_dict(newest["members"])
+            members = ShardMap.from_dict(newest["members"])
             new = [address for address in members.addresses if address not in found]
         return Job.from_dict(newest["job"]), members, found
 
     def _origin(self, map_version: int = 0) -> Origin:
         return Origin(step=self._turn, map_version=map_version)
 
-    def _groups(self, members: Members, to: Mapping[int, str]) -> Iterator[list[int]]:
+    def _groups(self, members: ShardMap, to: Mapping[int, str]) -> Iterator[list[int]]:
         """Buckets that move together: of one server to one other, and not too large."""
         owners = members.owner()
         pairs: dict[tuple[str, str], list[int]] = {}
@@ -160,7 +162,7 @@ class Mover:
         self._known(address)
         return int(self._call(address).load(Origin())["bytes"])
 
-    def _settle(self, job: Job, after: Members, before: Members | None = None) -> Members:
+    def _settle(self, job: Job, after: ShardMap, before: ShardMap | None = None) -> ShardMap:
         """Until all servers are of these. before: None if an earlier run began this, and some may know."""
         self._patiently(f"map {after.version}", partial(self._once, job, after, before))
         return after
@@ -179,7 +181,7 @@ class Mover:
 
     # -- one change of the map ---------------------------------------------------------------------------------------
 
-    def _once(self, job: Job, after: Members, before: Members | None) -> None:
+    def _once(self, job: Job, after: ShardMap, before: ShardMap | None) -> None:
         """One try at 1 to 6."""
         known = {address: self._known(address) for address in (*self._now, *self._wanted, *after.addresses)}
         if before is None:
@@ -212,7 +214,7 @@ class Mover:
                 self._call(address).forget(self._origin(after.version))
 
     def _copy(
-        self, before: Members, after: Members, source: str, target: str, buckets: Numbers, move: int, *, frozen: bool
+        self, before: ShardMap, after: ShardMap, source: str, target: str, buckets: Numbers, move: int, *, frozen: bool
     ) -> None:
         """1 and 2."""
         if frozen:
@@ -235,13 +237,13 @@ class Mover:
         answer = self._call(address).members(Origin(), 0)
         if not answer["version"]:
             return _Known(0, None, {})
-        members = Members.from_dict(answer["members"])
+        members = ShardMap.from_dict(answer["members"])
         number = members.number(address)
         if not answer["greeted"] and number is not None:
             self._call(address).hello(self._origin(), answer["job"], answer["members"], number, True)
         return _Known(members.version, members, answer["state"])
 
-    def _welcome(self, job: Job, known: "Mapping[str, _Known]", new: list[str], after: Members) -> None:
+    def _welcome(self, job: Job, known: "Mapping[str, _Known]", new: list[str], after: ShardMap) -> None:
         """Those that join are told what job this is, and of which attempt."""
         state = next(each.state for address, each in known.items() if each.version and address not in new)
         for address in new:
@@ -254,7 +256,7 @@ class Mover:
                     Origin(attempt=state["attempt"], map_version=after.version), table, float(lr)
                 )
 
-    def _tell(self, address: str, after: Members, move: int) -> None:
+    def _tell(self, address: str, after: ShardMap, move: int) -> None:
         number = after.number(address)
         self._call(address).change(self._origin(), after.to_dict(), NO_MEMBER if number is None else number, move)
 
@@ -264,10 +266,10 @@ class _Known:
     """What a server answered; version 0: it has no job."""
 
     version: int
-    found: Members | None
+    found: ShardMap | None
     state: dict[str, Any]
 
     @property
-    def members(self) -> Members:
+    def members(self) -> ShardMap:
         assert self.found is not None
         return self.found

@@ -26,7 +26,7 @@ FROZEN_SECONDS = 15.0
 _NONE = np.zeros(0, np.uint32)
 
 
-class Parcel(NamedTuple):
+class BucketChunk(NamedTuple):
     """Rows of one table on their way, and the last parcel's sightings."""
 
     ids: NDArray[np.uint64]
@@ -49,7 +49,7 @@ class Companions:
 
 
 @dataclass(slots=True)
-class Moving:
+class MigrationParticipant:
     """See the file's docstring."""
 
     job: Job
@@ -95,7 +95,7 @@ class Moving:
         self.engine.freeze(self.leaving, False)
         self.leaving, self.leaving_move, self._drawn = _NONE, 0, None
 
-    def parcel(self, buckets: Buckets, table: int, begin: int) -> tuple[Parcel, int]:
+    def parcel(self, buckets: Buckets, table: int, begin: int) -> tuple[BucketChunk, int]:
         """The rows of a table from the one of that number on, and how many there are in all."""
         columns = self._columns(buckets, table)
         config = native_config(self.job.tables[table])
@@ -103,7 +103,7 @@ class Moving:
         total, most = len(columns["id"]), max(1, MOST_BYTES // row_bytes)
         part = slice(begin, begin + most)
         last = slice(0, None) if begin + most >= total else slice(0, 0)
-        return Parcel(
+        return BucketChunk(
             columns["id"][part],
             columns["step"][part],
             np.ascontiguousarray(columns["values"][part]).view(np.uint8).reshape(-1),
@@ -155,7 +155,7 @@ class Moving:
         if move == 0 or move != self.coming_move:
             raise NotReadyError(f"this server does not expect rows of move {move}: begin again")
 
-    def take(self, table: int, parcel: Parcel) -> None:
+    def take(self, table: int, parcel: BucketChunk) -> None:
         """Into the table. What comes twice is there once."""
         config = self.job.tables[table]
         dtype = np.float32 if config.dtype == "float32" else np.uint16

@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(text, str(path))
 
 
-class SnapshotFolder:
+class SnapshotDirectory:
     """A folder while a save writes into it. Leaving the `with` block before `commit` removes what was written."""
 
     def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Since | None) -> None:

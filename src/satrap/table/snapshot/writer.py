@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from satrap.errors import ChangesError, InputError, SnapshotError
 from satrap.table.engine import Slot
 from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
-from satrap.table.snapshot.directory import ChecksumFile, SnapshotFolder
+from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
 
 _BATCH_BYTES = 16 << 20  # of a record batch, unless one bucket alone is larger: what a thread holds in memory
@@ -41,7 +41,7 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
     saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
     saver.require_removals()  # whatever the folder holds of a save that a process before this one was killed in
     try:
-        with SnapshotFolder(path, token, table.to_dict(), slot.seed, since) as folder:
+        with SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder:
             manifest = saver.run()
             folder.commit(manifest)
     except OSError as error:

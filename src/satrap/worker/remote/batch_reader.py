@@ -17,11 +17,11 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.left_out import LeftOut
 from satrap.data.source import Source
 from satrap.errors import InputError, NotReadyError
-from satrap.worker.sharded_rows import RemoteTicket
+from satrap.worker.sharded_rows import ShardedTicket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
+class ReadStart:
     """Where reading begins."""
 
     number: int
@@ -49,7 +49,7 @@ class Beginning:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Beginning":
+    def from_dict(cls, data: Mapping[str, Any]) -> "ReadStart":
         """The start that `to_dict` wrote."""
         given = known_keys(cls, "Beginning", data)
         if given["position"] is not None:
@@ -60,14 +60,14 @@ class Beginning:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldBatch:
     """A batch that was read."""
 
     inputs: Inputs | None
     """None once it is updated or dropped."""
     left_out: LeftOut
     """What the source left out up to its end."""
-    ticket: RemoteTicket | None = None
+    ticket: ShardedTicket | None = None
     gradients: Any = None
     """Brought before the last one's of its update."""
     answer: list[int] = field(default_factory=list)
@@ -76,15 +76,15 @@ class Held:
     """Around a lookup, update or drop of it; of several batches in the order of their numbers."""
 
 
-class Reading:
+class BatchReader:
     """See the file's docstring."""
 
-    def __init__(self, source: Source, features: Features, start: Beginning) -> None:
+    def __init__(self, source: Source, features: Features, start: ReadStart) -> None:
         self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
         self._first = self._next = start.number
         self._left_out = start.left_out
         self._base = LeftOut()  # what was left out before, less what is counted again
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldBatch] = {}
         self._settled = start.number
         self._ended = self._closed = False
         self._asked: Future[None] | None = None  # the batch that is being read, or the error that ended it
@@ -103,7 +103,7 @@ class Reading:
         """What was left out so far."""
         return self._base + self._batches.left_out
 
-    def at(self, number: int, seconds: float | None = None) -> Held | None:
+    def at(self, number: int, seconds: float | None = None) -> HeldBatch | None:
         """The batch of that number; None behind the end. TimeoutError if there was none after so many seconds,
         NotReadyError after `close`."""
         while True:
@@ -126,7 +126,7 @@ class Reading:
                 if self._asked is asked:
                     self._asked = None
 
-    def known(self, number: int) -> Held | None:
+    def known(self, number: int) -> HeldBatch | None:
         """The batch, if it is here."""
         with self._lock:
             return self._held.get(number)
@@ -154,5 +154,5 @@ class Reading:
             if inputs is None:
                 self._ended = True
                 return
-            self._held[self._next] = Held(inputs, self.left_out)
+            self._held[self._next] = HeldBatch(inputs, self.left_out)
             self._next += 1

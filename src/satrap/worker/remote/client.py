@@ -1,12 +1,12 @@
 """The trainer's side of a worker in a process of its own: batches without ids, tickets by number, gradients that leave.
 
-    FarBatches.next ──> read ─────> dense numbers, labels, position         the ids stay where they were read
-    FarWorker.lookup ─> lookup ───> block, sequences, masks
-    FarWorker.update ─> gradients ─> nothing                                the worker sums them and tells the servers
+    RemoteBatches.next ──> read ─────> dense numbers, labels, position         the ids stay where they were read
+    RemoteWorker.lookup ─> lookup ───> block, sequences, masks
+    RemoteWorker.update ─> gradients ─> nothing                                it sums them and tells the servers
 
 What is under way is remembered here, where it outlives the worker: of each batch its position. A worker that was killed
-and started again at its address is told all of it (`WorkerAt.greet`), and every call goes on where it was. What brings
-its own ids is looked up from here, as by any `RemoteWorker`.
+and started again at its address is told all of it (`WorkerConnection.greet`), and every call goes on where it was. What
+brings its own ids is looked up from here, as by any `ShardedWorker`.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from satrap.data.registry import source_to_dict
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Keys
-from satrap.worker.remote.batch_reader import Beginning
+from satrap.worker.remote.batch_reader import ReadStart
 from satrap.worker.remote.protocol import WorkerCalls, as_one, columns_from_bytes
-from satrap.worker.remote.worker_spec import Assignment
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteRows, RemoteWorker
+from satrap.worker.remote.worker_spec import WorkerSpec
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
 from satrap.worker.worker import Floats, LookedUp
 
 DEADLINE_SECONDS = 150.0
@@ -41,14 +41,14 @@ _MOST_GREETINGS = 100  # in one call: more means that greeting is no help
 _R = TypeVar("_R")
 
 
-class WorkerAt:
+class WorkerConnection:
     """The worker's process, as one trainer calls it."""
 
     def __init__(
         self,
         address: str,
-        servers: Servers,
-        assignment: Assignment,
+        servers: ServerGroup,
+        assignment: WorkerSpec,
         keys: Keys | None,
         deadline: float,
         retry_seconds: float,
@@ -59,7 +59,7 @@ class WorkerAt:
         self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
         self.call = self._client.call
         self.farewell = self._client.within(_FAREWELL_SECONDS)
-        self._streams: dict[int, FarBatches] = {}
+        self._streams: dict[int, RemoteBatches] = {}
         self._numbers = itertools.count(1)
         self._greeting = threading.Lock()
         try:
@@ -90,7 +90,7 @@ class WorkerAt:
                 for stream, batches in list(self._streams.items()):
                     self._open(stream, batches)
 
-    def begin(self, batches: "FarBatches") -> int:
+    def begin(self, batches: "RemoteBatches") -> int:
         """Opens a stream of these; returns its number."""
         stream = next(self._numbers)
         self._streams[stream] = batches
@@ -101,7 +101,7 @@ class WorkerAt:
             raise
         return stream
 
-    def _open(self, stream: int, batches: "FarBatches") -> None:
+    def _open(self, stream: int, batches: "RemoteBatches") -> None:
         self.call.open(self.servers.origin(0), stream, batches.source, batches.start().to_dict())
 
     @contextmanager
@@ -124,13 +124,13 @@ class WorkerAt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FarInputs(Inputs):
+class RemoteInputs(Inputs):
     """A batch without its ids."""
 
     values: NDArray[np.uint64] = field(init=False, repr=False)
     offsets: NDArray[np.int64] | None = field(init=False, repr=False)
     weights: NDArray[np.float32] | None = field(init=False, repr=False)
-    batches: "FarBatches" = field(repr=False)
+    batches: "RemoteBatches" = field(repr=False)
     number: int
 
     def __getattr__(self, name: str) -> Any:
@@ -143,10 +143,10 @@ class FarInputs(Inputs):
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class FarTicket:
+class RemoteTicket:
     """Satisfies `satrap.worker.worker.Ticket`."""
 
-    batches: "FarBatches"
+    batches: "RemoteBatches"
     number: int
     batch_size: int
     used: bool = False
@@ -161,10 +161,12 @@ class _Read:
     left_out: LeftOut
 
 
-class FarBatches(Iterator[FarInputs]):
+class RemoteBatches(Iterator[RemoteInputs]):
     """The batches of a source that a worker in a process of its own reads."""
 
-    def __init__(self, at: WorkerAt, names: tuple[str, ...], source: Any, position: Position | None, **share: int):
+    def __init__(
+        self, at: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
+    ):
         """share: the trainer's rank, and the world."""
         self.at, self.source = at, source_to_dict(source)
         self._names, self._position, self._share = names, position, share
@@ -189,14 +191,14 @@ class FarBatches(Iterator[FarInputs]):
         with self._lock:
             return min(self._open, default=self._last + 1)
 
-    def start(self) -> Beginning:
+    def start(self) -> ReadStart:
         """Where the worker must begin to read to have every batch under way. One earlier, if there is one: what was
         skipped up to its end is known, so nothing is counted twice."""
         with self._lock:
             first = max(1, min(self._open, default=self._last + 1) - 1)
             position = self._position if first == 1 else self._read[first - 1].position
             left_out = self._read[first].left_out if first in self._read else None
-            return Beginning(number=first, position=position, left_out=left_out, **self._share)
+            return ReadStart(number=first, position=position, left_out=left_out, **self._share)
 
     def __len__(self) -> int:
         found = self.at.ask(lambda: self.at.call.length(self.at.servers.origin(0), self.stream))
@@ -204,7 +206,7 @@ class FarBatches(Iterator[FarInputs]):
             raise TypeError(found["why"])
         return int(found["batches"])
 
-    def __next__(self) -> FarInputs:
+    def __next__(self) -> RemoteInputs:
         if self._ended:
             raise StopIteration
         number = self._last + 1
@@ -218,7 +220,7 @@ class FarBatches(Iterator[FarInputs]):
             self._left_out, self._ended = left_out, True
             raise StopIteration
         position, size = Position.from_dict(told["position"]), told["size"]
-        found = FarInputs(
+        found = RemoteInputs(
             names=self._names,
             batch_size=size,
             dense=None if dense is None else dense.reshape(size, -1).copy(),
@@ -257,12 +259,12 @@ class FarBatches(Iterator[FarInputs]):
         self.at.end(self.stream)
 
 
-class FarRows:
+class RemoteRows:
     """Satisfies `satrap.worker.worker.Rows`: as from here, but for tickets of batches that were read elsewhere."""
 
     remote = True
 
-    def __init__(self, features: Features, near: RemoteRows, at: WorkerAt) -> None:
+    def __init__(self, features: Features, near: ShardedRows, at: WorkerConnection) -> None:
         self.num_threads = near.num_threads
         self.lookup, self.empty, self.skip, self.settle = near.lookup, near.empty, near.skip, near.settle
         self.cut = [0 for feature in features.values() if feature.max_length is not None]
@@ -288,7 +290,7 @@ class FarRows:
 
     def made(self, ticket: object) -> bool:
         """See Rows."""
-        return ticket.batches.at is self._at if isinstance(ticket, FarTicket) else self._near.made(ticket)
+        return ticket.batches.at is self._at if isinstance(ticket, RemoteTicket) else self._near.made(ticket)
 
     def update(
         self,
@@ -299,7 +301,7 @@ class FarRows:
         scale: float,
     ) -> None:
         """See Rows."""
-        far = [isinstance(ticket, FarTicket) for ticket in tickets]
+        far = [isinstance(ticket, RemoteTicket) for ticket in tickets]
         if not any(far):
             self._near.update(tickets, gradients, step, lrs, scale)
             return
@@ -329,7 +331,7 @@ class FarRows:
 
     def drop(self, ticket: Any) -> None:
         """See Rows."""
-        if not isinstance(ticket, FarTicket):
+        if not isinstance(ticket, RemoteTicket):
             self._near.drop(ticket)
             return
         if ticket.used:
@@ -341,13 +343,13 @@ class FarRows:
             self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
 
 
-class FarWorker(RemoteWorker):
-    """A `RemoteWorker` for what brings its ids, and for declared sources the trainer's side of one elsewhere."""
+class RemoteWorker(ShardedWorker):
+    """A `ShardedWorker` for what brings its ids, and for declared sources the trainer's side of one elsewhere."""
 
     def __init__(
         self,
         features: Features,
-        servers: Servers,
+        servers: ServerGroup,
         address: str,
         *,
         keys: Keys | None = None,
@@ -355,9 +357,9 @@ class FarWorker(RemoteWorker):
         deadline: float = DEADLINE_SECONDS,
         retry_seconds: float = 2.0,
     ) -> None:
-        """Says hello to the worker at the address. See `Servers` and `RemoteWorker` for the others."""
+        """Says hello to the worker at the address. See `ServerGroup` and `ShardedWorker` for the others."""
         super().__init__(features, servers, num_threads=num_threads)
-        assignment = Assignment(
+        assignment = WorkerSpec(
             features=features,
             seed=servers.job.seed,
             servers=servers.addresses,
@@ -365,8 +367,8 @@ class FarWorker(RemoteWorker):
             together=servers.together,
             further=servers.job.tables[len(features.tables) :],
         )
-        self.at = WorkerAt(address, servers, assignment, keys, deadline, retry_seconds)
-        self._far = FarRows(features, self._remote, self.at)
+        self.at = WorkerConnection(address, servers, assignment, keys, deadline, retry_seconds)
+        self._far = RemoteRows(features, self._remote, self.at)
         self._rows = self._far
 
     def close(self) -> None:
@@ -374,9 +376,9 @@ class FarWorker(RemoteWorker):
         self.at.close()
         super().close()
 
-    def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> FarBatches:
+    def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> RemoteBatches:
         """The batches of a source that travels, read by the worker."""
-        return FarBatches(self.at, self.features.names, source, position, rank=rank, world=world)
+        return RemoteBatches(self.at, self.features.names, source, position, rank=rank, world=world)
 
     def signature(self, source: Any) -> dict[str, Any]:
         """As `Source.signature`, of a source that travels: the worker sees its files, this machine perhaps not."""
@@ -393,7 +395,7 @@ class FarWorker(RemoteWorker):
         block: NDArray[np.float32] | None = None,
     ) -> LookedUp:
         """See Worker."""
-        if not isinstance(inputs, FarInputs):
+        if not isinstance(inputs, RemoteInputs):
             return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
         self.settle()
         origin, batches, number = self.servers.origin(step or 0), inputs.batches, inputs.number
@@ -415,5 +417,5 @@ class FarWorker(RemoteWorker):
             found[each.name] = own.reshape(shape)
             flags[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
             at, line = at + n * each.floats, line + n * shape[1]
-        ticket = FarTicket(batches, number, n) if train else None
+        ticket = RemoteTicket(batches, number, n) if train else None
         return LookedUp(block=block, sequences=found, masks=flags, truncated=cut, ticket=ticket)

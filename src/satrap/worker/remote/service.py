@@ -1,7 +1,7 @@
 """The worker's process: reads for its trainers, and looks up and updates for them. Needs no torch, knows no socket.
 
 It has no configuration, and nothing that a trainer could not tell it again: a trainer says hello, opens streams and
-asks for batches by number. Each trainer has a `RemoteWorker` of its own here, which calls the servers in the trainer's
+asks for batches by number. Each trainer has a `ShardedWorker` of its own here, which calls the servers in the trainer's
 name, so what was applied is known to the rows' windows there, whatever happens here. A batch whose ticket went with a
 process before this one is read again, and its update sends the ids.
 """
@@ -21,11 +21,11 @@ from satrap.config.path_allowlist import PathAllowlist
 from satrap.data.registry import restricted, source_from_dict
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
 from satrap.rpc import Keys, Origin
-from satrap.worker.remote.batch_reader import Beginning, Held, Reading
+from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
 from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes
-from satrap.worker.remote.worker_spec import Assignment
-from satrap.worker.server_group import Servers
-from satrap.worker.sharded_rows import RemoteTicket, RemoteWorker
+from satrap.worker.remote.worker_spec import WorkerSpec
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedTicket, ShardedWorker
 
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is told that there is none yet
 _CALLS = 8  # of one trainer at a time: two streams, each reading and at two things at its tables, and its own thread
@@ -33,17 +33,17 @@ _R = TypeVar("_R")
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _TrainerSession:
     """One trainer, in this attempt."""
 
-    worker: RemoteWorker
-    readings: dict[int, Reading] = field(default_factory=dict)
+    worker: ShardedWorker
+    readings: dict[int, BatchReader] = field(default_factory=dict)
     calls: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_CALLS, thread_name_prefix="satrap-trainer")
     )
     opening: threading.Lock = field(default_factory=threading.Lock)
 
-    def reading(self, stream: int) -> Reading:
+    def reading(self, stream: int) -> BatchReader:
         found = self.readings.get(stream)
         if found is None:
             raise NotReadyError(f"stream {stream} is not open here: this worker was started again, or it was closed")
@@ -64,7 +64,7 @@ class _Seat:
         self.calls.shutdown(wait=wait)
 
 
-class Host:
+class WorkerService:
     """Satisfies `satrap.worker.remote.protocol.WorkerCalls`; what may take long comes as a Future."""
 
     def __init__(
@@ -80,8 +80,8 @@ class Host:
         self._permitted = PathAllowlist(data, "--data")
         self._keys, self._num_threads = keys, num_threads
         self._attempt = 0
-        self._assignment: Assignment | None = None
-        self._seats: dict[int, _Seat] = {}
+        self._assignment: WorkerSpec | None = None
+        self._seats: dict[int, _TrainerSession] = {}
         self._lock = threading.Lock()
         self._greeting = threading.Lock()  # around the whole of a hello, which calls the servers
 
@@ -94,13 +94,13 @@ class Host:
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
         """See WorkerCalls."""
-        wanted = Assignment.from_dict(assignment)
+        wanted = WorkerSpec.from_dict(assignment)
         with self._greeting:
             with self._lock:
                 self._agree(origin, wanted)
                 if origin.attempt == self._attempt and origin.trainer in self._seats:
                     return
-            servers = Servers(
+            servers = ServerGroup(
                 wanted.job,
                 wanted.servers,
                 trainer=origin.trainer,
@@ -113,7 +113,7 @@ class Host:
             if servers.newest_attempt > origin.attempt:
                 servers.close()
                 raise self._replaced(origin, servers.newest_attempt)
-            seat = _Seat(RemoteWorker(wanted.features, servers, num_threads=self._num_threads))
+            seat = _TrainerSession(ShardedWorker(wanted.features, servers, num_threads=self._num_threads))
             with self._lock:
                 left = list(self._seats.values()) if origin.attempt != self._attempt else []
                 self._seats = ({} if left else self._seats) | {origin.trainer: seat}
@@ -121,7 +121,7 @@ class Host:
         for each in left:
             each.close(wait=False)
 
-    def _agree(self, origin: Origin, wanted: Assignment) -> None:
+    def _agree(self, origin: Origin, wanted: WorkerSpec) -> None:
         """A new attempt may bring other features, servers and trainers, but not another job. An older one is refused,
         unless the same servers know of none that is newer: then they were begun anew."""
         if self._assignment is None:
@@ -145,7 +145,7 @@ class Host:
             with seat.opening:
                 if stream not in seat.readings:
                     given = restricted(source_from_dict(source), self._permitted)
-                    seat.readings[stream] = Reading(given, seat.worker.features, Beginning.from_dict(start))
+                    seat.readings[stream] = BatchReader(given, seat.worker.features, ReadStart.from_dict(start))
 
         return seat.run(work)
 
@@ -164,7 +164,7 @@ class Host:
     ) -> "Future[tuple[Floats, Floats, Flags, list[int]]]":
         """See WorkerCalls."""
 
-        def work(seat: _Seat, reading: Reading) -> tuple[Floats, Floats, Flags, list[int]]:
+        def work(seat: _TrainerSession, reading: BatchReader) -> tuple[Floats, Floats, Flags, list[int]]:
             reading.forget(settled)
             held = _known(reading, number)
             with held.working:
@@ -173,7 +173,7 @@ class Host:
                     raise InputError(f"batch {number} was updated or dropped before")
                 step, since = (origin.step, oldest_open) if train else (None, None)
                 found = seat.worker.lookup(inputs, step=step, oldest_open=since, train=train)
-                if isinstance(found.ticket, RemoteTicket):  # it trains
+                if isinstance(found.ticket, ShardedTicket):  # it trains
                     before, held.ticket = held.ticket, found.ticket
                     if before is not None:  # its answer was lost
                         seat.worker.drop(before)
@@ -190,7 +190,7 @@ class Host:
     def bring(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> "Future[None]":
         """See WorkerCalls."""
 
-        def work(seat: _Seat, reading: Reading) -> None:
+        def work(seat: _TrainerSession, reading: BatchReader) -> None:
             held = _known(reading, number)
             with held.working:
                 if held.inputs is not None:
@@ -210,7 +210,7 @@ class Host:
     ) -> "Future[list[int]]":
         """See WorkerCalls."""
 
-        def work(seat: _Seat, reading: Reading) -> list[int]:
+        def work(seat: _TrainerSession, reading: BatchReader) -> list[int]:
             batches = [_known(reading, number) for number in numbers]
             last = batches[-1]
             with ExitStack() as stack:
@@ -228,7 +228,7 @@ class Host:
     def drop(self, origin: Origin, stream: int, number: int) -> "Future[None]":
         """See WorkerCalls."""
 
-        def work(seat: _Seat, reading: Reading) -> None:
+        def work(seat: _TrainerSession, reading: BatchReader) -> None:
             held = reading.known(number)
             if held is None:
                 return
@@ -252,7 +252,7 @@ class Host:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _seat(self, origin: Origin) -> _Seat:
+    def _seat(self, origin: Origin) -> _TrainerSession:
         with self._lock:
             if origin.attempt < self._attempt:
                 raise self._replaced(origin, self._attempt)
@@ -266,13 +266,13 @@ class Host:
             f"the call is of attempt {origin.attempt} and the worker at {newer}: this process was replaced"
         )
 
-    def _do(self, origin: Origin, stream: int, work: Callable[[_Seat, Reading], _R]) -> "Future[_R]":
+    def _do(self, origin: Origin, stream: int, work: Callable[[_TrainerSession, BatchReader], _R]) -> "Future[_R]":
         seat = self._seat(origin)
         return seat.run(lambda: work(seat, seat.reading(stream)))
 
 
 def _read(
-    reading: Reading, number: int, settled: int
+    reading: BatchReader, number: int, settled: int
 ) -> tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]:
     reading.forget(settled)
     try:
@@ -297,14 +297,14 @@ def _read(
     return told, dense, label, columns_as_bytes(inputs.extra)
 
 
-def _known(reading: Reading, number: int) -> Held:
+def _known(reading: BatchReader, number: int) -> HeldBatch:
     held = reading.at(number)
     if held is None:
         raise InputError(f"the source has no batch {number} any more: it was changed while it was read")
     return held
 
 
-def _update(worker: RemoteWorker, batches: list[Held], step: int, lrs: dict[str, float], scale: float) -> None:
+def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dict[str, float], scale: float) -> None:
     blocks, sequences, tickets = [], [], []
     for each in batches:
         if each.inputs is None or each.gradients is None:
@@ -322,7 +322,7 @@ def _update(worker: RemoteWorker, batches: list[Held], step: int, lrs: dict[str,
 
 
 def _parted(
-    worker: RemoteWorker, batch_size: int, present: list[bool], flat: Floats
+    worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
 ) -> tuple[Floats | None, dict[str, Floats]]:
     """A block's gradient and each sequence's."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("", (batch_size, worker.features.total_dim))]

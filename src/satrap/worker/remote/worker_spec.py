@@ -15,7 +15,7 @@ from satrap.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class WorkerSpec:
     """See the file's docstring."""
 
     features: Features
@@ -61,7 +61,7 @@ class Assignment:
             raise ConfigError(f"Assignment: servers is a {type(given['servers']).__name__}; wanted a list of addresses")
         return cls(**given)
 
-    def differences(self, other: "Assignment") -> list[str]:
+    def differences(self, other: "WorkerSpec") -> list[str]:
         """In what this one is another than `other`, beside the tables: "feature 'history', pooling: ..."."""
         found = [
             f"{name}: {mine!r} here, {its!r} there"

@@ -40,7 +40,7 @@ class DenseColumn(Config):
     missing: float = 0.0
     """The number that a missing value reads as; NaN is a missing value. An infinite value is malformed."""
     log1p: bool = False
-    """Read x as ln(1 + max(x, 0)), as is usual for counts. `missing` is not transformed."""
+    """Whether to read x as ln(1 + max(x, 0)), as is usual for counts. `missing` is not transformed."""
 
     def __post_init__(self) -> None:
         check_column("DenseColumn", self.name)

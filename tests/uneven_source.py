@@ -18,7 +18,7 @@ class NumberBlock(Block):
     """A block of chunks of consecutive ids.
 
     guess: the expected number of chunks, which may be wrong; None: it is exact.
-    ready_batches: each chunk brings a batch that can be passed on.
+    ready_batches: each chunk contains a batch that can be passed on.
     """
 
     def __init__(

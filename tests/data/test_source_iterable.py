@@ -278,8 +278,8 @@ def test_inputs_that_are_not_complete_batches_are_converted() -> None:
         {"names": list(item.names)},
     ):
         (found,) = Iterable([dataclasses.replace(item, **changes)]).batches(["a", "b"])
-        (expected_samples,) = Iterable([item]).batches(["a", "b"])
-        assert content_of(found) == content_of(expected_samples) and found.values.dtype == np.uint64
+        (expected_inputs,) = Iterable([item]).batches(["a", "b"])
+        assert content_of(found) == content_of(expected_inputs) and found.values.dtype == np.uint64
         assert found.values.flags.writeable and not np.shares_memory(found.values, item.values)
     (found,) = Iterable([item], extra="x").batches(["b", "a"])
     assert bags_of(found) == bags_of(item)[::-1] and found.label is not None and found.label.shape == (4, 1)
@@ -302,7 +302,9 @@ def test_an_items_label_keeps_its_shape_and_a_declared_label_is_flat() -> None:
     assert [content_of(inputs)[1] for inputs in Iterable(mixed).batches(["a"])] == [(2,), (2,), (2, 1)]
     batches = Iterable(mixed, batch_size=3).batches(["a"])
     next(batches)
-    with pytest.raises(SourceError, match=r"of items with labels \[n\] and of items with labels \[n, 1\]; give all"):
+    with pytest.raises(
+        SourceError, match=r"of items with labels \[n\] and of items with labels \[n, 1\]; give all items"
+    ):
         next(batches)
 
 
@@ -416,7 +418,7 @@ INVALID_ITEMS: list[tuple[Any, dict[str, Any], str]] = [
     ([Jagged({})], {}, "item 0 has no feature 'a'; it has none"),
     ([Uneven(BAGS)], {}, "item 0: 6 offsets of 2 keys; expected one batch size for all keys"),
     ([Floats(BAGS)], {}, "item 0: values are float32; expected integers"),
-    ([Jagged(BAGS)], {"dense": "x"}, "item 0 brings its own dense; leave out dense="),
+    ([Jagged(BAGS)], {"dense": "x"}, "item 0 contains its own dense; leave out dense="),
     ([Jagged(BAGS)], {"extra": "x"}, "item 0: a KeyedJaggedTensor has no column 'x'; leave out extra"),
     ([(torch.zeros(2, 1), Jagged(BAGS), None)], {}, "item 0: rows of dense are 2, wanted 3"),
     ([malformed(batch_size=3)], {}, r"item 0: values have the shape \(2,\); expected \(3,\) for 1 features of 3"),
@@ -428,13 +430,9 @@ INVALID_ITEMS: list[tuple[Any, dict[str, Any], str]] = [
     ([malformed(dense=np.ones((3, 1), np.float32))], {}, "item 0: rows of dense are 3, wanted 2"),
     ([malformed(values=np.ones(2))], {}, "item 0: values are float64; expected integers"),
     ([malformed(offsets=np.array([0.0, 1, 2]))], {}, "item 0: offsets are float64; expected integers"),
-    (
-        [malformed(extra={"x": [1]})],
-        {"extra": "x"},
-        "item 0: extra 'x' has 1 values; expected one for each of 2 samples",
-    ),
-    ([INPUTS], {"label": "x"}, "item 0 brings its own label"),
-    ([INPUTS], {"weights": {"a": "w"}}, "item 0 brings its own weights"),
+    ([malformed(extra={"x": [1]})], {"extra": "x"}, "extra 'x' has 1 values; expected one for each of 2 samples"),
+    ([INPUTS], {"label": "x"}, "item 0 contains its own label"),
+    ([INPUTS], {"weights": {"a": "w"}}, "item 0 contains its own weights"),
     ([INPUTS], {"ids": {"a": "b"}}, "item 0 has no feature 'b'; known are 'a'"),
     ([INPUTS], {"extra": "x"}, r"item 0 has no extra 'x'; it has \[\]"),
     ([3], {"samples": True, "batch_size": 2}, r"item 0 is 3 \(int\); expected a dict, one sample"),
@@ -488,7 +486,7 @@ def test_columns_check_themselves_and_have_a_dict_form() -> None:
         (lambda: LabelColumn("y", values={"a": 1}, true="a"), "expected texts and numbers, without `true`"),
         (lambda: LabelColumn("y", values={"a": "b"}), r"values\['a'\] is 'b'"),  # type: ignore[dict-item]
         (lambda: LabelColumn("y", true=3), "label column 'y': true is 3"),  # type: ignore[arg-type]
-        (lambda: LabelColumn("y", true="a", above=1), "above is for numbers, values and true are for texts; give"),
+        (lambda: LabelColumn("y", true="a", above=1), "above is for numbers, values and true are for texts; give one"),
         (lambda: LabelColumn("y", above=float("nan")), "above is nan"),
         (lambda: LabelColumn("y", missing="skip"), "missing is 'skip' .*; wanted one of 'refuse', 'drop'"),  # type: ignore[arg-type]
         (lambda: LabelColumn("y", missing=float("inf")), "missing is inf"),

@@ -50,8 +50,9 @@ BAD_ROWS = {
     "1,30,5,1||2,1|1|1,ann": "column 'history' holds '1||2'; it lists a missing id, and its ids have weights",
     "1,30,5,1,nan,ann": "column 'w' holds 'nan'; expected a finite number",
     '1,30,5,1,1,"ann': "column 'name' holds '\"ann'; its quote is not closed in this line",
-    '1,30,5,1,1,"an"n': "column 'name' holds '\"an\"n'; the quoted field continues behind its closing quote",
-    "1,30,5,1,1,\udcff": "column 'name' holds '\\\\xff'; expected UTF-8: if the file is Latin-1, give encoding=",
+    '1,30,5,1,1,"an"n': "column 'name' holds '\"an\"n'; the quoted field continues after its closing quote",
+    "1,30,5,1,1,\udcff": "column 'name' holds '\\\\xff'; expected UTF-8: if the file is Latin-1, give "
+    "encoding='latin-1'",
     f"1,{'9' * 400}x,5,1,1,ann": "column 'age' holds '" + "9" * 59 + "...; expected a number",
 }
 
@@ -84,7 +85,9 @@ def test_the_limit_of_bad_rows_applies_to_an_epoch(num_threads: int, tmp_path: P
     data = CSV(path, block_bytes=200, epochs=2, max_bad_rows=25, num_threads=num_threads, **TEXT)
     batches = data.batches(FEATURES)
     assert sum(inputs.batch_size for inputs in batches) == 150 and batches.left_out.malformed == 50
-    with pytest.raises(SourceError, match=r"line 99: column 'age' holds 'x'.*; only 24 bad rows are allowed"):
+    with pytest.raises(
+        SourceError, match=r"line 99: column 'age' holds 'x'.*; only 24 bad rows are allowed in an epoch"
+    ):
         list(data.replace(max_bad_rows=24).batches(FEATURES))
 
 
@@ -139,7 +142,9 @@ def test_an_incomplete_file_is_refused_with_its_name(kind: str, tmp_path: Path) 
 def test_a_damaged_file_is_refused_with_its_name(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     path.write_bytes(b"this is not what the name says, " * 100)
-    with pytest.raises(SourceError, match=rf"a.{kind}: cannot be read .*; it is incomplete, damaged, or of another"):
+    with pytest.raises(
+        SourceError, match=rf"a.{kind}: cannot be read .*; it is incomplete, damaged, or of another format"
+    ):
         read(source(kind, path))
 
 
@@ -254,7 +259,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"a": [1]},
         {"ids": {"a": IdColumn(separator="|")}},
-        "column 'a' is of type int64; expected texts to split at",
+        "column 'a' is of type int64; expected texts to split at '|'",
     ),
     ({"a": [1], "x": ["1"]}, {"dense": "x"}, "column 'x' is of type string; expected numbers"),
     ({"a": [1], "x": [[1.0]]}, {"dense": "x"}, "column 'x' is of type list<.*>; expected numbers"),

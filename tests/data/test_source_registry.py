@@ -123,8 +123,8 @@ def test_invalid_declarations_are_refused(call: Any, found: str) -> None:
 
 
 def worker_spec(of: Features, **changes: Any) -> WorkerSpec:
-    given: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "together": 2}
-    return WorkerSpec(features=of, **{**given, **changes})
+    fields: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "together": 2}
+    return WorkerSpec(features=of, **{**fields, **changes})
 
 
 def test_a_worker_spec_survives_the_round_trip_in_its_order() -> None:

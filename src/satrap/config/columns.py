@@ -89,9 +89,7 @@ class LabelColumn(Config):
             set_field(self, "true", as_names(where, "true", self.true))
         if self.above is not None:
             if self.values is not None or self.true is not None:
-                raise ConfigError(
-                    f"{where}: above is for numbers, values and true are for texts; give only one of them"
-                )
+                raise ConfigError(f"{where}: above is for numbers, values and true are for texts; give one of them")
             set_field(self, "above", check_number(where, "above", self.above, _NO_BOUND))
         if isinstance(self.missing, str):
             check_choice(where, "missing", self.missing, ("refuse", "drop"))
@@ -146,7 +144,7 @@ class IdColumn(Config):
     _: KW_ONLY
     kind: Literal["string", "integer"] | None = None
     """What the column holds: texts, which `satrap.data.hashing` turns into ids, or integers, which are ids unchanged.
-    None: what the column's type says; in a text file, which has no types, texts."""
+    None: the column's type decides; text files have no types, so they hold texts."""
     hash: bool = False
     """Whether to hash integers as well."""
     missing: int | None = None

@@ -8,7 +8,7 @@ without shuffling). A window that starts at the beginning of a block continues t
 full before a block has ended, the rest of that block follows in windows of its own. The windows from one that starts
 at the beginning of a block up to the next such window form a window group. A position names the block at which a group
 starts and how many samples of the group were consumed: resuming reads that group from its start, and nothing before
-it. A batch may take samples from several windows. A batch that the data brought complete and in order is passed on
+it. A batch may take samples from several windows. A complete batch of the data, in unchanged order, is passed on
 without a copy.
 """
 
@@ -40,7 +40,7 @@ class BatchAssembler:
     blocks: Sequence[Block]
     columns: Columns
     batch_size: int | None
-    """None: each chunk is a batch, as the data brought it."""
+    """None: each chunk is a batch, unchanged."""
     shuffle: bool
     seed: int
     epochs: int | None
@@ -77,7 +77,7 @@ class _Window:
     block: int
     """The block at which its group starts, as a position counts blocks."""
     end: int
-    """The block behind its group, as a position counts blocks."""
+    """The block after its group, as a position counts blocks."""
     rows: int
     """How many rows were assigned before its group."""
     before: int
@@ -93,7 +93,7 @@ class _Window:
     order: NDArray[np.int64]
     extra: dict[str, Any]
     ready_batch: Inputs | None
-    """The batch that the data brought with exactly these samples in this order."""
+    """The data's own batch with exactly these samples in this order, if there is one."""
 
     def __len__(self) -> int:
         return len(self.order)
@@ -225,7 +225,7 @@ class _EpochReader:
                 group = _WindowGroup(index, rows, self.num_groups, self.offset)
             if chunk is not None and len(chunk):
                 chunks.append(chunk)
-            is_end = chunk is None or chunk.offset is not None  # of a block, or of what the data can resume behind
+            is_end = chunk is None or chunk.offset is not None  # of a block, or an offset at which the data can resume
             if chunk is not None and chunk.offset is not None:
                 self.offset = chunk.offset
             if len(chunks) == self.assembler.num_chunks or (is_end and group.num_windows and chunks):
@@ -271,11 +271,11 @@ class _EpochReader:
     def _count(self, chunk: Chunk) -> None:
         """Count the rows that decoding left out; raise if there are more bad rows than allowed."""
         self.left_out.no_label += chunk.num_dropped
-        room = self.assembler.max_bad_rows - self.num_bad
-        if len(chunk.bad_rows) > room:
+        num_allowed = self.assembler.max_bad_rows - self.num_bad
+        if len(chunk.bad_rows) > num_allowed:
             allowed = self.assembler.max_bad_rows
             hint = f"only {allowed} bad rows are allowed in an epoch: fix the row" if allowed else "fix the row"
-            raise SourceError(f"{chunk.bad_rows[room]}; {hint}, or allow more with max_bad_rows")
+            raise SourceError(f"{chunk.bad_rows[num_allowed]}; {hint}, or allow more with max_bad_rows")
         self.num_bad += len(chunk.bad_rows)
         self.left_out.malformed += len(chunk.bad_rows)
 
@@ -366,7 +366,7 @@ def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], 
 
 
 def _is_label_flat(columns: Columns, chunks: list[Chunk]) -> bool:
-    """Return whether the label has shape [n]: because one column is declared, or because the data brought it so."""
+    """Return whether the label has shape [n]: because one column is declared, or because it is so in the data."""
     if columns.label:
         return columns.is_single_label
     is_flat = {chunk.is_label_flat for chunk in chunks}

@@ -34,9 +34,9 @@ class Chunk:
     samples: Samples | Callable[[], Samples]
     """With a `ready_batch`, a function that converts it to samples if they are to be cut or permuted."""
     ready_batch: Inputs | None = None
-    """All samples, as the batch in which the data brought them. It can be passed on unchanged, without a copy."""
+    """All samples, as a batch of the data. It can be passed on unchanged, without a copy."""
     is_label_flat: bool = False
-    """The data brought a single label that no column declares, of shape [n] and not [n, 1]."""
+    """Whether the data has a label without a declared column whose shape is [n] and not [n, 1]."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Arrow arrays with one value for each sample."""
     bad_rows: tuple[BadRow, ...] = ()
@@ -46,13 +46,13 @@ class Chunk:
     begin: int = 0
     """The first of the samples that are used."""
     end: int | None = None
-    """The sample behind the last that is used; None: all are."""
+    """The sample after the last that is used; None: all are."""
     offset: Any = None
-    """The data's own offset, from which reading continues behind these samples."""
+    """The data's own offset, from which reading continues after these samples."""
 
     @property
     def stop(self) -> int:
-        """The sample behind the last that is used."""
+        """The sample after the last that is used."""
         if self.end is not None:
             return self.end
         return len(self.decoded()) if self.ready_batch is None else self.ready_batch.batch_size

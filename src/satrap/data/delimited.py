@@ -173,7 +173,7 @@ _HINTS = {
     "finite": "expected a finite number that float32 can hold",
     "integer": "expected a whole number of 64 bits, or declare kind='string'",
     "utf8": "expected UTF-8: if the file is Latin-1, give encoding='latin-1'",
-    "quote": "the quoted field continues behind its closing quote: double the quotes inside it, or give quote=None",
+    "quote": "the quoted field continues after its closing quote: double the quotes inside it, or give quote=None",
     "open_quote": "its quote is not closed in this line: close it, or give newlines_in_values=True, or quote=None",
     "empty_item": "it lists a missing id, and its ids have weights: remove both",
 }

@@ -198,7 +198,7 @@ class _DecompressedStream:
 
 
 class _LineSplitter:
-    """Splits a stream behind newlines."""
+    """Splits a stream after newlines."""
 
     def __init__(self, stream: Any, layout: TextLayout, name: str) -> None:
         self._stream, self._layout, self._name = stream, layout, name
@@ -261,7 +261,7 @@ class _LineSplitter:
 
 
 def _behind_newline(text: NDArray[np.uint8], at: int) -> int:
-    """Return the index behind the first newline at or after `at`; without one, the text's length plus one."""
+    """Return the index after the first newline at or after `at`; without one, the text's length plus one."""
     step = 4096
     for begin in range(max(at, 0), len(text), step):
         found = np.flatnonzero(text[begin : begin + step] == _NEWLINE)

@@ -30,7 +30,7 @@ class Position:
     """How many samples were returned from the start of that block on. Batches and blocks do not end together, so
     `batch` alone would not say where in the block to continue."""
     end: int = 0
-    """The block behind the last one that was started; 0 before the first, and in positions of older releases."""
+    """The block after the last one that was started; 0 before the first, and in positions of older releases."""
     rows: int = 0
     """How many rows of the epoch precede that block, where ranks share the chunks of blocks."""
     before: tuple[tuple["Position", ...], ...] = ()

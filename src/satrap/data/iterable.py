@@ -50,7 +50,7 @@ class Iterable(Source):
     missing value."""
     offsets: bool = False
     """Whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns pairs
-    (item, offset behind it). A checkpoint saves the offset before the first item that was not trained on completely,
+    (item, offset after it). A checkpoint saves the offset before the first item that was not trained on completely,
     and the function is called with it when the run resumes. An offset has plain JSON types: a number, a text, a dict by
     partition."""
     batch_size: int | None = None
@@ -73,7 +73,7 @@ class Iterable(Source):
         if self.offsets and not callable(self.items):
             raise ConfigError(
                 f"Iterable: offsets is True and items is {describe(self.items)}; expected a function of an offset that "
-                "returns pairs (item, offset behind it)"
+                "returns pairs (item, offset after it)"
             )
         if self.offsets and self.shuffle:
             raise ConfigError(
@@ -93,7 +93,7 @@ class Iterable(Source):
         return 0
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
-        # Only the names: items may bring the weights of a weighted feature without a column for them.
+        # Only the names: items may contain the weights of a weighted feature without a column for them.
         return super()._columns(features.names if isinstance(features, Features) else features)
 
     def signature(self) -> dict[str, Any]:
@@ -160,9 +160,9 @@ class _ItemsBlock(Block):
 
 
 def _unpack_pair(number: int, item: Any) -> tuple[Any, Any]:
-    """Return an item and the offset behind it."""
+    """Return an item and the offset after it."""
     if not isinstance(item, tuple) or len(item) != 2:
-        raise SourceError(f"item {number} is {describe(item)}; expected a pair (item, offset behind it)")
+        raise SourceError(f"item {number} is {describe(item)}; expected a pair (item, offset after it)")
     try:
         text = json.dumps(item[1])
     except (TypeError, ValueError):
@@ -320,11 +320,11 @@ def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> 
 
 
 def _refuse_declared(where: str, columns: Columns) -> None:
-    """Raise if columns are declared for an item that brings its own dense numbers, labels and weights."""
+    """Raise if columns are declared for an item that contains its own dense numbers, labels and weights."""
     weights = [column.weights for column in columns.ids if column.weights is not None]
     for name, declared in (("dense", columns.dense), ("label", columns.label), ("weights", weights)):
         if declared:
-            raise SourceError(f"{where} brings its own {name}; leave out {name}=, or give dicts of columns")
+            raise SourceError(f"{where} contains its own {name}; leave out {name}=, or give dicts of columns")
 
 
 def _feature_index(where: str, column: IdColumn, names: Sequence[str]) -> int:

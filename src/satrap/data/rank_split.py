@@ -30,7 +30,7 @@ class RowRange(NamedTuple):
     begin: int = 0
     """The first row, where the rows of all blocks are known."""
     end: int | None = None
-    """The row behind the last; None: the block's end."""
+    """The row after the last; None: the block's end."""
     share: tuple[int, int] | None = None
     """(rank, number of ranks): the rank reads its share of each chunk's rows. None: it reads all of them."""
     rows_before: int | None = None

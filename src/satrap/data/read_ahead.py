@@ -65,7 +65,7 @@ class ReadAhead:
         while self._fill():
             reader = self._readers[0]
             chunk = None
-            if reader.room(self._num_chunks):
+            if reader.max_in_flight(self._num_chunks):
                 self._in_flight -= 1
                 reader.num_returned += 1
                 rows, chunk = reader.results.popleft()()
@@ -89,7 +89,7 @@ class ReadAhead:
         return bool(self._readers)
 
     def _start_chunks(self, reader: "_RangeReader") -> None:
-        while self._in_flight < self._num_chunks and len(reader.results) < reader.room(self._num_chunks):
+        while self._in_flight < self._num_chunks and len(reader.results) < reader.max_in_flight(self._num_chunks):
             self._start(reader)
 
     def _start(self, reader: "_RangeReader") -> None:
@@ -201,7 +201,7 @@ class _RangeReader:
         self._turned = threading.Condition()
         self._ended = False
 
-    def room(self, most: int) -> int:
+    def max_in_flight(self, most: int) -> int:
         """Return how many chunks may be in flight.
 
         These are as many as the block should still have, and the one that finds its end; `most` if the block had more
@@ -219,7 +219,7 @@ class _RangeReader:
     def take(self, turn: int) -> tuple[Any, int | None]:
         """Take raw chunk number `turn`, with the number of its rows unless the range has all rows of the block.
 
-        Returns _END behind the last chunk. Turns are started in order, so the one that this call waits for is running.
+        Returns _END after the last chunk. Turns are started in order, so the one that this call waits for is running.
         """
         with self._turned:
             self._turned.wait_for(lambda: self._turn == turn)

@@ -71,7 +71,7 @@ class Source(ABC):
     max_bad_rows: int = 0
     """How many malformed rows may be skipped in an epoch; `Batches.left_out` counts them. One more is an error."""
     num_threads: int | None = None
-    """The number of threads that read ahead and decode; None: half the cores, at most 4. 0: no threads."""
+    """Threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread."""
 
     def __post_init__(self) -> None:
         where = type(self).__name__

@@ -89,8 +89,8 @@ format: setup
 	$(bin)/clang-format -i $(core_files) $(core_test_files)
 
 # docs/reference.md, from the docstrings; a test compares the two.
-reference:
-	$(PYTHON) docs/reference.py
+reference: setup
+	$(bin)/python docs/reference.py
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.
 stub: setup

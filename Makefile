@@ -17,7 +17,7 @@ fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export CTEST_PARALLEL_LEVEL = $(JOBS)
 
-.PHONY: setup test core-test python-test check bench demo wheel format stub reference clean
+.PHONY: setup test core-test python-test check bench demo docs wheel format stub reference clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/.dev
@@ -87,6 +87,11 @@ format: setup
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 	$(bin)/clang-format -i $(core_files) $(core_test_files)
+
+# build/site: docs/, README.md and others as a site; a warning (a broken link, a page that is in no menu) is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 # docs/reference.md, from the docstrings; a test compares the two.
 reference: setup

@@ -65,7 +65,7 @@ check: setup
 	$(bin)/ruff format --check .
 	$(bin)/mypy --strict $(python_dirs)
 	$(bin)/clang-format --dry-run -Werror $(core_files) $(core_test_files)
-	$(bin)/python -m pytest tests/project/test_layers.py
+	$(bin)/python -m pytest tests/project/test_layers.py tests/project/test_words.py
 
 bench: setup
 	$(bin)/python -m benchmarks.store

@@ -180,7 +180,10 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
             again.give_back()
             servers[0].restart()
 
-        with meanwhile(killed), pytest.raises(AttemptError, match="was started again while a restore began attempt 2"):
+        with (
+            meanwhile(killed),
+            pytest.raises(AttemptError, match="restarted during or after a restore that started attempt 2"),
+        ):
             worker.servers.attempt += 1
             worker.servers.all("restore", [[folder]], [[seen]], patient=True)
         worker.tables.restore({"t": [tmp_path / "a"]})

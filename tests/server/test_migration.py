@@ -311,7 +311,7 @@ def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generat
                 assert worker.servers.addresses == tuple(addresses[1:])
                 assert contents(worker) == contents(local)
                 assert worker.servers.latest_step == 1
-    with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet"):
+    with serving(1) as services, pytest.raises(NotReadyError, match="has a job: start a trainer"):
         Migration([services[0].address], [services[0].address]).run()
 
 
@@ -399,7 +399,7 @@ def test_a_mover_that_slept_while_another_moved_is_refused(
                 try:
                     Migration(addresses, addresses[1:], group_bytes=500, breath=0.0).run()
                 except ConfigError as error:
-                    assert "another mover is at work" in str(error)
+                    assert "another migration is running" in str(error)
                     refused += 1
                 monkeypatch.setattr(Client, "begin", begin)
                 if left[0] >= 0:
@@ -430,7 +430,7 @@ def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator
                 try:
                     Migration(addresses, wanted, deadline=DEADLINE_SECONDS, group_bytes=500, breath=0.0).run()
                 except ConfigError as error:
-                    if "another mover is at work" not in str(error):
+                    if "another migration is running" not in str(error):
                         caught.append(error)
                 except BaseException as error:
                     caught.append(error)

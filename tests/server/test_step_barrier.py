@@ -47,7 +47,7 @@ def test_trainers_of_another_number_and_attempts_that_end() -> None:
     meeting = StepBarrier()
     waiting = meeting.arrive(1, 0, part([[1], []]), 2)[0]
     for trainer, together in ((1, 3), (2, 2)):
-        with pytest.raises(ValueError, match=f"trainer {trainer} of {together}; wanted one of 2"):
+        with pytest.raises(ValueError, match=f"trainer {trainer} of {together}; expected one of 2"):
             meeting.arrive(1, trainer, part([[1], []]), together)
     meeting.refuse(lambda: AttemptError("attempt 2 has begun"))
     assert isinstance(waiting.exception(), AttemptError)

@@ -101,7 +101,7 @@ def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) 
 
 def test_a_spread_over_nobody_is_refused() -> None:
     for servers in ([], [0, 0], [2], [0, 2]):
-        with pytest.raises(ConfigError, match=r"servers are .* wanted some of 0\.\.1, each once"):
+        with pytest.raises(ConfigError, match=r"servers are .* expected some of 0\.\.1, each once"):
             BucketMap.even([4], 2).spread(servers)
 
 
@@ -123,10 +123,10 @@ def test_members_come_and_go_and_are_numbered_anew() -> None:
     ("changes", "found"),
     [
         ({"addresses": "tcp://a:1"}, "addresses is 'tcp://a:1'"),
-        ({"addresses": []}, "wanted a list of at least one"),
-        ({"addresses": ["tcp://a:1", 1]}, "wanted a list of at least one"),
-        ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "wanted each server once"),
-        ({"addresses": ["tcp://a:1", "tcp://b:1"]}, "2 addresses; the bucket map has 1"),
+        ({"addresses": []}, "expected a list of at least one"),
+        ({"addresses": ["tcp://a:1", 1]}, "expected a list of at least one"),
+        ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "expected each server once"),
+        ({"addresses": ["tcp://a:1", "tcp://b:1"]}, "2 addresses; expected one for each of the bucket map's 1 servers"),
         ({"bucket_map": 3}, "bucket_map"),
         ({"more": 3}, "unknown key 'more'"),
     ],
@@ -143,13 +143,13 @@ def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) 
         ({"version": 0}, "version is 0"),
         ({"version": 2**32}, "version is 4294967296"),
         ({"num_servers": 65536}, "num_servers is 65536"),
-        ({"owners": [[0], ["0"]]}, "owners is a list; wanted a list of lists"),
+        ({"owners": [[0], ["0"]]}, "owners is a list; expected a list of lists"),
         ({"num_servers": 0}, "num_servers is 0"),
-        ({"owners": [[0, 2]]}, r"table 0 names server 2; wanted servers 0\.\.1"),
+        ({"owners": [[0, 2]]}, r"table 0 names server 2; expected servers 0\.\.1"),
         ({"owners": [[0, -1]]}, "table 0 names server -1"),
         ({"owners": [[]]}, "table 0 names no bucket"),
         ({"owners": 3}, "owners is a int"),
-        ({"owners": [[0.5]]}, "owners is a list; wanted a list of lists"),
+        ({"owners": [[0.5]]}, "owners is a list; expected a list of lists"),
         ({"owner": []}, "unknown key 'owner'"),
     ],
 )

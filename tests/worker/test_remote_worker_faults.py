@@ -272,14 +272,16 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
     with serving(1) as services, working() as (worker,):
         where = {"servers": [services[0].address], "workers": [worker.address]}
         with running(**where) as job:
-            message = f"^the worker at {worker.address} cannot read it: {tmp_path}/none.parquet.* no such file"
+            message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
             with pytest.raises(SourceError, match=message):
                 train(job, source(tmp_path / "none.parquet"))
             run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
             with pytest.raises(SourceError, match=message):
                 run.save()
             path = write(tmp_path / "a.parquet", 8)
-            with pytest.raises(SourceError, match=f"the worker at {worker.address} cannot read it: .*has no column"):
+            with pytest.raises(
+                SourceError, match=f"the worker at {worker.address} cannot read the source: .*has no column"
+            ):
                 job[0].stream(source(path).replace(dense="height"))
             assert len(train(job, source(path))) == 8
 
@@ -288,7 +290,7 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
                     worker.restart()
                     path.write_bytes(b"PAR1")
 
-            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read it: {path}"):
+            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read the source: {path}"):
                 train(job, source(path), cut)
 
 
@@ -313,7 +315,7 @@ def test_another_job_is_refused_field_by_field() -> None:
             stack.enter_context(far(of, other, worker, attempt=attempt + 1, seed=1))
         first.at.greet()  # which it still is
         stack.enter_context(far(bag, other, worker, attempt=attempt + 1))
-        with pytest.raises(AttemptError, match=f"attempt {attempt} and the worker at {attempt + 1}"):
+        with pytest.raises(AttemptError, match=f"attempt {attempt}; expected the worker.s, {attempt + 1}"):
             first.at.greet()
 
 

@@ -185,7 +185,7 @@ def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
             pass
         with pytest.raises(ConfigError, match="table 't', dim: 2 here, 3 there"):
             ServerGroup(Job(tables=one_table().tables), [mine, other])
-        with pytest.raises(ConfigError, match="wanted each server once"):
+        with pytest.raises(ConfigError, match="expected each server once"):
             ServerGroup(Job(tables=one_table().tables), [mine, mine])
         with remote(one_table(), [mine]) as worker:
             assert len(worker.tables["t"]) == 0
@@ -233,7 +233,9 @@ def test_a_process_that_was_replaced_cannot_write() -> None:
             assert looked.ticket
             with remote(one_table(), addresses) as new:
                 before = contents(new)
-                with pytest.raises(AttemptError, match="of attempt 1 and the server at 2: this process was replaced"):
+                with pytest.raises(
+                    AttemptError, match="of attempt 1; expected the server's, 2: this process was replaced"
+                ):
                     old.update([looked.ticket], [looked.block])
                 with pytest.raises(AttemptError):
                     old.lookup(batch(range(40)))
@@ -334,7 +336,7 @@ def test_a_server_without_its_rows_is_told_from_one_with_them() -> None:
     with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
         worker.lookup(batch(range(4)), step=1)
         services[0].close()
-        told = "of attempt 1 and the server at 0: it was started again without its rows; resume"
+        told = "of attempt 1; expected the server's, 0: the server was restarted without its rows; resume"
         with Service(Server(), ServerCalls, services[0].address), pytest.raises(AttemptError, match=told):
             worker.lookup(batch(range(4)), step=2)
 
@@ -350,7 +352,7 @@ def test_a_call_that_is_none_is_refused() -> None:
         for cuts in ([0, 3], [0, 5], [1, 4], [0], [0, 2, 4], [4, 0]):
             with pytest.raises(InputError, match="4 ids come with"):
                 client.call.lookup(at, ids, np.array(cuts), 1, True, 0)
-        with pytest.raises(InputError, match="3 gradients of 4 ids; wanted their rows"):
+        with pytest.raises(InputError, match="3 gradients of 4 ids; expected their rows"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1], 0)
         with pytest.raises(InputError, match="lrs holds 2 elements, wanted 1"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(8, np.float32), [0.1, 0.1], 0)

@@ -286,7 +286,7 @@ def test_calls_that_are_none_are_refused() -> None:
 
 @pytest.mark.parametrize("wire", ["fp16", "FLOAT16", "", None, 16])
 def test_other_wires_are_refused(wire: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Servers: wire is .*; wanted one of 'float32', 'float16'"):
+    with pytest.raises(ConfigError, match=r"ServerGroup: wire is .*; wanted one of 'float32', 'float16'"):
         ServerGroup(Job(tables=one_table().tables), ["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match=r"wire is .*; wanted one of 'float32', 'float16'"):
         job(servers=["tcp://127.0.0.1:1"], wire=wire)

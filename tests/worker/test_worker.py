@@ -79,11 +79,11 @@ def offsets(*values: int) -> Any:
 
 
 BAD_INPUTS: list[tuple[Any, str]] = [
-    ({"ids": 1}, "inputs is a dict; wanted a satrap.data.inputs.Inputs"),
-    (with_(names=["item"]), "names is a list; wanted the tuple of features.names"),
+    ({"ids": 1}, "inputs is a dict; expected a satrap.data.inputs.Inputs"),
+    (with_(names=["item"]), "names is a list; expected the tuple of features.names"),
     (with_(names=("item", "seen", "path")), r"the features \['user'\] are missing and \[\] are unknown"),
     (with_(names=("item", "seen", "path", "usr")), r"\['user'\] are missing and \['usr'\] are unknown"),
-    (with_(names=("user", "item", "seen", "path")), "wanted them in the order of features.names"),
+    (with_(names=("user", "item", "seen", "path")), "expected them in the order of features.names"),
     (with_(batch_size=-1), "batch_size is -1; wanted an integer from 0"),
     (with_(batch_size=2.0), r"batch_size is 2\.0 \(float\)"),
     (with_(batch_size=True), "batch_size is True"),
@@ -92,7 +92,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
     (with_(values=[1, 2]), "ids is a list; wanted a uint64"),
     (with_(values=GOOD.values.astype(np.int32)), "ids are int32; wanted uint64"),
     (with_(values=GOOD.values.reshape(3, 3)), r"ids have the shape \(3, 3\)"),
-    (with_(values=GOOD.values[:-1]), "offsets run from 0 to 9; wanted 0 to the number of ids, 8"),
+    (with_(values=GOOD.values[:-1]), "offsets run from 0 to 9; expected 0 to the number of ids, 8"),
     (with_(offsets=GOOD.offsets.astype(np.int32)), "offsets are int32"),  # type: ignore[union-attr]
     (with_(offsets=list(range(9))), "offsets is a list; wanted an int64 array"),
     (with_(offsets=offsets(1, 1, 2, 4, 4, 7, 7, 8, 9)), "offsets run from 1 to 9"),
@@ -103,7 +103,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
         with_(offsets=offsets(0, 2**63 - 1, -(2**63), -1, 0, 7, 7, 8, 9)),  # rises modulo 2**64
         "offsets fall from 9223372036854775807 to -9223372036854775808 at sample 1 of feature 'item'",
     ),
-    (with_(offsets=None), "9 ids without offsets; wanted 8, one for each of 4 features and 2 samples, or offsets"),
+    (with_(offsets=None), "9 ids without offsets; expected 8, one for each of 4 features and 2 samples, or offsets"),
     (with_(weights=None), "feature 'seen' is weighted and there are no weights"),
     (with_(weights=np.ones(9)), r"weights are float64 of shape \(9,\); wanted float32"),
     (with_(weights=np.ones(8, np.float32)), r"weights are float32 of shape \(8,\); wanted .*\(9,\), one for each id"),
@@ -146,31 +146,31 @@ def test_weights_without_a_weighted_feature_are_refused() -> None:
     inputs = Inputs(names=("item",), values=as_ids([1]), weights=np.ones(1, np.float32), batch_size=1)
     with pytest.raises(InputError, match="there are weights and no feature is weighted"):
         plain.lookup(inputs)
-    with pytest.raises(ConfigError, match=r"features is a dict; wanted a satrap\.config\.features\.Features"):
+    with pytest.raises(ConfigError, match=r"features is a dict; expected a satrap\.config\.features\.Features"):
         LocalWorker({"item": ITEM})  # type: ignore[arg-type]
 
 
 BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
-    ({"tickets": []}, "0 tickets and 1 block_gradients; wanted at least one ticket, and gradients for each"),
-    ({"tickets": None}, "tickets is a NoneType; wanted a list"),
-    ({"tickets": [None]}, "a ticket is a NoneType; wanted those that lookup gave"),
-    ({"block_gradients": BLOCK}, "block_gradients is a ndarray; wanted a list, one of each batch"),
+    ({"tickets": []}, "0 tickets and 1 block_gradients; expected at least one ticket, and gradients for each"),
+    ({"tickets": None}, "tickets is a NoneType; expected a list"),
+    ({"tickets": [None]}, "a ticket is a NoneType; expected one that lookup returned"),
+    ({"block_gradients": BLOCK}, "block_gradients is a ndarray; expected a list, one of each batch"),
     ({"block_gradients": [BLOCK, BLOCK]}, "1 tickets and 2 block_gradients"),
     ({"block_gradients": [BLOCK[:, :6]]}, r"gradients have the shape \(2, 6\); wanted \(2, 7\)"),
     ({"block_gradients": [BLOCK[:1]]}, r"gradients have the shape \(1, 7\); wanted \(2, 7\)"),
     ({"block_gradients": [BLOCK.astype(np.float16)]}, "gradients are float16; wanted float32"),
     ({"block_gradients": [[0.0]]}, "gradients is a list"),
-    ({"sequence_gradients": {"path": PATH}}, "sequence_gradients is a dict; wanted a list"),
+    ({"sequence_gradients": {"path": PATH}}, "sequence_gradients is a dict; expected a list"),
     ({"sequence_gradients": []}, "1 tickets and 0 sequence_gradients"),
-    ({"sequence_gradients": [PATH]}, "sequence gradients are a ndarray; wanted a dict by feature"),
-    ({"sequence_gradients": [{"paht": PATH}]}, r"sequence gradients name \['paht'\], which are no sequences here"),
+    ({"sequence_gradients": [PATH]}, "sequence gradients are a ndarray; expected a dict by feature"),
+    ({"sequence_gradients": [{"paht": PATH}]}, r"sequence gradients name \['paht'\]; expected names of sequences"),
     ({"sequence_gradients": [{"seen": PATH}]}, r"sequence gradients name \['seen'\]"),
     ({"sequence_gradients": [{"path": PATH[0]}]}, r"feature 'path': gradients have the shape \(2, 2\); wanted \(2, "),
     ({"step": 0}, "step is 0"),
     ({"lrs": {"item": -1.0}}, "table 'item': lr is -1.0; wanted a number of at least 0"),
     ({"lrs": {"user": 0.0}}, r"table 'user': lr is 0\.0; wanted a number above 0"),
-    ({"lrs": {"path": 1.0}}, r"lrs names \['path'\], which are no tables here"),
-    ({"lrs": [1.0]}, "lrs is a list; wanted a dict"),
+    ({"lrs": {"path": 1.0}}, r"lrs names \['path'\]; expected names of tables"),
+    ({"lrs": [1.0]}, "lrs is a list; expected a dict"),
     ({"scale": 0.0}, r"scale is 0\.0; wanted a number above 0"),
     ({"scale": -1}, "scale is -1; wanted"),
     ({"scale": float("nan")}, "scale is nan"),

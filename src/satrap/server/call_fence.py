@@ -1,8 +1,8 @@
-"""The door of a server: which calls may come in, and when none may.
+"""Decides which calls a server admits, and runs some calls exclusively.
 
-A call that works on rows is of the server's attempt and of its bucket map, or is refused; one that only reads them may
-be of no attempt. What changes the attempt, the map or the tables as a whole waits until no such call runs, and none
-begins meanwhile.
+A call that works on rows must belong to the server's attempt and shard map, or is refused; one that only reads may
+belong to no attempt. A call that replaces the attempt, the map or all tables waits until no such call is running, and
+keeps new ones waiting meanwhile.
 """
 
 import threading
@@ -17,24 +17,26 @@ from satrap.server.state import FencingToken, ServerState
 
 
 class CallFence:
-    """See the file's docstring. What is behind it, is a `ServerState` once there is a job."""
+    """Admission of calls to a `ServerState`, which exists once the server has a job."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._running = 0  # calls that work on rows
-        self._paused = False  # none begins
+        self._running = 0  # admitted calls that have not finished
+        self._paused = False  # an exclusive call waits or runs
         self._work_seconds = 0.0
         self._served: ServerState | None = None
         self._turn = FencingToken()
 
     def _ready(self, greeted: bool = True) -> ServerState:
         if self._served is None or (greeted and not self._served.greeted):
-            raise NotReadyError("this server has no job yet, or was restarted: say hello to it first")
+            raise NotReadyError(
+                "found a call to a server that was restarted or has no job yet; expected a handshake: call hello first"
+            )
         return self._served
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Around what no call that works on rows may see: those that run end first, and none begins."""
+        """Run the body while no admitted call is running, and admit none meanwhile."""
         with self._changed:
             while self._paused:
                 self._changed.wait()
@@ -49,8 +51,10 @@ class CallFence:
 
     @contextmanager
     def _working(self, origin: Origin | None, *, reads: bool = False) -> Iterator[ServerState]:
-        """Around a call that works on rows: of this attempt and map, and none while an attempt or a map begins. None:
-        a mover's, which says otherwise what it is of. reads: it changes nothing, and may be of no attempt."""
+        """Run the body as an admitted call, never together with an exclusive one.
+
+        origin: its attempt and shard map must be the server's. None for a migration's calls, which check otherwise.
+        reads: the call changes nothing, so it may belong to no attempt."""
         looks = reads and origin is not None and origin.attempt == NO_ATTEMPT
         with self._changed:
             while self._paused:
@@ -72,8 +76,8 @@ class CallFence:
                     self._changed.notify_all()
 
     def _require(self, served: ServerState, origin: Origin) -> None:
-        """Raises unless the call is of this attempt and bucket map. A server that owns nothing has nothing to begin an
-        attempt with: it may have joined while one began."""
+        """Raise unless the call belongs to this attempt and shard map. A server that owns nothing follows a newer
+        attempt: it may have joined while the attempt started, and has nothing that belongs to the old one."""
         if origin.attempt > served.engine.attempt and served.owns_nothing:
             served.engine.begin_attempt(origin.attempt)
         if origin.attempt != served.engine.attempt:
@@ -83,22 +87,24 @@ class CallFence:
     def _require_map(self, served: ServerState, origin: Origin) -> None:
         if origin.map_version != served.members.version:
             raise MovedError(
-                f"the call is of bucket map {origin.map_version} and the server at {served.members.version}"
+                f"found a call of bucket map {origin.map_version}; expected one of the server's, "
+                f"{served.members.version}: take that map and call again"
             )
 
     def _require_turn(self, origin: Origin) -> None:
-        """Of a mover's call."""
+        """Raise ConfigError if another coordinator has taken a newer fencing token."""
         if origin.step < self._turn.number:
             raise ConfigError(
-                f"another mover is at work: turn {self._turn.number} has begun after this one's, {origin.step}"
+                f"another migration is running: it holds fencing token {self._turn.number}, this one {origin.step}; "
+                "wait until it has ended, then run `satrap move` again"
             )
 
     def _other_attempt(self, served: ServerState, origin: Origin) -> AttemptError:
         return AttemptError(
-            f"the call is of attempt {origin.attempt} and the server at {served.engine.attempt}: "
+            f"found a call of attempt {origin.attempt}; expected the server's, {served.engine.attempt}: "
             + (
                 "this process was replaced"
                 if origin.attempt < served.engine.attempt
-                else "it was started again without its rows; resume the last checkpoint"
+                else "the server was restarted without its rows; resume the last checkpoint"
             )
         )

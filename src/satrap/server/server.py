@@ -1,10 +1,10 @@
-"""The server: owns some buckets of every table, and answers the calls of workers. Needs no torch, knows no socket.
+"""The server: owns some buckets of every table and answers the calls of workers. Does not need torch or know sockets.
 
-It becomes a job's with the first hello, or finds the job in the shared-memory file of a predecessor that was killed. It
-keeps a lookup's native ticket under the number that the worker gave it, so that the update need neither bring the ids
-nor search for them; a ticket that is not there any more (the server was restarted, or it had too many) is a
-TicketError, and the worker sends the ids. The rows' own windows know what was applied
-(core/table/applied_steps.hpp): an update that comes again, before or after a restart, is applied once.
+The first handshake assigns it to a job, unless it recovers the job from the shared-memory file of a killed predecessor.
+It keeps a lookup's native ticket under the number that the worker chose, so that the update needs neither to send the
+ids nor to search for them again. If the ticket is missing (the server was restarted, or had too many), the update fails
+with TicketError and the worker sends the ids. The windows of each bucket record which steps were applied
+(core/table/applied_steps.hpp): a duplicate of an update, before or after a restart, has no effect.
 """
 
 import os
@@ -35,11 +35,11 @@ from satrap.table.snapshot.saved_table import require_same_snapshots
 from satrap.table.table_group import TableGroup
 
 MOST_TICKETS = 1024
-"""Of a trainer. One that looks up more without updating has its oldest forgotten; its worker sends the ids then."""
+"""Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
 
 
 class Server(MigrationCalls):
-    """Satisfies `satrap.server.protocol.ServerCalls`."""
+    """Implements `satrap.server.protocol.ServerCalls` on one engine."""
 
     def __init__(
         self,
@@ -48,20 +48,21 @@ class Server(MigrationCalls):
         num_threads: int | None = None,
         checkpoints: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
-        """shared: the shared-memory file of the rows. One that is there is attached, rows and job; else it is made when
-        the job is known.
-        checkpoints: below which it writes and reads checkpoints; elsewhere it refuses to."""
+        """shared: the shared-memory file of the rows. An existing file is attached, with its rows and job; otherwise it
+            is created when the job is known.
+        checkpoints: folders below which the server may read and write checkpoints."""
         thread_count(num_threads)
         self._permitted = PathAllowlist(checkpoints, "--checkpoints")
         self._shared, self._num_threads = shared, num_threads
         self._leases = Leases()
         super().__init__()
-        # A file that is not whole, or names no members, is of one killed in a hello or restore, which will come again.
+        # A file that is incomplete or has no shard map is left from a kill during hello or restore, which is retried.
         if shared is not None and Path(shared).exists() and not remove_unfinished(shared):
             note = shared_note(shared)
             if note.keys() != {"server", "num_servers"}:
                 raise ConfigError(
-                    f"shared-memory file {os.fspath(shared)!r} is no server's; wanted one that `satrap server` made"
+                    f"shared-memory file {os.fspath(shared)!r} does not belong to a server; expected one that `satrap "
+                    "server` created"
                 )
             slots = attach_engine(shared, num_threads=num_threads)
             job = Job(tables=tuple(slot.table for slot in slots), seed=slots[0].seed)
@@ -69,18 +70,17 @@ class Server(MigrationCalls):
             if self._served is None:
                 self._remove_rows()
         elif shared is not None and not os.access(Path(shared).absolute().parent, os.W_OK):
-            raise ConfigError(f"shared is {os.fspath(shared)!r}; wanted a file in a folder that can be written to")
+            raise ConfigError(f"shared is {os.fspath(shared)!r}; expected a file in a writable folder")
 
     def hello(
         self, origin: Origin, job: dict[str, Any], members: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
-        """See ServerCalls."""
         wanted, given = Job.from_dict(job), ShardMap.from_dict(members)
         server = check_integer("hello", "server", server, 0, len(given.addresses) - 1)
         owners = given.bucket_map.owners
         found, needed = [len(table) for table in owners], [t.resolved_num_buckets for t in wanted.tables]
         if found != needed:
-            raise ConfigError(f"hello: the bucket map is of {found} buckets, and the tables have {needed}")
+            raise ConfigError(f"hello: the bucket map has {found} buckets; expected those of the tables, {needed}")
         with self._changed:
             if by_mover := origin.step > 0:
                 self._require_turn(origin)
@@ -104,7 +104,6 @@ class Server(MigrationCalls):
         }
 
     def members(self, origin: Origin, than: int) -> dict[str, Any]:
-        """See ServerCalls."""
         with self._changed:
             served = self._served
             if served is None:
@@ -117,11 +116,9 @@ class Server(MigrationCalls):
             return found
 
     def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:
-        """See ServerCalls. Whatever else the server is at."""
         self._leases.renew(origin.attempt, process, where, seconds)
 
     def begin_attempt(self, origin: Origin) -> None:
-        """See ServerCalls."""
         with self._pause():
             served = self._ready()
             if origin.attempt == served.engine.attempt:
@@ -143,7 +140,6 @@ class Server(MigrationCalls):
         wire: str = "float32",
         first_epoch: bool = True,
     ) -> tuple[Floats | None, Coded | None]:
-        """See ServerCalls."""
         check_choice("lookup", "wire", wire, WIRES)
         with self._working(origin, reads=not train) as served:
             engine = served.engine
@@ -167,14 +163,13 @@ class Server(MigrationCalls):
         together: int,
         coded: Coded | None = None,
     ) -> "Future[None] | None":
-        """See ServerCalls."""
         with self._working(origin) as served:
             if ticket != 0 and len(ids):
-                raise InputError(f"update: ticket {ticket} and {len(ids)} ids; wanted one of the two")
+                raise InputError(f"update: expected a ticket or ids, found ticket {ticket} and {len(ids)} ids")
             kept = None if ticket == 0 else self._take(served, origin.trainer, ticket)
             gradients = decoded(served.engine, offsets if kept is None else kept.offsets, gradients, coded)
             if kept is None and len(gradients) != num_floats(served.job, ids, offsets):
-                raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; wanted their rows' floats")
+                raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; expected their rows' floats")
             if together == 0:
                 used = served.engine.prepare(ids, offsets) if kept is None else kept.ticket
                 served.engine.update(used, gradients, origin.step, lrs, origin.trainer)
@@ -187,10 +182,10 @@ class Server(MigrationCalls):
     def _meet(
         self, served: ServerState, origin: Origin, part: TrainerPart, lrs: list[float], together: int
     ) -> "Future[None] | None":
-        """Notes a trainer's part of a step; whoever brings the last one applies all, as trainer 0's."""
+        """Add a trainer's part of a step. The call that completes the step applies it, as an update of trainer 0."""
         with self._changed:
             if served.engine.finished(0, origin.step) or served.owns_nothing:
-                return None  # its answer was lost
+                return None  # a retry whose first answer was lost
             own, parts = served.meeting.arrive(origin.step, origin.trainer, part, together)
         if parts is None:
             return own
@@ -212,7 +207,6 @@ class Server(MigrationCalls):
         return own
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:
-        """See ServerCalls."""
         with self._working(origin) as served:
             for ticket in tickets:
                 with self._changed:
@@ -221,29 +215,25 @@ class Server(MigrationCalls):
                     served.engine.drop(found.ticket)
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
-        """See ServerCalls."""
         with self._working(origin, reads=True) as served:
             found = served.store(table).read(ids)
             return found.values.reshape(-1), found.state.reshape(-1), found.present
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
-        """See ServerCalls."""
         with self._working(origin, reads=True) as served:
             return served.store(table).stats()
 
     def version(self, origin: Origin, table: int) -> int:
-        """See ServerCalls."""
         with self._working(origin, reads=True) as served:
             return served.store(table).version
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        """See ServerCalls."""
         with self._working(origin) as served:
             store = served.store(table)
             part = Path(folder) / part_name(served.number, len(served.members.addresses))
             last = served.saved.get(table)
             if last == (folder, since, version):
-                return version  # it came again
+                return version  # a duplicate
             self.require_permitted(origin, os.fspath(part))
             served.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
             owned = np.array(served.members.bucket_map.owners[table]) == served.number
@@ -252,40 +242,38 @@ class Server(MigrationCalls):
             return made
 
     def require_permitted(self, origin: Origin, folder: str) -> None:
-        """See ServerCalls."""
         if folder != os.path.abspath(folder):
-            raise InputError(f"the folder is {folder!r}; wanted its path from the root, without '..'")
+            raise InputError(f"the folder is {folder!r}; expected an absolute path without '..'")
         self._permitted.require(folder)
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
-        """See ServerCalls."""
         self._require_all_permitted(origin, folders)
         with self._working(origin) as served:
             require_same_snapshots(folders, checksums)
             served.tables.verify(dict(zip(served.tables, folders, strict=False)))
 
     def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
-        """See ServerCalls. The old rows go before the new ones come: memory may not hold both.
+        """Drop the old rows before reading the new ones, because memory may not hold both.
 
-        It is done for a map: whoever was told of another meanwhile asks again, in the same attempt."""
+        A restore belongs to a shard map: if the map changes meanwhile, the caller repeats it, in the same attempt."""
         self._require_all_permitted(origin, folders)
         with self._pause():
             served = self._ready()
             self._require_map(served, origin)
-            begun = served.restored is not None or served.owns_nothing  # by this very restore, maybe of another map
+            begun = served.restored is not None or served.owns_nothing  # by this restore, maybe under another map
             again = origin.attempt == served.engine.attempt and begun
             if again and served.restored is not None and served.restored[0] == origin.map_version:
-                return served.restored[1]  # it came again
+                return served.restored[1]  # a duplicate
             if not again and origin.attempt == served.engine.attempt:
                 raise AttemptError(
-                    f"this server was started again while a restore began attempt {origin.attempt}, or after that: "
-                    "what it holds is not known to be the checkpoint; resume it again"
+                    f"this server was restarted during or after a restore that started attempt {origin.attempt}, so "
+                    "its rows may differ from the checkpoint; resume the checkpoint again"
                 )
             if origin.attempt < served.engine.attempt:
                 raise self._other_attempt(served, origin)
             names = list(served.tables)
             if len(folders) not in (0, len(names)):
-                raise InputError(f"restore: folders of {len(folders)} tables; wanted of {len(names)}, or none")
+                raise InputError(f"restore: folders of {len(folders)} tables; expected of {len(names)}, or none")
             require_same_snapshots(folders, checksums)
             chains = dict(zip(names, folders, strict=False))
             made = self._anew(served, origin)
@@ -296,7 +284,7 @@ class Server(MigrationCalls):
             return answer
 
     def _fill(self, made: ServerState, chains: dict[str, list[str]]) -> bool:
-        """What this server owns of them. If that fails, nothing is left of it: the next hello makes a new one."""
+        """Read this server's buckets. On failure all rows are removed, and the next handshake creates new tables."""
         owned = [np.array(table) == made.number for table in made.members.bucket_map.owners]
         try:
             return made.tables.restore(chains, owned)
@@ -305,16 +293,14 @@ class Server(MigrationCalls):
             raise
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
-        """See ServerCalls."""
         with self._working(origin) as served:
             served.store(table).set_lr(lr)
 
     def check(self, origin: Origin, table: int) -> None:
-        """See ServerCalls."""
         with self._working(origin, reads=True) as served:
             served.store(table).check()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     def _require_all_permitted(self, origin: Origin, folders: list[list[str]]) -> None:
         for chain in folders:
@@ -338,7 +324,7 @@ class Server(MigrationCalls):
         return made
 
     def _anew(self, old: ServerState, origin: Origin) -> ServerState:
-        """The same with empty tables; until it is there, there are none."""
+        """Replace the tables by empty ones; meanwhile there are none."""
         job, members, number = old.job, old.members, old.number
         self._served = None
         self._let_go(old, origin)
@@ -349,12 +335,12 @@ class Server(MigrationCalls):
         return made
 
     def _remove_rows(self) -> None:
-        """Of an engine that nobody has any more."""
+        """Remove the shared-memory file of an engine that was released."""
         if self._shared is not None:
             Path(self._shared).unlink(missing_ok=True)
 
     def _let_go(self, served: ServerState, origin: Origin) -> None:
-        """Of what the attempt before left open."""
+        """Drop the tickets, open steps and waiting parts of the previous attempt."""
         served.tickets.clear()
         served.oldest_open.clear()
         served.meeting.refuse(lambda: AttemptError(f"attempt {origin.attempt} has begun: this process was replaced"))
@@ -365,8 +351,8 @@ class Server(MigrationCalls):
             return min(origin.step, *served.oldest_open.values())
 
     def _agree(self, served: ServerState, job: Job, given: ShardMap, server: int, by_mover: bool) -> None:
-        """Raises unless hello is said to the right server, by somebody who knows of its members. A mover may tell one
-        that owns nothing of others than one that was replaced did."""
+        """Raise unless hello reached the right server and names its shard map. A coordinator may replace the other
+        servers in the map of one that owns nothing."""
         differences, known = job.differences(served.job), served.members
         idle = served.owns_nothing and server not in given.bucket_map.flat()
         same_map = known.version == given.version
@@ -375,13 +361,18 @@ class Server(MigrationCalls):
         if must_agree and here != there:
             differences.append(f"server: number {here[0]} of {here[1]} here, {there[0]} of {there[1]} there")
         elif must_agree and known.bucket_map != given.bucket_map:
-            differences.append(f"bucket map {given.version}: other owners")
+            differences.append(f"bucket map {given.version}: different owners")
         if differences:
             raise ConfigError(f"the server belongs to another job: {'; '.join(differences)}")
         if known.version > given.version:
-            raise MovedError(f"hello: the bucket map is of version {given.version}; the server's is {known.version}")
+            raise MovedError(
+                f"hello: found bucket map {given.version}; expected the server's, {known.version}: take that map and "
+                "call again"
+            )
         if not same_map and not idle:
-            raise MovedError(f"hello: the server has not changed to map {given.version} yet: ask again")
+            raise MovedError(
+                f"hello: found bucket map {given.version}; the server has not changed to it yet: call again"
+            )
 
     def _keep(self, served: ServerState, trainer: int, number: int, kept: PendingLookup) -> None:
         with self._changed:

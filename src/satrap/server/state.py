@@ -1,8 +1,8 @@
-"""What a server is once it has a job: its tables, the members that it knows of, and what it keeps of calls. No locks,
-no calls: `satrap.server.server` has them.
+"""The state of a server that has a job: its tables, the shard map, and what it remembers of calls.
 
-The members are noted beside the rows, in the shared-memory file if that is where those are. So a server that was killed
-and started again knows of which map it is and what it owns, and takes no older map from a trainer that slept.
+Has no lock and answers no call; `satrap.server.server` does both. The shard map is stored next to the rows, in the
+shared-memory file if they are in one. So a restarted server knows its map and its buckets, and refuses an older map
+from a trainer that was suspended.
 """
 
 import json
@@ -24,16 +24,16 @@ from satrap.sharding.shard_map import NO_MEMBER, ShardMap
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
 
-_NOBODY = 2**31 - 1  # the same to an engine
+_NOBODY = 2**31 - 1  # an owner that no bucket has; the engine's form of NO_MEMBER
 
 
 @dataclass(frozen=True, slots=True)
 class FencingToken:
-    """The newest mover's. Its number alone would not do: two movers may have begun the same one."""
+    """The newest coordinator's token. Two coordinators may draw the same number, so the token also names its holder."""
 
     number: int = 0
     mover: int = 0
-    """Drawn at random by the mover, so that a repeat of its call is told from another mover's."""
+    """A random number of the coordinator, which distinguishes a duplicate of its call from another coordinator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +47,28 @@ class PendingLookup:
 
 @dataclass(slots=True)
 class ServerState:
-    """See the file's docstring."""
+    """The state of a server that has a job."""
 
     job: Job
     tables: TableGroup
     engine: Engine
     members: ShardMap
     number: int
-    """Which of the members this is."""
+    """This server's number in the shard map."""
     greeted: bool = False
-    """Whether somebody of the job has said hello since the process began."""
+    """Whether there was a handshake since the process started."""
     tickets: dict[int, OrderedDict[int, PendingLookup]] = field(default_factory=dict)
-    """Of each trainer, by their numbers."""
+    """For each trainer, its pending lookups by ticket number."""
     oldest_open: dict[int, int] = field(default_factory=dict)
-    """Of each trainer, as its last lookup said: what any of them has open stays."""
+    """For each trainer, the oldest open step as of its last lookup. Rows of open steps are never evicted."""
     meeting: StepBarrier = field(default_factory=StepBarrier)
     saved: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
-    """Of each table the last save: where, since when, and the version that it was to make."""
+    """For each table, the folder, the `since` and the version of the last save."""
     restored: tuple[int, bool] | None = None
-    """Under which map a restore began this attempt, and what it answered."""
+    """The map version under which a restore started this attempt, and what it returned."""
     moving: MigrationParticipant = field(init=False)
     owns_nothing: bool = field(init=False)
-    """Then every step is finished here."""
+    """Whether no bucket is this server's; every step is finished here then."""
 
     def __post_init__(self) -> None:
         self.moving = MigrationParticipant(self.job, self.engine)
@@ -76,20 +76,20 @@ class ServerState:
 
     @classmethod
     def found(cls, job: Job, tables: TableGroup, engine: Engine) -> tuple[Self | None, FencingToken]:
-        """What the server before this one was, and its newest mover's turn; None: it had noted nothing yet."""
+        """Return the previous process's state, or None if it stored none yet, and the newest fencing token."""
         if not (note := bytes(engine.note())):
             return None, FencingToken()
         told = json.loads(note)
-        turn = FencingToken(told["turn"], told.get("mover", 0))  # files made before movers were noted
+        turn = FencingToken(told["turn"], told.get("mover", 0))  # older files do not name the holder
         return cls(job, tables, engine, ShardMap.from_dict(told["members"]), told["number"]), turn
 
     def store(self, table: int) -> Store:
-        """The table of that number."""
+        """Return the table of that number."""
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
     def follow(self, members: ShardMap, number: int, turn: FencingToken) -> None:
-        """These are the members from now on, this is which of them, and the newest mover's turn. No call may run."""
+        """Adopt a shard map and this server's number in it, and store both with the fencing token. Call exclusively."""
         changed = self.members.version != members.version
         told = {"members": members.to_dict(), "number": number, "turn": turn.number, "mover": turn.mover}
         self.engine.set_note(json.dumps(told).encode())
@@ -102,7 +102,7 @@ class ServerState:
                 store.forget_saves()
 
     def state(self) -> dict[str, Any]:
-        """The numbers that a server which takes buckets over, or joins, must reach."""
+        """Return the counters that a server must reach before it takes over buckets or joins."""
         engine, tables = self.engine, range(len(self.job.tables))
         return {
             "attempt": engine.attempt,
@@ -114,7 +114,7 @@ class ServerState:
         }
 
     def owned(self) -> NDArray[np.bool_]:
-        """Of each bucket of all tables, whether it is this server's."""
+        """Return for each bucket of all tables whether this server owns it."""
         found: NDArray[np.bool_] = np.array(self.members.bucket_map.flat()) == self.number
         return found
 
@@ -125,19 +125,19 @@ class ServerState:
 
 
 def decoded(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
-    """The gradients, in whichever form they came."""
+    """Return the gradients as float32, from whichever of the two forms is present."""
     if coded is not None and gradients is None:
         return np.asarray(engine.decode_rows(offsets, coded))
     if coded is not None or gradients is None:
-        raise InputError("update: gradients came in both forms or in none; wanted one of the two")
+        raise InputError("update: expected gradients in one of the two forms, found both or none")
     return gradients
 
 
 def num_floats(job: Job, ids: Ids, offsets: Offsets) -> int:
-    """Of the ids' rows; refuses offsets that do not cut them by table."""
-    at = offsets.tolist() if len(offsets) == len(job.tables) + 1 else []  # so few are quicker than arrays
+    """Return the number of floats in the rows of `ids`. Raises InputError if `offsets` does not split them by table."""
+    at = offsets.tolist() if len(offsets) == len(job.tables) + 1 else []  # a list is faster for so few numbers
     if not at or at[0] != 0 or at[-1] != len(ids) or at != sorted(at):
         raise InputError(
-            f"{len(ids)} ids come with {len(offsets)} offsets; wanted {len(job.tables) + 1}, from 0 to their number"
+            f"{len(ids)} ids with {len(offsets)} offsets; expected {len(job.tables) + 1}, from 0 to the number of ids"
         )
     return sum((end - begin) * table.dim for begin, end, table in zip(at, at[1:], job.tables, strict=False))

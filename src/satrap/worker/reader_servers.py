@@ -1,8 +1,8 @@
-"""The servers of a live run, as a process sees them that only reads: it learns the job from them, and begins nothing.
+"""The servers of a running job, for a process that only reads: it learns the job from them and starts no attempt.
 
-It never says hello and is of no attempt, so it neither replaces a trainer nor makes an empty server a job's. It follows
-the bucket map, and a run that begins again: what it reads is whatever the servers hold at the moment of each call. A
-server that is being started again is waited for as long as any other answer.
+It makes no handshake and belongs to no attempt, so it neither replaces a trainer nor assigns an empty server to a job.
+It follows the bucket map, and a run that starts over: it reads what the servers hold at the moment of each call. While
+a server restarts, a call waits for it until the deadline.
 """
 
 import time
@@ -19,10 +19,10 @@ from satrap.worker.server_group import LONGEST_PAUSE, ServerFailure, ServerGroup
 
 
 class ReaderServers(ServerGroup):
-    """See the file's docstring."""
+    """The servers of a running job, for a process that only reads."""
 
     def __init__(self, addresses: Sequence[str], *, keys: Keys | None = None, deadline: float = 60.0) -> None:
-        """addresses: of one server of the run, or of several. keys: the client's."""
+        """addresses: of one or more servers of the run. keys: the client's."""
         check_addresses(addresses)
         found = _asked(addresses, keys, deadline)
         members, state = ShardMap.from_dict(found["members"]), found["state"]
@@ -33,7 +33,7 @@ class ReaderServers(ServerGroup):
 
     @property
     def newest_step(self) -> int:
-        """The last step that the run has looked up or updated."""
+        """The latest step that the run has looked up or updated."""
         trouble = ServerFailure(time.monotonic() + self._deadline)
         while True:
             view = self.view
@@ -43,14 +43,14 @@ class ReaderServers(ServerGroup):
                 return max(int(each["state"]["latest_step"]) for each in found)
             with suppress(MovedError):
                 where = view.members.addresses[jobless]
-                error = NotReadyError(f"{where} was started again, and no trainer has given it its job yet")
+                error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
                 self._revive(view, jobless, error, trouble)
 
     def _greet_all(self) -> None:
-        """Nobody is told anything."""
+        """Do nothing: a reader makes no handshake."""
 
     def _learn(self, view: Topology, server: int) -> bool:
-        """See Servers. Any map of a later attempt is newer: the run began again."""
+        """Treat any map of a later attempt as newer: the run has started over."""
         if view is not self.view:
             return True
         found = view.clients[server].call.members(Origin(), 0)
@@ -63,9 +63,9 @@ class ReaderServers(ServerGroup):
         return view is not self.view
 
     def _revive(self, view: Topology, server: int, error: NotReadyError, trouble: ServerFailure) -> None:
-        """See Servers. One without rows is waited for: trainers will greet it."""
+        """Wait for a restarted server until a trainer has made a handshake with it."""
         if self._learn(view, server):
-            raise MovedError("the run began again") from error
+            raise MovedError("the run has started over: call again") from error
         if time.monotonic() > trouble.until:
             raise error
         time.sleep(trouble.pause)
@@ -73,7 +73,7 @@ class ReaderServers(ServerGroup):
 
 
 def _asked(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:
-    """What the first of them says that knows its job. Each is asked for its share of the deadline."""
+    """Return the answer of the first server that has a job. Each one gets an equal share of the deadline."""
     failed: dict[str, RpcError] = {}
     for address in addresses:
         try:

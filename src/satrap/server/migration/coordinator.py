@@ -1,23 +1,24 @@
-"""Moves buckets between servers while training goes on. Needs nothing but calls to the servers, and is killed safely.
+"""Migrates buckets between servers while training continues. Makes only calls to the servers, and may be killed
+anytime.
 
-`Migration(now, wanted).run()` makes the servers at `wanted` those that own everything, each as much as any other, and
-takes the others out. It goes through maps whose versions follow one another; each but the first and the last gives some
-buckets of one server (the source) to another (the target):
+`Migration(now, wanted).run()` makes the servers at `wanted` the owners of all buckets, in equal shares, and removes the
+others. It passes through shard maps of consecutive versions. Each of them, except the first and the last, transfers
+some buckets of one server (the source) to another (the target):
 
- 1. the source freezes the buckets: calls that would change them are refused, and made again by whoever made them
+ 1. the source freezes the buckets: it refuses calls that would change them, and their callers retry
  2. the target makes room; rows and sightings are copied
- 3. the source changes to the next map: from here on these buckets are nobody's that answers, so no older call is late
- 4. windows, counters and oldest open steps are copied: what the source has done is known
+ 3. the source changes to the next map: from now on no server answers for these buckets, so no earlier call can be late
+ 4. windows, counters and oldest open steps are copied: they record what the source has applied
  5. the target changes to that map, then all others
- 6. the source forgets the buckets
+ 6. the source discards the buckets
 
-Before 3 it is as if nothing had happened: the source owns them, and thaws them if the mover is not heard of any more.
-After 3 the rows stay where they were until 6, so 2 to 5 can be done again; what the target held before 5 counts for
-nothing. So whoever dies, a source, a target or the mover, 1 to 6 are done again from the newest map that any server
-knows, and each step that was done already does nothing. What no call may see half done, a server does while none runs.
+Before 3 the migration has had no effect: the source owns the buckets, and thaws them if the coordinator falls silent.
+After 3 the rows stay at the source until 6, so 2 to 5 can be repeated; what the target received before 5 does not
+count. So if a source, a target or the coordinator is killed, 1 to 6 are repeated from the newest map that any server
+knows, and each step that was completed has no effect. A server makes changes that must look atomic while no call runs.
 
-There is one mover at a time: before it asks how far the one before came, it begins a turn at all servers, and whoever
-is of an earlier turn is refused from then on.
+Only one coordinator is active at a time: before it looks how far the previous one came, it takes a new fencing token at
+all servers, which refuse calls under older tokens from then on.
 """
 
 import secrets
@@ -39,26 +40,26 @@ from satrap.sharding.shard_map import NO_MEMBER, ShardMap, check_addresses
 
 T = TypeVar("T")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # before something is done again
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # between retries
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationResult:
-    """What a run has done."""
+    """The figures of a migration."""
 
     buckets: int
     rows: int
     bytes: int
-    """Of their values and state."""
+    """Bytes of the rows' values and state."""
     seconds: float
     longest_frozen_seconds: float
-    """For which calls that touch a bucket have waited, at most."""
+    """The longest time for which calls to a bucket had to wait."""
     version: int
-    """Of the map in the end."""
+    """Version of the final map."""
 
 
 class Migration:
-    """See the file's docstring."""
+    """One change of the servers of a job."""
 
     def __init__(
         self,
@@ -70,13 +71,12 @@ class Migration:
         group_bytes: int = 8 << 20,
         breath: float = 1.0,
     ) -> None:
-        """now: addresses of all servers of the job. wanted: of all that there are to be, by number; new ones run and
-        belong to no job.
-
+        """now: addresses of all current servers of the job.
+        wanted: addresses of all servers after the migration, in order; new ones are running and have no job.
         keys: the client's.
         deadline: seconds after which a server that does not answer, or is not ready, is an error; run again then.
-        group_bytes: of the rows that are frozen at a time, about.
-        breath: for how long training goes on undisturbed after each group, in times of what the group took.
+        group_bytes: approximate size of the rows that are frozen at a time.
+        breath: how long to pause after each group of buckets, as a multiple of the time that the group took.
         """
         check_addresses(now)
         check_addresses(wanted)
@@ -89,11 +89,11 @@ class Migration:
         self._longest = 0.0
 
     def run(self) -> MigrationResult:
-        """Returns when it is done. Raises if a server does not answer, and may be run again."""
+        """Migrate, and return the figures. Raises if a server does not answer; may be run again."""
         began = time.monotonic()
         with ExitStack() as self._open:
             job, members = self._begin()
-            self._settle(job, members)  # what an earlier run has begun
+            self._settle(job, members)  # completes a change that an earlier run started
             new = [address for address in self._wanted if address not in members.addresses]
             if new:
                 members = self._settle(job, members.joined(new), members)
@@ -118,8 +118,8 @@ class Migration:
         return self._clients[address].call
 
     def _begin(self) -> tuple[Job, ShardMap]:
-        """Begins a turn at all servers: those of now, and those that an earlier run has added. Returns the newest that
-        they know then, which nobody else changes any more."""
+        """Take a new fencing token at all servers, including those that an earlier run added. Returns the newest shard
+        map known then, which no other coordinator can change any more."""
         _, _, found = self._newest()
         self._turn, mover = 1 + max(answer["turn"] for answer in found.values()), 1 + secrets.randbits(62)
         told: list[str] = []
@@ -131,14 +131,16 @@ class Migration:
         return job, members
 
     def _newest(self) -> tuple[Job, ShardMap, dict[str, Any]]:
-        """What the servers answered, of all that any of them knows."""
+        """Return the newest job and shard map, and the answers of all servers that any of them knows."""
         found: dict[str, Any] = {}
         new = list(dict.fromkeys((*self._now, *self._wanted)))
         while new:
             found |= {address: self._call(address).members(Origin(), 0) for address in new}
             newest = max(found.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
-                raise NotReadyError(f"none of {', '.join(self._now)} has a job yet: a trainer's hello gives them one")
+                raise NotReadyError(
+                    f"none of the servers at {', '.join(self._now)} has a job: start a trainer on them first"
+                )
             members = ShardMap.from_dict(newest["members"])
             new = [address for address in members.addresses if address not in found]
         return Job.from_dict(newest["job"]), members, found
@@ -147,7 +149,7 @@ class Migration:
         return Origin(step=self._turn, map_version=map_version)
 
     def _groups(self, members: ShardMap, to: Mapping[int, str]) -> Iterator[list[int]]:
-        """Buckets that move together: of one server to one other, and not too large."""
+        """Yield groups of buckets that migrate together: each from one server to one other, of a bounded size."""
         owners = members.owner()
         pairs: dict[tuple[str, str], list[int]] = {}
         for bucket, target in to.items():
@@ -163,26 +165,29 @@ class Migration:
         return int(self._call(address).load(Origin())["bytes"])
 
     def _settle(self, job: Job, after: ShardMap, before: ShardMap | None = None) -> ShardMap:
-        """Until all servers are of these. before: None if an earlier run began this, and some may know."""
+        """Bring all servers to `after`. before: None if an earlier run started this change, and some may have it."""
         self._patiently(f"map {after.version}", partial(self._once, job, after, before))
         return after
 
     def _patiently(self, what: str, do: Callable[[], T]) -> T:
-        """What was interrupted is done again, from its start."""
+        """Retry `do` from the start whenever a server was not ready or was replaced, until the deadline."""
         until, pause = time.monotonic() + self._deadline, _FIRST_PAUSE
         while True:
             try:
                 return do()
             except (NotReadyError, AttemptError) as error:
                 if time.monotonic() > until:
-                    raise DeadlineError(f"{what} did not come about in {self._deadline:g} s: {error}") from error
+                    raise DeadlineError(
+                        f"{what} was not reached within {self._deadline:g} s, the deadline ({error}): run the "
+                        "migration again"
+                    ) from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     # -- one change of the map ---------------------------------------------------------------------------------------
 
     def _once(self, job: Job, after: ShardMap, before: ShardMap | None) -> None:
-        """One try at 1 to 6."""
+        """Try 1 to 6 once."""
         known = {address: self._known(address) for address in (*self._now, *self._wanted, *after.addresses)}
         if before is None:
             older = [each.members for each in known.values() if each.version and each.version == after.version - 1]
@@ -216,7 +221,7 @@ class Migration:
     def _copy(
         self, before: ShardMap, after: ShardMap, source: str, target: str, buckets: Numbers, move: int, *, frozen: bool
     ) -> None:
-        """1 and 2."""
+        """Do 1 and 2."""
         if frozen:
             self._call(source).freeze(self._origin(before.version), move, buckets)
         state = self._call(source).members(Origin(), 0)["state"]
@@ -233,7 +238,7 @@ class Migration:
                 self._num_bytes += values.nbytes + floats.nbytes
 
     def _known(self, address: str) -> "_Known":
-        """What a server knows; one of the job that was started again is told that it goes on."""
+        """Return what a server knows. Repeats the handshake with a restarted server of the job."""
         answer = self._call(address).members(Origin(), 0)
         if not answer["version"]:
             return _Known(0, None, {})
@@ -244,7 +249,7 @@ class Migration:
         return _Known(members.version, members, answer["state"])
 
     def _welcome(self, job: Job, known: "Mapping[str, _Known]", new: list[str], after: ShardMap) -> None:
-        """Those that join are told what job this is, and of which attempt."""
+        """Give servers that join the job, its attempt and its learning rates."""
         state = next(each.state for address, each in known.items() if each.version and address not in new)
         for address in new:
             number = after.addresses.index(address)
@@ -263,7 +268,7 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a server answered; version 0: it has no job."""
+    """The answer of a server to `members`; version 0 if it has no job."""
 
     version: int
     found: ShardMap | None

@@ -1,12 +1,13 @@
-"""The trainer's side of a worker in a process of its own: batches without ids, tickets by number, gradients that leave.
+"""The trainer's side of a worker in a process of its own: batches without ids, tickets by number, gradients to send.
 
-    RemoteBatches.next ──> read ─────> dense numbers, labels, position         the ids stay where they were read
+    RemoteBatches.next ──> read ─────> dense features, labels, position        the ids stay with the worker
     RemoteWorker.lookup ─> lookup ───> block, sequences, masks
-    RemoteWorker.update ─> gradients ─> nothing                                it sums them and tells the servers
+    RemoteWorker.update ─> gradients ─> nothing                                the worker sums them and calls the
+    servers
 
-What is under way is remembered here, where it outlives the worker: of each batch its position. A worker that was killed
-and started again at its address is told all of it (`WorkerConnection.greet`), and every call goes on where it was. What
-brings its own ids is looked up from here, as by any `ShardedWorker`.
+The trainer remembers the position of each batch in flight, so it survives the worker. A restarted worker gets all of it
+in a new handshake (`WorkerConnection.greet`), and every call continues where it was. Batches that carry their ids are
+looked up from here, as by any `ShardedWorker`.
 """
 
 import itertools
@@ -34,15 +35,15 @@ from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
 from satrap.worker.worker import Floats, LookedUp
 
 DEADLINE_SECONDS = 150.0
-"""Of a call: it may have to wait for a server as long as a call of ours does, once for what was skipped and once for
-itself."""
-_FAREWELL_SECONDS = 2.0  # of a call that only gives memory back
-_MOST_GREETINGS = 100  # in one call: more means that greeting is no help
+"""Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
+the call itself."""
+_FAREWELL_SECONDS = 2.0  # deadline of a call that only frees memory
+_MOST_GREETINGS = 100  # handshakes in one call: if these do not help, more will not
 _R = TypeVar("_R")
 
 
 class WorkerConnection:
-    """The worker's process, as one trainer calls it."""
+    """One trainer's connection to the worker's process."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class WorkerConnection:
         deadline: float,
         retry_seconds: float,
     ) -> None:
-        """Says hello."""
+        """Make a handshake with the worker."""
         self.address, self.servers = address, servers
         self._assignment = assignment.to_dict()
         self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
@@ -69,7 +70,7 @@ class WorkerConnection:
             raise
 
     def ask(self, call: Callable[[], _R]) -> _R:
-        """What the call returns. A worker that was started again is greeted first."""
+        """Return the call's result. Repeats the call after a handshake if the worker was restarted."""
         lost: NotReadyError | None = None
         for _ in range(_MOST_GREETINGS):
             try:
@@ -83,7 +84,7 @@ class WorkerConnection:
         raise lost
 
     def greet(self) -> None:
-        """Tells the worker all that it must know; it knows how to go on then."""
+        """Make a handshake and reopen all streams, which is all that the worker must know to continue."""
         with self._greeting:
             self.call.hello(self.servers.origin(0), self._assignment)
             with self._naming():
@@ -91,7 +92,7 @@ class WorkerConnection:
                     self._open(stream, batches)
 
     def begin(self, batches: "RemoteBatches") -> int:
-        """Opens a stream of these; returns its number."""
+        """Open a stream of these batches, and return its number."""
         stream = next(self._numbers)
         self._streams[stream] = batches
         try:
@@ -106,26 +107,26 @@ class WorkerConnection:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """What cannot be read there names the worker."""
+        """Name the worker in errors about sources that it cannot read."""
         try:
             yield
         except SourceError as error:
-            raise SourceError(f"the worker at {self.address} cannot read it: {error}") from error
+            raise SourceError(f"the worker at {self.address} cannot read the source: {error}") from error
 
     def end(self, stream: int) -> None:
-        """Closes it. A worker that cannot be told forgets it with the attempt."""
+        """Close a stream. A worker that cannot be reached forgets it with the attempt."""
         if self._streams.pop(stream, None) is not None:
             with suppress(SatrapError):
                 self.farewell.close_stream(self.servers.origin(0), stream)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._client.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteInputs(Inputs):
-    """A batch without its ids."""
+    """A batch whose ids stay with the worker."""
 
     values: NDArray[np.uint64] = field(init=False, repr=False)
     offsets: NDArray[np.int64] | None = field(init=False, repr=False)
@@ -144,7 +145,7 @@ class RemoteInputs(Inputs):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RemoteTicket:
-    """Satisfies `satrap.worker.worker.Ticket`."""
+    """Implements `satrap.worker.worker.Ticket` for a batch that the worker's process looked up."""
 
     batches: "RemoteBatches"
     number: int
@@ -154,10 +155,10 @@ class RemoteTicket:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What is known of a batch."""
+    """What is known about a batch that was read."""
 
     position: Position
-    """After it."""
+    """The position after it."""
     left_out: LeftOut
 
 
@@ -167,33 +168,33 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def __init__(
         self, at: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
     ):
-        """share: the trainer's rank, and the world."""
+        """share: the trainer's `rank`, and the `world` size."""
         self.at, self.source = at, source_to_dict(source)
         self._names, self._position, self._share = names, position, share
-        self._last = 0  # the number of the last batch that came
-        self._read: dict[int, _Read] = {}  # of those from which reading may have to begin again
-        self._open: set[int] = set()  # neither updated nor dropped
-        self._tickets: set[int] = set()  # of those the ones that a ticket was given for
+        self._last = 0  # the number of the last batch that arrived
+        self._read: dict[int, _Read] = {}  # batches from which reading may have to restart
+        self._open: set[int] = set()  # batches neither updated nor dropped
+        self._tickets: set[int] = set()  # open batches that have a ticket
         self._left_out = LeftOut()
         self._ended = False
         self._lock = threading.Lock()
         self.stream = at.begin(self)
-        """The number by which the worker knows these."""
+        """The number by which the worker knows this stream."""
 
     @property
     def left_out(self) -> LeftOut:
-        """As `Batches.left_out`."""
+        """What was left out so far, as in `Batches.left_out`."""
         return self._left_out
 
     @property
     def settled(self) -> int:
-        """All batches below this number are updated or dropped."""
+        """The number below which all batches were updated or dropped."""
         with self._lock:
             return min(self._open, default=self._last + 1)
 
     def start(self) -> ReadStart:
-        """Where the worker must begin to read to have every batch under way. One earlier, if there is one: what was
-        skipped up to its end is known, so nothing is counted twice."""
+        """Return where the worker must start to read to have every batch in flight. That is one batch earlier, if there
+        is one: what was skipped up to its end is known, so that nothing is counted twice."""
         with self._lock:
             first = max(1, min(self._open, default=self._last + 1) - 1)
             position = self._position if first == 1 else self._read[first - 1].position
@@ -238,14 +239,14 @@ class RemoteBatches(Iterator[RemoteInputs]):
         return found
 
     def looked_up(self, number: int, train: bool) -> None:
-        """Nothing more comes of a batch that is not trained on."""
+        """Settle a batch after a lookup without training: it has no update."""
         if train:
             self._tickets.add(number)
         elif number not in self._tickets:
             self.settle(number)
 
     def settle(self, number: int) -> None:
-        """This batch is updated or dropped."""
+        """Note that this batch was updated or dropped."""
         with Uninterrupted(), self._lock:
             self._open.discard(number)
             self._tickets.discard(number)
@@ -254,13 +255,14 @@ class RemoteBatches(Iterator[RemoteInputs]):
                 del self._read[each]
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Stop reading."""
         self._ended = True
         self.at.end(self.stream)
 
 
 class RemoteRows:
-    """Satisfies `satrap.worker.worker.Rows`: as from here, but for tickets of batches that were read elsewhere."""
+    """Implements `satrap.worker.worker.Rows`. Tickets of batches that the worker read go to it, all others to the
+    servers."""
 
     remote = True
 
@@ -268,28 +270,25 @@ class RemoteRows:
         self.num_threads = near.num_threads
         self.lookup, self.empty, self.skip, self.settle = near.lookup, near.empty, near.skip, near.settle
         self.cut = [0 for feature in features.values() if feature.max_length is not None]
-        """Of each sequence: ids beyond its length in what was read elsewhere."""
+        """For each sequence, the number of ids beyond its length in batches that the worker read."""
         self._names = [table.name for table in features.tables]
         self._near, self._at = near, at
         self._lock = threading.Lock()
 
     @property
     def latest_step(self) -> int:
-        """See Rows."""
         return self._near.latest_step
 
     @property
     def truncated(self) -> list[int]:
-        """See Rows."""
         return [near + far for near, far in zip(self._near.truncated, self.cut, strict=True)]
 
     def count(self, cut: list[int]) -> None:
-        """So many ids more were beyond the sequences' lengths."""
+        """Add to the numbers of ids beyond the sequences' lengths."""
         with self._lock:
             self.cut = [before + more for before, more in zip(self.cut, cut, strict=True)]
 
     def made(self, ticket: object) -> bool:
-        """See Rows."""
         return ticket.batches.at is self._at if isinstance(ticket, RemoteTicket) else self._near.made(ticket)
 
     def update(
@@ -300,13 +299,12 @@ class RemoteRows:
         lrs: list[tuple[int, float]],
         scale: float,
     ) -> None:
-        """See Rows."""
         far = [isinstance(ticket, RemoteTicket) for ticket in tickets]
         if not any(far):
             self._near.update(tickets, gradients, step, lrs, scale)
             return
         if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
-            raise TicketError("update of a batch: the tickets are of several streams; update those of each alone")
+            raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
         servers, batches = self._at.servers, tickets[0].batches
         servers.claim(step, tickets[0])
         origin, stream = servers.origin(step), batches.stream
@@ -330,7 +328,6 @@ class RemoteRows:
                 batches.settle(ticket.number)
 
     def drop(self, ticket: Any) -> None:
-        """See Rows."""
         if not isinstance(ticket, RemoteTicket):
             self._near.drop(ticket)
             return
@@ -339,12 +336,12 @@ class RemoteRows:
         with Uninterrupted():
             ticket.used = True
             ticket.batches.settle(ticket.number)
-        with suppress(NotReadyError, RpcError):  # it has nothing of it any more, or hears with the next batch
+        with suppress(NotReadyError, RpcError):  # it has lost the batch, or learns of the drop with the next one
             self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
 
 
 class RemoteWorker(ShardedWorker):
-    """A `ShardedWorker` for what brings its ids, and for declared sources the trainer's side of one elsewhere."""
+    """A `ShardedWorker` whose batches from declared sources are read and looked up by a worker's process."""
 
     def __init__(
         self,
@@ -357,7 +354,8 @@ class RemoteWorker(ShardedWorker):
         deadline: float = DEADLINE_SECONDS,
         retry_seconds: float = 2.0,
     ) -> None:
-        """Says hello to the worker at the address. See `ServerGroup` and `ShardedWorker` for the others."""
+        """Make a handshake with the worker at `address`. See `ServerGroup` and `ShardedWorker` for the other
+        arguments."""
         super().__init__(features, servers, num_threads=num_threads)
         assignment = WorkerSpec(
             features=features,
@@ -372,16 +370,16 @@ class RemoteWorker(ShardedWorker):
         self._rows = self._far
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         self.at.close()
         super().close()
 
     def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> RemoteBatches:
-        """The batches of a source that travels, read by the worker."""
+        """Return the batches of a declared source, read by the worker."""
         return RemoteBatches(self.at, self.features.names, source, position, rank=rank, world=world)
 
     def signature(self, source: Any) -> dict[str, Any]:
-        """As `Source.signature`, of a source that travels: the worker sees its files, this machine perhaps not."""
+        """Return `Source.signature` of a declared source: the worker sees its files, this machine may not."""
         told = source_to_dict(source)
         return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), told))
 
@@ -394,7 +392,7 @@ class RemoteWorker(ShardedWorker):
         train: bool = True,
         block: NDArray[np.float32] | None = None,
     ) -> LookedUp:
-        """See Worker."""
+        """Look up a batch at the worker if the worker read it, as `Worker.lookup` does."""
         if not isinstance(inputs, RemoteInputs):
             return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
         self.settle()
@@ -408,7 +406,7 @@ class RemoteWorker(ShardedWorker):
         n = inputs.batch_size
         if block is None:
             block = self._far.empty(n, self.features.total_dim)
-        np.copyto(block, rows.reshape(block.shape))  # what came is read-only
+        np.copyto(block, rows.reshape(block.shape))  # the received array is read-only
         found, flags, at, line = {}, {}, 0, 0
         for each in self._sequences:
             shape = each.shape(n)

@@ -1,9 +1,10 @@
-"""The worker's process: reads for its trainers, and looks up and updates for them. Needs no torch, knows no socket.
+"""The worker's process: reads batches for its trainers, looks them up and updates them. Needs no torch, knows no
+sockets.
 
-It has no configuration, and nothing that a trainer could not tell it again: a trainer says hello, opens streams and
-asks for batches by number. Each trainer has a `ShardedWorker` of its own here, which calls the servers in the trainer's
-name, so what was applied is known to the rows' windows there, whatever happens here. A batch whose ticket went with a
-process before this one is read again, and its update sends the ids.
+It has no configuration, and no state that a trainer could not send again: a trainer makes a handshake, opens streams
+and requests batches by number. Each trainer's session has a `ShardedWorker`, which calls the servers in the trainer's
+name, so the windows of the rows' buckets record what was applied, whatever happens here. A batch whose ticket was lost
+with an earlier process is read again, and its update sends the ids.
 """
 
 import os
@@ -27,14 +28,14 @@ from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedTicket, ShardedWorker
 
-_READ_SECONDS = 10.0  # after which a trainer that waits for a batch is told that there is none yet
-_CALLS = 8  # of one trainer at a time: two streams, each reading and at two things at its tables, and its own thread
+_READ_SECONDS = 10.0  # after which a trainer that waits for a batch is answered that there is none yet
+_CALLS = 8  # concurrent calls of one trainer: two streams, each with one read and two calls to its tables, and its own
 _R = TypeVar("_R")
 
 
 @dataclass(slots=True, eq=False)
 class _TrainerSession:
-    """One trainer, in this attempt."""
+    """One trainer in the current attempt."""
 
     worker: ShardedWorker
     readings: dict[int, BatchReader] = field(default_factory=dict)
@@ -46,18 +47,19 @@ class _TrainerSession:
     def reading(self, stream: int) -> BatchReader:
         found = self.readings.get(stream)
         if found is None:
-            raise NotReadyError(f"stream {stream} is not open here: this worker was started again, or it was closed")
+            raise NotReadyError(f"stream {stream} is not open here: the worker was restarted, or the stream was closed")
         return found
 
     def run(self, work: Callable[[], _R]) -> "Future[_R]":
-        """In a thread of the trainer's: some calls wait for other trainers, and must not keep those from theirs."""
+        """Run in a thread of this session: some calls wait for other trainers, and must not block those trainers'
+        calls."""
         try:
             return self.calls.submit(work)
-        except RuntimeError:  # closed since the caller found it
-            raise NotReadyError("the trainer was replaced here while it called") from None
+        except RuntimeError:  # the session was closed meanwhile
+            raise NotReadyError("the trainer's session was replaced here during the call: call hello first") from None
 
     def close(self, *, wait: bool) -> None:
-        """Calls that wait for a server end with an error."""
+        """End the session. Calls that wait for a server fail."""
         self.worker.servers.close()
         for reading in list(self.readings.values()):
             self.calls.submit(reading.close)
@@ -65,7 +67,7 @@ class _TrainerSession:
 
 
 class WorkerService:
-    """Satisfies `satrap.worker.remote.protocol.WorkerCalls`; what may take long comes as a Future."""
+    """Implements `satrap.worker.remote.protocol.WorkerCalls`. Calls that may take long return a Future."""
 
     def __init__(
         self,
@@ -74,8 +76,8 @@ class WorkerService:
         num_threads: int | None = None,
         data: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
-        """keys: the client's, for the servers. num_threads: of a call. data: below which it reads; elsewhere it
-        refuses to."""
+        """keys: the client's, for the servers. num_threads: of a call. data: folders and URLs below which the worker
+        may read."""
         thread_count(num_threads)
         self._permitted = PathAllowlist(data, "--data")
         self._keys, self._num_threads = keys, num_threads
@@ -83,17 +85,16 @@ class WorkerService:
         self._assignment: WorkerSpec | None = None
         self._seats: dict[int, _TrainerSession] = {}
         self._lock = threading.Lock()
-        self._greeting = threading.Lock()  # around the whole of a hello, which calls the servers
+        self._greeting = threading.Lock()  # held during a whole handshake, which calls the servers
 
     def close(self) -> None:
-        """Ends everything; returns when no thread runs any more."""
+        """End all sessions, and return once their threads have stopped."""
         with self._lock:
             seats, self._seats = list(self._seats.values()), {}
         for seat in seats:
             seat.close(wait=True)
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
-        """See WorkerCalls."""
         wanted = WorkerSpec.from_dict(assignment)
         with self._greeting:
             with self._lock:
@@ -122,8 +123,8 @@ class WorkerService:
             each.close(wait=False)
 
     def _agree(self, origin: Origin, wanted: WorkerSpec) -> None:
-        """A new attempt may bring other features, servers and trainers, but not another job. An older one is refused,
-        unless the same servers know of none that is newer: then they were begun anew."""
+        """Raise unless the trainer's job is this worker's. A new attempt may bring other features, servers and
+        trainers. An older attempt is refused, unless its servers know no newer one: then they were started empty."""
         if self._assignment is None:
             return
         if origin.attempt < self._attempt and wanted.servers != self._assignment.servers:
@@ -133,12 +134,11 @@ class WorkerService:
             differences += wanted.differences(self._assignment)
         if differences:
             raise ConfigError(
-                f"the worker belongs to another job: {'; '.join(differences)}; name a worker of this job's own, or "
-                "start this one again"
+                f"the worker belongs to another job: {'; '.join(differences)}; name a worker of this job, or "
+                "restart this one"
             )
 
     def open(self, origin: Origin, stream: int, source: dict[str, Any], start: dict[str, Any]) -> "Future[None]":
-        """See WorkerCalls."""
         seat = self._seat(origin)
 
         def work() -> None:
@@ -152,30 +152,26 @@ class WorkerService:
     def read(
         self, origin: Origin, stream: int, number: int, settled: int
     ) -> "Future[tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]]":
-        """See WorkerCalls."""
         return self._do(origin, stream, lambda _, reading: _read(reading, number, settled))
 
     def length(self, origin: Origin, stream: int) -> "Future[dict[str, Any]]":
-        """See WorkerCalls."""
         return self._do(origin, stream, lambda _, reading: reading.length())
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
     ) -> "Future[tuple[Floats, Floats, Flags, list[int]]]":
-        """See WorkerCalls."""
-
         def work(seat: _TrainerSession, reading: BatchReader) -> tuple[Floats, Floats, Flags, list[int]]:
             reading.forget(settled)
             held = _known(reading, number)
             with held.working:
                 inputs = held.inputs
                 if inputs is None:
-                    raise InputError(f"batch {number} was updated or dropped before")
+                    raise InputError(f"batch {number} was updated or dropped already; expected one in flight")
                 step, since = (origin.step, oldest_open) if train else (None, None)
                 found = seat.worker.lookup(inputs, step=step, oldest_open=since, train=train)
-                if isinstance(found.ticket, ShardedTicket):  # it trains
+                if isinstance(found.ticket, ShardedTicket):  # the lookup trains
                     before, held.ticket = held.ticket, found.ticket
-                    if before is not None:  # its answer was lost
+                    if before is not None:  # its answer was lost, and this is a retry
                         seat.worker.drop(before)
             names = list(found.sequences)
             return (
@@ -188,8 +184,6 @@ class WorkerService:
         return self._do(origin, stream, work)
 
     def bring(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> "Future[None]":
-        """See WorkerCalls."""
-
         def work(seat: _TrainerSession, reading: BatchReader) -> None:
             held = _known(reading, number)
             with held.working:
@@ -208,8 +202,6 @@ class WorkerService:
         lrs: dict[str, float],
         scale: float,
     ) -> "Future[list[int]]":
-        """See WorkerCalls."""
-
         def work(seat: _TrainerSession, reading: BatchReader) -> list[int]:
             batches = [_known(reading, number) for number in numbers]
             last = batches[-1]
@@ -217,7 +209,7 @@ class WorkerService:
                 for each in batches:
                     stack.enter_context(each.working)
                 if all(each.inputs is None for each in batches):
-                    return last.answer  # the first answer was lost
+                    return last.answer  # a retry: the first answer was lost
                 if last.inputs is not None:
                     last.gradients = _parted(seat.worker, last.inputs.batch_size, present, gradients)
                 _update(seat.worker, batches, origin.step, lrs, scale)
@@ -226,8 +218,6 @@ class WorkerService:
         return self._do(origin, stream, work)
 
     def drop(self, origin: Origin, stream: int, number: int) -> "Future[None]":
-        """See WorkerCalls."""
-
         def work(seat: _TrainerSession, reading: BatchReader) -> None:
             held = reading.known(number)
             if held is None:
@@ -240,17 +230,15 @@ class WorkerService:
         return self._do(origin, stream, work)
 
     def close_stream(self, origin: Origin, stream: int) -> "Future[None] | None":
-        """See WorkerCalls."""
         seat = self._seat(origin)
         found = seat.readings.pop(stream, None)
         return None if found is None else seat.run(found.close)
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
-        """See WorkerCalls."""
         seat, given = self._seat(origin), restricted(source_from_dict(source), self._permitted)
         return seat.run(given.signature)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     def _seat(self, origin: Origin) -> _TrainerSession:
         with self._lock:
@@ -258,12 +246,14 @@ class WorkerService:
                 raise self._replaced(origin, self._attempt)
             seat = self._seats.get(origin.trainer)
             if seat is None or origin.attempt > self._attempt:
-                raise NotReadyError(f"trainer {origin.trainer} has not said hello in attempt {origin.attempt}")
+                raise NotReadyError(
+                    f"trainer {origin.trainer} has no session in attempt {origin.attempt}: call hello first"
+                )
             return seat
 
     def _replaced(self, origin: Origin, newer: int) -> AttemptError:
         return AttemptError(
-            f"the call is of attempt {origin.attempt} and the worker at {newer}: this process was replaced"
+            f"found a call of attempt {origin.attempt}; expected the worker's, {newer}: this process was replaced"
         )
 
     def _do(self, origin: Origin, stream: int, work: Callable[[_TrainerSession, BatchReader], _R]) -> "Future[_R]":
@@ -283,7 +273,7 @@ def _read(
         return {"found": "end", "left_out": reading.left_out.to_list()}, None, None, None
     inputs = held.inputs
     if inputs is None:
-        raise InputError(f"batch {number} was updated or dropped before")
+        raise InputError(f"batch {number} was updated or dropped already; expected one in flight")
     assert inputs.position is not None
     told = {
         "found": "batch",
@@ -308,7 +298,9 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
     blocks, sequences, tickets = [], [], []
     for each in batches:
         if each.inputs is None or each.gradients is None:
-            raise NotReadyError("the gradients of a batch of this step did not come to this process: bring all again")
+            raise NotReadyError(
+                "this process lacks the gradients of a batch of this step: send those of all batches again"
+            )
         each.ticket = worker.renew(each.inputs) if each.ticket is None else each.ticket
         block, of_sequences = each.gradients
         blocks.append(block)
@@ -324,14 +316,14 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
 def _parted(
     worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
 ) -> tuple[Floats | None, dict[str, Floats]]:
-    """A block's gradient and each sequence's."""
+    """Split flat gradients into the block's and each sequence's."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("", (batch_size, worker.features.total_dim))]
     for name, feature in worker.features.items():
         if feature.max_length is not None:
             shapes.append((name, (batch_size, feature.max_length, feature.table.dim)))
     sizes = [int(np.prod(shape)) * there for (_, shape), there in zip(shapes, present, strict=False)]
     if len(present) != len(shapes) or sum(sizes) != len(flat):
-        raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; wanted {len(shapes)} parts")
+        raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; expected {len(shapes)} parts")
     parts = zip(shapes, present, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
     found = {name: part.reshape(shape) for (name, shape), there, part in parts if there}
     return found.pop("", None), found

@@ -15,7 +15,7 @@ from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Adam, Table
 from satrap.data.inputs import Inputs
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import named_features
+from satrap.worker.worker import native_features
 
 F32 = NDArray[np.float32]
 Given = tuple[F32 | None, list[F32 | None]]  # gradients of a block and of its sequences
@@ -24,7 +24,7 @@ SEED = 5
 
 def make_split(features: Features, *, num_threads: int = 1, simd: str = "auto") -> _core.Split:
     tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in features.tables]
-    return _core.Split(tables, named_features(features, features.tables), num_threads, simd)
+    return _core.Split(tables, native_features(features, features.tables), num_threads, simd)
 
 
 def given_gradients(features: Features, block: F32 | None, sequences: dict[str, F32]) -> Given:

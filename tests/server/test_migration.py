@@ -226,7 +226,7 @@ class Told(Server):
         self.times = 0
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        with self._working(origin) as served:
+        with self._admit(origin) as served:
             if self.times < 2:
                 served.engine.reach_table(table, version, 0)
                 self.times += 1

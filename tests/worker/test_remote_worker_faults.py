@@ -54,13 +54,13 @@ each_way = pytest.mark.parametrize(
 def test_a_worker_that_is_killed_at_random_moments(
     tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greetings, greet = [], WorkerConnection.greet
+    greetings, handshake = [], WorkerConnection.handshake
 
     def counted(at: WorkerConnection) -> None:
         greetings.append(at)
-        greet(at)
+        handshake(at)
 
-    monkeypatch.setattr(WorkerConnection, "greet", counted)
+    monkeypatch.setattr(WorkerConnection, "handshake", counted)
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
     test = source(write(tmp_path / "b.parquet", 40, seed=1))
@@ -127,12 +127,12 @@ def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path
     with serving(2) as services, working() as (worker,):
 
         def at(now: str, number: int) -> None:
-            for seat in worker.host._seats.values():
-                for stream, reading in list(seat.readings.items()) if number % 4 == 0 and number < 30 else ():
+            for seat in worker.host._sessions.values():
+                for stream, reading in list(seat.readers.items()) if number % 4 == 0 and number < 30 else ():
                     reading.close()
                     with pytest.raises(NotReadyError, match="closed here"):
                         reading.at(1000)
-                    del seat.readings[stream]
+                    del seat.readers[stream]
 
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
@@ -156,11 +156,11 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
             if not first or server:
                 update(remote, batches, step, *rest)
             if first:
-                seats = worker.host._seats.values()
+                seats = worker.host._sessions.values()
                 for seat in seats:
-                    for reading in seat.readings.values():
+                    for reading in seat.readers.values():
                         reading.close()
-                    seat.readings.clear()
+                    seat.readers.clear()
                 raise NotReadyError("killed")
 
         monkeypatch.setattr(satrap.worker.remote.service, "_update", dies)
@@ -313,10 +313,10 @@ def test_another_job_is_refused_field_by_field() -> None:
             stack.enter_context(far(wide, other, worker, attempt=attempt + 1))
         with pytest.raises(ConfigError, match="seed: 1 here, 0 there"):
             stack.enter_context(far(of, other, worker, attempt=attempt + 1, seed=1))
-        first.at.greet()  # which it still is
+        first.at.handshake()  # which it still is
         stack.enter_context(far(bag, other, worker, attempt=attempt + 1))
         with pytest.raises(AttemptError, match=f"attempt {attempt}; expected the worker.s, {attempt + 1}"):
-            first.at.greet()
+            first.at.handshake()
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
             new[0].resume_at(0, data, None)
             with running() as alone:
                 assert len(seen) == len(train(new, data)) == len(train(alone, data))
-            assert len(worker.host._seats) == 1 and not worker.host._seats[0].readings
+            assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
 
 
 def test_servers_that_were_begun_anew(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_two_trainers_have_the_bits_of_two_without_workers(
         wanted = trainers.run(services, 2, tmp_path, **options)
     with serving(2) as services, working(num_workers) as workers:
         found = trainers.run(services, 2, tmp_path, workers=[each.address for each in workers], overlap=True, **options)
-        assert [len(each.host._seats) for each in workers] == [2 // num_workers] * num_workers
+        assert [len(each.host._sessions) for each in workers] == [2 // num_workers] * num_workers
     assert found == wanted
     numbers = [number for each in found for batch in each["seen"] for number in batch]
     assert sorted(numbers) == sorted(2 * list(range(30 * 8 - 12))), "every sample once an epoch"

@@ -114,7 +114,7 @@ def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None
 
 
 def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(satrap.server.server, "MOST_TICKETS", 1)
+    monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         for each in (local, worker):
@@ -350,7 +350,7 @@ def test_a_call_that_is_none_is_refused() -> None:
         at = Origin(attempt=1, step=1, map_version=1)
         ids = np.arange(4, dtype=np.uint64)
         for cuts in ([0, 3], [0, 5], [1, 4], [0], [0, 2, 4], [4, 0]):
-            with pytest.raises(InputError, match="4 ids come with"):
+            with pytest.raises(InputError, match="4 ids with"):
                 client.call.lookup(at, ids, np.array(cuts), 1, True, 0)
         with pytest.raises(InputError, match="3 gradients of 4 ids; expected their rows"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1], 0)

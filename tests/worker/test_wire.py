@@ -195,7 +195,7 @@ def test_a_lookup_is_near_and_a_read_is_exact(num_servers: int, rng: np.random.G
 
 def test_what_fp16_holds_is_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of few bits: the rows on servers are those of a run that rounds nothing, tickets lost or not."""
-    monkeypatch.setattr(satrap.server.server, "MOST_TICKETS", 1)
+    monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services], wire="float16") as worker:
         for each in (local, worker):

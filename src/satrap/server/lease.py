@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LEASE_SECONDS = 5.0
 _RENEW_SECONDS = 1.0
-_FAREWELL_SECONDS = 1.0
+_RELEASE_SECONDS = 1.0
 
 _process = (0, "")
 
@@ -46,7 +46,7 @@ class Lease:
         self._process = os.getpid()
         self._calls: dict[Client[ServerCalls], Pending] = {}
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is reentrant: the collector may call `end`
-        self._thread = threading.Thread(target=self._keep, name="satrap-lease", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="satrap-lease", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -55,18 +55,18 @@ class Lease:
             return
         self._ended.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(3 * _FAREWELL_SECONDS)
+            self._thread.join(3 * _RELEASE_SECONDS)
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._tell(LEASE_SECONDS, 0.1)
+            self._renew(LEASE_SECONDS, 0.1)
             with suppress(queue.Empty):
                 self._ended.get(timeout=_RENEW_SECONDS)
                 break
         self._calls.clear()
-        self._tell(0.0, _FAREWELL_SECONDS)
+        self._renew(0.0, _RELEASE_SECONDS)
 
-    def _tell(self, seconds: float, wait_seconds: float) -> None:
+    def _renew(self, seconds: float, wait_seconds: float) -> None:
         """Renew at each server that has answered the previous renewal: more calls to a busy server would only queue up,
         and a late one could arrive after another process's."""
         where = f"process {os.getpid()} on {socket.gethostname()}"

@@ -44,21 +44,21 @@ class StepBarrier:
     ) -> tuple["Future[None]", list[TrainerPart] | None]:
         """Add a trainer's part and return the future to answer it with. The call that completes the step also gets all
         parts in rank order; the caller applies them, then calls `leave`."""
-        known = self._steps.setdefault(step, _Step(together))
-        if known.together != together or not 0 <= trainer < together:
+        pending = self._steps.setdefault(step, _Step(together))
+        if pending.together != together or not 0 <= trainer < together:
             raise InputError(
-                f"step {step}: trainer {trainer} of {together}; expected one of {known.together}: start all trainers "
+                f"step {step}: trainer {trainer} of {together}; expected one of {pending.together}: start all trainers "
                 "with the same world size and staleness"
             )
-        own: Future[None] = Future()
-        known.waiting.append(own)
-        if known.is_whole:
-            return own, None
-        known.parts[trainer] = part
-        if len(known.parts) < together:
-            return own, None
-        known.is_whole = True
-        return own, [known.parts[rank] for rank in range(together)]
+        future: Future[None] = Future()
+        pending.waiting.append(future)
+        if pending.is_whole:
+            return future, None
+        pending.parts[trainer] = part
+        if len(pending.parts) < together:
+            return future, None
+        pending.is_whole = True
+        return future, [pending.parts[rank] for rank in range(together)]
 
     def leave(self, step: int) -> list["Future[None]"]:
         """Remove a step that was applied or has failed, and return the futures that wait for it."""
@@ -72,7 +72,7 @@ class StepBarrier:
                     waiting.set_exception(error())
 
 
-def joined(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
+def concatenate_parts(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
     """Concatenate the parts table by table."""
     num_tables = len(dims)
     ids, gradients, counts = [], [], [0]

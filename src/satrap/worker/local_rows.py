@@ -12,7 +12,7 @@ from satrap.config.tables import Table
 from satrap.errors import ConfigError
 from satrap.table.engine import open_engine
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import Floats, Worker, named_features
+from satrap.worker.worker import Floats, Worker, native_features
 
 
 class LocalRows:
@@ -24,7 +24,7 @@ class LocalRows:
         """engine: of these tables."""
         self.num_threads = int(engine.num_threads)
         self._engine = engine
-        self._bags = _core.Bags(engine, named_features(features, tables))
+        self._bags = _core.Bags(engine, native_features(features, tables))
 
     @property
     def latest_step(self) -> int:

@@ -15,7 +15,7 @@ from satrap.errors import MovedError, NotReadyError, RpcError
 from satrap.rpc import Client, Keys, Origin
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.shard_map import ShardMap, check_addresses
-from satrap.worker.server_group import LONGEST_PAUSE, ServerFailure, ServerGroup, Topology
+from satrap.worker.server_group import MAX_PAUSE, RetryState, ServerGroup, Topology
 
 
 class ReaderServers(ServerGroup):
@@ -24,17 +24,17 @@ class ReaderServers(ServerGroup):
     def __init__(self, addresses: Sequence[str], *, keys: Keys | None = None, deadline: float = 60.0) -> None:
         """addresses: of one or more servers of the run. keys: the client's."""
         check_addresses(addresses)
-        found = _asked(addresses, keys, deadline)
+        found = _ask_for_job(addresses, keys, deadline)
         members, state = ShardMap.from_dict(found["members"]), found["state"]
         self._newest = state["attempt"], members.version
         super().__init__(Job.from_dict(found["job"]), members.addresses, begin=False, keys=keys, deadline=deadline)
         self.latest_step, self.lrs = state["latest_step"], state["lrs"]
-        self._take(members)
+        self._adopt(members)
 
     @property
     def newest_step(self) -> int:
         """The latest step that the run has looked up or updated."""
-        trouble = ServerFailure(time.monotonic() + self._deadline)
+        retries = RetryState(time.monotonic() + self._deadline)
         while True:
             view = self.view
             found = self.all("members", 0)
@@ -44,12 +44,12 @@ class ReaderServers(ServerGroup):
             with suppress(MovedError):
                 where = view.members.addresses[jobless]
                 error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
-                self._revive(view, jobless, error, trouble)
+                self._handshake_again(view, jobless, error, retries)
 
-    def _greet_all(self) -> None:
+    def _connect(self) -> None:
         """Do nothing: a reader makes no handshake."""
 
-    def _learn(self, view: Topology, server: int) -> bool:
+    def _refresh(self, view: Topology, server: int) -> bool:
         """Treat any map of a later attempt as newer: the run has started over."""
         if view is not self.view:
             return True
@@ -58,21 +58,21 @@ class ReaderServers(ServerGroup):
             newest, members = (found["state"]["attempt"], found["version"]), ShardMap.from_dict(found["members"])
             with self._lock:
                 if newest >= self._newest and members != self.view.members:
-                    self._take(members)
+                    self._adopt(members)
                 self._newest = max(newest, self._newest)
         return view is not self.view
 
-    def _revive(self, view: Topology, server: int, error: NotReadyError, trouble: ServerFailure) -> None:
+    def _handshake_again(self, view: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Wait for a restarted server until a trainer has made a handshake with it."""
-        if self._learn(view, server):
+        if self._refresh(view, server):
             raise MovedError("the run has started over: call again") from error
-        if time.monotonic() > trouble.until:
+        if time.monotonic() > retries.until:
             raise error
-        time.sleep(trouble.pause)
-        trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
+        time.sleep(retries.pause)
+        retries.pause = min(2 * retries.pause, MAX_PAUSE)
 
 
-def _asked(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:
+def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:
     """Return the answer of the first server that has a job. Each one gets an equal share of the deadline."""
     failed: dict[str, RpcError] = {}
     for address in addresses:

@@ -34,10 +34,10 @@ from satrap.sharding.shard_map import ShardMap, check_addresses
 LAUNCH_ATTEMPTS = 1 << 16
 """Number of attempts reserved for each launch of the trainers: every restore starts another attempt."""
 _CLAIMS = 2 * _core.WINDOW_STEPS  # steps whose update is remembered; the servers refuse older ones themselves
-_MOST_GREETINGS = 8  # handshakes with one server in one call: one for each restart
-_TURN_SECONDS = 0.1
-_FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
-_ELSEWHERE = (
+_MAX_HANDSHAKES = 8  # handshakes with one server in one call: one for each restart
+_POLL_SECONDS = 0.1
+_FIRST_PAUSE, MAX_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
+_LEASE_HELD = (
     "{where} is training on these servers and would be replaced: read its rows with satrap.Reader(servers=...), wait "
     "until it has ended, or pass satrap.Embeddings(..., take_over=True) to end its training"
 )
@@ -57,13 +57,13 @@ class Topology:
 
 
 @dataclass(slots=True)
-class ServerFailure:
+class RetryState:
     """The retries of one call to one server."""
 
     until: float
     """When to give up."""
     pause: float = _FIRST_PAUSE
-    greetings: int = 0
+    handshakes: int = 0
 
 
 class ServerGroup:
@@ -108,33 +108,33 @@ class ServerGroup:
         self.job, self.trainer, self.together, self.wire = job, trainer, together, wire
         self.skipped = [0] * len(job.tables)
         """For each table, the number of this process's gradients that were not finite and were left out."""
-        self._how: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
+        self._client_options: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
         self._deadline = deadline
         self._relays = relays
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
         first = ShardMap.first([table.resolved_num_buckets for table in job.tables], addresses)
-        self.view = self._view_of(first)
+        self.view = self._topology_of(first)
         """The current topology. Calls that belong together must use the same one."""
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
         self._lease: Lease | None = None
         try:
-            self._greet_all()
+            self._connect()
             if attempt is None and begin:
                 self.begin()
         except BaseException:
             self.close()
             raise
 
-    def _greet_all(self) -> None:
-        while any(self._learn(self.view, server) for server in range(len(self.view))):
+    def _connect(self) -> None:
+        while any(self._refresh(self.view, server) for server in range(len(self.view))):
             pass  # the newer map may have fewer servers
         self.reach()  # all servers, before one is assigned to this job
-        self._know(self._greeted())
+        self._record(self._handshake_all())
 
-    def _know(self, found: list[dict[str, Any]]) -> None:
+    def _record(self, found: list[dict[str, Any]]) -> None:
         self.latest_step: int = max(each["latest_step"] for each in found)
         """The latest step of an earlier run whose rows the servers still hold."""
         self.lrs: list[float] = list(found[0]["lrs"])
@@ -146,15 +146,15 @@ class ServerGroup:
         on. AttemptError if that trainer holds a lease, unless this launch is later."""
         if self.attempt != NO_ATTEMPT:
             return
-        found = self._greeted(commit=False)
-        self._know(found)
+        found = self._handshake_all(commit=False)
+        self._record(found)
         newest, launch = self.newest_attempt, self._launch
         if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
             raise AttemptError(
                 f"launch {newest // LAUNCH_ATTEMPTS} has started: this process, of launch {launch}, was replaced"
             )
         if not self._take_over and not (launch and newest < launch * LAUNCH_ATTEMPTS):
-            self._wait_for_others(found)
+            self._wait_for_leases(found)
         self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
         try:
             self.all("begin_attempt")
@@ -171,7 +171,7 @@ class ServerGroup:
         if self._lease is not None:
             self._lease.origin = self.origin(0)
 
-    def _wait_for_others(self, found: list[dict[str, Any]]) -> None:
+    def _wait_for_leases(self, found: list[dict[str, Any]]) -> None:
         """Return once no other process holds a lease. AttemptError if one is renewed meanwhile. found: handshakes."""
         before: dict[str, float] = {}
         while True:
@@ -181,16 +181,16 @@ class ServerGroup:
                     if process != process_id():
                         left[process] = max(seconds, left.get(process, 0.0))
                         if seconds > before.get(process, LEASE_SECONDS):
-                            raise AttemptError(_ELSEWHERE.format(where=where))
+                            raise AttemptError(_LEASE_HELD.format(where=where))
             if not left:
                 return
             before = left
-            time.sleep(_TURN_SECONDS)
-            found = self._greeted(commit=False)
+            time.sleep(_POLL_SECONDS)
+            found = self._handshake_all(commit=False)
 
     def reach(self) -> None:
         """Raise unless every server answers within a call's deadline and belongs to this job."""
-        self._greeted(commit=False)
+        self._handshake_all(commit=False)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -248,16 +248,16 @@ class ServerGroup:
             return view.clients[server].begin(method, origin, *arguments[server], patient=patient)
 
         pending = {server: begin(server) for server in arguments}
-        trouble = {server: ServerFailure(time.monotonic() + self._deadline) for server in arguments}
+        retries = {server: RetryState(time.monotonic() + self._deadline) for server in arguments}
         found: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         while pending:
             for server, call in list(pending.items()):
-                if not call.wait(_TURN_SECONDS / len(pending)):
+                if not call.wait(_POLL_SECONDS / len(pending)):
                     continue
                 del pending[server]
                 try:
-                    if self._answered(view, server, call, trouble[server], found):
+                    if self._collect(view, server, call, retries[server], found):
                         continue
                     pending[server] = begin(server)
                 except SatrapError as error:
@@ -289,31 +289,29 @@ class ServerGroup:
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    def _answered(
-        self, view: Topology, server: int, call: Pending, trouble: ServerFailure, found: dict[int, Any]
-    ) -> bool:
+    def _collect(self, view: Topology, server: int, call: Pending, retries: RetryState, found: dict[int, Any]) -> bool:
         """Record a server's answer; return False if it must be called again."""
         try:
             found[server] = call.result()
         except TicketError as error:
             found[server] = error
         except MovedError as error:
-            self._wait_for_move(view, server, error, trouble)
+            self._wait_for_migration(view, server, error, retries)
             return False
         except NotReadyError as error:
-            self._revive(view, server, error, trouble)
+            self._handshake_again(view, server, error, retries)
             return False
         except DeadlineError as error:
-            self._ask_others(view, server, error)
+            self._ask_other_servers(view, server, error)
             raise
         return True
 
-    def _revive(self, view: Topology, server: int, error: NotReadyError, trouble: ServerFailure) -> None:
+    def _handshake_again(self, view: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Make another handshake with a restarted server."""
-        trouble.greetings += 1
-        if trouble.greetings > _MOST_GREETINGS:
+        retries.handshakes += 1
+        if retries.handshakes > _MAX_HANDSHAKES:
             raise error
-        self._greet(view, server)
+        self._handshake(view, server)
 
     def _failure(self, view: Topology, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
         """Return the error to raise for these."""
@@ -321,23 +319,23 @@ class ServerGroup:
         first = next(iter(own.values()))
         if not patient or isinstance(first, MovedError):
             return first
-        told = type(first)("; ".join(f"{view.members.addresses[server]}: {each}" for server, each in own.items()))
-        told.__cause__ = first
-        return told
+        combined = type(first)("; ".join(f"{view.members.addresses[server]}: {each}" for server, each in own.items()))
+        combined.__cause__ = first
+        return combined
 
-    def _wait_for_move(self, view: Topology, server: int, error: MovedError, trouble: ServerFailure) -> None:
+    def _wait_for_migration(self, view: Topology, server: int, error: MovedError, retries: RetryState) -> None:
         """Pause, longer each time; raises the error if there is a newer topology."""
-        if self._learn(view, server):
+        if self._refresh(view, server):
             raise error
-        if time.monotonic() > trouble.until:
+        if time.monotonic() > retries.until:
             raise DeadlineError(
                 f"{view.clients[server].address}: buckets were migrating for {self._deadline:g} s ({error}): the "
                 "process that migrates them may have stopped: run `satrap move` again with the same lists"
             ) from error
-        time.sleep(trouble.pause)
-        trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
+        time.sleep(retries.pause)
+        retries.pause = min(2 * retries.pause, MAX_PAUSE)
 
-    def _learn(self, view: Topology, server: int) -> bool:
+    def _refresh(self, view: Topology, server: int) -> bool:
         """Ask the server for its shard map, and return whether there is a newer topology than `view`."""
         if view is not self.view:
             return True
@@ -347,42 +345,42 @@ class ServerGroup:
         newest = ShardMap.from_dict(found["members"])
         with self._lock:
             if self.view.members.version < newest.version:
-                self._take(newest)
+                self._adopt(newest)
         return True
 
-    def _take(self, members: ShardMap) -> None:
-        self.view = self._view_of(members)
+    def _adopt(self, members: ShardMap) -> None:
+        self.view = self._topology_of(members)
         if self._lease is not None:
             self._lease.clients = self.view.clients
 
-    def _ask_others(self, view: Topology, silent: int, error: DeadlineError) -> None:
+    def _ask_other_servers(self, view: Topology, silent: int, error: DeadlineError) -> None:
         """Raise MovedError if another server knows a newer map: the silent one may have been removed."""
         for server in range(len(view)):
             with suppress(DeadlineError):
-                if server != silent and self._learn(view, server):
+                if server != silent and self._refresh(view, server):
                     raise MovedError(f"a server is silent, and the others have a newer map ({error})") from error
 
-    def _view_of(self, members: ShardMap) -> Topology:
+    def _topology_of(self, members: ShardMap) -> Topology:
         for address in members.addresses:
             if address not in self._clients:
-                self._clients[address] = Client(ServerCalls, address, **self._how)
+                self._clients[address] = Client(ServerCalls, address, **self._client_options)
         clients = tuple(self._clients[address] for address in members.addresses)
         return Topology(members, clients, np.array(members.bucket_map.flat(), np.uint32))
 
-    def _greeted(self, *, commit: bool = True) -> list[dict[str, Any]]:
+    def _handshake_all(self, *, commit: bool = True) -> list[dict[str, Any]]:
         """Make a handshake with each server of one topology, and return the answers."""
         while True:
             view = self.view
             try:
-                return [self._greet(view, server, commit=commit) for server in range(len(view))]
+                return [self._handshake(view, server, commit=commit) for server in range(len(view))]
             except MovedError:
                 continue
 
-    def _greet(self, view: Topology, server: int, *, commit: bool = True) -> dict[str, Any]:
+    def _handshake(self, view: Topology, server: int, *, commit: bool = True) -> dict[str, Any]:
         job, members = self.job.to_dict(), view.members.to_dict()
-        trouble = ServerFailure(time.monotonic() + self._deadline)
+        retries = RetryState(time.monotonic() + self._deadline)
         while True:
             try:
                 return view.clients[server].call.hello(Origin(), job, members, server, commit)
             except MovedError as error:
-                self._wait_for_move(view, server, error, trouble)
+                self._wait_for_migration(view, server, error, retries)

@@ -28,7 +28,7 @@ from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import Floats, Worker, named_features
+from satrap.worker.worker import Floats, Worker, native_features
 
 _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
@@ -64,9 +64,9 @@ class ShardedRows:
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)
-        self._split = _core.Split(tables, named_features(features, servers.job.tables), self.num_threads, "auto")
+        self._split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
         self._servers = servers
-        self._skipped: list[int] = []  # steps for which the other trainers wait for this one's empty part
+        self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
         # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
         self._numbers = itertools.count(1 + secrets.randbits(62))
         self._latest_step = servers.latest_step
@@ -100,10 +100,10 @@ class ShardedRows:
         self.settle()
         view = self._servers.view
         split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
-        at = self._reach(step) if train else 0
+        at = self._advance_step(step) if train else 0
         number = next(self._numbers) if train else 0
-        how = oldest_open or at, train, number, self._servers.wire, first_epoch
-        while (found := self._looked_up(split, view, at, how)) is None:
+        arguments = oldest_open or at, train, number, self._servers.wire, first_epoch
+        while (found := self._lookup_on_servers(split, view, at, arguments)) is None:
             view = self._servers.view
             self._split.share_again(split, view.owners, len(view))
         rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(view))]
@@ -113,21 +113,21 @@ class ShardedRows:
         self._split.drop(split)
         return None
 
-    def _looked_up(
-        self, split: _core.SplitTicket, view: Topology, step: int, how: tuple[Any, ...]
+    def _lookup_on_servers(
+        self, split: _core.SplitTicket, view: Topology, step: int, arguments: tuple[Any, ...]
     ) -> dict[int, Any] | None:
         """Return the servers' answers; None if there is a newer topology. how: arguments besides the ids."""
-        asked = {
-            server: (split.ids(server), split.offsets(server), *how)
+        arguments_by_server = {
+            server: (split.ids(server), split.offsets(server), *arguments)
             for server in range(len(view))
             if split.num_floats(server)
         }
         try:
-            return self._servers.each("lookup", step, asked, view=view)
+            return self._servers.each("lookup", step, arguments_by_server, view=view)
         except MovedError:
             return None
 
-    def renewed(
+    def reissue(
         self,
         values: NDArray[np.uint64],
         offsets: NDArray[np.int64] | None,
@@ -160,7 +160,7 @@ class ShardedRows:
                 sums = self._sums(tickets, gradients, scale, view)
             number = tickets[0].number if sums.same_ids else 0
             try:
-                self._send(sums, number, self._reach(step), rates, view)
+                self._send(sums, number, self._advance_step(step), rates, view)
                 break
             except MovedError:
                 continue  # sent to the new owners with ids: each bucket knows whether it has applied the step
@@ -168,7 +168,7 @@ class ShardedRows:
             for ticket in tickets:
                 ticket.sums, ticket.used = None, True
         if not sums.same_ids:
-            self._forget(tickets)
+            self._drop_at_servers(tickets)
 
     def _sums(
         self,
@@ -201,12 +201,12 @@ class ShardedRows:
             gradients, coded = self._gradients(sums, server)
             return number, ids, offsets, gradients, rates, self._servers.together, coded
 
-        asked = {
+        arguments_by_server = {
             server: arguments(server, number if len(sums.ids(server)) else 0)
             for server in range(len(view))
             if len(sums.ids(server)) or self._servers.together
         }
-        found = self._servers.each("update", step, asked, view=view)
+        found = self._servers.each("update", step, arguments_by_server, view=view)
         lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
         self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
 
@@ -217,23 +217,23 @@ class ShardedRows:
             if not ticket.split.used:
                 self._split.drop(ticket.split)
             ticket.sums, ticket.used = None, True
-        self._forget([ticket])
+        self._drop_at_servers([ticket])
 
     def skip(self, step: int) -> None:
         """Queue an empty part for the next lookup or `settle`. It is not sent now, because a stream that ends must not
         wait for other trainers."""
         if self._servers.together:
             with self._lock:
-                self._skipped.append(step)
+                self._skipped_steps.append(step)
 
     def settle(self) -> None:
-        for step in list(self._skipped):  # two threads may send the same part: servers ignore the duplicate
+        for step in list(self._skipped_steps):  # two threads may send the same part: servers ignore the duplicate
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
             nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
             self._servers.all("update", *nothing, step=step)
             with self._lock:
-                if step in self._skipped:
-                    self._skipped.remove(step)
+                if step in self._skipped_steps:
+                    self._skipped_steps.remove(step)
 
     def _rows(self, split: _core.SplitTicket, server: int, rows: Floats | None, coded: Coded | None) -> Floats:
         """Return a server's rows as float32; none if the server has none of the ids and was not called."""
@@ -247,7 +247,7 @@ class ShardedRows:
             return sums.gradients(server), None
         return None, np.asarray(self._split.encode_rows(sums.offsets(server), sums.gradients(server)))
 
-    def _forget(self, tickets: Sequence[ShardedTicket]) -> None:
+    def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
         view = self._servers.view
         holders = [
@@ -258,7 +258,7 @@ class ShardedRows:
         with suppress(MovedError):  # the servers forgot all tickets when the map changed
             self._servers.each("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
 
-    def _reach(self, step: int | None) -> int:
+    def _advance_step(self, step: int | None) -> int:
         with self._lock:
             at: int = self._latest_step + 1 if step is None else step
             self._latest_step = max(self._latest_step, at)
@@ -277,8 +277,8 @@ class ShardedWorker(Worker):
             )
         self.servers = servers
         self.tables = ShardedTables(servers)
-        self._remote = ShardedRows(features, servers, num_threads=num_threads)
-        super().__init__(features, self._remote)
+        self._sharded_rows = ShardedRows(features, servers, num_threads=num_threads)
+        super().__init__(features, self._sharded_rows)
 
     def close(self) -> None:
         """Close the connections."""
@@ -286,5 +286,5 @@ class ShardedWorker(Worker):
 
     def renew(self, inputs: Inputs) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up."""
-        values, offsets, weights = self._checked(inputs)
-        return self._remote.renewed(values, offsets, weights, inputs.batch_size)
+        values, offsets, weights = self._validate(inputs)
+        return self._sharded_rows.reissue(values, offsets, weights, inputs.batch_size)

@@ -44,7 +44,7 @@ class ShardedTable:
 
     def read(self, ids: ArrayLike) -> StoredRows:
         """Return what `Store.read` does."""
-        values, state, present = self._asked("read", ids, lambda part: (self._number, part))
+        values, state, present = self._call_owners("read", ids, lambda part: (self._number, part))
         return StoredRows(values, state, present.reshape(-1))
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
@@ -60,10 +60,10 @@ class ShardedTable:
             offsets[self._number + 1 :] = len(part)
             return part, offsets, 0, False, 0
 
-        rows: NDArray[np.float32] = self._asked("lookup", ids, arguments)[0]
+        rows: NDArray[np.float32] = self._call_owners("lookup", ids, arguments)[0]
         return rows.reshape(-1, self.table.dim)
 
-    def _asked(
+    def _call_owners(
         self, method: str, ids: ArrayLike, arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]]
     ) -> list[NDArray[Any]]:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
@@ -74,20 +74,20 @@ class ShardedTable:
             owner = owners[_core.bucket_of(wanted, self.table.resolved_num_buckets)]
             order = np.argsort(owner, kind="stable")
             parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(view))))
-            asked = {server: arguments(part) for server, part in enumerate(parts)}
+            arguments_by_server = {server: arguments(part) for server, part in enumerate(parts)}
             try:
-                found = self._servers.each(method, 0, asked, view=view)
+                found = self._servers.each(method, 0, arguments_by_server, view=view)
                 break
             except MovedError:
                 continue
         lines = []
-        for of_servers in zip(*(found[server] for server in asked), strict=True):
-            if of_servers[0] is None:  # a lookup's rows in the form that was not requested
+        for answers in zip(*(found[server] for server in arguments_by_server), strict=True):
+            if answers[0] is None:  # a lookup's rows in the form that was not requested
                 continue
-            flat = np.concatenate(of_servers)
-            of_servers_in_turn = flat.reshape(len(wanted), len(flat) // max(1, len(wanted)))
-            lines.append(np.empty_like(of_servers_in_turn))
-            lines[-1][order] = of_servers_in_turn
+            flat = np.concatenate(answers)
+            lines_by_server = flat.reshape(len(wanted), len(flat) // max(1, len(wanted)))
+            lines.append(np.empty_like(lines_by_server))
+            lines[-1][order] = lines_by_server
         return lines
 
     @property
@@ -123,9 +123,9 @@ class ShardedTable:
         folder = os.path.abspath(path)
         self._servers.begin()
         self._servers.reach()  # all servers, before one of them writes
-        versions = self._parts_saved(folder, since)
+        versions = self._save_parts(folder, since)
         while len(set(versions)) != 1:
-            versions = self._parts_saved(folder, since)
+            versions = self._save_parts(folder, since)
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
@@ -133,7 +133,7 @@ class ShardedTable:
             )
         return int(versions[0])
 
-    def _parts_saved(self, folder: str, since: int | None) -> list[int]:
+    def _save_parts(self, folder: str, since: int | None) -> list[int]:
         """Let each server save its part, and return their versions. If they are none or differ, the save must be
         repeated: buckets moved meanwhile, so that some were not saved, or a server answered with the version of an
         earlier save."""
@@ -142,8 +142,8 @@ class ShardedTable:
         try:
             made = self._servers.each("version", 0, dict.fromkeys(every, (self._number,)), view=view)
             version = 1 + max(made.values())  # servers that joined later have lower versions
-            asked = dict.fromkeys(every, (self._number, folder, since, version))
-            found = self._servers.each("save", 0, asked, view=view, patient=True)
+            arguments_by_server = dict.fromkeys(every, (self._number, folder, since, version))
+            found = self._servers.each("save", 0, arguments_by_server, view=view, patient=True)
         except MovedError:
             if len(self._servers.view) != len(view):
                 for server in every:
@@ -186,14 +186,14 @@ class ShardedTables(Mapping[str, ShardedTable]):
         self._servers.begin()
         self._servers.reach()
         self._servers.all("verify", chains, checksums, patient=True)  # on all servers, before one is changed
-        return self._begin_anew(chains, checksums)
+        return self._replace_rows(chains, checksums)
 
     def clear(self) -> None:
         """Replace all tables by empty ones."""
         self._servers.reach()
-        self._begin_anew([], [])
+        self._replace_rows([], [])
 
-    def _begin_anew(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
+    def _replace_rows(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
         self._servers.begin_next()  # so that a duplicate of the restore is known as such
         may_follow = all(self._servers.all("restore", chains, checksums, patient=True))
         self._servers.latest_step = 0

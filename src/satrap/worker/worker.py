@@ -177,7 +177,7 @@ class Worker:
         block: memory to write pooled rows into, float32 [batch_size, total_dim], best aligned to 64 bytes. None: a new
             aligned array, whose memory is reused once the array is collected.
         """
-        values, offsets, weights = self._checked(inputs)
+        values, offsets, weights = self._validate(inputs)
         if not isinstance(train, bool):
             raise InputError(f"{_WHERE}: train is {train!r} ({type(train).__name__}); expected True or False")
         batch_size = inputs.batch_size
@@ -199,7 +199,7 @@ class Worker:
                 for each, rows in zip(self._sequences, sequences, strict=True)
             },
             masks={each.name: each.mask(its) for each, its in zip(self._sequences, lengths, strict=True)},
-            truncated=[each.beyond(its) for each, its in zip(self._sequences, lengths, strict=True)],
+            truncated=[each.count_truncated(its) for each, its in zip(self._sequences, lengths, strict=True)],
             ticket=ticket,
         )
 
@@ -224,13 +224,13 @@ class Worker:
         lrs: learning rates of this update by table; other tables use their own.
         scale: factor of each gradient: 1 / loss scale, or 1 / number of trainers.
         """
-        for ticket in _listed("tickets", tickets):
-            if self._own(_UPDATE, ticket).used:
+        for ticket in _require_list("tickets", tickets):
+            if self._require_ticket(_UPDATE, ticket).used:
                 raise TicketError(f"{_UPDATE}: this ticket was used already; a batch is updated once, look it up again")
         if sequence_gradients is None:
             sequence_gradients = [{}] * len(tickets)
         for name, given in (("block_gradients", block_gradients), ("sequence_gradients", sequence_gradients)):
-            if len(_listed(name, given)) != len(tickets) or not tickets:
+            if len(_require_list(name, given)) != len(tickets) or not tickets:
                 raise InputError(
                     f"{_UPDATE}: {len(tickets)} tickets and {len(given)} {name}; expected at least one ticket, "
                     "and gradients for each"
@@ -240,12 +240,12 @@ class Worker:
             for ticket, block, sequences in zip(tickets, block_gradients, sequence_gradients, strict=True)
         ]
         at = max(1, self._rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
-        rates = [] if lrs is None else self._rates(lrs)
+        rates = [] if lrs is None else self._learning_rates(lrs)
         self._rows.update(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale))
 
     def drop(self, ticket: Ticket) -> None:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""
-        self._rows.drop(self._own("drop of a batch", ticket))
+        self._rows.drop(self._require_ticket("drop of a batch", ticket))
 
     def skip(self, step: int) -> None:
         """Note that this step will have no update; `settle` tells the processes that wait for it."""
@@ -255,7 +255,7 @@ class Worker:
         """Return once all processes that wait for skipped steps know of them."""
         self._rows.settle()
 
-    def _own(self, where: str, ticket: Any) -> Ticket:
+    def _require_ticket(self, where: str, ticket: Any) -> Ticket:
         if not hasattr(ticket, "used"):
             raise InputError(f"{where}: a ticket is a {type(ticket).__name__}; expected one that lookup returned")
         if not self._rows.made(ticket):
@@ -263,7 +263,7 @@ class Worker:
         own: Ticket = ticket
         return own
 
-    def _checked(
+    def _validate(
         self, inputs: Inputs
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
         if not isinstance(inputs, Inputs):
@@ -315,7 +315,7 @@ class Worker:
             )
         return of_block, of_sequences
 
-    def _rates(self, lrs: Mapping[str, float]) -> list[tuple[int, float]]:
+    def _learning_rates(self, lrs: Mapping[str, float]) -> list[tuple[int, float]]:
         if not isinstance(lrs, Mapping):
             raise InputError(f"{_UPDATE}: lrs is a {type(lrs).__name__}; expected a dict from table names to numbers")
         unknown = lrs.keys() - self._numbers.keys()
@@ -356,11 +356,11 @@ class _Sequence:
     def mask(self, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.arange(self._max_length) < lengths[:, None]
 
-    def beyond(self, lengths: NDArray[np.int64]) -> int:
+    def count_truncated(self, lengths: NDArray[np.int64]) -> int:
         return int(np.maximum(lengths - self._max_length, 0).sum())
 
 
-def named_features(
+def native_features(
     features: Features, tables: Sequence[Table]
 ) -> list[tuple[str, int, str, bool, int, bool, int | None]]:
     """Return the features in the form of the core. `tables` may hold more tables than the features', in any order."""
@@ -388,7 +388,7 @@ def _name_differences(found: object, wanted: tuple[str, ...]) -> str:
     return f"the features are {list(found)}; expected them in the order of features.names, {list(wanted)}"
 
 
-def _listed(name: str, value: object) -> Sequence[object]:
+def _require_list(name: str, value: object) -> Sequence[object]:
     if not isinstance(value, list | tuple):
         raise InputError(f"{_UPDATE}: {name} is a {type(value).__name__}; expected a list, one of each batch")
     return value

@@ -80,35 +80,35 @@ class Migration:
         """
         check_addresses(now)
         check_addresses(wanted)
-        self._now, self._wanted = tuple(now), tuple(wanted)
+        self._current, self._target = tuple(now), tuple(wanted)
         self._keys, self._deadline, self._group_bytes = keys, deadline, group_bytes
-        self._breath = check_number("Migration", "breath", breath, 0.0)
+        self._pause_ratio = check_number("Migration", "breath", breath, 0.0)
         self._clients: dict[str, Client[ServerCalls]] = {}
-        self._turn = 0
+        self._fencing_token = 0
         self._num_buckets = self._num_rows = self._num_bytes = 0
-        self._longest = 0.0
+        self._longest_freeze = 0.0
 
     def run(self) -> MigrationResult:
         """Migrate, and return the figures. Raises if a server does not answer; may be run again."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         with ExitStack() as self._open:
-            job, members = self._begin()
-            self._settle(job, members)  # completes a change that an earlier run started
-            new = [address for address in self._wanted if address not in members.addresses]
+            job, members = self._take_fencing_token()
+            self._apply_map(job, members)  # completes a change that an earlier run started
+            new = [address for address in self._target if address not in members.addresses]
             if new:
-                members = self._settle(job, members.joined(new), members)
-            servers = [members.addresses.index(address) for address in self._wanted]
+                members = self._apply_map(job, members.joined(new), members)
+            servers = [members.addresses.index(address) for address in self._target]
             to = {bucket: members.addresses[server] for bucket, server in members.bucket_map.spread(servers).items()}
             for group in self._groups(members, to):
                 at = time.monotonic()
-                members = self._settle(job, members.moved({bucket: to[bucket] for bucket in group}), members)
-                time.sleep(self._breath * (time.monotonic() - at))
-            if members.addresses != self._wanted:
-                members = self._settle(job, members.only(self._wanted), members)
+                members = self._apply_map(job, members.moved({bucket: to[bucket] for bucket in group}), members)
+                time.sleep(self._pause_ratio * (time.monotonic() - at))
+            if members.addresses != self._target:
+                members = self._apply_map(job, members.only(self._target), members)
             self._clients.clear()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
         return MigrationResult(
-            self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest, members.version
+            self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest_freeze, members.version
         )
 
     def _call(self, address: str) -> ServerCalls:
@@ -117,36 +117,36 @@ class Migration:
             self._clients[address] = self._open.enter_context(client)
         return self._clients[address].call
 
-    def _begin(self) -> tuple[Job, ShardMap]:
+    def _take_fencing_token(self) -> tuple[Job, ShardMap]:
         """Take a new fencing token at all servers, including those that an earlier run added. Returns the newest shard
         map known then, which no other coordinator can change any more."""
-        _, _, found = self._newest()
-        self._turn, mover = 1 + max(answer["turn"] for answer in found.values()), 1 + secrets.randbits(62)
-        told: list[str] = []
-        while new := [address for address in found if address not in told]:
+        _, _, found = self._query_all()
+        self._fencing_token, mover = 1 + max(answer["turn"] for answer in found.values()), 1 + secrets.randbits(62)
+        fenced: list[str] = []
+        while new := [address for address in found if address not in fenced]:
             for address in new:
                 self._call(address).begin_turn(self._origin(), mover)
-            told += new
-            job, members, found = self._newest()
+            fenced += new
+            job, members, found = self._query_all()
         return job, members
 
-    def _newest(self) -> tuple[Job, ShardMap, dict[str, Any]]:
+    def _query_all(self) -> tuple[Job, ShardMap, dict[str, Any]]:
         """Return the newest job and shard map, and the answers of all servers that any of them knows."""
         found: dict[str, Any] = {}
-        new = list(dict.fromkeys((*self._now, *self._wanted)))
+        new = list(dict.fromkeys((*self._current, *self._target)))
         while new:
             found |= {address: self._call(address).members(Origin(), 0) for address in new}
             newest = max(found.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
                 raise NotReadyError(
-                    f"none of the servers at {', '.join(self._now)} has a job: start a trainer on them first"
+                    f"none of the servers at {', '.join(self._current)} has a job: start a trainer on them first"
                 )
             members = ShardMap.from_dict(newest["members"])
             new = [address for address in members.addresses if address not in found]
         return Job.from_dict(newest["job"]), members, found
 
     def _origin(self, map_version: int = 0) -> Origin:
-        return Origin(step=self._turn, map_version=map_version)
+        return Origin(step=self._fencing_token, map_version=map_version)
 
     def _groups(self, members: ShardMap, to: Mapping[int, str]) -> Iterator[list[int]]:
         """Yield groups of buckets that migrate together: each from one server to one other, of a bounded size."""
@@ -155,21 +155,21 @@ class Migration:
         for bucket, target in to.items():
             pairs.setdefault((owners[bucket], target), []).append(bucket)
         for (source, _), buckets in pairs.items():
-            used = self._patiently("the load", partial(self._used, source))
+            used = self._retry("the load", partial(self._used_bytes, source))
             most = max(1, self._group_bytes * owners.count(source) // max(1, used))
             for at in range(0, len(buckets), most):
                 yield buckets[at : at + most]
 
-    def _used(self, address: str) -> int:
-        self._known(address)
+    def _used_bytes(self, address: str) -> int:
+        self._query(address)
         return int(self._call(address).load(Origin())["bytes"])
 
-    def _settle(self, job: Job, after: ShardMap, before: ShardMap | None = None) -> ShardMap:
+    def _apply_map(self, job: Job, after: ShardMap, before: ShardMap | None = None) -> ShardMap:
         """Bring all servers to `after`. before: None if an earlier run started this change, and some may have it."""
-        self._patiently(f"map {after.version}", partial(self._once, job, after, before))
+        self._retry(f"map {after.version}", partial(self._try_apply, job, after, before))
         return after
 
-    def _patiently(self, what: str, do: Callable[[], T]) -> T:
+    def _retry(self, what: str, do: Callable[[], T]) -> T:
         """Retry `do` from the start whenever a server was not ready or was replaced, until the deadline."""
         until, pause = time.monotonic() + self._deadline, _FIRST_PAUSE
         while True:
@@ -186,39 +186,41 @@ class Migration:
 
     # -- one change of the map ---------------------------------------------------------------------------------------
 
-    def _once(self, job: Job, after: ShardMap, before: ShardMap | None) -> None:
+    def _try_apply(self, job: Job, after: ShardMap, before: ShardMap | None) -> None:
         """Try 1 to 6 once."""
-        known = {address: self._known(address) for address in (*self._now, *self._wanted, *after.addresses)}
+        answers = {address: self._query(address) for address in (*self._current, *self._target, *after.addresses)}
         if before is None:
-            older = [each.members for each in known.values() if each.version and each.version == after.version - 1]
+            older = [each.members for each in answers.values() if each.version and each.version == after.version - 1]
             before = older[-1] if older else after
         for address in before.addresses:
-            known.setdefault(address, self._known(address))
-        self._welcome(job, known, [address for address in after.addresses if address not in before.addresses], after)
+            answers.setdefault(address, self._query(address))
+        self._add_servers(
+            job, answers, [address for address in after.addresses if address not in before.addresses], after
+        )
         behind = [
-            address for address in known if address in before.addresses and known[address].version < after.version
+            address for address in answers if address in before.addresses and answers[address].version < after.version
         ]
-        began = time.monotonic()
+        start_time = time.monotonic()
         move = 1 + secrets.randbits(62)
         moves = {pair: np.array(b, np.uint32) for pair, b in before.changes(after).items() if pair[1] in behind}
         for (source, target), buckets in moves.items():
-            self._copy(before, after, source, target, buckets, move, frozen=source in behind)
+            self._copy_rows(before, after, source, target, buckets, move, frozen=source in behind)
         for source in dict.fromkeys(source for source, _ in moves):
-            self._tell(source, after, move)
+            self._install_map(source, after, move)
         for (source, target), buckets in moves.items():
             trainers, windows, counters, oldest = self._call(source).companions_out(Origin(), buckets)
             self._call(target).companions_in(Origin(), move, trainers, windows, counters, oldest)
         targets = [target for _, target in moves]
         for address in dict.fromkeys((*targets, *behind)):
-            self._tell(address, after, move)
+            self._install_map(address, after, move)
         if moves:
-            self._longest = max(self._longest, time.monotonic() - began)
+            self._longest_freeze = max(self._longest_freeze, time.monotonic() - start_time)
             self._num_buckets += sum(map(len, moves.values()))
-        for address in known:
+        for address in answers:
             if address in before.addresses:
                 self._call(address).forget(self._origin(after.version))
 
-    def _copy(
+    def _copy_rows(
         self, before: ShardMap, after: ShardMap, source: str, target: str, buckets: Numbers, move: int, *, frozen: bool
     ) -> None:
         """Do 1 and 2."""
@@ -237,20 +239,20 @@ class Migration:
                 self._num_rows += len(ids)
                 self._num_bytes += values.nbytes + floats.nbytes
 
-    def _known(self, address: str) -> "_Known":
+    def _query(self, address: str) -> "_ServerAnswer":
         """Return what a server knows. Repeats the handshake with a restarted server of the job."""
         answer = self._call(address).members(Origin(), 0)
         if not answer["version"]:
-            return _Known(0, None, {})
+            return _ServerAnswer(0, None, {})
         members = ShardMap.from_dict(answer["members"])
         number = members.number(address)
         if not answer["greeted"] and number is not None:
             self._call(address).hello(self._origin(), answer["job"], answer["members"], number, True)
-        return _Known(members.version, members, answer["state"])
+        return _ServerAnswer(members.version, members, answer["state"])
 
-    def _welcome(self, job: Job, known: "Mapping[str, _Known]", new: list[str], after: ShardMap) -> None:
+    def _add_servers(self, job: Job, answers: "Mapping[str, _ServerAnswer]", new: list[str], after: ShardMap) -> None:
         """Give servers that join the job, its attempt and its learning rates."""
-        state = next(each.state for address, each in known.items() if each.version and address not in new)
+        state = next(each.state for address, each in answers.items() if each.version and address not in new)
         for address in new:
             number = after.addresses.index(address)
             answer = self._call(address).hello(self._origin(), job.to_dict(), after.to_dict(), number, True)
@@ -261,13 +263,13 @@ class Migration:
                     Origin(attempt=state["attempt"], map_version=after.version), table, float(lr)
                 )
 
-    def _tell(self, address: str, after: ShardMap, move: int) -> None:
+    def _install_map(self, address: str, after: ShardMap, move: int) -> None:
         number = after.number(address)
         self._call(address).change(self._origin(), after.to_dict(), NO_MEMBER if number is None else number, move)
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ServerAnswer:
     """The answer of a server to `members`; version 0 if it has no job."""
 
     version: int

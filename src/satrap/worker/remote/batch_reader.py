@@ -72,7 +72,7 @@ class HeldBatch:
     """Gradients that wait for the last batch of the update."""
     answer: list[int] = field(default_factory=list)
     """The answer to its update."""
-    working: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     """Held during a lookup, update or drop of the batch; locks of several batches are taken in the order of numbers."""
 
 
@@ -83,11 +83,11 @@ class BatchReader:
         self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
         self._first = self._next = start.number
         self._left_out = start.left_out
-        self._base = LeftOut()  # what was left out before, without what is counted again
+        self._left_out_before = LeftOut()  # what was left out before, without what is counted again
         self._held: dict[int, HeldBatch] = {}
         self._settled = start.number
         self._ended = self._closed = False
-        self._asked: Future[None] | None = None  # the read in flight, or the error that ended reading
+        self._pending_read: Future[None] | None = None  # the read in flight, or the error that ended reading
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="satrap-reading")
 
@@ -101,9 +101,9 @@ class BatchReader:
     @property
     def left_out(self) -> LeftOut:
         """What was left out so far."""
-        return self._base + self._batches.left_out
+        return self._left_out_before + self._batches.left_out
 
-    def at(self, number: int, seconds: float | None = None) -> HeldBatch | None:
+    def batch(self, number: int, seconds: float | None = None) -> HeldBatch | None:
         """Return the batch of that number; None after the end. TimeoutError if there is none after `seconds`,
         NotReadyError after `close`."""
         while True:
@@ -116,17 +116,17 @@ class BatchReader:
                     return None
                 if self._closed:
                     raise NotReadyError("the stream was closed here while its batches were requested: open it again")
-                if self._asked is None:
-                    self._asked = self._thread.submit(self._read)
-                asked = self._asked
-            if not wait([asked], seconds).done:
+                if self._pending_read is None:
+                    self._pending_read = self._thread.submit(self._read)
+                pending = self._pending_read
+            if not wait([pending], seconds).done:
                 raise TimeoutError
-            asked.result()  # an error is kept, and raised to every caller
+            pending.result()  # an error is kept, and raised to every caller
             with self._lock:
-                if self._asked is asked:
-                    self._asked = None
+                if self._pending_read is pending:
+                    self._pending_read = None
 
-    def known(self, number: int) -> HeldBatch | None:
+    def held_batch(self, number: int) -> HeldBatch | None:
         """Return the batch if it is here."""
         with self._lock:
             return self._held.get(number)
@@ -150,7 +150,7 @@ class BatchReader:
         inputs = next(self._batches, None)
         with self._lock:
             if self._left_out is not None:
-                self._base, self._left_out = self._left_out - self._batches.left_out, None
+                self._left_out_before, self._left_out = self._left_out - self._batches.left_out, None
             if inputs is None:
                 self._ended = True
                 return

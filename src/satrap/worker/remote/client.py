@@ -1,4 +1,4 @@
-"""The trainer's side of a worker in a process of its own: batches without ids, tickets by number, gradients to send.
+"""The trainer's side of a remote worker: batches without ids, tickets by number, gradients to send.
 
     RemoteBatches.next ──> read ─────> dense features, labels, position        the ids stay with the worker
     RemoteWorker.lookup ─> lookup ───> block, sequences, masks
@@ -6,8 +6,8 @@
     servers
 
 The trainer remembers the position of each batch in flight, so it survives the worker. A restarted worker gets all of it
-in a new handshake (`WorkerConnection.greet`), and every call continues where it was. Batches that carry their ids are
-looked up from here, as by any `ShardedWorker`.
+in a new handshake (`WorkerConnection.handshake`), and every call continues where it was. Batches that carry their ids
+are looked up from here, as by any `ShardedWorker`.
 """
 
 import itertools
@@ -37,8 +37,8 @@ from satrap.worker.worker import Floats, LookedUp
 DEADLINE_SECONDS = 150.0
 """Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
 the call itself."""
-_FAREWELL_SECONDS = 2.0  # deadline of a call that only frees memory
-_MOST_GREETINGS = 100  # handshakes in one call: if these do not help, more will not
+_BEST_EFFORT_SECONDS = 2.0  # deadline of a call that only frees memory
+_MAX_HANDSHAKES = 100  # handshakes in one call: if these do not help, more will not
 _R = TypeVar("_R")
 
 
@@ -49,22 +49,22 @@ class WorkerConnection:
         self,
         address: str,
         servers: ServerGroup,
-        assignment: WorkerSpec,
+        spec: WorkerSpec,
         keys: Keys | None,
         deadline: float,
         retry_seconds: float,
     ) -> None:
         """Make a handshake with the worker."""
         self.address, self.servers = address, servers
-        self._assignment = assignment.to_dict()
+        self._spec = spec.to_dict()
         self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
         self.call = self._client.call
-        self.farewell = self._client.within(_FAREWELL_SECONDS)
+        self.best_effort = self._client.within(_BEST_EFFORT_SECONDS)
         self._streams: dict[int, RemoteBatches] = {}
         self._numbers = itertools.count(1)
-        self._greeting = threading.Lock()
+        self._handshake_lock = threading.Lock()
         try:
-            self.greet()
+            self.handshake()
         except BaseException:
             self._client.close()
             raise
@@ -72,22 +72,22 @@ class WorkerConnection:
     def ask(self, call: Callable[[], _R]) -> _R:
         """Return the call's result. Repeats the call after a handshake if the worker was restarted."""
         lost: NotReadyError | None = None
-        for _ in range(_MOST_GREETINGS):
+        for _ in range(_MAX_HANDSHAKES):
             try:
                 if lost is not None:
-                    self.greet()
-                with self._naming():
+                    self.handshake()
+                with self._name_worker_in_errors():
                     return call()
             except NotReadyError as error:
                 lost = error
         assert lost is not None
         raise lost
 
-    def greet(self) -> None:
+    def handshake(self) -> None:
         """Make a handshake and reopen all streams, which is all that the worker must know to continue."""
-        with self._greeting:
-            self.call.hello(self.servers.origin(0), self._assignment)
-            with self._naming():
+        with self._handshake_lock:
+            self.call.hello(self.servers.origin(0), self._spec)
+            with self._name_worker_in_errors():
                 for stream, batches in list(self._streams.items()):
                     self._open(stream, batches)
 
@@ -106,7 +106,7 @@ class WorkerConnection:
         self.call.open(self.servers.origin(0), stream, batches.source, batches.start().to_dict())
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _name_worker_in_errors(self) -> Iterator[None]:
         """Name the worker in errors about sources that it cannot read."""
         try:
             yield
@@ -117,7 +117,7 @@ class WorkerConnection:
         """Close a stream. A worker that cannot be reached forgets it with the attempt."""
         if self._streams.pop(stream, None) is not None:
             with suppress(SatrapError):
-                self.farewell.close_stream(self.servers.origin(0), stream)
+                self.best_effort.close_stream(self.servers.origin(0), stream)
 
     def close(self) -> None:
         """Close the connection."""
@@ -154,7 +154,7 @@ class RemoteTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadBatch:
     """What is known about a batch that was read."""
 
     position: Position
@@ -163,7 +163,7 @@ class _Read:
 
 
 class RemoteBatches(Iterator[RemoteInputs]):
-    """The batches of a source that a worker in a process of its own reads."""
+    """The batches of a source that a remote worker reads."""
 
     def __init__(
         self, at: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
@@ -172,7 +172,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         self.at, self.source = at, source_to_dict(source)
         self._names, self._position, self._share = names, position, share
         self._last = 0  # the number of the last batch that arrived
-        self._read: dict[int, _Read] = {}  # batches from which reading may have to restart
+        self._read: dict[int, _ReadBatch] = {}  # batches from which reading may have to restart
         self._open: set[int] = set()  # batches neither updated nor dropped
         self._tickets: set[int] = set()  # open batches that have a ticket
         self._left_out = LeftOut()
@@ -211,21 +211,21 @@ class RemoteBatches(Iterator[RemoteInputs]):
         if self._ended:
             raise StopIteration
         number = self._last + 1
-        told: dict[str, Any] = {"found": "nothing"}
-        while told["found"] == "nothing":
-            told, dense, label, extra = self.at.ask(
+        description: dict[str, Any] = {"found": "nothing"}
+        while description["found"] == "nothing":
+            description, dense, label, extra = self.at.ask(
                 lambda: self.at.call.read(self.at.servers.origin(0), self.stream, number, self.settled)
             )
-        left_out = LeftOut.from_list(told["left_out"])
-        if told["found"] == "end":
+        left_out = LeftOut.from_list(description["left_out"])
+        if description["found"] == "end":
             self._left_out, self._ended = left_out, True
             raise StopIteration
-        position, size = Position.from_dict(told["position"]), told["size"]
+        position, size = Position.from_dict(description["position"]), description["size"]
         found = RemoteInputs(
             names=self._names,
             batch_size=size,
             dense=None if dense is None else dense.reshape(size, -1).copy(),
-            label=None if label is None else label.reshape(size, *told["labels"]).copy(),
+            label=None if label is None else label.reshape(size, *description["labels"]).copy(),
             position=position,
             extra=columns_from_bytes(extra),
             batches=self,
@@ -233,7 +233,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         )
         with Uninterrupted(), self._lock:
             self._left_out = left_out
-            self._read[number] = _Read(position, left_out)
+            self._read[number] = _ReadBatch(position, left_out)
             self._open.add(number)
             self._last = number
         return found
@@ -266,22 +266,22 @@ class RemoteRows:
 
     remote = True
 
-    def __init__(self, features: Features, near: ShardedRows, at: WorkerConnection) -> None:
-        self.num_threads = near.num_threads
-        self.lookup, self.empty, self.skip, self.settle = near.lookup, near.empty, near.skip, near.settle
+    def __init__(self, features: Features, sharded: ShardedRows, at: WorkerConnection) -> None:
+        self.num_threads = sharded.num_threads
+        self.lookup, self.empty, self.skip, self.settle = sharded.lookup, sharded.empty, sharded.skip, sharded.settle
         self.cut = [0 for feature in features.values() if feature.max_length is not None]
         """For each sequence, the number of ids beyond its length in batches that the worker read."""
         self._names = [table.name for table in features.tables]
-        self._near, self._at = near, at
+        self._sharded, self._at = sharded, at
         self._lock = threading.Lock()
 
     @property
     def latest_step(self) -> int:
-        return self._near.latest_step
+        return self._sharded.latest_step
 
     @property
     def truncated(self) -> list[int]:
-        return [near + far for near, far in zip(self._near.truncated, self.cut, strict=True)]
+        return [sharded + far for sharded, far in zip(self._sharded.truncated, self.cut, strict=True)]
 
     def count(self, cut: list[int]) -> None:
         """Add to the numbers of ids beyond the sequences' lengths."""
@@ -289,7 +289,7 @@ class RemoteRows:
             self.cut = [before + more for before, more in zip(self.cut, cut, strict=True)]
 
     def made(self, ticket: object) -> bool:
-        return ticket.batches.at is self._at if isinstance(ticket, RemoteTicket) else self._near.made(ticket)
+        return ticket.batches.at is self._at if isinstance(ticket, RemoteTicket) else self._sharded.made(ticket)
 
     def update(
         self,
@@ -301,7 +301,7 @@ class RemoteRows:
     ) -> None:
         far = [isinstance(ticket, RemoteTicket) for ticket in tickets]
         if not any(far):
-            self._near.update(tickets, gradients, step, lrs, scale)
+            self._sharded.update(tickets, gradients, step, lrs, scale)
             return
         if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
             raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
@@ -329,7 +329,7 @@ class RemoteRows:
 
     def drop(self, ticket: Any) -> None:
         if not isinstance(ticket, RemoteTicket):
-            self._near.drop(ticket)
+            self._sharded.drop(ticket)
             return
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
@@ -337,7 +337,7 @@ class RemoteRows:
             ticket.used = True
             ticket.batches.settle(ticket.number)
         with suppress(NotReadyError, RpcError):  # it has lost the batch, or learns of the drop with the next one
-            self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
+            self._at.best_effort.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
 
 
 class RemoteWorker(ShardedWorker):
@@ -357,7 +357,7 @@ class RemoteWorker(ShardedWorker):
         """Make a handshake with the worker at `address`. See `ServerGroup` and `ShardedWorker` for the other
         arguments."""
         super().__init__(features, servers, num_threads=num_threads)
-        assignment = WorkerSpec(
+        spec = WorkerSpec(
             features=features,
             seed=servers.job.seed,
             servers=servers.addresses,
@@ -365,9 +365,9 @@ class RemoteWorker(ShardedWorker):
             together=servers.together,
             further=servers.job.tables[len(features.tables) :],
         )
-        self.at = WorkerConnection(address, servers, assignment, keys, deadline, retry_seconds)
-        self._far = RemoteRows(features, self._remote, self.at)
-        self._rows = self._far
+        self.at = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
+        self._remote_rows = RemoteRows(features, self._sharded_rows, self.at)
+        self._rows = self._remote_rows
 
     def close(self) -> None:
         """Close the connections."""
@@ -380,8 +380,8 @@ class RemoteWorker(ShardedWorker):
 
     def signature(self, source: Any) -> dict[str, Any]:
         """Return `Source.signature` of a declared source: the worker sees its files, this machine may not."""
-        told = source_to_dict(source)
-        return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), told))
+        description = source_to_dict(source)
+        return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), description))
 
     def lookup(
         self,
@@ -401,16 +401,16 @@ class RemoteWorker(ShardedWorker):
         rows, sequences, masks, cut = self.at.ask(
             lambda: self.at.call.lookup(origin, batches.stream, number, batches.settled, since, train)
         )
-        self._far.count(cut)
+        self._remote_rows.count(cut)
         batches.looked_up(number, train)
         n = inputs.batch_size
         if block is None:
-            block = self._far.empty(n, self.features.total_dim)
+            block = self._remote_rows.empty(n, self.features.total_dim)
         np.copyto(block, rows.reshape(block.shape))  # the received array is read-only
         found, flags, at, line = {}, {}, 0, 0
         for each in self._sequences:
             shape = each.shape(n)
-            own = self._far.empty(n, each.floats)
+            own = self._remote_rows.empty(n, each.floats)
             np.copyto(own, sequences[at : at + n * each.floats].reshape(own.shape))
             found[each.name] = own.reshape(shape)
             flags[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()

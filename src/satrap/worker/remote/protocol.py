@@ -1,4 +1,4 @@
-"""The calls that a worker in a process of its own answers: the protocol between trainers and workers.
+"""The calls that a remote worker answers: the protocol between trainers and workers.
 
 `satrap.worker.remote.service.WorkerService` implements the calls and `satrap.rpc` carries them. A call may arrive
 twice, and be repeated after the worker was killed and restarted: its `Origin` names the attempt and the trainer, and
@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 class WorkerCalls(Protocol):
-    """The calls of a worker in a process of its own."""
+    """The calls of a remote worker."""
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
         """Handshake: start a session for the trainer in the origin's attempt; sessions of older attempts end."""

@@ -271,7 +271,7 @@ def test_calls_that_are_none_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"wire is 'bfloat16'.*wanted one of 'float32', 'float16'"):
             client.call.lookup(at, ids, cuts, 1, True, 0, "bfloat16")
         for gradients, also in ((ones, coded), (None, None)):
-            with pytest.raises(InputError, match="in both forms or in none"):
+            with pytest.raises(InputError, match="one of the two forms, found both or none"):
                 client.call.update(at, 0, ids, cuts, gradients, [0.1], 0, also)
         for bad in (coded[1:], np.append(coded, coded[:1])):
             with pytest.raises(InputError, match=f"message holds {len(bad)} elements, wanted 20"):

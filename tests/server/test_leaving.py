@@ -1,4 +1,4 @@
-"""Streams that end early, fail, or meet each other: nothing hangs, nothing is lost untold, and the next one works."""
+"""Streams that end early, fail, or overlap: nothing hangs, every loss is reported, and the next stream works."""
 
 import threading
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ DEADLINE_SECONDS = 120
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_batch_that_is_passed_over_in_order(overlap: bool, staleness: int, saves: bool, tmp_path: Path) -> None:
-    """Updates wait for lookups, which wait for the batch that no loss reached."""
+    """Updates wait for lookups, which wait for the batch that no loss used."""
     embeddings, model, optimizer = job(staleness, deterministic=True)
     run = Checkpoint(tmp_path, model, optimizer, embeddings)
     for batch in embeddings.stream(batches(8), overlap=overlap):
@@ -93,7 +93,7 @@ def test_an_error_is_raised_once_without_with(overlap: bool) -> None:
 
 
 def test_a_step_that_is_stepped_twice_is_refused() -> None:
-    """With its first batch, and then with its second: servers could not tell that from an update that came again."""
+    """With its first batch, and then with its second: servers could not tell that from a duplicate update."""
     embeddings, model, optimizer = job()
     with embeddings.stream(batches(4), accumulate=2) as stream:
         first, second = next(stream), next(stream)
@@ -127,7 +127,7 @@ def test_a_closed_stream_is_at_its_end_or_refuses(overlap: bool) -> None:
     stream.close()
     with pytest.raises(StreamError, match="this stream was closed"):
         next(stream)
-    assert embeddings.step == 2, "what was handed over is applied"
+    assert embeddings.step == 2, "updates that were handed over are applied"
     whole = embeddings.stream(batches(1), overlap=overlap)
     loss_of(model, next(whole)).backward()
     optimizer.step()
@@ -194,7 +194,7 @@ def test_positions_are_of_their_own_source(tmp_path: Path) -> None:
     job_.run.save()
     again = Job(str(tmp_path), 6)
     assert again.run.resume()
-    next(again.embeddings.stream(other)).embeddings.sum().backward()  # begins at its start, and takes nothing away
+    next(again.embeddings.stream(other)).embeddings.sum().backward()  # starts at its beginning, and changes no position
     first = next(again.embeddings.stream(again.source))
     assert first.position is not None and first.position.batch == 3
 
@@ -215,7 +215,7 @@ def test_positions_never_go_back(tmp_path: Path) -> None:
 
 
 def test_the_last_short_group_steps_inside_the_loop() -> None:
-    """torch's idiom: every N-th batch, or the last."""
+    """The usual idiom in torch: step at every N-th batch, and at the last."""
     embeddings, model, optimizer = job()
     data = batches(5)
     for i, batch in enumerate(embeddings.stream(data, accumulate=2)):
@@ -256,7 +256,7 @@ def test_training_in_eval_is_refused() -> None:
     embeddings.train()
     for batch in embeddings.stream(batches(2)):
         embeddings.eval()
-        for _ in embeddings.stream(batches(1)):  # an evaluation inside
+        for _ in embeddings.stream(batches(1)):  # an evaluation within the training
             pass
         embeddings.train()
         loss_of(model, batch).backward()

@@ -1,4 +1,4 @@
-"""What became of every batch: trained, left alone, or lost and told; and which rows a state_dict belongs to."""
+"""The outcome of every batch: trained, unchanged, or lost and reported; and which rows a state_dict belongs to."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from satrap import SGD, AdamW, Embeddings, Inputs, StreamError, Table
 
 
 def test_what_was_lost_is_told_at_once() -> None:
-    """By cause, of all streams so far, while the stream still runs."""
+    """By cause, over all streams so far, while the stream still runs."""
     embeddings, model, optimizer = job()
     for batch in embeddings.stream(batches(4)):
         loss = loss_of(model, batch)
@@ -44,7 +44,7 @@ def test_ids_beyond_a_sequence_are_told() -> None:
 
 @pytest.mark.parametrize("used", ["pooled", "sequence"])
 def test_what_no_loss_used_is_left_alone(used: str) -> None:
-    """Like a Parameter whose grad is None: an optimizer with weight decay would move it."""
+    """As for a Parameter whose grad is None: an optimizer with weight decay would change it."""
     optimizer_ = AdamW(lr=0.1, weight_decay=0.5)
     one, other = Table("one", dim=DIM, optimizer=optimizer_), Table("other", dim=DIM, optimizer=optimizer_)
     embeddings = Embeddings({"pooled": one, "sequence": other.sequence(1)}, num_threads=1)

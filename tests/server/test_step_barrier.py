@@ -1,4 +1,4 @@
-"""The updates that make one step: joined by rank whoever was late, and nobody left to wait. No socket, no thread."""
+"""The step barrier: parts are joined by rank in any order of arrival, and no trainer is left waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from satrap.server.step_barrier import StepBarrier, TrainerPart, concatenate_par
 
 
 def part(ids: list[list[int]]) -> TrainerPart:
-    """Of two tables of dims 1 and 2; an id's gradient is the id."""
+    """Return a part of two tables of dims 1 and 2; an id's gradient is the id."""
     flat = [id_ for table in ids for id_ in table]
     gradients = [float(id_) for t, table in enumerate(ids) for id_ in table for _ in range(t + 1)]
     counts = np.cumsum([0, *map(len, ids)]).astype(np.int64)
@@ -40,7 +40,7 @@ def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
     assert nothing is None, "the step is being applied"
     barrier.refuse(lambda: AttemptError("attempt 2 has started"))
     assert barrier.leave(1) == [first, again, last, late] and not late.done()
-    assert barrier.arrive(1, 1, part([[2], []]), 2)[1] is None, "a whole step is forgotten"
+    assert barrier.arrive(1, 1, part([[2], []]), 2)[1] is None, "a finished step is forgotten"
 
 
 def test_trainers_of_another_number_and_attempts_that_end() -> None:

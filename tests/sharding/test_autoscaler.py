@@ -1,4 +1,4 @@
-"""When servers are added and taken away: pure figures in, a decision out, and no swinging between the two."""
+"""When servers are added and removed: pure figures in, a decision out, and no oscillation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def servers(*used: float, work: float = 0.1) -> list[ServerLoad]:
 
 
 def follow(windows: list[list[ServerLoad]], step_seconds: float = 1.0, **bounds: Any) -> list[Decision]:
-    """A decision for each window, 10 seconds apart."""
+    """Return a decision for each window, 10 seconds apart."""
     past, found = ScaleHistory(), []
     for n, each in enumerate(windows):
         decision, past = decide(each, step_seconds, ScaleLimits(**{"max_servers": 8, **bounds}), past, 10.0 * n)
@@ -115,7 +115,7 @@ def test_bounds_are_kept_at_once() -> None:
     step_seconds=st.floats(0.1, 10.0),
 )
 def test_what_was_done_is_not_undone(used: list[float], work: float, step_seconds: float) -> None:
-    """With the worst server's share of as many as were decided upon, the opposite is never decided."""
+    """Assumes that the load of the busiest server is spread over the new number: the opposite must not follow."""
     now = servers(*used, work=work)
     decision, _ = decide(now, step_seconds, ScaleLimits(max_servers=100, patience=1), ScaleHistory(), 0.0)
     have, after = len(now), len(now) + decision.change
@@ -137,7 +137,7 @@ def test_figures_are_of_what_happened_between() -> None:
     step = after | {"latest_step": 31, "work_seconds": 4.5}
     assert ServerLoad.between("a", after, step).work_seconds == 0.5
     assert replace(same, calls=0.0) == ServerLoad(address="a", rows=7, used_bytes=20.0, limit_bytes=50.0)
-    assert ServerLoad.between("a", after, before).work_seconds == 0.0, "it was started anew"
+    assert ServerLoad.between("a", after, before).work_seconds == 0.0, "the server was restarted"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_bounds_that_cannot_be_kept_are_refused(wrong: dict[str, Any], message: 
 
 
 def test_the_bounds_of_a_run() -> None:
-    """The defaults, which docs/operations.md quotes; and a mark may be all there is."""
+    """The defaults, which docs/operations.md quotes; a mark may equal the limit."""
     assert ScaleLimits(max_servers=8) == ScaleLimits(
         min_servers=1,
         max_servers=8,

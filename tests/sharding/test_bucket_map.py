@@ -56,7 +56,7 @@ small = st.integers(0, 5).map(lambda k: 1 << k)
 
 @st.composite
 def maps(draw: st.DrawFn) -> BucketMap:
-    """Any map: after moves that nobody planned, too."""
+    """Draw any map, also an uneven one."""
     num_servers = draw(st.integers(1, 6))
     owner = st.integers(0, num_servers - 1)
     tables = draw(st.lists(small, min_size=1, max_size=6))
@@ -77,18 +77,18 @@ def test_spread_is_even_and_moves_nothing_that_need_not(before: BucketMap, data:
     assert after.version == 2 and after.num_servers == before.num_servers
     for was, now in zip(before.owners, after.owners, strict=True):
         counts = [now.count(server) for server in servers]
-        assert sum(counts) == len(now) and even(counts), "those that are not named own nothing"
+        assert sum(counts) == len(now) and even(counts), "other servers own nothing"
         num_moved = sum(a != b for a, b in zip(was, now, strict=True))
         gained = [max(0, now.count(server) - was.count(server)) for server in servers]
-        assert num_moved == sum(gained), "no server gives and takes"
-    assert even([after.flat().count(server) for server in servers]), "of all tables together, too"
+        assert num_moved == sum(gained), "no server both gives and takes"
+    assert even([after.flat().count(server) for server in servers]), "over all tables together, too"
     assert all(before.flat()[bucket] != owner for bucket, owner in moves.items())
-    assert after.spread(servers) == {}, "what is even stays"
+    assert after.spread(servers) == {}, "an even map stays"
 
 
 @given(small, st.integers(1, 5), st.integers(1, 5))
 def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) -> None:
-    """From an even map: what those that go have, or what those that come get."""
+    """From an even map: the buckets of servers that leave, or those that new servers get."""
     both = max(was, now)
     before = BucketMap.even([buckets], was).numbered({server: server for server in range(was)}, both)
     moved = len(before.spread(range(now)))

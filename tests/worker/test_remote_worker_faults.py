@@ -1,6 +1,6 @@
-"""Workers that are killed, refused and replaced, and networks that misbehave: every batch trains once, none is lost.
+"""Workers that are killed, refused and replaced, and faulty networks: every batch trains once, none is lost.
 
-The oracle is a run with the worker in the trainer's process and rows of its own: bit for bit the same.
+The oracle is a run with a local worker: the rows must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed_at_random_moments(
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
             seen = train(job, data, at, overlap=overlap)
-            assert len(greetings) > 1, "it was never killed while it trained"
+            assert len(greetings) > 1, "it was never killed during training"
             found = seen, evaluate(job, test), bits(job), job[0].counters().lost
             while not over[0].is_set():
                 assert evaluate(job, test) == found[1]
@@ -101,7 +101,7 @@ def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("moment", ["looked up", "updated"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
-    """After many a batch, at a moment of the trainer's."""
+    """After many batches, at one moment of the trainer's loop."""
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
     with running(**how) as job:
@@ -143,7 +143,8 @@ def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path
 def test_a_worker_that_dies_in_the_middle_of_an_update(
     tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything was applied, and after all was: the update comes again, of batches that are read again."""
+    """Before anything was applied, and after everything was: the update is retried, with batches that are read
+    again."""
     data = source(write(tmp_path / "a.parquet", 10))
     with running() as job:
         wanted = train(job, data, accumulate=2), bits(job)
@@ -172,7 +173,7 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
 
 
 def test_a_worker_that_stays_away(tmp_path: Path) -> None:
-    """The call that waits for it ends with its name; the checkpoint is resumed with another."""
+    """The waiting call fails with the worker's address; the checkpoint is resumed with another worker."""
     data = source(write(tmp_path / "a.parquet", 16), shuffle=True, shuffle_blocks=2)
     with running() as job:
         wanted = train(job, data), bits(job)
@@ -218,7 +219,7 @@ def test_a_network_between_trainer_and_worker_that_misbehaves(
 
 
 def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
-    """However often they are read."""
+    """Independently of how often they are read."""
     path = tmp_path / "a.csv"
     labels = ["x" if i % 11 == 0 else "" if i % 13 == 0 else "7" if i % 17 == 0 else "1" for i in range(400)]
     lines = [f"{i % 50},{i % 3},{label}" for i, label in enumerate(labels)]
@@ -261,7 +262,7 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
             found.append((seen, embeddings.counters().lost))
         assert isinstance(embeddings.worker, RemoteWorker)
         embeddings.worker.close()
-    assert found[0] == found[1], "a label of 7 is malformed, on a worker too"
+    assert found[0] == found[1], "a label of 7 is malformed, with a remote worker, too"
     assert found[0][1] == {"rows/malformed": 2 * malformed, "rows/no_label": 2 * no_label, "rows/short": left_over}
 
 
@@ -313,7 +314,7 @@ def test_another_job_is_refused_field_by_field() -> None:
             stack.enter_context(far(wide, other, worker, attempt=attempt + 1))
         with pytest.raises(ConfigError, match="seed: 1 here, 0 there"):
             stack.enter_context(far(of, other, worker, attempt=attempt + 1, seed=1))
-        first.at.handshake()  # which it still is
+        first.at.handshake()  # the first trainer's session still exists
         stack.enter_context(far(bag, other, worker, attempt=attempt + 1))
         with pytest.raises(AttemptError, match=f"attempt {attempt}; expected the worker.s, {attempt + 1}"):
             first.at.handshake()
@@ -331,7 +332,7 @@ def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) 
 
 
 def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
-    """And one that begins a new attempt, by a restore, goes on."""
+    """A trainer that starts a new attempt, by a restore, continues."""
     data = source(write(tmp_path / "a.parquet", 12))
     with serving(1) as services, working() as (worker,):
         where = {"servers": [services[0].address], "workers": [worker.address]}
@@ -347,7 +348,7 @@ def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
 
 
 def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
-    """At the same address: their attempts begin at 1, and the worker has seen later ones."""
+    """At the same address: their attempts start at 1, and the worker has seen later ones."""
     data = source(write(tmp_path / "a.parquet", 4))
     with working() as (worker,):
         address, numbers = ANYWHERE, []
@@ -364,7 +365,7 @@ def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_was_paused_and_replaced(tmp_path: Path) -> None:
-    """It wakes up with an update of the older attempt on its way, which the servers refuse."""
+    """It resumes with an update of the older attempt in flight, which the servers refuse."""
     data = source(write(tmp_path / "a.parquet", 12))
     worker = KillableWorker()
     try:
@@ -415,7 +416,7 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) ->
 
 
 def test_keys(tmp_path: Path) -> None:
-    """A worker is a server to trainers, and a client to servers."""
+    """A worker is a server for trainers, and a client of servers."""
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")
     data = source(write(tmp_path / "a.parquet", 4))

@@ -1,6 +1,4 @@
-"""Several trainers whose workers are processes of their own, one that they share or one for each: the bits of trainers
-that look up themselves.
-"""
+"""Several trainers with remote workers, a shared one or one for each: the bits of trainers that look up themselves."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def trainers() -> Iterator[Trainers]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Batches of 8, three to a block; the last block is half as long: the trainers' last batches are short."""
+    """Write batches of 8, three to a block; the last block is half as long, so the trainers' last batches are short."""
     rng = np.random.default_rng(0)
     n = 30 * 8 - 12
     lists = [rng.integers(0, NUM_IDS, int(k)).tolist() for k in rng.integers(0, 5, n)]
@@ -84,7 +82,7 @@ def test_everything_is_killed_under_two_trainers(
     trainers: Trainers, tmp_path: Path, file: str, seed: int, staleness: int
 ) -> None:
     """Two servers and the worker that the trainers share, from the third step on. Stale updates are applied in any
-    order, but each once: their rows are counted."""
+    order, but each once: the updates of their rows are counted."""
     options: dict[str, Any] = {"batches": 0, "file": file, "epochs": 12, "staleness": staleness}
     options["counted"] = staleness > 0
     with serving(2) as services:

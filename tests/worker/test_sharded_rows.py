@@ -1,5 +1,5 @@
-"""A worker over servers does what a worker over its own tables does, bit for bit, whatever the number of servers; and
-what goes wrong between them is told, or mended, and never applied twice.
+"""A worker over servers has the bits of a worker over local tables, for any number of servers; and faults between them
+are reported or repaired, and nothing is applied twice.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_empty_batches_and_empty_reads(worker: ShardedWorker, rng: np.random.Gen
 
 
 def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None:
-    """Of the table until set, then what was set, and what an update brings before both."""
+    """First the table's, then that of set_lr, and that of an update before both."""
     local = LocalWorker(features(), num_threads=1)
     for step, lrs in ((1, None), (2, None), (3, {"item": 0.5})):
         if step == 2:
@@ -110,7 +110,7 @@ def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None
     assert contents(worker) == contents(local)
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
         again = worker.servers.each("save", 0, asked, view=worker.servers.view)
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
-        assert table.save(tmp_path / "a") == first + 2, "one that the user asks for again is another"
+        assert table.save(tmp_path / "a") == first + 2, "a second save by the user is another one"
 
 
 def test_a_process_that_was_replaced_cannot_write() -> None:
@@ -242,7 +242,7 @@ def test_a_process_that_was_replaced_cannot_write() -> None:
                 assert contents(new) == before
                 again = new.lookup(batch(range(20)), step=1)
                 new.update([again.ticket] if again.ticket else [], [again.block], step=1)
-                assert contents(new) != before, "step 1 of the new attempt is not taken for the old one's"
+                assert contents(new) != before, "step 1 of the new attempt is no duplicate of the old one's"
 
 
 @pytest.mark.parametrize("with_ticket", [False, True])
@@ -265,7 +265,7 @@ def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
             assert client.call.read(at[0], 0, ids)[0].tobytes() == once
             assert client.call.stats(at[0], 0)["repeated"] == 20
             client.call.update(at[1], 0, ids, cuts, ones, [0.1], 0)
-            assert client.call.read(at[0], 0, ids)[0].tobytes() != once, "another trainer's step 3 is another one"
+            assert client.call.read(at[0], 0, ids)[0].tobytes() != once, "another trainer's step 3 is another step"
         servers.close()
 
 
@@ -285,7 +285,7 @@ def test_a_step_too_far_behind_is_refused_whole() -> None:
 
 
 def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
-    """A restore that comes again is done once; after another attempt began, it is a new one."""
+    """A duplicate of a restore has no effect; after another attempt has started, it is a new restore."""
     ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 4])
     with (
         serving(1) as services,
@@ -296,7 +296,7 @@ def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
         client.call.restore(at[2], [], [])
         client.call.lookup(at[2], ids, offsets, 1, True, 0)
         assert client.call.restore(at[2], [], []) is True
-        assert client.call.stats(at[2], 0)["rows"] == 4, "it came again"
+        assert client.call.stats(at[2], 0)["rows"] == 4, "it was a duplicate"
         client.call.begin_attempt(at[3])
         with pytest.raises(AttemptError):
             client.call.restore(at[3], [], [])
@@ -323,7 +323,7 @@ def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Pat
 
 def test_a_server_that_was_killed_in_its_first_hello_begins_anew(tmp_path: Path) -> None:
     note = {"server": 0, "num_servers": 1}
-    open_engine(one_table().tables, seed=0, num_threads=1, shared=tmp_path / "rows", note=note)  # no members yet
+    open_engine(one_table().tables, seed=0, num_threads=1, shared=tmp_path / "rows", note=note)  # no shard map yet
     with (
         Service(Server(shared=tmp_path / "rows", checkpoints=["/"]), ServerCalls, ANYWHERE) as service,
         remote(one_table(), [service.address]) as worker,

@@ -1,6 +1,6 @@
 """The calls of a split: what it refuses and how, that a refused call changes nothing, tickets, memory, threads, forks.
 
-What it computes is worker/test_split.py's subject.
+Its results are the subject of worker/test_split.py.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def test_nonfinite_gradients_are_named_as_a_worker_names_them() -> None:
             with pytest.raises(NonFiniteError) as found:
                 split.sums(tickets, [(block, [PATH]) for block in blocks], scale, **WHERE)
             assert str(found.value) == str(wanted.value) and f"(batch {which + 1} of 2)" in str(found.value)
-    large: F32 = np.full_like(BLOCK, 3e38)  # each is finite, the sum of two is not
+    large: F32 = np.full_like(BLOCK, 3e38)  # each gradient is finite, the sum of two is not
     with pytest.raises(NonFiniteError) as wanted:
         worker.update([each for each in theirs if each], [large] * 2, [{"path": PATH}] * 2)
     with pytest.raises(NonFiniteError) as found:
@@ -220,7 +220,7 @@ def test_arrays_live_as_long_as_somebody_has_them(rng: np.random.Generator) -> N
         assert all(view.ctypes.data % 8 == 0 and not view.flags.writeable for view in views)
         assert all(sums.gradients(s).ctypes.data % 64 == 0 for s in range(2))
         del ticket, sums
-        for _ in range(3):  # whoever takes memory of the pool must not get theirs
+        for _ in range(3):  # new arrays from the pool must not share their memory
             again, gradients = look_up(split)
             split.sums([again], [gradients], 1.0, **where)
         del split, again
@@ -231,7 +231,7 @@ def test_arrays_live_as_long_as_somebody_has_them(rng: np.random.Generator) -> N
 
 
 def in_threads(*works: Callable[[], object]) -> list[object]:
-    """What each returned or raised."""
+    """Run each in a thread, and return their results or errors."""
     found: list[object] = [None] * len(works)
     together = threading.Barrier(len(works))
 
@@ -252,7 +252,7 @@ def in_threads(*works: Callable[[], object]) -> list[object]:
 
 
 def test_several_threads_of_one_split(seed: int) -> None:
-    """Whoever else calls meanwhile, each gets what it gets alone."""
+    """Each call returns what it returns alone, whatever other threads call meanwhile."""
     split = make_split(BIG_FEATURES, num_threads=2)
     where: Any = {"owners": draw_owners(np.random.default_rng(seed), BIG_FEATURES, 3), "num_servers": 3}
 
@@ -276,7 +276,7 @@ def test_several_threads_of_one_split(seed: int) -> None:
 
 
 def test_what_is_laid_out_for_other_owners_is_the_same(rng: np.random.Generator) -> None:
-    """Ids and sums, whoever gets them; a ticket goes on as if it had been looked up so."""
+    """Ids and sums are the same for any owners; a ticket continues as if its lookup had been for the new ones."""
     split = make_split(BIG_FEATURES, num_threads=2)
     inputs = big_inputs(rng, 500)
     given = inputs.values, inputs.offsets, inputs.weights, 500

@@ -1,6 +1,6 @@
-"""The worker's calls: what it refuses and how, tickets, memory, threads, and that its Python work stays small.
+"""The worker's calls: what it refuses and how, tickets, memory, threads, and that its cost in Python stays small.
 
-What it computes is worker/test_bags.py's subject.
+Its results are the subject of worker/test_bags.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def contents(worker: LocalWorker) -> Any:
 
 @pytest.fixture
 def worker() -> Iterator[LocalWorker]:
-    """A worker with a life behind it, which no test here may change."""
+    """A worker that has trained, and that no test here may change."""
     made = LocalWorker(FEATURES, num_threads=2)
     looked = made.lookup(GOOD)
     assert looked.ticket
@@ -312,7 +312,7 @@ def test_only_sequences() -> None:
     assert looked.block.shape == (1, 0)
     assert looked.masks["a"].tolist() == [[True, True]] and looked.masks["b"].tolist() == [[True, False, False]]
     assert worker.truncated == {"a": 1, "b": 0}
-    assert len(worker.tables["item"]) == 3, "an id that was cut has no row"
+    assert len(worker.tables["item"]) == 3, "an id that was truncated has no row"
     assert looked.ticket
     gradients = {name: -np.ones_like(rows) for name, rows in looked.sequences.items()}
     worker.update([looked.ticket], [looked.block], [gradients])
@@ -327,7 +327,7 @@ def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
     assert own.ctypes.data % 64 == 0
     at = own.ctypes.data
     del own
-    assert worker.lookup(inputs).block.ctypes.data == at, "its memory is used again"
+    assert worker.lookup(inputs).block.ctypes.data == at, "its memory is reused"
     for start in (0, 1, 8):
         mine = np.full(30_000 * 32 + start, np.nan, np.float32)[start:].reshape(30_000, 32)
         looked = worker.lookup(inputs, block=mine, train=False)
@@ -366,7 +366,7 @@ def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
 
 
 class Road:
-    """A worker that a thread looks up, others update and one only reads; rows count the updates of their elements."""
+    """A worker that one thread looks up, others update and one only reads; rows count the updates of their elements."""
 
     def __init__(self, seed: int) -> None:
         table = Table("t", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0))
@@ -434,7 +434,7 @@ class Road:
 
 
 def test_lookups_and_updates_at_the_same_time(seed: int) -> None:
-    """Every gradient is applied once, whichever thread brings it back."""
+    """Every gradient is applied once, by any thread."""
     road = Road(seed)
     road.run(road.look_up, road.bring_back, road.bring_back, road.peek)
     total = road.worker.tables["t"].read(np.arange(400, dtype=np.uint64)).values
@@ -443,14 +443,14 @@ def test_lookups_and_updates_at_the_same_time(seed: int) -> None:
 
 
 def calls_of(work: Callable[[], Any]) -> int:
-    """How many functions Python calls meanwhile, its own and native ones."""
+    """Return how many functions Python calls meanwhile, its own and native ones."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    gc.disable()  # what others left behind must not be counted
+    gc.disable()  # garbage of other tests must not be counted
     sys.setprofile(count)
     try:
         work()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster import batch, one_table, remote, serving
-from far_parts import Working, running, source, train, write
+from remote_worker_parts import Working, running, source, train, write
 from satrap import CSV, Arrow, Checkpoint, Parquet
 from satrap.config.path_allowlist import PathAllowlist, without_glob
 from satrap.data.registry import restricted

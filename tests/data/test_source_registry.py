@@ -15,7 +15,7 @@ import pytest
 
 import satrap.run_context
 from cluster import features, one_table, serving
-from far_parts import working
+from remote_worker_parts import working
 from satrap import (
     CSV,
     Arrow,

@@ -50,7 +50,7 @@ def test_a_full_disk_for_logs_ends_no_run(tmp_path: Path) -> None:
         assert re.search(r"up to \d+ bytes are missing here: they could not be written\nthe end\n$", log)
 
 
-def test_no_run_begins_that_cannot_be_noted(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_recorded_does_not_start(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTE) as disk:
         (tmp_path / "run").symlink_to(disk.path)
         disk.fill(leaving=0)
@@ -60,7 +60,7 @@ def test_no_run_begins_that_cannot_be_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full_every", [1, 3])
-def test_a_full_disk_costs_the_checkpoints_that_it_had_no_room_for(full_every: int, tmp_path: Path) -> None:
+def test_a_full_disk_loses_only_the_checkpoints_without_room(full_every: int, tmp_path: Path) -> None:
     """Full from step 6 to step 12. The run continues, and checkpoints resumed meanwhile and afterwards are whole."""
     data = batches(20)
     with running(0) as (embeddings, model, optimizer):
@@ -111,7 +111,7 @@ def _resumed(path: Path, data: Any) -> list[bytes]:
         return bits(embeddings, model)
 
 
-def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
+def test_one_of_two_servers_has_a_full_disk(tmp_path: Path) -> None:
     """All rows are on the second server, so the first one writes its part. Its version has advanced then, and changes
     since the last snapshot of both are saved nevertheless."""
     wide = one_table(dim=64)
@@ -142,7 +142,7 @@ def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
         assert contents(worker, ids) == whole
 
 
-def test_a_full_disk_under_several_trainers_is_told_by_all(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_by_all_trainers(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTE) as disk, serving(2) as services:
         disk.fill(leaving=2 * PAGE)
         given: dict[str, Any] = {

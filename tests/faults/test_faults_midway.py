@@ -77,7 +77,7 @@ def step(workers: list[Any], number: int) -> None:
         each.update([looked.ticket] if looked.ticket else [], [np.ones((30, 2), np.float32)], step=number)
 
 
-def test_a_save_that_takes_long_and_servers_that_die_in_one(tmp_path: Path) -> None:
+def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
     """1. A server that is held for twice the deadline is waited for. 2. One that is killed is named. 3. One that is
     killed and restarted saves again."""
     local, manifest = LocalWorker(one_table(), num_threads=1), tmp_path / "a/1-of-2/manifest.json"
@@ -130,7 +130,7 @@ def test_a_save_that_takes_long_and_servers_that_die_in_one(tmp_path: Path) -> N
         assert contents(worker) == contents(other)
 
 
-def test_a_server_that_dies_before_its_rows_are_replaced(tmp_path: Path) -> None:
+def test_a_server_killed_before_its_rows_are_replaced(tmp_path: Path) -> None:
     """During the verification of the checkpoint: all servers keep their rows."""
     with (
         killables(tmp_path) as servers,
@@ -158,7 +158,7 @@ def test_a_server_that_dies_before_its_rows_are_replaced(tmp_path: Path) -> None
         assert contents(worker) == saved
 
 
-def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
+def test_a_server_killed_while_its_rows_are_replaced(tmp_path: Path) -> None:
     """The old rows are dropped and the new ones incomplete: the server reports that, and a second restore is whole."""
     with killables(tmp_path, 1) as servers, remote(one_table(), [servers[0].address], retry_seconds=0.5) as worker:
         step([worker], 1)
@@ -191,7 +191,7 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
         step([worker], 2)
 
 
-def test_a_server_killed_in_a_save_of_changes_once_its_part_is_there(tmp_path: Path) -> None:
+def test_a_server_killed_in_a_save_of_changes_after_it_wrote_its_part(tmp_path: Path) -> None:
     """Its answer is lost. The restarted server no longer knows the changes, and reports that."""
     with killables(tmp_path) as servers, remote(one_table(), [each.address for each in servers]) as worker:
         table = worker.tables["t"]
@@ -205,7 +205,7 @@ def test_a_server_killed_in_a_save_of_changes_once_its_part_is_there(tmp_path: P
             table.save_changes(tmp_path / "b", since=since)
 
 
-def test_changes_that_a_server_started_again_does_not_know_are_saved_whole(tmp_path: Path) -> None:
+def test_a_restarted_server_saves_whole_tables_instead_of_changes(tmp_path: Path) -> None:
     """It has its rows, but not the removed ids. The run continues to save, and its checkpoints are whole."""
     data = batches(20)
     with killables(tmp_path) as servers:

@@ -56,7 +56,7 @@ def test_any_faults_at_random(
             train_until(over, local, worker, rng)
 
 
-def test_a_slow_server_slows_and_does_nothing_else(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+def test_a_slow_server_only_slows(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """One of two servers is stopped most of the time. A call is sent again only after its retry time, so there are no
     more messages than calls and retries; and neither side accumulates anything."""
     local = LocalWorker(features(), num_threads=1)

@@ -34,7 +34,7 @@ def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: 
             train_until(over, local, worker, rng)
 
 
-def test_a_network_that_loses_delays_and_doubles(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+def test_a_network_that_loses_delays_and_duplicates(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """A fifth of the packets is lost, and packets overtake one another."""
     local = LocalWorker(features(), num_threads=1)
     with beyond_a_network(tmp_path, seed) as (wire, _, worker):
@@ -45,7 +45,7 @@ def test_a_network_that_loses_delays_and_doubles(tmp_path: Path, seed: int, rng:
         assert contents(worker) == contents(local)
 
 
-def test_a_cut_beyond_the_deadline_is_told_and_mended_goes_on(
+def test_a_cut_beyond_the_deadline_is_reported_and_training_continues(
     tmp_path: Path, seed: int, rng: np.random.Generator
 ) -> None:
     local = LocalWorker(features(), num_threads=1)
@@ -73,7 +73,7 @@ def reaches(worker: ShardedWorker) -> None:
             assert time.monotonic() < last
 
 
-def test_servers_started_again_behind_a_cut(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+def test_servers_restarted_behind_a_cut(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """The trainer's connections are half open: it got no sign that the other ends were closed."""
     local = LocalWorker(features(), num_threads=1)
     with beyond_a_network(tmp_path, seed) as (wire, servers, worker):

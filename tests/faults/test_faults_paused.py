@@ -38,7 +38,7 @@ def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.ra
         train_until(over, local, worker, rng)
 
 
-def test_a_server_stopped_beyond_the_deadline_is_named_and_goes_on_later(tmp_path: Path) -> None:
+def test_a_server_stopped_beyond_the_deadline_is_named_and_continues_later(tmp_path: Path) -> None:
     """After the deadline and at most some seconds more; the call in flight is then applied once."""
     local = LocalWorker(one_table(), num_threads=1)
     with killables(tmp_path) as servers:
@@ -65,9 +65,7 @@ def test_a_server_stopped_beyond_the_deadline_is_named_and_goes_on_later(tmp_pat
             of_servers.close()
 
 
-def test_a_trainer_that_is_stopped_and_replaced_changes_nothing_when_it_wakes(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng: np.random.Generator) -> None:
     """Stopped at any moment with updates in flight; it resumes while its successor trains. The oracle continues from
     the same checkpoint without a resumed trainer."""
     with serving(2) as services:
@@ -117,7 +115,7 @@ def _gone_on(run: Path, meanwhile: Callable[[int], None], **options: Any) -> lis
             embeddings.worker.servers.close()
 
 
-def test_a_trainer_stopped_for_longer_than_its_deadline_goes_on(rng: np.random.Generator) -> None:
+def test_a_trainer_stopped_for_longer_than_its_deadline_continues(rng: np.random.Generator) -> None:
     """No other process replaced it, and its clock for deadlines stood still: no call is late."""
     program = """if True:
         import sys

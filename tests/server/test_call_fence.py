@@ -17,7 +17,7 @@ from satrap.server.protocol import ServerCalls
 EXACT = np.arange(200, dtype=np.uint64)
 
 
-def test_turns_outlive_the_server(tmp_path: Path) -> None:
+def test_fencing_tokens_outlive_the_server(tmp_path: Path) -> None:
     """A restarted server, and one whose tables were replaced by a clear, refuse an earlier coordinator."""
     buckets = np.array([0], np.uint32)
     with killables(tmp_path, 1) as servers, remote(features(), [servers[0].address]) as worker:
@@ -37,7 +37,7 @@ def test_turns_outlive_the_server(tmp_path: Path) -> None:
                 client.call.begin_turn(Origin(step=2), 12)
 
 
-def test_a_turn_that_is_begun_again_after_its_server_was_killed(tmp_path: Path) -> None:
+def test_a_coordinator_takes_its_token_again_after_the_server_was_killed(tmp_path: Path) -> None:
     """The answer was lost with the server: it accepts the holder's duplicate, and no other holder of the same
     number."""
     with (
@@ -56,7 +56,7 @@ def test_a_turn_that_is_begun_again_after_its_server_was_killed(tmp_path: Path) 
             worker.tables["t"].stats()  # repeats the handshake
 
 
-def test_room_that_is_made_again_is_not_emptied() -> None:
+def test_a_late_duplicate_of_receive_does_not_discard_rows() -> None:
     """A call is sent again while it has no answer, so a duplicate may arrive after the calls that followed it."""
     with serving(2) as services, remote(one_table(), [services[0].address]) as worker:
         both = [each.address for each in services]

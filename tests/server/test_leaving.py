@@ -21,7 +21,7 @@ DEADLINE_SECONDS = 120
 @each_way
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_batch_that_is_passed_over_in_order(overlap: bool, staleness: int, saves: bool, tmp_path: Path) -> None:
+def test_a_batch_without_a_loss_is_passed_in_order(overlap: bool, staleness: int, saves: bool, tmp_path: Path) -> None:
     """Updates wait for lookups, which wait for the batch that no loss used."""
     embeddings, model, optimizer = job(staleness, deterministic=True)
     run = Checkpoint(tmp_path, model, optimizer, embeddings)
@@ -66,7 +66,7 @@ def test_after_an_error_the_next_stream_works(overlap: bool, tmp_path: Path) -> 
 
 
 @each_way
-def test_a_refused_gradient_is_told_once_and_counted(overlap: bool) -> None:
+def test_a_refused_gradient_is_reported_once_and_counted(overlap: bool) -> None:
     embeddings, model, optimizer = job()
     with pytest.raises(NonFiniteError), embeddings.stream(batches(4), overlap=overlap) as stream:
         for batch in stream:
@@ -79,7 +79,7 @@ def test_a_refused_gradient_is_told_once_and_counted(overlap: bool) -> None:
 
 
 @each_way
-def test_an_error_is_raised_once_without_with(overlap: bool) -> None:
+def test_an_error_is_raised_once_without_a_with_block(overlap: bool) -> None:
     embeddings, model, optimizer = job(1)
     stream = embeddings.stream(batches(6), overlap=overlap)
     with pytest.raises(NonFiniteError):
@@ -136,7 +136,7 @@ def test_a_closed_stream_is_at_its_end_or_refuses(overlap: bool) -> None:
             next(whole)
 
 
-def test_a_source_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_source_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("satrap.train.prefetch_pipeline._CLOSE_SECONDS", 1.0)
     embeddings, model, optimizer = job()
     inside, release = threading.Event(), threading.Event()
@@ -183,7 +183,7 @@ def test_a_checkpoint_from_another_thread(overlap: bool, tmp_path: Path) -> None
     assert run.save()
 
 
-def test_positions_are_of_their_own_source(tmp_path: Path) -> None:
+def test_positions_belong_to_their_source(tmp_path: Path) -> None:
     job_ = Job(str(tmp_path), 6)
     other: Any = Source(9)
     for source, steps in ((job_.source, 2), (other, 4)):
@@ -236,7 +236,7 @@ def test_a_loss_after_the_step_is_refused() -> None:
         loss.backward()
 
 
-def test_a_cycle_of_momentum_is_no_obstacle() -> None:
+def test_a_cyclic_momentum_schedule_works() -> None:
     embeddings, model, _ = job()
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters()))
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.01, 0.1, 0.1], total_steps=6)
@@ -264,7 +264,7 @@ def test_training_in_eval_is_refused() -> None:
     assert embeddings.step == 4
 
 
-def test_empty_tables_are_not_evaluated_unseen() -> None:
+def test_evaluating_empty_tables_warns() -> None:
     with pytest.warns(UserWarning, match="evaluated and no table has a row"):
         next(Embeddings(dict(job()[0].features)).eval().stream(batches(1)))
 
@@ -283,7 +283,7 @@ def test_an_iterable_is_iterated_once() -> None:
     assert loader.times == 1
 
 
-def test_a_frame_is_not_taken_for_batches() -> None:
+def test_a_data_frame_is_refused_as_batches() -> None:
     embeddings, *_ = job()
     with pytest.raises(SourceError, match=r"item 0 is a str; wanted .* goes into satrap\.Frame"):
         next(embeddings.stream({"user": np.arange(BATCH)}))

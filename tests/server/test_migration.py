@@ -71,7 +71,7 @@ def table(**options: Any) -> Features:
     )
 
 
-def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Generator) -> None:
+def test_rows_equal_those_of_a_local_worker(rng: np.random.Generator) -> None:
     """With one synchronous trainer, every kind of feature, and optimizers with state."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
@@ -87,7 +87,7 @@ def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Genera
         assert len(worker.servers.view) == TOUR[-1] and worker.tables.layout > 50
 
 
-def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> None:
+def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None:
     """Counts before admission, last uses before eviction, and counters."""
     life = table(initial=Normal(), capacity=256, admission=MinCount(n=2, window=512), optimizer=Adagrad(lr=0.1))
     local = LocalWorker(life, num_threads=1)
@@ -180,7 +180,7 @@ def test_several_trainers(seed: int, together: int) -> None:
 
 
 @pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
-def test_several_trainers_and_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, together: int) -> None:
+def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, seed: int, together: int) -> None:
     with killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over):
         addresses = [each.address for each in servers]
         with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=200) as tour:
@@ -189,7 +189,7 @@ def test_several_trainers_and_servers_that_are_killed_during_moves(tmp_path: Pat
             np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
 
 
-def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_saves_during_migrations_are_complete(tmp_path: Path, rng: np.random.Generator) -> None:
     """Whole snapshots at any moment; changes since before a migration are refused, and later ones are complete."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
@@ -219,7 +219,7 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
         assert contents(restored) == wanted
 
 
-class Told(Server):
+class LateVersionServer(Server):
     """Learns of the next version between the call for its version and the save, as from a server that has saved."""
 
     def __init__(self) -> None:
@@ -234,8 +234,8 @@ class Told(Server):
         return super().save(origin, table, folder, since, version)
 
 
-def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
-    local, told = LocalWorker(table(), num_threads=1), Told()
+def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
+    local, told = LocalWorker(table(), num_threads=1), LateVersionServer()
     with (
         serving(1) as services,
         Service(told, ServerCalls, ANYWHERE) as second,
@@ -258,7 +258,7 @@ def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(tmp_
     assert contents(restored, EXACT) == wanted
 
 
-def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -> None:
     """Repeatedly: whatever was in flight, all servers hold the saved rows afterwards."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
@@ -279,7 +279,7 @@ def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> 
         assert contents(worker) == wanted and num_restores > 5
 
 
-def test_what_a_server_gives_away_it_has_memory_for_again(rng: np.random.Generator) -> None:
+def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
     local = LocalWorker(table(), num_threads=1)
     ids = rng.integers(1 << 63, size=40_000).astype(np.uint64)
     with serving(2) as services, remote(table(), [services[0].address]) as worker:
@@ -298,7 +298,7 @@ def test_what_a_server_gives_away_it_has_memory_for_again(rng: np.random.Generat
         worker.tables["t"].check()
 
 
-def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generator) -> None:
+def test_later_trainers_find_the_current_servers(rng: np.random.Generator) -> None:
     """From the run's first addresses; and a server that has left may join again."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services:
@@ -344,7 +344,7 @@ class Training:
             raise self.caught
 
 
-def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_a_migration_killed_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """1 -> 3 -> 2 servers, each time restarted with a few calls more, until a run completes."""
     local = LocalWorker(features(), num_threads=1)
     begin, mine, left = Client.begin, threading.get_ident(), [0]
@@ -375,7 +375,7 @@ def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPa
             assert each.stats()["rows"] == local.tables[name].stats()["rows"]
 
 
-def test_a_mover_that_slept_while_another_moved_is_refused(
+def test_a_coordinator_suspended_during_another_migration_is_refused(
     monkeypatch: pytest.MonkeyPatch, seed: int, rng: np.random.Generator
 ) -> None:
     """Suspended before one of its calls, a different one each time, while another coordinator completes a migration."""
@@ -411,7 +411,7 @@ def test_a_mover_that_slept_while_another_moved_is_refused(
             each.check()
 
 
-def test_servers_are_called_what_the_first_trainer_calls_them() -> None:
+def test_server_addresses_are_those_of_the_first_trainer() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         others = [each.replace("ipc:///", "ipc:///./") for each in addresses]
@@ -419,7 +419,7 @@ def test_servers_are_called_what_the_first_trainer_calls_them() -> None:
             assert client.call.members(Origin(), 0)["members"]["addresses"] == addresses
 
 
-def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator) -> None:
+def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generator) -> None:
     local, caught = LocalWorker(features(), num_threads=1), list[BaseException]()
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
         addresses = [each.address for each in services]
@@ -448,7 +448,7 @@ def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator
             table.check()
 
 
-def test_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+def test_servers_killed_during_migrations(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """Sources, targets and others, with their rows in shared memory; coordinators meet restarted servers."""
     local = LocalWorker(features(), num_threads=1)
     with (

@@ -30,7 +30,7 @@ def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
     assert one.gradients.tolist() == [1, 2, 5, 9, 9, 6, 6, 7, 7, 8, 8]
 
 
-def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
+def test_a_duplicate_part_replaces_the_first() -> None:
     barrier = StepBarrier()
     first = barrier.arrive(1, 0, part([[1], []]), 2)[0]
     again = barrier.arrive(1, 0, part([[3], []]), 2)[0]
@@ -43,7 +43,7 @@ def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
     assert barrier.arrive(1, 1, part([[2], []]), 2)[1] is None, "a finished step is forgotten"
 
 
-def test_trainers_of_another_number_and_attempts_that_end() -> None:
+def test_other_world_sizes_and_attempts_that_end() -> None:
     barrier = StepBarrier()
     waiting = barrier.arrive(1, 0, part([[1], []]), 2)[0]
     for trainer, together in ((1, 3), (2, 2)):

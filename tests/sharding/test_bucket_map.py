@@ -40,13 +40,13 @@ def test_small_tables_are_spread_over_the_servers() -> None:
         ([1, 1, 2], 3, ((0,), (1,), (2, 0))),
     ],
 )
-def test_adjacent_buckets_lie_together_and_tables_begin_at_different_servers(
+def test_owners_are_runs_of_buckets_and_tables_start_at_different_servers(
     buckets: list[int], servers: int, owners: tuple[tuple[int, ...], ...]
 ) -> None:
     assert BucketMap.even(buckets, servers).owners == owners
 
 
-def test_a_bucket_over_goes_to_the_server_that_has_least_of_all() -> None:
+def test_a_remaining_bucket_goes_to_the_server_with_the_fewest() -> None:
     before = BucketMap(version=1, num_servers=3, owners=((2, 2, 1),))
     assert before.moved(before.spread([0, 1])).owners == ((0, 0, 1),)
 
@@ -69,7 +69,7 @@ def even(counts: list[int]) -> bool:
 
 
 @given(maps(), st.data())
-def test_spread_is_even_and_moves_nothing_that_need_not(before: BucketMap, data: st.DataObject) -> None:
+def test_spread_is_even_and_moves_no_more_than_necessary(before: BucketMap, data: st.DataObject) -> None:
     every = st.integers(0, before.num_servers - 1)
     servers = data.draw(st.lists(every, min_size=1, unique=True))
     moves = before.spread(servers)
@@ -87,7 +87,7 @@ def test_spread_is_even_and_moves_nothing_that_need_not(before: BucketMap, data:
 
 
 @given(small, st.integers(1, 5), st.integers(1, 5))
-def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) -> None:
+def test_one_table_moves_the_minimum(buckets: int, was: int, now: int) -> None:
     """From an even map: the buckets of servers that leave, or those that new servers get."""
     both = max(was, now)
     before = BucketMap.even([buckets], was).numbered({server: server for server in range(was)}, both)
@@ -99,13 +99,13 @@ def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) 
         assert moved == sum(counts[now:])
 
 
-def test_a_spread_over_nobody_is_refused() -> None:
+def test_a_spread_over_no_servers_is_refused() -> None:
     for servers in ([], [0, 0], [2], [0, 2]):
         with pytest.raises(ConfigError, match=r"servers are .* expected some of 0\.\.1, each once"):
             BucketMap.even([4], 2).spread(servers)
 
 
-def test_members_come_and_go_and_are_numbered_anew() -> None:
+def test_servers_join_and_leave_and_are_renumbered() -> None:
     first = ShardMap.first([4, 1], ["tcp://a:1"])
     joined = first.joined(["tcp://b:1", "tcp://c:1"])
     assert joined.version == 2 and set(joined.owner()) == {"tcp://a:1"}
@@ -131,7 +131,7 @@ def test_members_come_and_go_and_are_numbered_anew() -> None:
         ({"more": 3}, "unknown key 'more'"),
     ],
 )
-def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) -> None:
+def test_invalid_shard_maps_are_refused(changes: dict[str, Any], found: str) -> None:
     data = ShardMap.first([4], ["tcp://a:1"]).to_dict() | changes
     with pytest.raises(ConfigError, match=found):
         ShardMap.from_dict(data)
@@ -153,7 +153,7 @@ def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) 
         ({"owner": []}, "unknown key 'owner'"),
     ],
 )
-def test_a_map_that_is_none_is_refused(changes: dict[str, Any], found: str) -> None:
+def test_invalid_bucket_maps_are_refused(changes: dict[str, Any], found: str) -> None:
     data = BucketMap.even([2], 2).to_dict() | changes
     with pytest.raises(ConfigError, match=found):
         BucketMap.from_dict(data)
@@ -189,7 +189,7 @@ def test_differences_name_each_field(other: Job, told: list[str]) -> None:
     assert set(told) <= set(found) and bool(told) == bool(found)
 
 
-def test_the_learning_rate_that_ftrl_begins_with_counts() -> None:
+def test_the_initial_learning_rate_of_ftrl_must_agree() -> None:
     one, other = (Job(tables=(Table("t", dim=1, optimizer=Ftrl(lr=lr)),)) for lr in (0.1, 0.2))
     assert one.differences(other) == ["table 't', optimizer.lr: 0.1 here, 0.2 there"]
 
@@ -204,6 +204,6 @@ def test_the_learning_rate_that_ftrl_begins_with_counts() -> None:
         (lambda: Job.from_dict({"seed": 1}), "the key 'tables' is missing"),
     ],
 )
-def test_a_job_that_is_none_is_refused(make: Any, found: str) -> None:
+def test_invalid_jobs_are_refused(make: Any, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         make()

@@ -19,9 +19,9 @@ import torch
 
 import satrap.run_context
 from cluster import ANYWHERE, DEADLINE_SECONDS, features, remote, serving
-from far_parts import Net, source, working, write
 from forks import in_fork
 from loop import batches, job, loss_of, tables
+from remote_worker_parts import Net, source, working, write
 from rpc_parts import Calls, Served, eventually
 from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.config.features import Features

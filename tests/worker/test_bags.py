@@ -143,7 +143,7 @@ def test_features_at_most_one_id(rng: np.random.Generator) -> None:
     assert_stepped(worker, before, summed([bags], [gradients], 1.0))
 
 
-def test_a_missing_gradient_is_not_one_of_zero(rng: np.random.Generator) -> None:
+def test_a_missing_gradient_differs_from_zero(rng: np.random.Generator) -> None:
     """As in torch: an id without a gradient stays unchanged, while Adam would change it with a gradient of 0."""
     for without in ("block", "path", "last"):
         worker = make("sum", False, Adam(), 4)
@@ -223,7 +223,7 @@ def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(worker.tables["t"].read(everyone).values, values)
 
 
-def test_a_history_keeps_its_last_ids_and_padding_is_no_id() -> None:
+def test_a_history_keeps_its_last_ids_and_ignores_padding() -> None:
     """0 pads two of three histories: it has no row, no position, no part in a mean and is not counted as truncated."""
     item = Table("item", dim=2, initial=Normal())
     features = Features(

@@ -16,7 +16,8 @@ import torch
 
 import satrap.worker.remote.service
 from cluster import ANYWHERE, features, one_table, serving
-from far_parts import (
+from faults import killed_at_random
+from remote_worker_parts import (
     KillableWorker,
     bits,
     dying,
@@ -29,7 +30,6 @@ from far_parts import (
     working,
     write,
 )
-from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
 from satrap.cli.main import main
@@ -51,7 +51,7 @@ each_way = pytest.mark.parametrize(
 
 
 @each_way
-def test_a_worker_that_is_killed_at_random_moments(
+def test_a_worker_killed_at_random_moments(
     tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greetings, handshake = [], WorkerConnection.handshake
@@ -100,7 +100,7 @@ def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
 @each_way
 @pytest.mark.parametrize("moment", ["looked up", "updated"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
+def test_a_restarted_worker(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
     """After many batches, at one moment of the trainer's loop."""
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
@@ -119,7 +119,7 @@ def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict
 
 
 @each_way
-def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dict[str, Any]) -> None:
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40))
     with running(**how) as job:
@@ -140,9 +140,7 @@ def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path
 
 
 @pytest.mark.parametrize("server", [0, 1])
-def test_a_worker_that_dies_in_the_middle_of_an_update(
-    tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything was applied, and after everything was: the update is retried, with batches that are read
     again."""
     data = source(write(tmp_path / "a.parquet", 10))
@@ -172,7 +170,7 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
     assert len(died) == 2 * len(set(died)) and (repeated > 0) == bool(server)
 
 
-def test_a_worker_that_stays_away(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_return(tmp_path: Path) -> None:
     """The waiting call fails with the worker's address; the checkpoint is resumed with another worker."""
     data = source(write(tmp_path / "a.parquet", 16), shuffle=True, shuffle_blocks=2)
     with running() as job:
@@ -203,7 +201,7 @@ def test_a_worker_that_stays_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("drop", "repeat", "hold"), [(0.1, 0.0, 0.0), (0.0, 0.5, 0.5), (0.05, 0.2, 0.2)], ids=["lossy", "doubling", "bad"]
 )
-def test_a_network_between_trainer_and_worker_that_misbehaves(
+def test_a_faulty_network_between_trainer_and_worker(
     tmp_path: Path, seed: int, drop: float, repeat: float, hold: float
 ) -> None:
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=3)
@@ -331,7 +329,7 @@ def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) 
         servers.close()
 
 
-def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
+def test_a_replaced_trainer_reads_no_more(tmp_path: Path) -> None:
     """A trainer that starts a new attempt, by a restore, continues."""
     data = source(write(tmp_path / "a.parquet", 12))
     with serving(1) as services, working() as (worker,):
@@ -347,7 +345,7 @@ def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
             assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
 
 
-def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
+def test_servers_that_were_started_empty(tmp_path: Path) -> None:
     """At the same address: their attempts start at 1, and the worker has seen later ones."""
     data = source(write(tmp_path / "a.parquet", 4))
     with working() as (worker,):
@@ -364,7 +362,7 @@ def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
     assert numbers == [6, 2]
 
 
-def test_a_worker_that_was_paused_and_replaced(tmp_path: Path) -> None:
+def test_a_worker_that_was_suspended_and_replaced(tmp_path: Path) -> None:
     """It resumes with an update of the older attempt in flight, which the servers refuse."""
     data = source(write(tmp_path / "a.parquet", 12))
     worker = KillableWorker()

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster import DEADLINE_SECONDS, killables, serving
-from far_parts import KillableWorker, ending, working
 from faults import at_random, kill
 from loop import NUM_IDS
+from remote_worker_parts import KillableWorker, ending, working
 from trainers import Trainers, said
 
 
@@ -60,7 +60,7 @@ def test_two_trainers_have_the_bits_of_two_without_workers(
     assert sorted(numbers) == sorted(2 * list(range(30 * 8 - 12))), "every sample once an epoch"
 
 
-def test_trainers_resume_with_workers_what_was_begun_without(trainers: Trainers, tmp_path: Path, file: str) -> None:
+def test_trainers_resume_with_workers_a_run_started_without(trainers: Trainers, tmp_path: Path, file: str) -> None:
     options: dict[str, Any] = {"batches": 0, "file": file}
     with serving(2) as services:
         whole = trainers.run(services, 2, tmp_path, **options)

@@ -39,7 +39,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[ShardedWorker]:
         yield worker
 
 
-def test_it_is_what_torch_makes_of_it(worker: ShardedWorker, rng: np.random.Generator) -> None:
+def test_it_equals_torch(worker: ShardedWorker, rng: np.random.Generator) -> None:
     follow(worker, rng, num_steps=3, scale=0.5)
 
 
@@ -47,7 +47,7 @@ def test_accumulated_batches_are_one_step(worker: ShardedWorker, rng: np.random.
     follow(worker, rng, num_steps=2, accumulate=3)
 
 
-def test_it_has_the_bits_of_a_worker_here(worker: ShardedWorker, rng: np.random.Generator) -> None:
+def test_it_has_the_bits_of_a_local_worker(worker: ShardedWorker, rng: np.random.Generator) -> None:
     """Rows, counters, and evaluation; with a batch that is dropped and gradients that are missing."""
     local = LocalWorker(features(), num_threads=1)
     for step in range(1, 6):
@@ -76,7 +76,7 @@ def test_it_has_the_bits_of_a_worker_here(worker: ShardedWorker, rng: np.random.
     assert worker.truncated == local.truncated
 
 
-def test_steps_are_numbered_where_nobody_gives_them(worker: ShardedWorker, rng: np.random.Generator) -> None:
+def test_steps_are_numbered_by_default(worker: ShardedWorker, rng: np.random.Generator) -> None:
     local = LocalWorker(features(), num_threads=1)
     for _ in range(3):
         inputs = draw_bags(rng, local.features, 5).inputs()
@@ -113,7 +113,7 @@ def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_replace_a_ticket_that_the_server_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
@@ -125,7 +125,7 @@ def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: py
         assert contents(worker) == contents(local)
 
 
-def test_a_refused_gradient_is_told_as_here_and_changes_nothing() -> None:
+def test_a_refused_gradient_has_the_local_error_and_changes_nothing() -> None:
     wrong = np.ones((4, 2), np.float32)
     wrong[2, 1] = np.nan
     told = []
@@ -142,7 +142,7 @@ def test_a_refused_gradient_is_told_as_here_and_changes_nothing() -> None:
     assert told[0] == told[1] and "sample 2 of feature 'id'" in told[0]
 
 
-def test_gradients_that_are_skipped_are_counted_as_here() -> None:
+def test_skipped_gradients_are_counted_as_locally() -> None:
     wrong = np.ones((4, 2), np.float32)
     wrong[1, 0] = np.inf
     found = []
@@ -156,7 +156,7 @@ def test_gradients_that_are_skipped_are_counted_as_here() -> None:
     assert found[0] == found[1] and found[0][1] == 1
 
 
-def test_an_error_of_a_server_is_raised_here_and_names_it() -> None:
+def test_a_server_error_is_raised_with_its_address() -> None:
     full = one_table(capacity=8, on_full="raise")
     with serving(1) as services, remote(full, [services[0].address]) as worker:
         with pytest.raises(CapacityError, match="table 't' is full") as caught:
@@ -191,7 +191,7 @@ def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
             assert len(worker.tables["t"]) == 0
 
 
-def test_an_interrupted_update_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_update_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         looked = [each.lookup(batch(range(20)), step=1) for each in (local, worker)]
@@ -213,7 +213,7 @@ def test_an_interrupted_update_goes_on_where_it_was(monkeypatch: pytest.MonkeyPa
         assert ticket.used and contents(worker) == contents(local)
 
 
-def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
+def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         worker.lookup(batch(range(20)), step=1)
         table = worker.tables["t"]
@@ -225,7 +225,7 @@ def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
         assert table.save(tmp_path / "a") == first + 2, "a second save by the user is another one"
 
 
-def test_a_process_that_was_replaced_cannot_write() -> None:
+def test_a_replaced_process_cannot_write() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         with remote(one_table(), addresses) as old:
@@ -246,7 +246,7 @@ def test_a_process_that_was_replaced_cannot_write() -> None:
 
 
 @pytest.mark.parametrize("with_ticket", [False, True])
-def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
+def test_a_duplicate_update_is_applied_once(with_ticket: bool) -> None:
     job = Job(tables=one_table().tables)
     with serving(1) as services:
         servers = ServerGroup(job, [services[0].address])
@@ -321,7 +321,7 @@ def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Pat
         assert len(worker.tables["t"]) == 4
 
 
-def test_a_server_that_was_killed_in_its_first_hello_begins_anew(tmp_path: Path) -> None:
+def test_a_server_killed_in_its_first_handshake_starts_empty(tmp_path: Path) -> None:
     note = {"server": 0, "num_servers": 1}
     open_engine(one_table().tables, seed=0, num_threads=1, shared=tmp_path / "rows", note=note)  # no shard map yet
     with (
@@ -332,7 +332,7 @@ def test_a_server_that_was_killed_in_its_first_hello_begins_anew(tmp_path: Path)
         assert len(worker.tables["t"]) == 4
 
 
-def test_a_server_without_its_rows_is_told_from_one_with_them() -> None:
+def test_a_server_without_its_rows_is_detected() -> None:
     with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
         worker.lookup(batch(range(4)), step=1)
         services[0].close()
@@ -341,7 +341,7 @@ def test_a_server_without_its_rows_is_told_from_one_with_them() -> None:
             worker.lookup(batch(range(4)), step=2)
 
 
-def test_a_call_that_is_none_is_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     with (
         serving(1) as services,
         remote(one_table(), [services[0].address]),

@@ -24,7 +24,7 @@ each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "ove
 
 @each_way
 @pytest.mark.parametrize("options", [{}, {"staleness": 2, "deterministic": True}], ids=["sync", "stale"])
-def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options: dict[str, Any]) -> None:
+def test_a_loop_over_servers_has_the_bits_of_a_local_loop(overlap: bool, options: dict[str, Any]) -> None:
     found = []
     for num_servers in (0, 2):
         with running(num_servers, **options) as (embeddings, model, optimizer):
@@ -39,7 +39,7 @@ def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options:
     assert found[0] == found[1]
 
 
-def test_rows_come_while_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of step 2 is held until the lookup of step 5, which needs the update of step 1."""
     lookup, update = ShardedRows.lookup, ShardedRows.update
     came, threads = threading.Event(), set()
@@ -66,7 +66,7 @@ def test_rows_come_while_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unheard", "heard"])
-def test_the_next_checkpoint_after_a_move_is_a_whole_one(known: bool, tmp_path: Path) -> None:
+def test_the_next_checkpoint_after_a_migration_is_whole(known: bool, tmp_path: Path) -> None:
     """Whether or not the trainer knows of the migration when it saves; later checkpoints are changes again."""
     with serving(3) as services:
         addresses = [each.address for each in services]
@@ -158,7 +158,7 @@ def test_changes_after_a_server_was_killed_are_saved_whole(tmp_path: Path) -> No
         assert bits(embeddings, model) == wanted
 
 
-def test_a_part_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_missing_part_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     data = batches(4)
     with running(2) as (embeddings, model, optimizer):
         run = Checkpoint(tmp_path, model, optimizer, embeddings, data)

@@ -59,7 +59,7 @@ def parts(message: NDArray[np.uint8], num_rows: int) -> tuple[NDArray[np.int8], 
 @example(row=[3.4028234663852886e38, 1.0, -3.4028234663852886e38])
 @example(row=[1.401298464324817e-45, -1.1754943508222875e-38])
 @example(row=[3e38, 1e-45, 2.0**88])
-def test_a_row_is_near_what_it_was(row: list[float]) -> None:
+def test_the_error_of_a_row_is_bounded(row: list[float]) -> None:
     """|decoded - v| <= max(2^-11 |v|, 2^-39 m), so at most 2^-11 m, with m the row's largest magnitude; signs stay.
 
     The exponent e is floor(log2 m) - 14, or -126 if that is more, so |v| 2^-e < 2^15 for all v, and the scaling is a
@@ -83,7 +83,7 @@ def test_a_row_is_near_what_it_was(row: list[float]) -> None:
     halves=st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
     power=st.integers(-126, 112),
 )
-def test_what_fp16_holds_is_exact(halves: list[float], power: int) -> None:
+def test_fp16_values_are_exact(halves: list[float], power: int) -> None:
     """A row of fp16 numbers times one power of two is unchanged: they have 11 bits, and the row's exponent gives each
     of them no fewer than fp16 had. An exception is a number that a float cannot hold."""
     wide = np.array(halves, np.float64) * 2.0**power
@@ -95,7 +95,7 @@ def test_what_fp16_holds_is_exact(halves: list[float], power: int) -> None:
     assert through([len(given)], [0, 1], given)[1].tobytes() == given.tobytes()
 
 
-def test_what_is_not_finite_stays_so_and_spoils_no_neighbour() -> None:
+def test_nonfinite_values_stay_and_affect_no_neighbour() -> None:
     given = np.array([np.inf, -np.inf, np.nan, 1.5, -0.0, 1000.0], np.float32)
     message, found = through([6], [0, 1], given)
     assert np.array_equal(found, given, equal_nan=True) and np.signbit(found[4])
@@ -172,7 +172,7 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
-def test_a_lookup_is_near_and_a_read_is_exact(num_servers: int, rng: np.random.Generator) -> None:
+def test_a_lookup_is_rounded_and_a_read_is_exact(num_servers: int, rng: np.random.Generator) -> None:
     """In training and in evaluation, pooled and not; `read` never rounds."""
     local = LocalWorker(features(), num_threads=1)
     with serving(num_servers) as services:
@@ -193,7 +193,7 @@ def test_a_lookup_is_near_and_a_read_is_exact(num_servers: int, rng: np.random.G
                 assert np.array_equal(found, stored.values[stored.present]), name
 
 
-def test_what_fp16_holds_is_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_gradients_are_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of few bits: the rows on servers equal those of a run that does not round, with lost tickets or not."""
     monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
@@ -260,7 +260,7 @@ def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
             assert contents(plain) == contents(local)
 
 
-def test_calls_that_are_none_are_refused() -> None:
+def test_invalid_wire_calls_are_refused() -> None:
     with (
         serving(1) as services,
         remote(one_table(), [services[0].address]),
@@ -321,7 +321,7 @@ def trained(wire: Literal["float32", "float16"], **options: Any) -> tuple[list[f
 
 
 @pytest.mark.parametrize("options", [{}, {"staleness": 2, "deterministic": True}], ids=["sync", "stale"])
-def test_a_run_stays_close_to_one_that_rounds_nothing(options: dict[str, Any]) -> None:
+def test_a_run_stays_close_to_one_that_does_not_round(options: dict[str, Any]) -> None:
     """Each step rounds rows and gradients by at most 2^-11 of their rows' largest value; what 160 steps of descent
     leave of that is at most one such rounding (a fifth of one when this was written)."""
     exact_losses, exact = trained("float32", **options)

@@ -235,7 +235,7 @@ def test_nonfinite_gradients_can_be_skipped() -> None:
 # -- tickets -----------------------------------------------------------------------------------------------------------
 
 
-def test_tickets_are_used_once_and_at_home() -> None:
+def test_tickets_are_used_once_and_by_their_owner() -> None:
     worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
     looked = [worker.lookup(GOOD) for _ in range(3)]
     first, second, third = [each.ticket for each in looked if each.ticket]
@@ -365,7 +365,7 @@ def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
 # -- threads and cost --------------------------------------------------------------------------------------------------
 
 
-class Road:
+class ConcurrentUse:
     """A worker that one thread looks up, others update and one only reads; rows count the updates of their elements."""
 
     def __init__(self, seed: int) -> None:
@@ -435,7 +435,7 @@ class Road:
 
 def test_lookups_and_updates_at_the_same_time(seed: int) -> None:
     """Every gradient is applied once, by any thread."""
-    road = Road(seed)
+    road = ConcurrentUse(seed)
     road.run(road.look_up, road.bring_back, road.bring_back, road.peek)
     total = road.worker.tables["t"].read(np.arange(400, dtype=np.uint64)).values
     np.testing.assert_array_equal(total, np.repeat(total[:, :1], 8, axis=1))

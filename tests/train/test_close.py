@@ -98,14 +98,14 @@ def test_a_worker_gives_up_what_it_reads_for_one_that_ends_in_the_middle(tmp_pat
             optimizer.step()
             if batch.step == 3:
                 break
-        (seat,) = workers[0].host._sessions.values()
-        assert seat.readers
+        (session,) = workers[0].host._sessions.values()
+        assert session.readers
         del batch
         if closes:
             embeddings.close()
         del embeddings, model, optimizer
         gc.collect()
-        eventually(lambda: not seat.readers)
+        eventually(lambda: not session.readers)
         eventually(lambda: collect() and not [each for each in threading.enumerate() if each.name in OWN_THREADS])
 
 

@@ -54,10 +54,10 @@ each_way = pytest.mark.parametrize(
 def test_a_worker_killed_at_random_moments(
     tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greetings, handshake = [], WorkerConnection.handshake
+    handshakes, handshake = [], WorkerConnection.handshake
 
     def counted(at: WorkerConnection) -> None:
-        greetings.append(at)
+        handshakes.append(at)
         handshake(at)
 
     monkeypatch.setattr(WorkerConnection, "handshake", counted)
@@ -77,7 +77,7 @@ def test_a_worker_killed_at_random_moments(
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
             seen = train(job, data, at, overlap=overlap)
-            assert len(greetings) > 1, "it was never killed during training"
+            assert len(handshakes) > 1, "it was never killed during training"
             found = seen, evaluate(job, test), bits(job), job[0].counters().lost
             while not over[0].is_set():
                 assert evaluate(job, test) == found[1]
@@ -127,12 +127,12 @@ def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dic
     with serving(2) as services, working() as (worker,):
 
         def at(now: str, number: int) -> None:
-            for seat in worker.host._sessions.values():
-                for stream, reading in list(seat.readers.items()) if number % 4 == 0 and number < 30 else ():
-                    reading.close()
+            for session in worker.host._sessions.values():
+                for stream, reader in list(session.readers.items()) if number % 4 == 0 and number < 30 else ():
+                    reader.close()
                     with pytest.raises(NotReadyError, match="closed here"):
-                        reading.at(1000)
-                    del seat.readers[stream]
+                        reader.batch(1000)
+                    del session.readers[stream]
 
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
@@ -141,8 +141,7 @@ def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dic
 
 @pytest.mark.parametrize("server", [0, 1])
 def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything was applied, and after everything was: the update is retried, with batches that are read
-    again."""
+    """Before anything was applied, and after everything was: the update is retried, with batches read again."""
     data = source(write(tmp_path / "a.parquet", 10))
     with running() as job:
         wanted = train(job, data, accumulate=2), bits(job)
@@ -155,11 +154,11 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
             if not first or server:
                 update(remote, batches, step, *rest)
             if first:
-                seats = worker.host._sessions.values()
-                for seat in seats:
-                    for reading in seat.readers.values():
-                        reading.close()
-                    seat.readers.clear()
+                sessions = worker.host._sessions.values()
+                for session in sessions:
+                    for reader in session.readers.values():
+                        reader.close()
+                    session.readers.clear()
                 raise NotReadyError("killed")
 
         monkeypatch.setattr(satrap.worker.remote.service, "_update", dies)

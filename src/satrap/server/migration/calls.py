@@ -135,7 +135,7 @@ class MigrationCalls(CallFence):
             server_state.adopt(after, server, self._fencing_token)
             server_state.participant.end()
             server_state.barrier.refuse(
-                lambda: MovedError(f"the call's bucket map was replaced by {after.version}: take it and call again")
+                lambda: MovedError(f"the call's bucket map was replaced by map {after.version}: take it and call again")
             )
 
     def forget(self, origin: Origin) -> None:

@@ -164,8 +164,8 @@ def test_a_run_says_which_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> 
             worker = Embeddings(of, workers=named).worker
             assert type(worker) is kind
             if isinstance(worker, RemoteWorker):
-                assert worker.at.address == address
-                worker.at.close()
+                assert worker.connection.address == address
+                worker.connection.close()
             assert isinstance(worker, ShardedWorker)
             worker.servers.close()
 

@@ -48,7 +48,7 @@ def test_owners_are_runs_of_buckets_and_tables_start_at_different_servers(
 
 def test_a_remaining_bucket_goes_to_the_server_with_the_fewest() -> None:
     before = BucketMap(version=1, num_servers=3, owners=((2, 2, 1),))
-    assert before.moved(before.spread([0, 1])).owners == ((0, 0, 1),)
+    assert before.with_owners(before.spread([0, 1])).owners == ((0, 0, 1),)
 
 
 small = st.integers(0, 5).map(lambda k: 1 << k)
@@ -73,7 +73,7 @@ def test_spread_is_even_and_moves_no_more_than_necessary(before: BucketMap, data
     every = st.integers(0, before.num_servers - 1)
     servers = data.draw(st.lists(every, min_size=1, unique=True))
     moves = before.spread(servers)
-    after = before.moved(moves)
+    after = before.with_owners(moves)
     assert after.version == 2 and after.num_servers == before.num_servers
     for was, now in zip(before.owners, after.owners, strict=True):
         counts = [now.count(server) for server in servers]
@@ -90,7 +90,7 @@ def test_spread_is_even_and_moves_no_more_than_necessary(before: BucketMap, data
 def test_one_table_moves_the_minimum(buckets: int, was: int, now: int) -> None:
     """From an even map: the buckets of servers that leave, or those that new servers get."""
     both = max(was, now)
-    before = BucketMap.even([buckets], was).numbered({server: server for server in range(was)}, both)
+    before = BucketMap.even([buckets], was).renumbered({server: server for server in range(was)}, both)
     moved = len(before.spread(range(now)))
     counts = [before.owners[0].count(server) for server in range(both)]
     if now >= was:
@@ -107,13 +107,13 @@ def test_a_spread_over_no_servers_is_refused() -> None:
 
 def test_servers_join_and_leave_and_are_renumbered() -> None:
     first = ShardMap.first([4, 1], ["tcp://a:1"])
-    joined = first.joined(["tcp://b:1", "tcp://c:1"])
+    joined = first.with_servers(["tcp://b:1", "tcp://c:1"])
     assert joined.version == 2 and set(joined.owner()) == {"tcp://a:1"}
-    moved = joined.moved({0: "tcp://c:1", 4: "tcp://b:1"})
+    moved = joined.with_owners({0: "tcp://c:1", 4: "tcp://b:1"})
     assert moved.owner() == ["tcp://c:1", "tcp://a:1", "tcp://a:1", "tcp://a:1", "tcp://b:1"]
     assert joined.changes(moved) == {("tcp://a:1", "tcp://c:1"): [0], ("tcp://a:1", "tcp://b:1"): [4]}
-    emptied = moved.moved({4: "tcp://c:1"})
-    left = emptied.only(["tcp://c:1", "tcp://a:1"])
+    emptied = moved.with_owners({4: "tcp://c:1"})
+    left = emptied.restricted_to(["tcp://c:1", "tcp://a:1"])
     assert left.addresses == ("tcp://c:1", "tcp://a:1") and left.version == 5
     assert left.owner() == emptied.owner() and left.number("tcp://b:1") is None and left.number("tcp://a:1") == 1
     assert ShardMap.from_dict(json.loads(json.dumps(left.to_dict()))) == left

@@ -311,10 +311,10 @@ def test_another_job_is_refused_field_by_field() -> None:
             stack.enter_context(far(wide, other, worker, attempt=attempt + 1))
         with pytest.raises(ConfigError, match="seed: 1 here, 0 there"):
             stack.enter_context(far(of, other, worker, attempt=attempt + 1, seed=1))
-        first.at.handshake()  # the first trainer's session still exists
+        first.connection.handshake()  # the first trainer's session still exists
         stack.enter_context(far(bag, other, worker, attempt=attempt + 1))
         with pytest.raises(AttemptError, match=f"attempt {attempt}; expected the worker.s, {attempt + 1}"):
-            first.at.handshake()
+            first.connection.handshake()
 
 
 @contextmanager
@@ -323,7 +323,7 @@ def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) 
     try:
         found = RemoteWorker(of, servers, worker.address, num_threads=1)
         yield found
-        found.at.close()
+        found.connection.close()
     finally:
         servers.close()
 

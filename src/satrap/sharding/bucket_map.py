@@ -46,12 +46,12 @@ class BucketMap:
             first += len(set(each))
         return cls(version=1, num_servers=num_servers, owners=tuple(owners))
 
-    def moved(self, to: Mapping[int, int]) -> Self:
+    def with_owners(self, to: Mapping[int, int]) -> Self:
         """Return the next map, in which these buckets, numbered over all tables, belong to other servers."""
         flat = [to.get(b, owner) for b, owner in enumerate(self.flat())]
         return self._next(flat, self.num_servers)
 
-    def numbered(self, numbers: Mapping[int, int], num_servers: int) -> Self:
+    def renumbered(self, numbers: Mapping[int, int], num_servers: int) -> Self:
         """Return the next map, with the same owners under other numbers. A server without a new number owns nothing."""
         flat = [numbers[owner] for owner in self.flat()]
         return self._next(flat, num_servers)

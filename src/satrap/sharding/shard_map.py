@@ -50,21 +50,21 @@ class ShardMap:
         """Return the address of each bucket's owner, one table after the other."""
         return [self.addresses[server] for server in self.bucket_map.flat()]
 
-    def joined(self, addresses: Sequence[str]) -> Self:
+    def with_servers(self, addresses: Sequence[str]) -> Self:
         """Return the next shard map, with additional servers that own nothing yet."""
         every = (*self.addresses, *addresses)
         same = {server: server for server in range(len(self.addresses))}
-        return type(self)(bucket_map=self.bucket_map.numbered(same, len(every)), addresses=every)
+        return type(self)(bucket_map=self.bucket_map.renumbered(same, len(every)), addresses=every)
 
-    def moved(self, to: Mapping[int, str]) -> Self:
+    def with_owners(self, to: Mapping[int, str]) -> Self:
         """Return the next shard map, in which these buckets belong to the servers at these addresses."""
         numbers = {bucket: self.addresses.index(address) for bucket, address in to.items()}
-        return type(self)(bucket_map=self.bucket_map.moved(numbers), addresses=self.addresses)
+        return type(self)(bucket_map=self.bucket_map.with_owners(numbers), addresses=self.addresses)
 
-    def only(self, addresses: Sequence[str]) -> Self:
+    def restricted_to(self, addresses: Sequence[str]) -> Self:
         """Return the next shard map, with these servers only, in this order. The others must own nothing."""
         numbers = {server: addresses.index(each) for server, each in enumerate(self.addresses) if each in addresses}
-        return type(self)(bucket_map=self.bucket_map.numbered(numbers, len(addresses)), addresses=tuple(addresses))
+        return type(self)(bucket_map=self.bucket_map.renumbered(numbers, len(addresses)), addresses=tuple(addresses))
 
     def changes(self, after: "ShardMap") -> dict[tuple[str, str], list[int]]:
         """Return the buckets whose owner differs in `after`, by the addresses of the old and the new owner."""

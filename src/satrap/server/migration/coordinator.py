@@ -96,15 +96,15 @@ class Migration:
             self._apply_map(job, members)  # completes a change that an earlier run started
             new = [address for address in self._target if address not in members.addresses]
             if new:
-                members = self._apply_map(job, members.joined(new), members)
+                members = self._apply_map(job, members.with_servers(new), members)
             servers = [members.addresses.index(address) for address in self._target]
             to = {bucket: members.addresses[server] for bucket, server in members.bucket_map.spread(servers).items()}
             for group in self._groups(members, to):
                 at = time.monotonic()
-                members = self._apply_map(job, members.moved({bucket: to[bucket] for bucket in group}), members)
+                members = self._apply_map(job, members.with_owners({bucket: to[bucket] for bucket in group}), members)
                 time.sleep(self._pause_ratio * (time.monotonic() - at))
             if members.addresses != self._target:
-                members = self._apply_map(job, members.only(self._target), members)
+                members = self._apply_map(job, members.restricted_to(self._target), members)
             self._clients.clear()
         seconds = time.monotonic() - start_time
         return MigrationResult(

@@ -137,8 +137,8 @@ class RemoteInputs(Inputs):
     def __getattr__(self, name: str) -> Any:
         if name in ("values", "offsets", "weights"):
             raise StreamError(
-                f"the batch has no {name} here: its ids stay with the worker at {self.batches.at.address}; name their "
-                "columns in the source's `extra` to see them, or train without workers"
+                f"the batch has no {name} here: its ids stay with the worker at {self.batches.connection.address}; "
+                "name their columns in the source's `extra` to see them, or train without workers"
             )
         raise AttributeError(name)
 
@@ -166,10 +166,10 @@ class RemoteBatches(Iterator[RemoteInputs]):
     """The batches of a source that a remote worker reads."""
 
     def __init__(
-        self, at: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
+        self, connection: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
     ):
         """share: the trainer's `rank`, and the `world` size."""
-        self.at, self.source = at, source_to_dict(source)
+        self.connection, self.source = connection, source_to_dict(source)
         self._names, self._position, self._share = names, position, share
         self._last = 0  # the number of the last batch that arrived
         self._read: dict[int, _ReadBatch] = {}  # batches from which reading may have to restart
@@ -178,7 +178,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         self._left_out = LeftOut()
         self._ended = False
         self._lock = threading.Lock()
-        self.stream = at.begin(self)
+        self.stream = connection.begin(self)
         """The number by which the worker knows this stream."""
 
     @property
@@ -202,7 +202,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             return ReadStart(number=first, position=position, left_out=left_out, **self._share)
 
     def __len__(self) -> int:
-        found = self.at.ask(lambda: self.at.call.length(self.at.servers.origin(0), self.stream))
+        found = self.connection.ask(lambda: self.connection.call.length(self.connection.servers.origin(0), self.stream))
         if "batches" not in found:
             raise TypeError(found["why"])
         return int(found["batches"])
@@ -213,8 +213,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
         number = self._last + 1
         description: dict[str, Any] = {"found": "nothing"}
         while description["found"] == "nothing":
-            description, dense, label, extra = self.at.ask(
-                lambda: self.at.call.read(self.at.servers.origin(0), self.stream, number, self.settled)
+            description, dense, label, extra = self.connection.ask(
+                lambda: self.connection.call.read(self.connection.servers.origin(0), self.stream, number, self.settled)
             )
         left_out = LeftOut.from_list(description["left_out"])
         if description["found"] == "end":
@@ -257,7 +257,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def close(self) -> None:
         """Stop reading."""
         self._ended = True
-        self.at.end(self.stream)
+        self.connection.end(self.stream)
 
 
 class RemoteRows:
@@ -266,13 +266,13 @@ class RemoteRows:
 
     remote = True
 
-    def __init__(self, features: Features, sharded: ShardedRows, at: WorkerConnection) -> None:
+    def __init__(self, features: Features, sharded: ShardedRows, connection: WorkerConnection) -> None:
         self.num_threads = sharded.num_threads
         self.lookup, self.empty, self.skip, self.settle = sharded.lookup, sharded.empty, sharded.skip, sharded.settle
         self.cut = [0 for feature in features.values() if feature.max_length is not None]
         """For each sequence, the number of ids beyond its length in batches that the worker read."""
         self._names = [table.name for table in features.tables]
-        self._sharded, self._at = sharded, at
+        self._sharded, self._connection = sharded, connection
         self._lock = threading.Lock()
 
     @property
@@ -289,7 +289,11 @@ class RemoteRows:
             self.cut = [before + more for before, more in zip(self.cut, cut, strict=True)]
 
     def made(self, ticket: object) -> bool:
-        return ticket.batches.at is self._at if isinstance(ticket, RemoteTicket) else self._sharded.made(ticket)
+        return (
+            ticket.batches.connection is self._connection
+            if isinstance(ticket, RemoteTicket)
+            else self._sharded.made(ticket)
+        )
 
     def update(
         self,
@@ -305,7 +309,7 @@ class RemoteRows:
             return
         if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
             raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
-        servers, batches = self._at.servers, tickets[0].batches
+        servers, batches = self._connection.servers, tickets[0].batches
         servers.claim(step, tickets[0])
         origin, stream = servers.origin(step), batches.stream
         rates = dict(zip(self._names, servers.lrs, strict=True)) | {self._names[table]: lr for table, lr in lrs}
@@ -316,10 +320,10 @@ class RemoteRows:
 
         def call() -> list[int]:
             for i in range(len(tickets) - 1):
-                self._at.call.bring(origin, stream, numbers[i], present[i], flat[i])
-            return self._at.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
+                self._connection.call.bring(origin, stream, numbers[i], present[i], flat[i])
+            return self._connection.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
 
-        skipped = self._at.ask(call)
+        skipped = self._connection.ask(call)
         with Uninterrupted(), self._lock:
             for table, count in enumerate(skipped):
                 servers.skipped[table] += count
@@ -337,7 +341,7 @@ class RemoteRows:
             ticket.used = True
             ticket.batches.settle(ticket.number)
         with suppress(NotReadyError, RpcError):  # it has lost the batch, or learns of the drop with the next one
-            self._at.best_effort.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
+            self._connection.best_effort.drop(self._connection.servers.origin(0), ticket.batches.stream, ticket.number)
 
 
 class RemoteWorker(ShardedWorker):
@@ -365,23 +369,23 @@ class RemoteWorker(ShardedWorker):
             together=servers.together,
             further=servers.job.tables[len(features.tables) :],
         )
-        self.at = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
-        self._remote_rows = RemoteRows(features, self._sharded_rows, self.at)
+        self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
+        self._remote_rows = RemoteRows(features, self._sharded_rows, self.connection)
         self._rows = self._remote_rows
 
     def close(self) -> None:
         """Close the connections."""
-        self.at.close()
+        self.connection.close()
         super().close()
 
     def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> RemoteBatches:
         """Return the batches of a declared source, read by the worker."""
-        return RemoteBatches(self.at, self.features.names, source, position, rank=rank, world=world)
+        return RemoteBatches(self.connection, self.features.names, source, position, rank=rank, world=world)
 
     def signature(self, source: Any) -> dict[str, Any]:
         """Return `Source.signature` of a declared source: the worker sees its files, this machine may not."""
         description = source_to_dict(source)
-        return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), description))
+        return self.connection.ask(lambda: self.connection.call.signature(self.servers.origin(0), description))
 
     def lookup(
         self,
@@ -398,8 +402,8 @@ class RemoteWorker(ShardedWorker):
         self.settle()
         origin, batches, number = self.servers.origin(step or 0), inputs.batches, inputs.number
         since = oldest_open or step or 0
-        rows, sequences, masks, cut = self.at.ask(
-            lambda: self.at.call.lookup(origin, batches.stream, number, batches.settled, since, train)
+        rows, sequences, masks, cut = self.connection.ask(
+            lambda: self.connection.call.lookup(origin, batches.stream, number, batches.settled, since, train)
         )
         self._remote_rows.count(cut)
         batches.looked_up(number, train)

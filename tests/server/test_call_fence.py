@@ -38,8 +38,7 @@ def test_fencing_tokens_outlive_the_server(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_takes_its_token_again_after_the_server_was_killed(tmp_path: Path) -> None:
-    """The answer was lost with the server: it accepts the holder's duplicate, and no other holder of the same
-    number."""
+    """The answer was lost with the server: it accepts the holder's duplicate, and no other holder of that number."""
     with (
         killables(tmp_path, 1) as servers,
         remote(one_table(), [servers[0].address]) as worker,

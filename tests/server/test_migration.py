@@ -112,7 +112,7 @@ def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None
 
 
 def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
-    """Train each in a thread, with `ahead` steps looked up and not updated, until `over`. Returns the sums of EXACT's
+    """Train each in a thread, with `ahead` steps looked up and not updated, until `over`. Returns EXACT's summed
     gradients."""
     total = np.zeros((len(workers), len(EXACT), 2))
     ended, caught = [False] * len(workers), []

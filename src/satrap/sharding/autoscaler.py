@@ -57,8 +57,7 @@ class ScaleLimits:
     memory_goal: float = 0.6
     """Share that a change aims for, so that the next decision does not undo it."""
     work_high: float = 0.7
-    """Share of a step's time that a server works on it above which servers are added: trainers wait for servers
-    then."""
+    """Share of a step's time that a server works on it, above which servers are added: trainers wait for it then."""
     work_goal: float = 0.4
     patience: int = 3
     """Number of consecutive windows that must agree."""

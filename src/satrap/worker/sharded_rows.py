@@ -45,8 +45,7 @@ class ShardedTicket:
     number: int
     """The ticket's number at the servers; 0 if they have none."""
     sums: tuple[_core.Sums, Topology] | None = None
-    """Sums of an update that was started, and the topology they are split for: an interrupted update resumes with
-    them."""
+    """Sums of a started update, and the topology they are split for: an interrupted update resumes with them."""
     skipped: list[int] = field(default_factory=list)
     """For each table, the number of gradients in the update that were not finite and were left out."""
     used: bool = False

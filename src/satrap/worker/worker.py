@@ -99,8 +99,7 @@ class Rows(Protocol):
     ) -> None:
         """Apply one optimizer step.
 
-        gradients: for each ticket those of its block and of its sequences. lrs: pairs of a table's number and its
-            rate."""
+        gradients: for each ticket those of its block and sequences. lrs: pairs of a table's number and its rate."""
         ...
 
     def drop(self, ticket: Any) -> None:

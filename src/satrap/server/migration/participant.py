@@ -75,8 +75,7 @@ class MigrationParticipant:
     # -- outgoing buckets --------------------------------------------------------------------------------------------
 
     def freeze(self, move: int, buckets: Buckets, now: float) -> None:
-        """Keep these buckets unchanged until they leave, `thaw` is called, or the coordinator is silent for too
-        long."""
+        """Keep these buckets unchanged until they leave, are thawed, or the coordinator is silent for too long."""
         self.thaw()
         self.engine.freeze(buckets, True)
         self.outgoing, self.outgoing_move = buckets, move
@@ -144,8 +143,7 @@ class MigrationParticipant:
     # -- incoming buckets --------------------------------------------------------------------------------------------
 
     def receive(self, move: int, buckets: Buckets, attempt: int) -> None:
-        """Make room for these buckets, from a server in that attempt. A duplicate is ignored: it would empty them
-        again."""
+        """Make room for these buckets, from a server in that attempt. A duplicate must not empty them again."""
         if move == self.incoming_move:
             return
         if attempt < self.engine.attempt:

@@ -261,8 +261,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
 
 
 class RemoteRows:
-    """Implements `satrap.worker.worker.Rows`. Tickets of batches that the worker read go to it, all others to the
-    servers."""
+    """Implements `satrap.worker.worker.Rows`. Tickets of batches that the worker read go to it, others to servers."""
 
     remote = True
 
@@ -358,8 +357,7 @@ class RemoteWorker(ShardedWorker):
         deadline: float = DEADLINE_SECONDS,
         retry_seconds: float = 2.0,
     ) -> None:
-        """Make a handshake with the worker at `address`. See `ServerGroup` and `ShardedWorker` for the other
-        arguments."""
+        """Make a handshake with the worker at `address`. `ServerGroup` and `ShardedWorker` have the other options."""
         super().__init__(features, servers, num_threads=num_threads)
         spec = WorkerSpec(
             features=features,

@@ -51,8 +51,7 @@ class _TrainerSession:
         return found
 
     def run(self, work: Callable[[], _R]) -> "Future[_R]":
-        """Run in a thread of this session: some calls wait for other trainers, and must not block those trainers'
-        calls."""
+        """Run in a thread of this session: some calls wait for other trainers, and must not block theirs."""
         try:
             return self.executor.submit(work)
         except RuntimeError:  # the session was closed meanwhile

@@ -37,10 +37,10 @@ class ReaderServers(ServerGroup):
         retries = RetryState(time.monotonic() + self._deadline)
         while True:
             view = self.view
-            found = self.all("members", 0)
-            jobless = next((server for server, each in enumerate(found) if not each["version"]), None)
+            answers = self.all("members", 0)
+            jobless = next((server for server, each in enumerate(answers) if not each["version"]), None)
             if jobless is None:
-                return max(int(each["state"]["latest_step"]) for each in found)
+                return max(int(each["state"]["latest_step"]) for each in answers)
             with suppress(MovedError):
                 where = view.members.addresses[jobless]
                 error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
@@ -53,9 +53,9 @@ class ReaderServers(ServerGroup):
         """Treat any map of a later attempt as newer: the run has started over."""
         if view is not self.view:
             return True
-        found = view.clients[server].call.members(Origin(), 0)
-        if found["version"]:
-            newest, members = (found["state"]["attempt"], found["version"]), ShardMap.from_dict(found["members"])
+        answer = view.clients[server].call.members(Origin(), 0)
+        if answer["version"]:
+            newest, members = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
             with self._lock:
                 if newest >= self._newest and members != self.view.members:
                     self._adopt(members)
@@ -78,12 +78,12 @@ def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -
     for address in addresses:
         try:
             with Client(ServerCalls, address, keys, deadline=deadline / len(addresses)) as client:
-                found: dict[str, Any] = client.call.members(Origin(), 0)
+                answer: dict[str, Any] = client.call.members(Origin(), 0)
         except RpcError as error:
             failed[address] = error
             continue
-        if found["version"]:
-            return found
+        if answer["version"]:
+            return answer
     if not failed:
         raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: start a trainer on them first")
     first = next(iter(failed.values()))

@@ -134,11 +134,11 @@ class ServerGroup:
         self.reach()  # all servers, before one is assigned to this job
         self._record(self._handshake_all())
 
-    def _record(self, found: list[dict[str, Any]]) -> None:
-        self.latest_step: int = max(each["latest_step"] for each in found)
+    def _record(self, answers: list[dict[str, Any]]) -> None:
+        self.latest_step: int = max(each["latest_step"] for each in answers)
         """The latest step of an earlier run whose rows the servers still hold."""
-        self.lrs: list[float] = list(found[0]["lrs"])
-        self.newest_attempt: int = max(each["attempt"] for each in found)
+        self.lrs: list[float] = list(answers[0]["lrs"])
+        self.newest_attempt: int = max(each["attempt"] for each in answers)
         """The newest attempt as of the handshake."""
 
     def begin(self) -> None:
@@ -146,15 +146,15 @@ class ServerGroup:
         on. AttemptError if that trainer holds a lease, unless this launch is later."""
         if self.attempt != NO_ATTEMPT:
             return
-        found = self._handshake_all(commit=False)
-        self._record(found)
+        answers = self._handshake_all(commit=False)
+        self._record(answers)
         newest, launch = self.newest_attempt, self._launch
         if launch and newest >= (launch + 1) * LAUNCH_ATTEMPTS:
             raise AttemptError(
                 f"launch {newest // LAUNCH_ATTEMPTS} has started: this process, of launch {launch}, was replaced"
             )
         if not self._take_over and not (launch and newest < launch * LAUNCH_ATTEMPTS):
-            self._wait_for_leases(found)
+            self._wait_for_leases(answers)
         self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
         try:
             self.all("begin_attempt")
@@ -171,22 +171,22 @@ class ServerGroup:
         if self._lease is not None:
             self._lease.origin = self.origin(0)
 
-    def _wait_for_leases(self, found: list[dict[str, Any]]) -> None:
-        """Return once no other process holds a lease. AttemptError if one is renewed meanwhile. found: handshakes."""
-        before: dict[str, float] = {}
+    def _wait_for_leases(self, answers: list[dict[str, Any]]) -> None:
+        """Return once no other process holds a lease. AttemptError if one is renewed meanwhile. answers: handshakes."""
+        previous: dict[str, float] = {}
         while True:
-            left: dict[str, float] = {}
-            for each in found:
+            remaining: dict[str, float] = {}
+            for each in answers:
                 for process, (where, seconds) in each["leases"].items():
                     if process != process_id():
-                        left[process] = max(seconds, left.get(process, 0.0))
-                        if seconds > before.get(process, LEASE_SECONDS):
+                        remaining[process] = max(seconds, remaining.get(process, 0.0))
+                        if seconds > previous.get(process, LEASE_SECONDS):
                             raise AttemptError(_LEASE_HELD.format(where=where))
-            if not left:
+            if not remaining:
                 return
-            before = left
+            previous = remaining
             time.sleep(_POLL_SECONDS)
-            found = self._handshake_all(commit=False)
+            answers = self._handshake_all(commit=False)
 
     def reach(self) -> None:
         """Raise unless every server answers within a call's deadline and belongs to this job."""
@@ -249,7 +249,7 @@ class ServerGroup:
 
         pending = {server: begin(server) for server in arguments}
         retries = {server: RetryState(time.monotonic() + self._deadline) for server in arguments}
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         while pending:
             for server, call in list(pending.items()):
@@ -257,7 +257,7 @@ class ServerGroup:
                     continue
                 del pending[server]
                 try:
-                    if self._collect(view, server, call, retries[server], found):
+                    if self._collect(view, server, call, retries[server], answers):
                         continue
                     pending[server] = begin(server)
                 except SatrapError as error:
@@ -267,7 +267,7 @@ class ServerGroup:
                         break
         if failed:
             raise self._failure(view, failed, patient)
-        return found
+        return answers
 
     def all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
         """Return the answers of all servers, under one map. See `each`."""
@@ -275,10 +275,10 @@ class ServerGroup:
             view = self.view
             asked = dict.fromkeys(range(len(view)), arguments)
             try:
-                found = self.each(method, step, asked, view=view, patient=patient)
+                answers = self.each(method, step, asked, view=view, patient=patient)
             except MovedError:
                 continue  # repeat with the newer topology
-            return [found[server] for server in asked]
+            return [answers[server] for server in asked]
 
     def close(self) -> None:
         """Release the lease and close the connections."""
@@ -289,12 +289,14 @@ class ServerGroup:
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    def _collect(self, view: Topology, server: int, call: Pending, retries: RetryState, found: dict[int, Any]) -> bool:
+    def _collect(
+        self, view: Topology, server: int, call: Pending, retries: RetryState, answers: dict[int, Any]
+    ) -> bool:
         """Record a server's answer; return False if it must be called again."""
         try:
-            found[server] = call.result()
+            answers[server] = call.result()
         except TicketError as error:
-            found[server] = error
+            answers[server] = error
         except MovedError as error:
             self._wait_for_migration(view, server, error, retries)
             return False
@@ -339,10 +341,10 @@ class ServerGroup:
         """Ask the server for its shard map, and return whether there is a newer topology than `view`."""
         if view is not self.view:
             return True
-        found = view.clients[server].call.members(Origin(), max(1, view.members.version))
-        if found["version"] <= max(1, view.members.version):
+        answer = view.clients[server].call.members(Origin(), max(1, view.members.version))
+        if answer["version"] <= max(1, view.members.version):
             return False
-        newest = ShardMap.from_dict(found["members"])
+        newest = ShardMap.from_dict(answer["members"])
         with self._lock:
             if self.view.members.version < newest.version:
                 self._adopt(newest)

@@ -102,10 +102,10 @@ class ShardedRows:
         at = self._advance_step(step) if train else 0
         number = next(self._numbers) if train else 0
         arguments = oldest_open or at, train, number, self._servers.wire, first_epoch
-        while (found := self._lookup_on_servers(split, view, at, arguments)) is None:
+        while (answers := self._lookup_on_servers(split, view, at, arguments)) is None:
             view = self._servers.view
             self._split.share_again(split, view.owners, len(view))
-        rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(view))]
+        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(view))]
         self._split.fill(split, rows, block, sequences)
         if train:
             return ShardedTicket(split, number)
@@ -205,8 +205,8 @@ class ShardedRows:
             for server in range(len(view))
             if len(sums.ids(server)) or self._servers.together
         }
-        found = self._servers.each("update", step, arguments_by_server, view=view)
-        lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
+        answers = self._servers.each("update", step, arguments_by_server, view=view)
+        lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]
         self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
 
     def drop(self, ticket: ShardedTicket) -> None:

@@ -67,13 +67,13 @@ class ShardedTable:
         self, method: str, ids: ArrayLike, arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]]
     ) -> list[NDArray[Any]]:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
-        wanted = array_args.as_ids(f"table {self.table.name!r}", ids)
+        unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
         while True:
             view = self._servers.view
             owners = np.array(view.members.bucket_map.owners[self._number], np.uint32)
-            owner = owners[_core.bucket_of(wanted, self.table.resolved_num_buckets)]
+            owner = owners[_core.bucket_of(unsigned_ids, self.table.resolved_num_buckets)]
             order = np.argsort(owner, kind="stable")
-            parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(view))))
+            parts = np.split(unsigned_ids[order], np.searchsorted(owner[order], np.arange(1, len(view))))
             arguments_by_server = {server: arguments(part) for server, part in enumerate(parts)}
             try:
                 found = self._servers.each(method, 0, arguments_by_server, view=view)
@@ -85,7 +85,7 @@ class ShardedTable:
             if answers[0] is None:  # a lookup's rows in the form that was not requested
                 continue
             flat = np.concatenate(answers)
-            lines_by_server = flat.reshape(len(wanted), len(flat) // max(1, len(wanted)))
+            lines_by_server = flat.reshape(len(unsigned_ids), len(flat) // max(1, len(unsigned_ids)))
             lines.append(np.empty_like(lines_by_server))
             lines[-1][order] = lines_by_server
         return lines
@@ -138,18 +138,18 @@ class ShardedTable:
         repeated: buckets moved meanwhile, so that some were not saved, or a server answered with the version of an
         earlier save."""
         view = self._servers.view
-        every = range(len(view))
+        servers = range(len(view))
         try:
-            made = self._servers.each("version", 0, dict.fromkeys(every, (self._number,)), view=view)
-            version = 1 + max(made.values())  # servers that joined later have lower versions
-            arguments_by_server = dict.fromkeys(every, (self._number, folder, since, version))
-            found = self._servers.each("save", 0, arguments_by_server, view=view, patient=True)
+            versions = self._servers.each("version", 0, dict.fromkeys(servers, (self._number,)), view=view)
+            version = 1 + max(versions.values())  # servers that joined later have lower versions
+            arguments_by_server = dict.fromkeys(servers, (self._number, folder, since, version))
+            answers = self._servers.each("save", 0, arguments_by_server, view=view, patient=True)
         except MovedError:
             if len(self._servers.view) != len(view):
-                for server in every:
+                for server in servers:
                     shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
             return []
-        return [found[server] for server in every]
+        return [answers[server] for server in servers]
 
 
 class ShardedTables(Mapping[str, ShardedTable]):

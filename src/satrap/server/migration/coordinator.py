@@ -120,30 +120,30 @@ class Migration:
     def _take_fencing_token(self) -> tuple[Job, ShardMap]:
         """Take a new fencing token at all servers, including those that an earlier run added. Returns the newest shard
         map known then, which no other coordinator can change any more."""
-        _, _, found = self._query_all()
-        self._fencing_token, mover = 1 + max(answer["turn"] for answer in found.values()), 1 + secrets.randbits(62)
+        _, _, answers = self._query_all()
+        self._fencing_token, mover = 1 + max(answer["turn"] for answer in answers.values()), 1 + secrets.randbits(62)
         fenced: list[str] = []
-        while new := [address for address in found if address not in fenced]:
+        while new := [address for address in answers if address not in fenced]:
             for address in new:
                 self._call(address).begin_turn(self._origin(), mover)
             fenced += new
-            job, members, found = self._query_all()
+            job, members, answers = self._query_all()
         return job, members
 
     def _query_all(self) -> tuple[Job, ShardMap, dict[str, Any]]:
         """Return the newest job and shard map, and the answers of all servers that any of them knows."""
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         new = list(dict.fromkeys((*self._current, *self._target)))
         while new:
-            found |= {address: self._call(address).members(Origin(), 0) for address in new}
-            newest = max(found.values(), key=lambda answer: int(answer["version"]))
+            answers |= {address: self._call(address).members(Origin(), 0) for address in new}
+            newest = max(answers.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
                 raise NotReadyError(
                     f"none of the servers at {', '.join(self._current)} has a job: start a trainer on them first"
                 )
             members = ShardMap.from_dict(newest["members"])
-            new = [address for address in members.addresses if address not in found]
-        return Job.from_dict(newest["job"]), members, found
+            new = [address for address in members.addresses if address not in answers]
+        return Job.from_dict(newest["job"]), members, answers
 
     def _origin(self, map_version: int = 0) -> Origin:
         return Origin(step=self._fencing_token, map_version=map_version)

@@ -221,7 +221,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             self._left_out, self._ended = left_out, True
             raise StopIteration
         position, size = Position.from_dict(description["position"]), description["size"]
-        found = RemoteInputs(
+        inputs = RemoteInputs(
             names=self._names,
             batch_size=size,
             dense=None if dense is None else dense.reshape(size, -1).copy(),
@@ -236,7 +236,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             self._read[number] = _ReadBatch(position, left_out)
             self._open.add(number)
             self._last = number
-        return found
+        return inputs
 
     def looked_up(self, number: int, train: bool) -> None:
         """Settle a batch after a lookup without training: it has no update."""
@@ -409,13 +409,13 @@ class RemoteWorker(ShardedWorker):
         if block is None:
             block = self._remote_rows.empty(n, self.features.total_dim)
         np.copyto(block, rows.reshape(block.shape))  # the received array is read-only
-        found, flags, at, line = {}, {}, 0, 0
+        sequences_by_name, masks_by_name, at, line = {}, {}, 0, 0
         for each in self._sequences:
             shape = each.shape(n)
             own = self._remote_rows.empty(n, each.floats)
             np.copyto(own, sequences[at : at + n * each.floats].reshape(own.shape))
-            found[each.name] = own.reshape(shape)
-            flags[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
+            sequences_by_name[each.name] = own.reshape(shape)
+            masks_by_name[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
             at, line = at + n * each.floats, line + n * shape[1]
         ticket = RemoteTicket(batches, number, n) if train else None
-        return LookedUp(block=block, sequences=found, masks=flags, truncated=cut, ticket=ticket)
+        return LookedUp(block=block, sequences=sequences_by_name, masks=masks_by_name, truncated=cut, ticket=ticket)

@@ -1,4 +1,4 @@
-"""What the tests of a cluster share: servers in this process, each over a real socket, and some that can be killed."""
+"""What the tests of a cluster share: servers in this process behind real sockets, and server processes to kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDS = np.arange(60, dtype=np.uint64)
 
 
 def features() -> Features:
-    """Two tables of several buckets and one of a single one, every kind of pooling."""
+    """Two tables of several buckets and one of a single one, with every kind of pooling."""
     item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16)
     user = Table("user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=4)
     tiny = Table("tiny", dim=3, optimizer=SGD(lr=0.1), initial=Normal(std=0.5), num_buckets=1)
@@ -60,7 +60,7 @@ def batch(ids: Any) -> Inputs:
 
 @contextmanager
 def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
-    """Empty servers."""
+    """Start empty servers in this process."""
     given: dict[str, Any] = {"num_threads": 2, "checkpoints": ["/"]} | options
     with ExitStack() as stack:
         yield [stack.enter_context(Service(Server(**given), ServerCalls, ANYWHERE)) for _ in range(num_servers)]
@@ -77,12 +77,12 @@ def remote(of: Features, addresses: list[str], *, seed: int = 0, **options: Any)
 
 
 def contents(worker: LocalWorker | ShardedWorker, ids: Any = IDS) -> dict[str, list[bytes]]:
-    """Values, state and presence of every row, as bits."""
+    """Return values, state and presence of every row, as bits."""
     return {name: [part.tobytes() for part in table.read(ids)] for name, table in worker.tables.items()}
 
 
 def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], step: int) -> None:
-    """The same lookups and one update on each worker; what they see must be the same bits."""
+    """Make the same lookups and one update on each worker; the looked-up rows must be the same bits."""
     seen = []
     looked = [[worker.lookup(each.inputs(), step=step) for each in bags] for worker in workers]
     for of_worker in looked:
@@ -100,12 +100,12 @@ def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], 
 
 
 def stand_still(process: int) -> None:
-    """SIGSTOP; returns when no thread of the process runs any more: until its first thread has seen the signal, the
-    others go on."""
+    """Send SIGSTOP, and return when no thread of the process runs any more: until its first thread has seen the signal,
+    the others continue."""
     os.kill(process, signal.SIGSTOP)
 
     def stands() -> bool:
-        with suppress(OSError):  # a thread that ended meanwhile
+        with suppress(OSError):  # a thread has ended meanwhile
             found = [path.read_text().rpartition(")")[2].split()[0] for path in tasks.glob("*/stat")]
             return set(found) == {"T"}
         return False
@@ -115,7 +115,7 @@ def stand_still(process: int) -> None:
 
 
 class Killable:
-    """A server process whose rows lie in shared memory; started again at the same address."""
+    """A server process whose rows are in shared memory, and which can be restarted at the same address."""
 
     def __init__(
         self,
@@ -125,7 +125,8 @@ class Killable:
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         most_seconds: float = 0.0,
     ) -> None:
-        """inside: what it is started in; a network of its own. most_seconds: of its life, beyond what tests take."""
+        """inside: the context to start it in, for example a network namespace. most_seconds: added to the time after
+        which the process is killed, for a test that takes longer than most."""
         self._options, self._inside, self._most_seconds = options, inside, 4 * DEADLINE_SECONDS + most_seconds
         self.shared = shared
         self._begin(listen)
@@ -152,26 +153,26 @@ class Killable:
         return process
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL, and return when the process has exited."""
         os.kill(self._process.pid, signal.SIGKILL)
         self._gone()
 
     def restart(self) -> None:
-        """Returns when it listens."""
+        """Start it again, and return when it listens."""
         self._process = self._start(self.address)
         assert self._process.stdout is not None
         assert self._process.stdout.readline().split()[-1] == self.address
 
     def stop(self) -> None:
-        """SIGSTOP: it stands still, with all that it has, until `go_on`."""
+        """Send SIGSTOP: the process is suspended until `go_on`."""
         stand_still(self.pid)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.kill(self._process.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """SIGTERM; it must end well."""
+        """Send SIGTERM; the process must exit with 0."""
         self._process.terminate()
         self._gone()
         assert self._process.returncode == 0
@@ -184,7 +185,7 @@ class Killable:
 
 @contextmanager
 def killables(tmp_path: Path, num_servers: int = 2, *how: Any) -> Iterator[list[Killable]]:
-    """Such servers; they must live when the test ends."""
+    """Start server processes, which must be alive when the test ends."""
     shm = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
     files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(num_servers)]
     servers: list[Killable] = []

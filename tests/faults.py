@@ -1,5 +1,5 @@
-"""Faults that begin and end at random moments while a job trains, and the oracle that says that nothing came of them:
-a worker with its own rows that is given the same batches.
+"""Faults that start and end at random moments while a job trains, and the oracle that shows that they had no effect: a
+local worker that gets the same batches.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from satrap.worker.sharded_rows import ShardedWorker
 
 @dataclass(frozen=True)
 class Fault:
-    """What begins it and what mends it."""
+    """A fault: how it starts and how it is repaired."""
 
     name: str
     begin: Callable[[], object]
     end: Callable[[], object]
     most_seconds: float
-    """How long it lasts at most."""
+    """Its longest duration."""
 
 
 def stop_and_go(process: Killable | subprocess.Popen[str], most_seconds: float) -> Fault:
-    """SIGSTOP and SIGCONT."""
+    """Return the fault of a process that is stopped and resumed."""
     return Fault(
         f"stop {process.pid}",
         lambda: stand_still(process.pid),
@@ -53,8 +53,8 @@ def kill(server: Killable) -> Fault:
 def at_random(
     faults: Sequence[Fault], seed: int, *, num: int | None = None, seconds: float | None = None, gap: float = 0.3
 ) -> Iterator[threading.Event]:
-    """One after another of them, drawn from the seed, until there were `num` or so many seconds have passed; all are
-    mended then, and the event is set. What failed meanwhile gets the story as a note."""
+    """Run random faults one after another until there were `num`, or for so many seconds; then all are repaired and the
+    yielded event is set. An error meanwhile gets the list of faults as a note."""
     stop, over = threading.Event(), threading.Event()
     story: list[str] = []
     began = time.monotonic()
@@ -92,7 +92,7 @@ def at_random(
 def killed_at_random(
     tmp_path: Path, seed: int, num_kills: int, num_servers: int = 2
 ) -> Iterator[tuple[list[Killable], threading.Event]]:
-    """Servers, killed and started again at random moments, and what is set when that is over."""
+    """Yield servers that are killed and restarted at random moments, and an event that is set when that is over."""
     with (
         killables(tmp_path, num_servers) as servers,
         at_random([kill(each) for each in servers], seed, num=num_kills, gap=0.2) as over,
@@ -103,7 +103,7 @@ def killed_at_random(
 def train_until(
     over: threading.Event, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator, *, least: int = 20
 ) -> int:
-    """Steps of both on the same batches until it is over; the bits must be the same. Returns how many steps."""
+    """Train both on the same batches until `over`; the rows must be equal bit for bit. Returns the number of steps."""
     step = 0
     while not over.is_set() or step < least:
         step += 1
@@ -121,9 +121,9 @@ BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
 def beyond_a_network(
     tmp_path: Path, seed: int, *, deadline: float = 60.0, most_seconds: float = 0.0
 ) -> Iterator[tuple[Network, list[Killable], ShardedWorker]]:
-    """This thread at the trainer's end, two servers at the other, with keys.
+    """Put this thread at the trainer's end of a network and two servers at the other end, with keys.
 
-    most_seconds: of the test, beyond what others take."""
+    most_seconds: added to the time after which the processes are killed, for a test that takes longer than most."""
     server_key, client_key = make_keys(tmp_path / "keys")
     with network(seed) as wire:
         how = (f"tcp://{ADDRESSES[SERVER]}:0", ("--keys", str(server_key)), lambda: wire.inside(SERVER), most_seconds)

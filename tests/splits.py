@@ -1,6 +1,6 @@
-"""A split and servers for it: what the tests of splits share.
+"""A split and servers for it, for the tests of splits.
 
-Each server is an engine of its own with the same tables; a network would carry what is handed over.
+Each server is an engine with the same tables; a network would carry what is passed between them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Adam, Table
 from satrap.data.inputs import Inputs
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import named_features
+from satrap.worker.worker import native_features
 
 F32 = NDArray[np.float32]
 Given = tuple[F32 | None, list[F32 | None]]  # gradients of a block and of its sequences
@@ -24,7 +24,7 @@ SEED = 5
 
 def make_split(features: Features, *, num_threads: int = 1, simd: str = "auto") -> _core.Split:
     tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in features.tables]
-    return _core.Split(tables, named_features(features, features.tables), num_threads, simd)
+    return _core.Split(tables, native_features(features, features.tables), num_threads, simd)
 
 
 def given_gradients(features: Features, block: F32 | None, sequences: dict[str, F32]) -> Given:
@@ -32,7 +32,7 @@ def given_gradients(features: Features, block: F32 | None, sequences: dict[str, 
 
 
 class Cluster:
-    """A split, and servers whose rows it works with."""
+    """A split, and servers that own the rows."""
 
     def __init__(self, features: Features, owners: NDArray[np.uint32], num_servers: int, **options: Any) -> None:
         self.features, self.owners, self.num_servers = features, owners, num_servers
@@ -40,10 +40,10 @@ class Cluster:
         assert self.split.num_buckets == len(owners)
         self.servers = [TableGroup(features.tables, seed=SEED, num_threads=1) for _ in range(num_servers)]
         self.skipped = np.zeros(len(features.tables), np.int64)
-        self._theirs: dict[int, list[Any]] = {}  # of a ticket: the servers' own
+        self._theirs: dict[int, list[Any]] = {}  # the servers' tickets of a split's ticket
 
     def lookup(self, inputs: Inputs, step: int, *, shift: int = 0) -> tuple[_core.SplitTicket, F32, list[F32]]:
-        """(ticket, block, sequences). shift: by how many floats rows miss their alignment."""
+        """Return (ticket, block, sequences). shift: by how many floats rows miss their alignment."""
         size = inputs.batch_size
         ticket = self.split.lookup(inputs.values, inputs.offsets, inputs.weights, size, self.owners, self.num_servers)
         self._check_layout(ticket)
@@ -71,7 +71,7 @@ class Cluster:
         theirs = [self._theirs.pop(id(ticket)) for ticket in tickets]
         self._check_layout(sums)
         for ticket in tickets:
-            self._check_layout(ticket)  # still what was sent
+            self._check_layout(ticket)  # unchanged since it was sent
         for s, server in enumerate(self.servers):
             if sums.same_ids:
                 assert np.array_equal(sums.ids(s), tickets[0].ids(s))
@@ -81,7 +81,7 @@ class Cluster:
         return sums
 
     def _check_layout(self, shares: _core.SplitTicket | _core.Sums) -> None:
-        """Each id at its bucket's owner, table by table, and there bucket by bucket; none twice."""
+        """Assert that each id is at its bucket's owner, once, sorted by table and there by bucket."""
         assert shares.num_servers == self.num_servers
         begin = np.cumsum([0, *(table.resolved_num_buckets for table in self.features.tables)])
         seen: set[tuple[int, int]] = set()
@@ -124,7 +124,7 @@ def big_inputs(rng: np.random.Generator, batch_size: int = 3000) -> Inputs:
     )
 
 
-# A small one, whose every call is good.
+# A small split, all of whose calls are valid.
 ITEM = Table("item", dim=2, num_buckets=2, optimizer=SGD(lr=1.0))
 USER = Table("user", dim=3, num_buckets=4, optimizer=SGD(lr=1.0))
 FEATURES = Features({"item": ITEM, "seen": ITEM.bag("mean", weighted=True), "path": ITEM.sequence(2), "user": USER})

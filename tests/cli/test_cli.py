@@ -82,7 +82,7 @@ def test_no_address_of_a_move_is_lost_where_the_option_is_repeated(
 ) -> None:
     address = "tcp://127.0.0.1:1"
     assert main(["move", "--now", address, "--wanted", address, twice, address]) == 1
-    assert f"addresses is {[address, address]}; wanted each server once" in capsys.readouterr().err
+    assert f"addresses is {[address, address]}; expected each server once" in capsys.readouterr().err
 
 
 def test_a_mover_that_is_interrupted_says_what_to_do() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import satrap.run_context
 from cluster import features, one_table, serving
-from far_parts import working
+from remote_worker_parts import working
 from satrap import (
     CSV,
     Arrow,
@@ -164,8 +164,8 @@ def test_a_run_context_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> Non
             worker = Embeddings(of, workers=named).worker
             assert type(worker) is kind
             if isinstance(worker, RemoteWorker):
-                assert worker.at.address == address
-                worker.at.close()
+                assert worker.connection.address == address
+                worker.connection.close()
             assert isinstance(worker, ShardedWorker)
             worker.servers.close()
 

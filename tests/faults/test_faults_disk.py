@@ -1,5 +1,5 @@
-"""Real file systems that are full: a save that fails is told with server, path and cause, costs nothing but itself, and
-the next one with room is whole; rows that do not fit into shared memory are refused and kill nobody.
+"""File systems that are full: a failed save names the server, path and cause, and affects nothing else; the next save
+that has room is whole. Rows that do not fit into shared memory are refused and kill no process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_a_full_disk_for_logs_ends_no_run(tmp_path: Path) -> None:
         (tmp_path / "run").symlink_to(disk.path)
         with started(tmp_path, job) as run:
             assert run.stderr is not None and run.stdout is not None
-            assert len(run.stdout.readline()) > 4 * MEGABYTE, "it is shown all the same"
+            assert len(run.stdout.readline()) > 4 * MEGABYTE, "the line is shown all the same"
             while "trainer-0.log cannot be written (No space left" not in run.stderr.readline():
                 assert run.poll() is None
             disk.grow(2 * MEGABYTE)
@@ -50,7 +50,7 @@ def test_a_full_disk_for_logs_ends_no_run(tmp_path: Path) -> None:
         assert re.search(r"up to \d+ bytes are missing here: they could not be written\nthe end\n$", log)
 
 
-def test_no_run_begins_that_cannot_be_noted(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_recorded_does_not_start(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTE) as disk:
         (tmp_path / "run").symlink_to(disk.path)
         disk.fill(leaving=0)
@@ -60,8 +60,8 @@ def test_no_run_begins_that_cannot_be_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full_every", [1, 3])
-def test_a_full_disk_costs_the_checkpoints_that_it_had_no_room_for(full_every: int, tmp_path: Path) -> None:
-    """Full from step 6 to step 12. The run goes on, and what is resumed in between and afterwards is whole."""
+def test_a_full_disk_loses_only_the_checkpoints_without_room(full_every: int, tmp_path: Path) -> None:
+    """Full from step 6 to step 12. The run continues, and checkpoints resumed meanwhile and afterwards are whole."""
     data = batches(20)
     with running(0) as (embeddings, model, optimizer):
         wanted = {step: now for step, now, _ in _train(embeddings, model, optimizer, data, lambda step: None)}
@@ -80,7 +80,7 @@ def test_a_full_disk_costs_the_checkpoints_that_it_had_no_room_for(full_every: i
             assert now == wanted[step]
             if 6 <= step < 12:
                 assert re.search(r"ipc://\S+: table '\w+': .*disk/run/\S*/[01]-of-2.*No space left", told)
-                assert len(list(path.glob("[!.]*"))) == 2 and not list(path.glob(".*-step-*")), "nothing is left of it"
+                assert len(list(path.glob("[!.]*"))) == 2 and not list(path.glob(".*-step-*")), "no part of it is left"
             else:
                 assert told == ""
             if step in (10, 12, 20):
@@ -90,7 +90,7 @@ def test_a_full_disk_costs_the_checkpoints_that_it_had_no_room_for(full_every: i
 def _train(
     embeddings: Any, model: Any, optimizer: Any, data: Any, save: Callable[[int], object]
 ) -> Iterator[tuple[int, list[bytes], str]]:
-    """Every second step: its number, the bits there, and how saving failed."""
+    """Yield every second step: its number, the bits there, and how saving failed."""
     for each in embeddings.stream(data):
         optimizer.zero_grad()
         loss_of(model, each).backward()
@@ -105,15 +105,15 @@ def _train(
 
 
 def _resumed(path: Path, data: Any) -> list[bytes]:
-    """What a new process finds, with rows of its own."""
+    """Return what a new process restores into local rows."""
     with running(0) as (embeddings, model, optimizer):
         assert Checkpoint(path, model, optimizer, embeddings, data).resume()
         return bits(embeddings, model)
 
 
-def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
-    """All rows are the second server's, so the first one's part is written. Its version has moved on then, and changes
-    since the last snapshot of both are saved all the same."""
+def test_one_of_two_servers_has_a_full_disk(tmp_path: Path) -> None:
+    """All rows are on the second server, so the first one writes its part. Its version has advanced then, and changes
+    since the last snapshot of both are saved nevertheless."""
     wide = one_table(dim=64)
     ids = np.arange(6000, dtype=np.uint64)
     ids = ids[_core.bucket_of(ids, 8) >= 4]
@@ -126,7 +126,7 @@ def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
                 each.update([looked.ticket] if looked.ticket else [], [looked.block], step=step)
             if step == 1:
                 first = table.save(tmp_path / "first")
-        for since in (None, first):  # a file system of its own for what the second one writes
+        for since in (None, first):  # the second server writes to a separate file system
             part = tmp_path / str(since) / "1-of-2"
             with small_disk(part, MEGABYTE // 2):
                 full = rf"^{services[1].address}: .*{part}/\S*: No space left on device; [^;]*$"
@@ -142,7 +142,7 @@ def test_one_of_two_servers_has_no_room(tmp_path: Path) -> None:
         assert contents(worker, ids) == whole
 
 
-def test_a_full_disk_under_several_trainers_is_told_by_all(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_by_all_trainers(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTE) as disk, serving(2) as services:
         disk.fill(leaving=2 * PAGE)
         given: dict[str, Any] = {
@@ -169,7 +169,7 @@ def test_a_full_disk_under_several_trainers_is_told_by_all(tmp_path: Path) -> No
 
 
 def test_rows_that_do_not_fit_into_shared_memory(tmp_path: Path) -> None:
-    """An error and no SIGBUS. Rows that are there can be trained on, and with room the same batch goes through."""
+    """An error and no SIGBUS. Existing rows can be trained, and with room the same batch succeeds."""
     wide = one_table(dim=256)
     local = LocalWorker(wide, num_threads=1)
 

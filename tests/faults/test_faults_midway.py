@@ -1,5 +1,5 @@
-"""Servers that take long over a save or restore, or die in the middle of one: life is waited for as long as it lasts,
-silence is not. A pipe in the place of a manifest holds a server exactly there.
+"""Servers that take long for a save or restore, or are killed during one: a working server is waited for, a silent one
+is not. A named pipe in place of a manifest holds a server at exactly that point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENCE_SECONDS = 3.0
 
 
 class Pipe:
-    """Stands in a file's place: whoever reads it waits until the content is put in."""
+    """Replaces a file: its readers block until the content is written."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._content, self._end = path, path.read_bytes(), -1
@@ -51,12 +51,12 @@ class Pipe:
         return True
 
     def give_back(self) -> None:
-        """The file is there again, for readers to come."""
+        """Put the file back for later readers."""
         (self._path.parent.parent / "given back").write_bytes(self._content)
         (self._path.parent.parent / "given back").rename(self._path)
 
     def let_go(self) -> None:
-        """Whoever waits, if it lives, reads the file."""
+        """Let the blocked reader, if it lives, read the file."""
         with suppress(BrokenPipeError):
             os.write(self._end, self._content)
         os.close(self._end)
@@ -64,7 +64,7 @@ class Pipe:
 
 @contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """In another thread; what fails there fails here."""
+    """Run `work` in another thread; its errors are raised here."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(work)
         yield
@@ -77,9 +77,9 @@ def step(workers: list[Any], number: int) -> None:
         each.update([looked.ticket] if looked.ticket else [], [np.ones((30, 2), np.float32)], step=number)
 
 
-def test_a_save_that_takes_long_and_servers_that_die_in_one(tmp_path: Path) -> None:
-    """1. One that is held for twice the deadline is waited for. 2. One that is killed is named. 3. One that is killed
-    and comes back does it again."""
+def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
+    """1. A server that is held for twice the deadline is waited for. 2. One that is killed is named. 3. One that is
+    killed and restarted saves again."""
     local, manifest = LocalWorker(one_table(), num_threads=1), tmp_path / "a/1-of-2/manifest.json"
     with (
         killables(tmp_path) as servers,
@@ -130,8 +130,8 @@ def test_a_save_that_takes_long_and_servers_that_die_in_one(tmp_path: Path) -> N
         assert contents(worker) == contents(other)
 
 
-def test_a_server_that_dies_before_its_rows_are_replaced(tmp_path: Path) -> None:
-    """While the checkpoint is verified: all servers have what they had."""
+def test_a_server_killed_before_its_rows_are_replaced(tmp_path: Path) -> None:
+    """During the verification of the checkpoint: all servers keep their rows."""
     with (
         killables(tmp_path) as servers,
         remote(one_table(), [each.address for each in servers], deadline=SILENCE_SECONDS, retry_seconds=0.5) as worker,
@@ -142,7 +142,7 @@ def test_a_server_that_dies_before_its_rows_are_replaced(tmp_path: Path) -> None
         step([worker], 2)
         before = contents(worker)
         folder, seen = str(tmp_path / "a"), checksum_of(tmp_path / "a")
-        pipe = Pipe(tmp_path / "a/1-of-2/manifest.json")  # the trainer has read it, the servers are to
+        pipe = Pipe(tmp_path / "a/1-of-2/manifest.json")  # after the trainer has read it, before the servers do
 
         def killed() -> None:
             pipe.wait_for_reader()
@@ -158,8 +158,8 @@ def test_a_server_that_dies_before_its_rows_are_replaced(tmp_path: Path) -> None
         assert contents(worker) == saved
 
 
-def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
-    """The old ones are gone and the new ones not there: it says so, and a second restore is whole."""
+def test_a_server_killed_while_its_rows_are_replaced(tmp_path: Path) -> None:
+    """The old rows are dropped and the new ones incomplete: the server reports that, and a second restore is whole."""
     with killables(tmp_path, 1) as servers, remote(one_table(), [servers[0].address], retry_seconds=0.5) as worker:
         step([worker], 1)
         worker.tables["t"].save(tmp_path / "a")
@@ -169,7 +169,7 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
 
         def killed() -> None:
             again = pipe
-            for _ in range(2):  # the server compares the manifest's id and checksum; then its old rows go
+            for _ in range(2):  # the server compares the manifest's id and checksum; then it drops its old rows
                 again.wait_for_reader()
                 again.give_back()
                 before, again = again, Pipe(manifest)
@@ -180,7 +180,10 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
             again.give_back()
             servers[0].restart()
 
-        with meanwhile(killed), pytest.raises(AttemptError, match="was started again while a restore began attempt 2"):
+        with (
+            meanwhile(killed),
+            pytest.raises(AttemptError, match="restarted during or after a restore that started attempt 2"),
+        ):
             worker.servers.attempt += 1
             worker.servers.all("restore", [[folder]], [[seen]], patient=True)
         worker.tables.restore({"t": [tmp_path / "a"]})
@@ -188,8 +191,8 @@ def test_a_server_that_dies_while_its_rows_are_replaced(tmp_path: Path) -> None:
         step([worker], 2)
 
 
-def test_a_server_killed_in_a_save_of_changes_once_its_part_is_there(tmp_path: Path) -> None:
-    """Its answer is lost. Started again it does not know the changes any more, and says that, whatever it finds."""
+def test_a_server_killed_in_a_save_of_changes_after_it_wrote_its_part(tmp_path: Path) -> None:
+    """Its answer is lost. The restarted server no longer knows the changes, and reports that."""
     with killables(tmp_path) as servers, remote(one_table(), [each.address for each in servers]) as worker:
         table = worker.tables["t"]
         step([worker], 1)
@@ -202,8 +205,8 @@ def test_a_server_killed_in_a_save_of_changes_once_its_part_is_there(tmp_path: P
             table.save_changes(tmp_path / "b", since=since)
 
 
-def test_changes_that_a_server_started_again_does_not_know_are_saved_whole(tmp_path: Path) -> None:
-    """It has its rows, and not the ids of those that went before. A run goes on saving, and what it saves is whole."""
+def test_a_restarted_server_saves_whole_tables_instead_of_changes(tmp_path: Path) -> None:
+    """It has its rows, but not the removed ids. The run continues to save, and its checkpoints are whole."""
     data = batches(20)
     with killables(tmp_path) as servers:
         embeddings, model, optimizer = job(servers=[each.address for each in servers])

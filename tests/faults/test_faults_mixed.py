@@ -1,4 +1,4 @@
-"""All faults of a cluster at random, one after another, for `--faults-seconds`; and a server that is only slow.
+"""All faults of a cluster in random order, for `--faults-seconds`; and a server that is merely slow.
 
 pytest -m faults --faults-seconds 600
 """
@@ -56,9 +56,9 @@ def test_any_faults_at_random(
             train_until(over, local, worker, rng)
 
 
-def test_a_slow_server_slows_and_does_nothing_else(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    """One of two is stopped most of the time. A call is sent again only when its time has come, so there are no more
-    messages than calls and moments to retry; and neither side collects anything."""
+def test_a_slow_server_only_slows(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """One of two servers is stopped most of the time. A call is sent again only after its retry time, so there are no
+    more messages than calls and retries; and neither side accumulates anything."""
     local = LocalWorker(features(), num_threads=1)
     with ExitStack() as stack:
         servers = stack.enter_context(killables(tmp_path))

@@ -1,5 +1,5 @@
-"""A network between trainer and servers that is cut, that loses, delays, reorders and doubles packets, and of which one
-end is started again unnoticed: every update is applied exactly once, and silence ends in time.
+"""A network between trainer and servers that is cut, that loses, delays, reorders and duplicates packets, and one end
+of which restarts without a sign: every update is applied exactly once, and silence ends in time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from satrap.worker.sharded_rows import ShardedWorker
 
 
 def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    """Both ways, one way, and such that the trainer's own system knows."""
+    """In both directions, in one, and such that the trainer's system notices."""
     local = LocalWorker(features(), num_threads=1)
     with beyond_a_network(tmp_path, seed) as (wire, _, worker):
 
@@ -34,8 +34,8 @@ def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: 
             train_until(over, local, worker, rng)
 
 
-def test_a_network_that_loses_delays_and_doubles(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    """A fifth of the packets is lost, and they overtake one another."""
+def test_a_network_that_loses_delays_and_duplicates(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """A fifth of the packets is lost, and packets overtake one another."""
     local = LocalWorker(features(), num_threads=1)
     with beyond_a_network(tmp_path, seed) as (wire, _, worker):
         wire.be(BAD, BAD)
@@ -45,7 +45,7 @@ def test_a_network_that_loses_delays_and_doubles(tmp_path: Path, seed: int, rng:
         assert contents(worker) == contents(local)
 
 
-def test_a_cut_beyond_the_deadline_is_told_and_mended_goes_on(
+def test_a_cut_beyond_the_deadline_is_reported_and_training_continues(
     tmp_path: Path, seed: int, rng: np.random.Generator
 ) -> None:
     local = LocalWorker(features(), num_threads=1)
@@ -53,7 +53,7 @@ def test_a_cut_beyond_the_deadline_is_told_and_mended_goes_on(
         both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], 1)
         wire.be(CUT, CUT)
         began, either = time.monotonic(), "|".join(each.address for each in servers)
-        late = draw_bags(rng, local.features, 30)  # may come yet, and make its rows
+        late = draw_bags(rng, local.features, 30)  # may still arrive, and create its rows
         with pytest.raises(DeadlineError, match=rf"lookup at ({either}): there was a connection, but no answer"):
             worker.lookup(late.inputs(), step=2)
         assert 2.5 <= time.monotonic() - began < DEADLINE_SECONDS
@@ -64,7 +64,7 @@ def test_a_cut_beyond_the_deadline_is_told_and_mended_goes_on(
 
 
 def reaches(worker: ShardedWorker) -> None:
-    """Returns once all servers answer: TCP waits longer and longer before it tries again."""
+    """Return once all servers answer: TCP waits longer and longer before it retries."""
     last = time.monotonic() + DEADLINE_SECONDS
     while True:
         try:
@@ -73,8 +73,8 @@ def reaches(worker: ShardedWorker) -> None:
             assert time.monotonic() < last
 
 
-def test_servers_started_again_behind_a_cut(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    """The trainer's connections are half open: nothing told it that their other ends are gone."""
+def test_servers_restarted_behind_a_cut(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """The trainer's connections are half open: it got no sign that the other ends were closed."""
     local = LocalWorker(features(), num_threads=1)
     with beyond_a_network(tmp_path, seed) as (wire, servers, worker):
         for step in range(1, 4):

@@ -1,4 +1,4 @@
-"""Processes that stand still (SIGSTOP) at random moments and go on: servers, trainers, trainers that were replaced."""
+"""Processes that are suspended (SIGSTOP) at random moments and resumed: servers, trainers, and replaced trainers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.ra
         train_until(over, local, worker, rng)
 
 
-def test_a_server_stopped_beyond_the_deadline_is_named_and_goes_on_later(tmp_path: Path) -> None:
-    """Within the deadline and no more than some seconds; what was asked is then applied once."""
+def test_a_server_stopped_beyond_the_deadline_is_named_and_continues_later(tmp_path: Path) -> None:
+    """After the deadline and at most some seconds more; the call in flight is then applied once."""
     local = LocalWorker(one_table(), num_threads=1)
     with killables(tmp_path) as servers:
         job = Job(tables=one_table().tables)
@@ -65,11 +65,9 @@ def test_a_server_stopped_beyond_the_deadline_is_named_and_goes_on_later(tmp_pat
             of_servers.close()
 
 
-def test_a_trainer_that_is_stopped_and_replaced_changes_nothing_when_it_wakes(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
-    """Stopped at any moment, with updates under way; it wakes while its successor trains. The oracle is the same from
-    the same checkpoint where nobody woke."""
+def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Stopped at any moment with updates in flight; it resumes while its successor trains. The oracle continues from
+    the same checkpoint without a resumed trainer."""
     with serving(2) as services:
         addresses = [each.address for each in services]
         command = [sys.executable, str(Path(__file__).parents[1] / "stopped_child.py"), json.dumps(addresses)]
@@ -98,7 +96,7 @@ def test_a_trainer_that_is_stopped_and_replaced_changes_nothing_when_it_wakes(
 
 
 def _gone_on(run: Path, meanwhile: Callable[[int], None], **options: Any) -> list[bytes]:
-    """From the checkpoint of step 5 to the end."""
+    """Continue from the checkpoint of step 5 to the end."""
     data = batches(60)
     embeddings, model, optimizer = job(staleness=2, deterministic=True, **options)
     try:
@@ -117,8 +115,8 @@ def _gone_on(run: Path, meanwhile: Callable[[int], None], **options: Any) -> lis
             embeddings.worker.servers.close()
 
 
-def test_a_trainer_stopped_for_longer_than_its_deadline_goes_on(rng: np.random.Generator) -> None:
-    """Nobody replaced it, and its time stood still: no call of it is late."""
+def test_a_trainer_stopped_for_longer_than_its_deadline_continues(rng: np.random.Generator) -> None:
+    """No other process replaced it, and its clock for deadlines stood still: no call is late."""
     program = """if True:
         import sys
         from rpc_parts import Calls

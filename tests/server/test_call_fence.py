@@ -1,4 +1,4 @@
-"""A mover's calls, sent again or late: its turn is known from another mover's, and what came is not emptied."""
+"""Duplicate and late calls of a migration: fencing tokens order coordinators, and received rows are kept."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from satrap.server.protocol import ServerCalls
 EXACT = np.arange(200, dtype=np.uint64)
 
 
-def test_turns_outlive_the_server(tmp_path: Path) -> None:
-    """Killed, or begun anew by a clear: a mover of before is refused."""
+def test_fencing_tokens_outlive_the_server(tmp_path: Path) -> None:
+    """A restarted server, and one whose tables were replaced by a clear, refuse an earlier coordinator."""
     buckets = np.array([0], np.uint32)
     with killables(tmp_path, 1) as servers, remote(features(), [servers[0].address]) as worker:
         for _ in range(2):
             Migration([servers[0].address], [servers[0].address]).run()
         servers[0].kill()
         servers[0].restart()
-        worker.tables["item"].stats()  # greets it
+        worker.tables["item"].stats()  # repeats the handshake
         with Client(ServerCalls, servers[0].address) as client:
             for _ in range(2):
-                with pytest.raises(ConfigError, match="another mover is at work: turn 2 has begun after this one's, 1"):
+                with pytest.raises(
+                    ConfigError, match="another migration is running: it holds fencing token 2, this one 1;"
+                ):
                     client.call.freeze(Origin(step=1, map_version=1), 7, buckets)
                 worker.tables.clear()
-            with pytest.raises(ConfigError, match="has begun turn 2, too"):
+            with pytest.raises(ConfigError, match="holds fencing token 2, too"):
                 client.call.begin_turn(Origin(step=2), 12)
 
 
-def test_a_turn_that_is_begun_again_after_its_server_was_killed(tmp_path: Path) -> None:
-    """The answer was lost with the server. A mover's own call is told from another mover's of the same turn."""
+def test_a_coordinator_takes_its_token_again_after_the_server_was_killed(tmp_path: Path) -> None:
+    """The answer was lost with the server: it accepts the holder's duplicate, and no other holder of that number."""
     with (
         killables(tmp_path, 1) as servers,
         remote(one_table(), [servers[0].address]) as worker,
@@ -44,17 +46,17 @@ def test_a_turn_that_is_begun_again_after_its_server_was_killed(tmp_path: Path) 
     ):
         for turn, change in enumerate((lambda: None, worker.tables.clear), 1):
             client.call.begin_turn(Origin(step=turn), 12)
-            change()  # a clear makes new tables, beside which the turn is noted, too
+            change()  # a clear creates new tables, next to which the token is stored, too
             servers[0].kill()
             servers[0].restart()
             client.call.begin_turn(Origin(step=turn), 12)
-            with pytest.raises(ConfigError, match=f"has begun turn {turn}, too"):
+            with pytest.raises(ConfigError, match=f"holds fencing token {turn}, too"):
                 client.call.begin_turn(Origin(step=turn), 13)
-            worker.tables["t"].stats()  # greets it
+            worker.tables["t"].stats()  # repeats the handshake
 
 
-def test_room_that_is_made_again_is_not_emptied() -> None:
-    """A call is sent again while it has no answer, so it may come once more after those that followed it."""
+def test_a_late_duplicate_of_receive_does_not_discard_rows() -> None:
+    """A call is sent again while it has no answer, so a duplicate may arrive after the calls that followed it."""
     with serving(2) as services, remote(one_table(), [services[0].address]) as worker:
         both = [each.address for each in services]
         looked = worker.lookup(batch(EXACT), step=1)

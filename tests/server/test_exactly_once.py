@@ -1,7 +1,7 @@
-"""Networks that lose, double and delay messages, and servers that are killed: every update is applied exactly once.
+"""Networks that lose, duplicate and delay messages, and servers that are killed: every update is applied exactly once.
 
-The oracle is a worker with its own rows that is given the same batches: bit for bit the same rows in the end. Where
-lookups and updates run beside each other, it is that every row ends as minus the number of times that its id was seen.
+The oracle is a local worker that gets the same batches: the rows must be equal bit for bit in the end. Where lookups
+and updates run concurrently, every row must end as minus the number of times that its id was seen.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from satrap.worker.sharded_rows import ShardedWorker
 @pytest.mark.parametrize(
     ("drop", "repeat", "hold"), [(0.2, 0.0, 0.0), (0.0, 0.5, 0.5), (0.15, 0.2, 0.2)], ids=["lossy", "doubling", "bad"]
 )
-def test_a_network_that_misbehaves(
-    seed: int, rng: np.random.Generator, drop: float, repeat: float, hold: float
-) -> None:
+def test_a_faulty_network(seed: int, rng: np.random.Generator, drop: float, repeat: float, hold: float) -> None:
     local = LocalWorker(features(), num_threads=1)
     with ExitStack() as stack:
         services = stack.enter_context(serving(2))
@@ -46,11 +44,11 @@ def test_a_network_that_misbehaves(
         for table in worker.tables.values():
             table.check()
             repeated += table.stats()["repeated"]
-        assert repeated > 0, "no update came twice, so nothing was tested"
+        assert repeated > 0, "no update was duplicated, so nothing was tested"
 
 
-def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
-    """Between lookup and update, on the same rows: its tickets are gone, its rows are not."""
+def test_a_restarted_server_continues(tmp_path: Path) -> None:
+    """A restart between lookup and update: the tickets are lost, the rows are not."""
     local = LocalWorker(one_table(), num_threads=1)
     service = Service(Server(shared=tmp_path / "rows"), ServerCalls, ANYWHERE)
     try:
@@ -66,9 +64,7 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
         service.close()
 
 
-def test_killed_at_random_moments_no_update_is_lost_or_doubled(
-    tmp_path: Path, seed: int, rng: np.random.Generator
-) -> None:
+def test_random_kills_lose_and_duplicate_no_update(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     local = LocalWorker(features(), num_threads=1)
     with (
         killed_at_random(tmp_path, seed, 6) as (servers, over),
@@ -77,10 +73,10 @@ def test_killed_at_random_moments_no_update_is_lost_or_doubled(
         train_until(over, local, worker, rng, least=30)
 
 
-def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
+def test_a_stale_loop_with_duplicate_messages_and_killed_servers(
     tmp_path: Path, seed: int, rng: np.random.Generator
 ) -> None:
-    """With a thread for lookups and one for updates."""
+    """Uses a thread for lookups and one for updates."""
     table = Table("t", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=8)
     data = [batch(rng.integers(0, 60, 40)) for _ in range(50)]
     with killed_at_random(tmp_path, seed, 3) as (servers, over), ExitStack() as stack:
@@ -103,8 +99,8 @@ def test_a_stale_loop_whose_messages_are_doubled_and_whose_servers_are_killed(
         embeddings.tables["t"].check()
 
 
-def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path) -> None:
-    """Real processes: a file is locked while its server lives."""
+def test_servers_restarted_with_swapped_rows_are_refused(tmp_path: Path) -> None:
+    """Uses real processes: a file is locked while its server lives."""
     with (
         killables(tmp_path) as servers,
         remote(one_table(), [each.address for each in servers]) as worker,
@@ -120,8 +116,8 @@ def test_servers_started_again_with_each_others_rows_are_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("left", ["a page of nothing", "half of a table"])
-def test_a_file_that_was_never_whole_is_begun_anew(tmp_path: Path, left: str) -> None:
-    """Its server was killed in the hello that made it, or in a restore; either comes again."""
+def test_an_incomplete_file_is_replaced(tmp_path: Path, left: str) -> None:
+    """Its server was killed during the hello that created it, or during a restore; both are retried."""
     file = tmp_path / "rows"
     if left == "half of a table":
         store = Store(Table("t", dim=2), num_threads=1, shared=file)

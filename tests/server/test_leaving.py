@@ -1,4 +1,4 @@
-"""Streams that end early, fail, or meet each other: nothing hangs, nothing is lost untold, and the next one works."""
+"""Streams that end early, fail, or overlap: nothing hangs, every loss is reported, and the next stream works."""
 
 import threading
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ DEADLINE_SECONDS = 120
 @each_way
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_batch_that_is_passed_over_in_order(overlap: bool, staleness: int, saves: bool, tmp_path: Path) -> None:
-    """Updates wait for lookups, which wait for the batch that no loss reached."""
+def test_a_batch_without_a_loss_is_passed_in_order(overlap: bool, staleness: int, saves: bool, tmp_path: Path) -> None:
+    """Updates wait for lookups, which wait for the batch that no loss used."""
     embeddings, model, optimizer = job(staleness, deterministic=True)
     run = Checkpoint(tmp_path, model, optimizer, embeddings)
     for batch in embeddings.stream(batches(8), overlap=overlap):
@@ -66,7 +66,7 @@ def test_after_an_error_the_next_stream_works(overlap: bool, tmp_path: Path) -> 
 
 
 @each_way
-def test_a_refused_gradient_is_told_once_and_counted(overlap: bool) -> None:
+def test_a_refused_gradient_is_reported_once_and_counted(overlap: bool) -> None:
     embeddings, model, optimizer = job()
     with pytest.raises(NonFiniteError), embeddings.stream(batches(4), overlap=overlap) as stream:
         for batch in stream:
@@ -79,7 +79,7 @@ def test_a_refused_gradient_is_told_once_and_counted(overlap: bool) -> None:
 
 
 @each_way
-def test_an_error_is_raised_once_without_with(overlap: bool) -> None:
+def test_an_error_is_raised_once_without_a_with_block(overlap: bool) -> None:
     embeddings, model, optimizer = job(1)
     stream = embeddings.stream(batches(6), overlap=overlap)
     with pytest.raises(NonFiniteError):
@@ -93,7 +93,7 @@ def test_an_error_is_raised_once_without_with(overlap: bool) -> None:
 
 
 def test_a_step_that_is_stepped_twice_is_refused() -> None:
-    """With its first batch, and then with its second: servers could not tell that from an update that came again."""
+    """With its first batch, and then with its second: servers could not tell that from a duplicate update."""
     embeddings, model, optimizer = job()
     with embeddings.stream(batches(4), accumulate=2) as stream:
         first, second = next(stream), next(stream)
@@ -127,7 +127,7 @@ def test_a_closed_stream_is_at_its_end_or_refuses(overlap: bool) -> None:
     stream.close()
     with pytest.raises(StreamError, match="this stream was closed"):
         next(stream)
-    assert embeddings.step == 2, "what was handed over is applied"
+    assert embeddings.step == 2, "updates that were handed over are applied"
     whole = embeddings.stream(batches(1), overlap=overlap)
     loss_of(model, next(whole)).backward()
     optimizer.step()
@@ -136,7 +136,7 @@ def test_a_closed_stream_is_at_its_end_or_refuses(overlap: bool) -> None:
             next(whole)
 
 
-def test_a_source_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_source_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("satrap.train.prefetch_pipeline._CLOSE_SECONDS", 1.0)
     embeddings, model, optimizer = job()
     inside, release = threading.Event(), threading.Event()
@@ -183,7 +183,7 @@ def test_a_checkpoint_from_another_thread(overlap: bool, tmp_path: Path) -> None
     assert run.save()
 
 
-def test_positions_are_of_their_own_source(tmp_path: Path) -> None:
+def test_positions_belong_to_their_source(tmp_path: Path) -> None:
     job_ = Job(str(tmp_path), 6)
     other: Any = Source(9)
     for source, steps in ((job_.source, 2), (other, 4)):
@@ -194,7 +194,7 @@ def test_positions_are_of_their_own_source(tmp_path: Path) -> None:
     job_.run.save()
     again = Job(str(tmp_path), 6)
     assert again.run.resume()
-    next(again.embeddings.stream(other)).embeddings.sum().backward()  # begins at its start, and takes nothing away
+    next(again.embeddings.stream(other)).embeddings.sum().backward()  # starts at its beginning, and changes no position
     first = next(again.embeddings.stream(again.source))
     assert first.position is not None and first.position.batch == 3
 
@@ -215,7 +215,7 @@ def test_positions_never_go_back(tmp_path: Path) -> None:
 
 
 def test_the_last_short_group_steps_inside_the_loop() -> None:
-    """torch's idiom: every N-th batch, or the last."""
+    """The usual idiom in torch: step at every N-th batch, and at the last."""
     embeddings, model, optimizer = job()
     data = batches(5)
     for i, batch in enumerate(embeddings.stream(data, accumulate=2)):
@@ -236,7 +236,7 @@ def test_a_loss_after_the_step_is_refused() -> None:
         loss.backward()
 
 
-def test_a_cycle_of_momentum_is_no_obstacle() -> None:
+def test_a_cyclic_momentum_schedule_works() -> None:
     embeddings, model, _ = job()
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters()))
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.01, 0.1, 0.1], total_steps=6)
@@ -256,7 +256,7 @@ def test_training_in_eval_is_refused() -> None:
     embeddings.train()
     for batch in embeddings.stream(batches(2)):
         embeddings.eval()
-        for _ in embeddings.stream(batches(1)):  # an evaluation inside
+        for _ in embeddings.stream(batches(1)):  # an evaluation within the training
             pass
         embeddings.train()
         loss_of(model, batch).backward()
@@ -264,7 +264,7 @@ def test_training_in_eval_is_refused() -> None:
     assert embeddings.step == 4
 
 
-def test_empty_tables_are_not_evaluated_unseen() -> None:
+def test_evaluating_empty_tables_warns() -> None:
     with pytest.warns(UserWarning, match="evaluated and no table has a row"):
         next(Embeddings(dict(job()[0].features)).eval().stream(batches(1)))
 
@@ -283,7 +283,7 @@ def test_an_iterable_is_iterated_once() -> None:
     assert loader.times == 1
 
 
-def test_a_frame_is_not_taken_for_batches() -> None:
+def test_a_data_frame_is_refused_as_batches() -> None:
     embeddings, *_ = job()
     with pytest.raises(SourceError, match=r"item 0 is a str; wanted .* goes into satrap\.Frame"):
         next(embeddings.stream({"user": np.arange(BATCH)}))

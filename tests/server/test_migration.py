@@ -1,6 +1,6 @@
-"""Buckets move between servers while training goes on: nothing is lost, nothing is applied twice.
+"""Buckets move between servers while training continues: nothing is lost, nothing is applied twice.
 
-The oracle is a worker with its own rows that is given the same batches: bit for bit the same rows in the end.
+The oracle is a local worker that gets the same batches: the rows must be equal bit for bit in the end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
-TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # how many servers there are, one after the other
+TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # the number of servers after each migration
 
 
 class Tour:
-    """Moves in a thread: from one server to as many as the tour says, one number after the other."""
+    """Migrates in a thread: from one server to each number of servers of the tour in turn."""
 
     def __init__(self, addresses: list[str], tour: tuple[int, ...] = TOUR, **options: Any) -> None:
         self.done: list[MigrationResult] = []
@@ -71,8 +71,8 @@ def table(**options: Any) -> Features:
     )
 
 
-def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Generator) -> None:
-    """One synchronous trainer; every kind of feature, optimizers with state."""
+def test_rows_equal_those_of_a_local_worker(rng: np.random.Generator) -> None:
+    """With one synchronous trainer, every kind of feature, and optimizers with state."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
         step = 0
@@ -87,8 +87,8 @@ def test_rows_are_those_of_a_worker_whose_rows_never_moved(rng: np.random.Genera
         assert len(worker.servers.view) == TOUR[-1] and worker.tables.layout > 50
 
 
-def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> None:
-    """Counts before admission, last uses before eviction, and what has been counted."""
+def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None:
+    """Counts before admission, last uses before eviction, and counters."""
     life = table(initial=Normal(), capacity=256, admission=MinCount(n=2, window=512), optimizer=Adagrad(lr=0.1))
     local = LocalWorker(life, num_threads=1)
     with serving(3) as services, remote(life, [services[0].address]) as worker:
@@ -112,7 +112,8 @@ def test_what_makes_and_unmakes_rows_moves_along(rng: np.random.Generator) -> No
 
 
 def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
-    """Each in a thread, `ahead` steps looked up and not updated, until it is over. The gradients of EXACT, summed."""
+    """Train each in a thread, with `ahead` steps looked up and not updated, until `over`. Returns EXACT's summed
+    gradients."""
     total = np.zeros((len(workers), len(EXACT), 2))
     ended, caught = [False] * len(workers), []
     agreed = threading.Barrier(len(workers))
@@ -123,10 +124,10 @@ def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Cal
         for step in range(1, 100_000):
             chosen = draw.integers(len(EXACT), size=50)
             looked = worker.lookup(batch(chosen), step=step, oldest_open=max(1, step - ahead))
-            gradients = (draw.integers(-8, 9, size=(50, 2)) / 8).astype(np.float32)  # whose sums are exact
+            gradients = (draw.integers(-8, 9, size=(50, 2)) / 8).astype(np.float32)  # their sums are exact
             np.add.at(total[rank], chosen, gradients)
             looked_up.append((step, looked.ticket, gradients))
-            if step % 10 == 0:  # they end at the same step
+            if step % 10 == 0:  # so that all end at the same step
                 ended[rank] = over()
                 agreed.wait(2 * DEADLINE_SECONDS)
             last = step % 10 == 0 and all(ended)
@@ -179,7 +180,7 @@ def test_several_trainers(seed: int, together: int) -> None:
 
 
 @pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
-def test_several_trainers_and_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, together: int) -> None:
+def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, seed: int, together: int) -> None:
     with killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over):
         addresses = [each.address for each in servers]
         with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=200) as tour:
@@ -188,8 +189,8 @@ def test_several_trainers_and_servers_that_are_killed_during_moves(tmp_path: Pat
             np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
 
 
-def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Whole ones at any moment; changes since before a move are refused, and those after it are complete."""
+def test_saves_during_migrations_are_complete(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Whole snapshots at any moment; changes since before a migration are refused, and later ones are complete."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
         addresses, step, saved = [each.address for each in services], 0, []
@@ -218,23 +219,23 @@ def test_saves_while_rows_move_hold_all_of_them(tmp_path: Path, rng: np.random.G
         assert contents(restored) == wanted
 
 
-class Told(Server):
-    """Between the question for its version and a save it hears of the next one, as with buckets of one that saved."""
+class LateVersionServer(Server):
+    """Learns of the next version between the call for its version and the save, as from a server that has saved."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=2, checkpoints=["/"])
         self.times = 0
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        with self._working(origin) as served:
+        with self._admit(origin) as served:
             if self.times < 2:
                 served.engine.reach_table(table, version, 0)
                 self.times += 1
         return super().save(origin, table, folder, since, version)
 
 
-def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
-    local, told = LocalWorker(table(), num_threads=1), Told()
+def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
+    local, told = LocalWorker(table(), num_threads=1), LateVersionServer()
     with (
         serving(1) as services,
         Service(told, ServerCalls, ANYWHERE) as second,
@@ -257,8 +258,8 @@ def test_a_server_that_is_told_of_a_version_midway_is_saved_with_the_others(tmp_
     assert contents(restored, EXACT) == wanted
 
 
-def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Again and again: whatever was on its way then, all servers hold what was saved."""
+def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Repeatedly: whatever was in flight, all servers hold the saved rows afterwards."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
         both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
@@ -278,7 +279,7 @@ def test_a_restore_while_rows_move(tmp_path: Path, rng: np.random.Generator) -> 
         assert contents(worker) == wanted and num_restores > 5
 
 
-def test_what_a_server_gives_away_it_has_memory_for_again(rng: np.random.Generator) -> None:
+def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
     local = LocalWorker(table(), num_threads=1)
     ids = rng.integers(1 << 63, size=40_000).astype(np.uint64)
     with serving(2) as services, remote(table(), [services[0].address]) as worker:
@@ -297,8 +298,8 @@ def test_what_a_server_gives_away_it_has_memory_for_again(rng: np.random.Generat
         worker.tables["t"].check()
 
 
-def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generator) -> None:
-    """From the addresses that the run was begun with; and a server that had left may join again."""
+def test_later_trainers_find_the_current_servers(rng: np.random.Generator) -> None:
+    """From the run's first addresses; and a server that has left may join again."""
     local = LocalWorker(features(), num_threads=1)
     with serving(3) as services:
         addresses = [each.address for each in services]
@@ -311,12 +312,12 @@ def test_trainers_that_come_later_find_the_servers_of_now(rng: np.random.Generat
                 assert worker.servers.addresses == tuple(addresses[1:])
                 assert contents(worker) == contents(local)
                 assert worker.servers.latest_step == 1
-    with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet"):
+    with serving(1) as services, pytest.raises(NotReadyError, match="has a job: start a trainer"):
         Migration([services[0].address], [services[0].address]).run()
 
 
 class Training:
-    """A trainer in a thread, and its oracle, until it is told that it is over."""
+    """A trainer in a thread, and its oracle, until the end of the `with` block."""
 
     def __init__(self, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> None:
         self.caught: BaseException | None = None
@@ -343,8 +344,8 @@ class Training:
             raise self.caught
 
 
-def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """1 -> 3 -> 2 servers, each time begun again with a few calls more, until a run comes through."""
+def test_a_migration_killed_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """1 -> 3 -> 2 servers, each time restarted with a few calls more, until a run completes."""
     local = LocalWorker(features(), num_threads=1)
     begin, mine, left = Client.begin, threading.get_ident(), [0]
 
@@ -374,10 +375,10 @@ def test_a_mover_that_dies_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPa
             assert each.stats()["rows"] == local.tables[name].stats()["rows"]
 
 
-def test_a_mover_that_slept_while_another_moved_is_refused(
+def test_a_coordinator_suspended_during_another_migration_is_refused(
     monkeypatch: pytest.MonkeyPatch, seed: int, rng: np.random.Generator
 ) -> None:
-    """Asleep before one of its calls, now this and now that, while another one does what it wants."""
+    """Suspended before one of its calls, a different one each time, while another coordinator completes a migration."""
     local, slept, refused = LocalWorker(features(), num_threads=1), 0, 0
     begin, mine = Client.begin, threading.get_ident()
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
@@ -399,18 +400,18 @@ def test_a_mover_that_slept_while_another_moved_is_refused(
                 try:
                     Migration(addresses, addresses[1:], group_bytes=500, breath=0.0).run()
                 except ConfigError as error:
-                    assert "another mover is at work" in str(error)
+                    assert "another migration is running" in str(error)
                     refused += 1
                 monkeypatch.setattr(Client, "begin", begin)
                 if left[0] >= 0:
-                    break  # it was done before
+                    break  # the migration ended before
                 slept += 1
         assert contents(worker) == contents(local) and slept > 5 and refused > slept // 2
         for each in worker.tables.values():
             each.check()
 
 
-def test_servers_are_called_what_the_first_trainer_calls_them() -> None:
+def test_server_addresses_are_those_of_the_first_trainer() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         others = [each.replace("ipc:///", "ipc:///./") for each in addresses]
@@ -418,7 +419,7 @@ def test_servers_are_called_what_the_first_trainer_calls_them() -> None:
             assert client.call.members(Origin(), 0)["members"]["addresses"] == addresses
 
 
-def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator) -> None:
+def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generator) -> None:
     local, caught = LocalWorker(features(), num_threads=1), list[BaseException]()
     with serving(3) as services, remote(features(), [services[0].address]) as worker:
         addresses = [each.address for each in services]
@@ -430,7 +431,7 @@ def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator
                 try:
                     Migration(addresses, wanted, deadline=DEADLINE_SECONDS, group_bytes=500, breath=0.0).run()
                 except ConfigError as error:
-                    if "another mover is at work" not in str(error):
+                    if "another migration is running" not in str(error):
                         caught.append(error)
                 except BaseException as error:
                     caught.append(error)
@@ -447,8 +448,8 @@ def test_several_movers_at_once_lose_nothing(seed: int, rng: np.random.Generator
             table.check()
 
 
-def test_servers_that_are_killed_during_moves(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    """Sources, targets and others, with their rows in shared memory; movers meet servers that were started again."""
+def test_servers_killed_during_migrations(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
+    """Sources, targets and others, with their rows in shared memory; coordinators meet restarted servers."""
     local = LocalWorker(features(), num_threads=1)
     with (
         killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over),

@@ -1,4 +1,4 @@
-"""What became of every batch: trained, left alone, or lost and told; and which rows a state_dict belongs to."""
+"""The outcome of every batch: trained, unchanged, or lost and reported; and which rows a state_dict belongs to."""
 
 import copy
 from typing import Any
@@ -11,8 +11,8 @@ from loop import DIM, batches, job, loss_of, train
 from satrap import SGD, AdamW, Embeddings, Inputs, StreamError, Table
 
 
-def test_what_was_lost_is_told_at_once() -> None:
-    """By cause, of all streams so far, while the stream still runs."""
+def test_losses_are_reported_at_once() -> None:
+    """By cause, over all streams so far, while the stream still runs."""
     embeddings, model, optimizer = job()
     for batch in embeddings.stream(batches(4)):
         loss = loss_of(model, batch)
@@ -32,7 +32,7 @@ def test_what_was_lost_is_told_at_once() -> None:
     assert embeddings.step == 6, "a dropped step is settled, too"
 
 
-def test_ids_beyond_a_sequence_are_told() -> None:
+def test_truncated_ids_are_reported() -> None:
     item = Table("item", dim=DIM, optimizer=SGD(lr=0.1))
     embeddings = Embeddings({"history": item.sequence(2)}).eval()
     offsets = np.array([0, 3, 3, 8])
@@ -43,8 +43,8 @@ def test_ids_beyond_a_sequence_are_told() -> None:
 
 
 @pytest.mark.parametrize("used", ["pooled", "sequence"])
-def test_what_no_loss_used_is_left_alone(used: str) -> None:
-    """Like a Parameter whose grad is None: an optimizer with weight decay would move it."""
+def test_rows_that_no_loss_used_stay_unchanged(used: str) -> None:
+    """As for a Parameter whose grad is None: an optimizer with weight decay would change it."""
     optimizer_ = AdamW(lr=0.1, weight_decay=0.5)
     one, other = Table("one", dim=DIM, optimizer=optimizer_), Table("other", dim=DIM, optimizer=optimizer_)
     embeddings = Embeddings({"pooled": one, "sequence": other.sequence(1)}, num_threads=1)

@@ -261,11 +261,11 @@ def test_a_server_that_lost_its_job_is_waited_for(tmp_path: Path) -> None:
         servers[1].kill()
         servers[1].shared.unlink()
         servers[1].restart()
-        with pytest.raises(NotReadyError, match=f"{addresses[1]} was started again, and no trainer has given it"):
+        with pytest.raises(NotReadyError, match=f"{addresses[1]} was restarted, and no trainer has given it"):
             _ = impatient.newest_step
         later = stack.enter_context(ThreadPoolExecutor(1)).submit(lambda: reader.step)
         assert wait([later], 0.2).not_done
-        with pytest.raises(AttemptError, match="started again without its rows"):
+        with pytest.raises(AttemptError, match="restarted without its rows"):
             embeddings.tables["item"].stats()
         assert later.result(DEADLINE_SECONDS) == 3
 
@@ -358,7 +358,7 @@ def test_a_second_process_may_look_and_is_refused_to_train_unless_it_says_so() -
         stack.enter_context(embeddings)
         train(embeddings, model, optimizer, batches(5))
         assert stack.enter_context(Other("look", address)).said() == "saw 30"
-        refused = r"AttemptError process \d+ on .* trains on these servers.*satrap\.Reader.*take_over=True"
+        refused = r"AttemptError process \d+ on .* is training on these servers.*satrap\.Reader.*take_over=True"
         assert re.match(refused, stack.enter_context(Other("train", address)).said())
         train(embeddings, model, optimizer, batches(5))
         with Reader(servers=[address]) as reader:

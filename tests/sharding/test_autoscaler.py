@@ -1,4 +1,4 @@
-"""When servers are added and taken away: pure figures in, a decision out, and no swinging between the two."""
+"""When servers are added and removed: pure figures in, a decision out, and no oscillation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def servers(*used: float, work: float = 0.1) -> list[ServerLoad]:
 
 
 def follow(windows: list[list[ServerLoad]], step_seconds: float = 1.0, **bounds: Any) -> list[Decision]:
-    """A decision for each window, 10 seconds apart."""
+    """Return a decision for each window, 10 seconds apart."""
     past, found = ScaleHistory(), []
     for n, each in enumerate(windows):
         decision, past = decide(each, step_seconds, ScaleLimits(**{"max_servers": 8, **bounds}), past, 10.0 * n)
@@ -33,14 +33,14 @@ def follow(windows: list[list[ServerLoad]], step_seconds: float = 1.0, **bounds:
     return found
 
 
-def test_a_server_that_runs_full_gets_help_after_some_patience() -> None:
+def test_servers_are_added_for_a_full_one_after_some_windows() -> None:
     found = follow([servers(0.85, 0.5)] * 4)
     assert [each.change for each in found] == [0, 0, 1, 0]
     assert "memory at 0.85 of its limit" in found[2].why
     assert "the last change was 10 s ago" not in found[2].why
 
 
-def test_as_many_are_added_as_bring_all_to_the_goal() -> None:
+def test_enough_servers_are_added_to_reach_the_goal() -> None:
     assert follow([servers(0.9, 0.9, 0.9)], patience=1)[0].add == 2  # 3 * 0.9 / 0.6 = 4.5
     assert follow([servers(0.9, 0.9, 0.9)], patience=1, max_servers=4)[0].add == 1
     assert follow([servers(0.9, 0.9, 0.9)], patience=1, max_servers=3)[0] == Decision(
@@ -48,31 +48,31 @@ def test_as_many_are_added_as_bring_all_to_the_goal() -> None:
     )
 
 
-def test_servers_that_trainers_wait_for_get_help() -> None:
+def test_servers_are_added_when_trainers_wait_for_them() -> None:
     assert follow([servers(0.1, 0.1, work=0.8)], patience=1)[0].add == 2  # 2 * 0.8 / 0.4 = 4
     assert follow([servers(0.1, 0.1, work=0.8)], patience=1, step_seconds=2.0)[0].change == 0
 
 
-def test_the_server_with_the_fewest_rows_goes_one_at_a_time() -> None:
+def test_servers_are_removed_one_at_a_time_fewest_rows_first() -> None:
     found = follow([servers(0.12, 0.1, 0.11)] * 3)
     assert [each.remove for each in found] == [(), (), ("tcp://host:1",)]
 
 
-def test_nobody_goes_while_nothing_is_trained() -> None:
+def test_no_server_is_removed_without_training() -> None:
     assert follow([servers(0.1, 0.1)], patience=1, step_seconds=0.0)[0].change == 0
 
 
-def test_one_calm_window_begins_the_patience_anew() -> None:
+def test_one_calm_window_resets_the_patience() -> None:
     full, calm = servers(0.85, 0.5), servers(0.7, 0.5)
     assert [each.change for each in follow([full, full, calm, full, full, full])] == [0, 0, 0, 0, 0, 1]
 
 
-def test_a_window_that_wants_the_opposite_begins_the_patience_anew() -> None:
+def test_a_window_for_the_opposite_resets_the_patience() -> None:
     full, idle = servers(0.85, 0.5), servers(0.1, 0.1)
     assert [each.change for each in follow([full, full, idle, idle, full, full, full])] == [0, 0, 0, 0, 0, 0, 1]
 
 
-def test_patience_asks_for_the_same_direction_not_for_the_same_number() -> None:
+def test_patience_requires_the_same_direction_not_the_same_number() -> None:
     one, two, fewer = servers(0.85, 0.5), servers(0.95, 0.5), servers(0.1, 0.1)
     assert [each.change for each in follow([one, two, one])] == [0, 0, 1]
     assert [each.change for each in follow([one, fewer, fewer, fewer])] == [0, 0, 0, -1]
@@ -93,7 +93,7 @@ def test_at_a_mark_nothing_happens_and_the_busiest_server_counts() -> None:
     assert follow([servers(0.0, 0.0)], patience=1)[0].change == -1
 
 
-def test_a_change_begins_the_patience_anew() -> None:
+def test_a_change_resets_the_patience() -> None:
     found = follow([servers(0.85, 0.5)] * 7, pause_seconds=0.0)
     assert [n for n, each in enumerate(found) if each.change] == [2, 5]
 
@@ -114,8 +114,8 @@ def test_bounds_are_kept_at_once() -> None:
     work=st.floats(0.0, 1.0),
     step_seconds=st.floats(0.1, 10.0),
 )
-def test_what_was_done_is_not_undone(used: list[float], work: float, step_seconds: float) -> None:
-    """With the worst server's share of as many as were decided upon, the opposite is never decided."""
+def test_a_change_is_not_reverted(used: list[float], work: float, step_seconds: float) -> None:
+    """Assumes that the load of the busiest server is spread over the new number: the opposite must not follow."""
     now = servers(*used, work=work)
     decision, _ = decide(now, step_seconds, ScaleLimits(max_servers=100, patience=1), ScaleHistory(), 0.0)
     have, after = len(now), len(now) + decision.change
@@ -126,7 +126,7 @@ def test_what_was_done_is_not_undone(used: list[float], work: float, step_second
     assert not (decision.change > 0 and again.change)
 
 
-def test_figures_are_of_what_happened_between() -> None:
+def test_loads_are_differences_of_two_answers() -> None:
     before = {"rows": 5, "bytes": 10.0, "memory_bytes": 100.0, "calls": 1, "work_seconds": 3.0, "latest_step": 10}
     after = {"rows": 7, "bytes": 20.0, "memory_bytes": 100.0, "calls": 2, "work_seconds": 4.0, "latest_step": 30}
     found = ServerLoad.between("tcp://host:1", before, after)
@@ -137,7 +137,7 @@ def test_figures_are_of_what_happened_between() -> None:
     step = after | {"latest_step": 31, "work_seconds": 4.5}
     assert ServerLoad.between("a", after, step).work_seconds == 0.5
     assert replace(same, calls=0.0) == ServerLoad(address="a", rows=7, used_bytes=20.0, limit_bytes=50.0)
-    assert ServerLoad.between("a", after, before).work_seconds == 0.0, "it was started anew"
+    assert ServerLoad.between("a", after, before).work_seconds == 0.0, "the server was restarted"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_bounds_that_cannot_be_kept_are_refused(wrong: dict[str, Any], message: 
 
 
 def test_the_bounds_of_a_run() -> None:
-    """The defaults, which docs/operations.md quotes; and a mark may be all there is."""
+    """The defaults, which docs/operations.md quotes; a mark may equal the limit."""
     assert ScaleLimits(max_servers=8) == ScaleLimits(
         min_servers=1,
         max_servers=8,

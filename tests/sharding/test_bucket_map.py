@@ -40,15 +40,15 @@ def test_small_tables_are_spread_over_the_servers() -> None:
         ([1, 1, 2], 3, ((0,), (1,), (2, 0))),
     ],
 )
-def test_adjacent_buckets_lie_together_and_tables_begin_at_different_servers(
+def test_owners_are_runs_of_buckets_and_tables_start_at_different_servers(
     buckets: list[int], servers: int, owners: tuple[tuple[int, ...], ...]
 ) -> None:
     assert BucketMap.even(buckets, servers).owners == owners
 
 
-def test_a_bucket_over_goes_to_the_server_that_has_least_of_all() -> None:
+def test_a_remaining_bucket_goes_to_the_server_with_the_fewest() -> None:
     before = BucketMap(version=1, num_servers=3, owners=((2, 2, 1),))
-    assert before.moved(before.spread([0, 1])).owners == ((0, 0, 1),)
+    assert before.with_owners(before.spread([0, 1])).owners == ((0, 0, 1),)
 
 
 small = st.integers(0, 5).map(lambda k: 1 << k)
@@ -56,7 +56,7 @@ small = st.integers(0, 5).map(lambda k: 1 << k)
 
 @st.composite
 def maps(draw: st.DrawFn) -> BucketMap:
-    """Any map: after moves that nobody planned, too."""
+    """Draw any map, also an uneven one."""
     num_servers = draw(st.integers(1, 6))
     owner = st.integers(0, num_servers - 1)
     tables = draw(st.lists(small, min_size=1, max_size=6))
@@ -69,28 +69,28 @@ def even(counts: list[int]) -> bool:
 
 
 @given(maps(), st.data())
-def test_spread_is_even_and_moves_nothing_that_need_not(before: BucketMap, data: st.DataObject) -> None:
+def test_spread_is_even_and_moves_no_more_than_necessary(before: BucketMap, data: st.DataObject) -> None:
     every = st.integers(0, before.num_servers - 1)
     servers = data.draw(st.lists(every, min_size=1, unique=True))
     moves = before.spread(servers)
-    after = before.moved(moves)
+    after = before.with_owners(moves)
     assert after.version == 2 and after.num_servers == before.num_servers
     for was, now in zip(before.owners, after.owners, strict=True):
         counts = [now.count(server) for server in servers]
-        assert sum(counts) == len(now) and even(counts), "those that are not named own nothing"
+        assert sum(counts) == len(now) and even(counts), "other servers own nothing"
         num_moved = sum(a != b for a, b in zip(was, now, strict=True))
         gained = [max(0, now.count(server) - was.count(server)) for server in servers]
-        assert num_moved == sum(gained), "no server gives and takes"
-    assert even([after.flat().count(server) for server in servers]), "of all tables together, too"
+        assert num_moved == sum(gained), "no server both gives and takes"
+    assert even([after.flat().count(server) for server in servers]), "over all tables together, too"
     assert all(before.flat()[bucket] != owner for bucket, owner in moves.items())
-    assert after.spread(servers) == {}, "what is even stays"
+    assert after.spread(servers) == {}, "an even map stays"
 
 
 @given(small, st.integers(1, 5), st.integers(1, 5))
-def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) -> None:
-    """From an even map: what those that go have, or what those that come get."""
+def test_one_table_moves_the_minimum(buckets: int, was: int, now: int) -> None:
+    """From an even map: the buckets of servers that leave, or those that new servers get."""
     both = max(was, now)
-    before = BucketMap.even([buckets], was).numbered({server: server for server in range(was)}, both)
+    before = BucketMap.even([buckets], was).renumbered({server: server for server in range(was)}, both)
     moved = len(before.spread(range(now)))
     counts = [before.owners[0].count(server) for server in range(both)]
     if now >= was:
@@ -99,21 +99,21 @@ def test_one_table_moves_no_more_than_it_must(buckets: int, was: int, now: int) 
         assert moved == sum(counts[now:])
 
 
-def test_a_spread_over_nobody_is_refused() -> None:
+def test_a_spread_over_no_servers_is_refused() -> None:
     for servers in ([], [0, 0], [2], [0, 2]):
-        with pytest.raises(ConfigError, match=r"servers are .* wanted some of 0\.\.1, each once"):
+        with pytest.raises(ConfigError, match=r"servers are .* expected some of 0\.\.1, each once"):
             BucketMap.even([4], 2).spread(servers)
 
 
-def test_members_come_and_go_and_are_numbered_anew() -> None:
+def test_servers_join_and_leave_and_are_renumbered() -> None:
     first = ShardMap.first([4, 1], ["tcp://a:1"])
-    joined = first.joined(["tcp://b:1", "tcp://c:1"])
+    joined = first.with_servers(["tcp://b:1", "tcp://c:1"])
     assert joined.version == 2 and set(joined.owner()) == {"tcp://a:1"}
-    moved = joined.moved({0: "tcp://c:1", 4: "tcp://b:1"})
+    moved = joined.with_owners({0: "tcp://c:1", 4: "tcp://b:1"})
     assert moved.owner() == ["tcp://c:1", "tcp://a:1", "tcp://a:1", "tcp://a:1", "tcp://b:1"]
     assert joined.changes(moved) == {("tcp://a:1", "tcp://c:1"): [0], ("tcp://a:1", "tcp://b:1"): [4]}
-    emptied = moved.moved({4: "tcp://c:1"})
-    left = emptied.only(["tcp://c:1", "tcp://a:1"])
+    emptied = moved.with_owners({4: "tcp://c:1"})
+    left = emptied.restricted_to(["tcp://c:1", "tcp://a:1"])
     assert left.addresses == ("tcp://c:1", "tcp://a:1") and left.version == 5
     assert left.owner() == emptied.owner() and left.number("tcp://b:1") is None and left.number("tcp://a:1") == 1
     assert ShardMap.from_dict(json.loads(json.dumps(left.to_dict()))) == left
@@ -123,15 +123,15 @@ def test_members_come_and_go_and_are_numbered_anew() -> None:
     ("changes", "found"),
     [
         ({"addresses": "tcp://a:1"}, "addresses is 'tcp://a:1'"),
-        ({"addresses": []}, "wanted a list of at least one"),
-        ({"addresses": ["tcp://a:1", 1]}, "wanted a list of at least one"),
-        ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "wanted each server once"),
-        ({"addresses": ["tcp://a:1", "tcp://b:1"]}, "2 addresses; the bucket map has 1"),
+        ({"addresses": []}, "expected a list of at least one"),
+        ({"addresses": ["tcp://a:1", 1]}, "expected a list of at least one"),
+        ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "expected each server once"),
+        ({"addresses": ["tcp://a:1", "tcp://b:1"]}, "2 addresses; expected one for each of the bucket map's 1 servers"),
         ({"bucket_map": 3}, "bucket_map"),
         ({"more": 3}, "unknown key 'more'"),
     ],
 )
-def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) -> None:
+def test_invalid_shard_maps_are_refused(changes: dict[str, Any], found: str) -> None:
     data = ShardMap.first([4], ["tcp://a:1"]).to_dict() | changes
     with pytest.raises(ConfigError, match=found):
         ShardMap.from_dict(data)
@@ -143,17 +143,17 @@ def test_members_that_are_none_are_refused(changes: dict[str, Any], found: str) 
         ({"version": 0}, "version is 0"),
         ({"version": 2**32}, "version is 4294967296"),
         ({"num_servers": 65536}, "num_servers is 65536"),
-        ({"owners": [[0], ["0"]]}, "owners is a list; wanted a list of lists"),
+        ({"owners": [[0], ["0"]]}, "owners is a list; expected a list of lists"),
         ({"num_servers": 0}, "num_servers is 0"),
-        ({"owners": [[0, 2]]}, r"table 0 names server 2; wanted servers 0\.\.1"),
+        ({"owners": [[0, 2]]}, r"table 0 names server 2; expected servers 0\.\.1"),
         ({"owners": [[0, -1]]}, "table 0 names server -1"),
         ({"owners": [[]]}, "table 0 names no bucket"),
         ({"owners": 3}, "owners is a int"),
-        ({"owners": [[0.5]]}, "owners is a list; wanted a list of lists"),
+        ({"owners": [[0.5]]}, "owners is a list; expected a list of lists"),
         ({"owner": []}, "unknown key 'owner'"),
     ],
 )
-def test_a_map_that_is_none_is_refused(changes: dict[str, Any], found: str) -> None:
+def test_invalid_bucket_maps_are_refused(changes: dict[str, Any], found: str) -> None:
     data = BucketMap.even([2], 2).to_dict() | changes
     with pytest.raises(ConfigError, match=found):
         BucketMap.from_dict(data)
@@ -189,7 +189,7 @@ def test_differences_name_each_field(other: Job, told: list[str]) -> None:
     assert set(told) <= set(found) and bool(told) == bool(found)
 
 
-def test_the_learning_rate_that_ftrl_begins_with_counts() -> None:
+def test_the_initial_learning_rate_of_ftrl_must_agree() -> None:
     one, other = (Job(tables=(Table("t", dim=1, optimizer=Ftrl(lr=lr)),)) for lr in (0.1, 0.2))
     assert one.differences(other) == ["table 't', optimizer.lr: 0.1 here, 0.2 there"]
 
@@ -204,6 +204,6 @@ def test_the_learning_rate_that_ftrl_begins_with_counts() -> None:
         (lambda: Job.from_dict({"seed": 1}), "the key 'tables' is missing"),
     ],
 )
-def test_a_job_that_is_none_is_refused(make: Any, found: str) -> None:
+def test_invalid_jobs_are_refused(make: Any, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         make()

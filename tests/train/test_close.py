@@ -19,9 +19,9 @@ import torch
 
 import satrap.run_context
 from cluster import ANYWHERE, DEADLINE_SECONDS, features, remote, serving
-from far_parts import Net, source, working, write
 from forks import in_fork
 from loop import batches, job, loss_of, tables
+from remote_worker_parts import Net, source, working, write
 from rpc_parts import Calls, Served, eventually
 from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.config.features import Features
@@ -98,14 +98,14 @@ def test_a_worker_gives_up_what_it_reads_for_one_that_ends_in_the_middle(tmp_pat
             optimizer.step()
             if batch.step == 3:
                 break
-        (seat,) = workers[0].host._seats.values()
-        assert seat.readings
+        (session,) = workers[0].host._sessions.values()
+        assert session.readers
         del batch
         if closes:
             embeddings.close()
         del embeddings, model, optimizer
         gc.collect()
-        eventually(lambda: not seat.readings)
+        eventually(lambda: not session.readers)
         eventually(lambda: collect() and not [each for each in threading.enumerate() if each.name in OWN_THREADS])
 
 

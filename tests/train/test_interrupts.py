@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, remote, serving
-from far_parts import send_through, working
 from interrupts import Interrupts, no_hang
+from remote_worker_parts import send_through, working
 from rpc_parts import Calls, Served
 from satrap import SGD, Embeddings, Parquet, Table, Zeros
 from satrap.errors import InputError, StreamError

@@ -1,7 +1,7 @@
-"""Bags against plain PyTorch: pooled rows, and what an update makes of the rows, for every pooling and optimizer.
+"""Bags against plain PyTorch: pooled rows, and the rows after an update, for every pooling and optimizer.
 
-The model is bag_oracle.py. Besides it, whole trainings are compared with torch.nn.EmbeddingBag and torch's own sparse
-optimizers, and everything that can be seen is compared bit for bit between numbers of threads and SIMD paths.
+The model is bag_oracle.py. In addition, whole trainings are compared with torch.nn.EmbeddingBag and torch's own sparse
+optimizers, and all visible results are compared bit for bit between numbers of threads and SIMD paths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POOLINGS = [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("sq
 
 
 def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any) -> LocalWorker:
-    """The pooling on a table that two more features share, and again on a table of another dim."""
+    """Use the pooling on a table that two more features share, and again on a table of another dim."""
     item = Table("item", dim=dim, optimizer=optimizer, initial=Normal(std=0.5))
     user = Table("user", dim=dim + 3, optimizer=optimizer, initial=Normal(std=0.5))
     features = {
@@ -110,7 +110,7 @@ def test_any_features(features: list[Feature], batch_size: int, accumulate: int,
 
 
 def test_one_id_in_each_bag_needs_no_offsets(rng: np.random.Generator) -> None:
-    """The two forms of the same batch do the same, for any pooling."""
+    """Both forms of the same batch have the same result, for any pooling."""
     for pooling, weighted in POOLINGS:
         with_, without = make(pooling, weighted, Adagrad(), 16), make(pooling, weighted, Adagrad(), 16)
         for step in range(1, 4):
@@ -143,8 +143,8 @@ def test_features_at_most_one_id(rng: np.random.Generator) -> None:
     assert_stepped(worker, before, summed([bags], [gradients], 1.0))
 
 
-def test_a_missing_gradient_is_not_one_of_zero(rng: np.random.Generator) -> None:
-    """As in torch: what nobody used has no gradient, and Adam does not move it."""
+def test_a_missing_gradient_differs_from_zero(rng: np.random.Generator) -> None:
+    """As in torch: an id without a gradient stays unchanged, while Adam would change it with a gradient of 0."""
     for without in ("block", "path", "last"):
         worker = make("sum", False, Adam(), 4)
         bags = draw_bags(rng, worker.features, 5)
@@ -166,8 +166,8 @@ def test_a_missing_gradient_is_not_one_of_zero(rng: np.random.Generator) -> None
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adagrad(lr=0.1, eps=1e-10), Adam(lr=0.01)], ids=type)
 @pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
 def test_trains_like_an_embedding_bag(optimizer: Any, mode: Any, weighted: bool, rng: np.random.Generator) -> None:
-    """torch.nn.EmbeddingBag, autograd and torch's sparse optimizers, within float tolerance: their order of duplicates
-    is not ours, and a first step of Adagrad or Adam divides a small sum by itself. Every id is in every step, so that
+    """torch.nn.EmbeddingBag, autograd and torch's sparse optimizers, within float tolerance: torch sums duplicates in
+    another order, and a first step of Adagrad or Adam divides a small sum by itself. Every id is in every step, so that
     SparseAdam's count is the row's."""
     num_ids, dim, batch_size = 20, 6, 12
     table = Table("item", dim=dim, optimizer=optimizer, initial=Normal(std=0.5))
@@ -205,7 +205,7 @@ def test_trains_like_an_embedding_bag(optimizer: Any, mode: Any, weighted: bool,
 
 
 def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
-    """Nothing is read back in between: 100 steps end in the very bits of index_add_ and fma."""
+    """Nothing is read back in between: 100 steps end in exactly the bits of index_add_ and fma."""
     num_ids, dim, rate = 50, 16, 0.0371
     table = Table("t", dim=dim, optimizer=SGD(lr=rate), initial=Normal())
     worker = LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
@@ -223,8 +223,8 @@ def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(worker.tables["t"].read(everyone).values, values)
 
 
-def test_a_history_keeps_its_last_ids_and_padding_is_no_id() -> None:
-    """0 fills up two of three histories: it has no row, no place, no part in a mean and is not counted as cut off."""
+def test_a_history_keeps_its_last_ids_and_ignores_padding() -> None:
+    """0 pads two of three histories: it has no row, no position, no part in a mean and is not counted as truncated."""
     item = Table("item", dim=2, initial=Normal())
     features = Features(
         {
@@ -249,7 +249,7 @@ def test_a_history_keeps_its_last_ids_and_padding_is_no_id() -> None:
 
 
 def test_padding_of_single_ids_and_its_weights() -> None:
-    """Without offsets; a padding's weight may be anything, and another id's may not."""
+    """Without offsets. The weight of padding may be anything, but not that of another id."""
     item = Table("item", dim=2, initial=Normal())
     other = item.bag("sum", weighted=True, padding_id=3)
     features = Features({"one": item.bag("sum", padding_id=2**64 - 1), "other": other})
@@ -273,7 +273,7 @@ PADDING = 0x9E3779B97F4A7C15
 
 
 def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
-    """Everything that can be seen of some large batches."""
+    """Return all visible results of some large batches."""
     rng = np.random.default_rng(seed)
     some: dict[str, Any] = {"num_buckets": num_buckets, "initial": Normal()}
     item = Table("item", dim=16, optimizer=Adagrad(lr=0.1), **some)
@@ -314,7 +314,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
 
 
 def tiny_numbers(num_threads: int, flush: bool) -> str:
-    """Some batches of subnormal numbers, by a thread that takes them for 0 or does not."""
+    """Run some batches of subnormal numbers, in a thread that flushes them to 0 or does not."""
     rng = np.random.default_rng(3)
     table = Table("t", dim=16, optimizer=SGD(lr=1.0), initial=Normal(std=1e-39))
     features = {name: Feature(table, name, weighted=name == "sqrtn") for name in ("sum", "mean", "sqrtn")}

@@ -1,4 +1,4 @@
-"""A worker in a process of its own has the bits, counters and positions of one in the trainer's; ids never reach it."""
+"""A remote worker has the bits, counters and positions of one in the trainer's process; ids never reach the trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from cluster import serving
-from far_parts import BATCH, bits, evaluate, made, running, source, train, working, write
+from remote_worker_parts import BATCH, bits, evaluate, made, running, source, train, working, write
 from satrap import Checkpoint, MinCount, Parquet, Table
 from satrap.errors import StreamError
 from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
 
 
 def addresses(stack: ExitStack, num_servers: int, num_workers: int) -> dict[str, Any]:
-    """Options of a job with as many of each."""
+    """Return the options of a job with so many servers and workers."""
     if not num_servers:
         return {}
     options: dict[str, Any] = {"servers": [each.address for each in stack.enter_context(serving(num_servers))]}
@@ -50,7 +50,7 @@ def test_a_stream_that_a_worker_reads_has_a_length(tmp_path: Path) -> None:
     [{}, {"staleness": 2, "deterministic": True}, {"accumulate": 3}, {"wire": "float16"}],
     ids=["sync", "stale", "accumulated", "rounded"],
 )
-def test_it_has_the_bits_of_a_worker_in_the_trainer(
+def test_a_remote_worker_has_the_bits_of_a_local_one(
     tmp_path: Path, options: dict[str, Any], overlap: bool | None
 ) -> None:
     """Losses, rows, parameters, positions, scores of an evaluation within the training, and what was lost."""
@@ -66,7 +66,7 @@ def test_it_has_the_bits_of_a_worker_in_the_trainer(
             scores = evaluate(job, test)
             seen += train(job, data.replace(epochs=1, seed=5), **how)
             counters = job[0].counters()
-            stale = counters.staleness if overlap is False else None  # beside it, a drop comes when it comes
+            stale = counters.staleness if overlap is False else None  # with overlap, the time of a drop varies
             found.append((seen, scores, bits(job), counters.rows, counters.lost, stale))
     assert len(found[0][0]) == 60 and found[0][4]["ids/path"] and found[0][4]["batches/zero_grad"]
     assert all(each == found[0] for each in found)
@@ -75,7 +75,7 @@ def test_it_has_the_bits_of_a_worker_in_the_trainer(
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("only", [True, False])
 def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tuple[int, int]) -> None:
-    """Ids 0 to 4 come in the first and the last batch of each epoch, the others in one batch."""
+    """Ids 0 to 4 occur in the first and the last batch of each epoch, the others in one batch."""
     path = tmp_path / "a.parquet"
     ids = [*range(43), *range(5)]
     pq.write_table(pa.table({"id": np.array(ids, np.uint64), "click": [0.0, 1.0] * 24}), path, row_group_size=20)
@@ -98,8 +98,8 @@ def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tu
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_batches_read_ahead_are_held_by_the_worker(tmp_path: Path, staleness: int) -> None:
-    """All of them are taken before the first step, which ends in the plain loop's bits."""
+def test_the_worker_holds_prefetched_batches(tmp_path: Path, staleness: int) -> None:
+    """All batches are taken before the first step, which has the same bits as the plain loop."""
     data = source(write(tmp_path / "a.parquet", 12))
     found = []
     for where, ahead in (((0, 0), False), ((0, 0), True), ((2, 1), True)):
@@ -132,8 +132,8 @@ def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
         assert "number=1" in repr(batch.inputs)
 
 
-def test_a_batch_that_is_looked_up_again_is_still_to_be_updated(tmp_path: Path) -> None:
-    """By `forward`, in the middle of its step; and then the worker is started again."""
+def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
+    """By `forward`, in the middle of its step; and then the worker is restarted."""
     data = source(write(tmp_path / "a.parquet", 4))
     found = []
     with serving(1) as services, working() as (worker,):
@@ -153,7 +153,7 @@ def test_a_batch_that_is_looked_up_again_is_still_to_be_updated(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("workers", [(0, 1, 0), (1, 0, 1)], ids=["without, with, without", "with, without, with"])
-def test_a_checkpoint_goes_on_with_a_worker_or_without(tmp_path: Path, workers: tuple[int, ...]) -> None:
+def test_a_checkpoint_resumes_with_or_without_a_worker(tmp_path: Path, workers: tuple[int, ...]) -> None:
     path = write(tmp_path / "a.parquet", 24)
     data = source(path, shuffle=True, shuffle_blocks=2, seed=3)
     with running() as job:
@@ -182,8 +182,8 @@ def test_a_checkpoint_goes_on_with_a_worker_or_without(tmp_path: Path, workers: 
     assert seen == whole
 
 
-def test_what_is_no_declaration_of_files_is_looked_up_from_here(tmp_path: Path) -> None:
-    """In between, in one run: the steps go on."""
+def test_batches_without_a_declared_source_are_looked_up_by_the_trainer(tmp_path: Path) -> None:
+    """In between, in one run: the steps continue."""
     data = source(write(tmp_path / "a.parquet", 6))
     found = []
     for where in WHERE:

@@ -1,6 +1,6 @@
-"""Workers that are killed, refused and replaced, and networks that misbehave: every batch trains once, none is lost.
+"""Workers that are killed, refused and replaced, and faulty networks: every batch trains once, none is lost.
 
-The oracle is a run with the worker in the trainer's process and rows of its own: bit for bit the same.
+The oracle is a run with a local worker: the rows must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 import satrap.worker.remote.service
 from cluster import ANYWHERE, features, one_table, serving
-from far_parts import (
+from faults import killed_at_random
+from remote_worker_parts import (
     KillableWorker,
     bits,
     dying,
@@ -29,7 +30,6 @@ from far_parts import (
     working,
     write,
 )
-from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import CSV, Checkpoint, Embeddings, IdColumn, LabelColumn
 from satrap.cli.main import main
@@ -51,16 +51,16 @@ each_way = pytest.mark.parametrize(
 
 
 @each_way
-def test_a_worker_that_is_killed_at_random_moments(
+def test_a_worker_killed_at_random_moments(
     tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greetings, greet = [], WorkerConnection.greet
+    handshakes, handshake = [], WorkerConnection.handshake
 
     def counted(at: WorkerConnection) -> None:
-        greetings.append(at)
-        greet(at)
+        handshakes.append(at)
+        handshake(at)
 
-    monkeypatch.setattr(WorkerConnection, "greet", counted)
+    monkeypatch.setattr(WorkerConnection, "handshake", counted)
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
     test = source(write(tmp_path / "b.parquet", 40, seed=1))
@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed_at_random_moments(
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
             seen = train(job, data, at, overlap=overlap)
-            assert len(greetings) > 1, "it was never killed while it trained"
+            assert len(handshakes) > 1, "it was never killed during training"
             found = seen, evaluate(job, test), bits(job), job[0].counters().lost
             while not over[0].is_set():
                 assert evaluate(job, test) == found[1]
@@ -100,8 +100,8 @@ def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
 @each_way
 @pytest.mark.parametrize("moment", ["looked up", "updated"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
-    """After many a batch, at a moment of the trainer's."""
+def test_a_restarted_worker(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
+    """After many batches, at one moment of the trainer's loop."""
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
     with running(**how) as job:
@@ -119,7 +119,7 @@ def test_a_worker_that_is_started_again(tmp_path: Path, moment: str, given: dict
 
 
 @each_way
-def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dict[str, Any]) -> None:
     overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40))
     with running(**how) as job:
@@ -127,12 +127,12 @@ def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path
     with serving(2) as services, working() as (worker,):
 
         def at(now: str, number: int) -> None:
-            for seat in worker.host._seats.values():
-                for stream, reading in list(seat.readings.items()) if number % 4 == 0 and number < 30 else ():
-                    reading.close()
+            for session in worker.host._sessions.values():
+                for stream, reader in list(session.readers.items()) if number % 4 == 0 and number < 30 else ():
+                    reader.close()
                     with pytest.raises(NotReadyError, match="closed here"):
-                        reading.at(1000)
-                    del seat.readings[stream]
+                        reader.batch(1000)
+                    del session.readers[stream]
 
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
@@ -140,10 +140,8 @@ def test_a_stream_that_is_closed_while_it_is_read_is_opened_again(tmp_path: Path
 
 
 @pytest.mark.parametrize("server", [0, 1])
-def test_a_worker_that_dies_in_the_middle_of_an_update(
-    tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything was applied, and after all was: the update comes again, of batches that are read again."""
+def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything was applied, and after everything was: the update is retried, with batches read again."""
     data = source(write(tmp_path / "a.parquet", 10))
     with running() as job:
         wanted = train(job, data, accumulate=2), bits(job)
@@ -156,11 +154,11 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
             if not first or server:
                 update(remote, batches, step, *rest)
             if first:
-                seats = worker.host._seats.values()
-                for seat in seats:
-                    for reading in seat.readings.values():
-                        reading.close()
-                    seat.readings.clear()
+                sessions = worker.host._sessions.values()
+                for session in sessions:
+                    for reader in session.readers.values():
+                        reader.close()
+                    session.readers.clear()
                 raise NotReadyError("killed")
 
         monkeypatch.setattr(satrap.worker.remote.service, "_update", dies)
@@ -171,8 +169,8 @@ def test_a_worker_that_dies_in_the_middle_of_an_update(
     assert len(died) == 2 * len(set(died)) and (repeated > 0) == bool(server)
 
 
-def test_a_worker_that_stays_away(tmp_path: Path) -> None:
-    """The call that waits for it ends with its name; the checkpoint is resumed with another."""
+def test_a_worker_that_does_not_return(tmp_path: Path) -> None:
+    """The waiting call fails with the worker's address; the checkpoint is resumed with another worker."""
     data = source(write(tmp_path / "a.parquet", 16), shuffle=True, shuffle_blocks=2)
     with running() as job:
         wanted = train(job, data), bits(job)
@@ -202,7 +200,7 @@ def test_a_worker_that_stays_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("drop", "repeat", "hold"), [(0.1, 0.0, 0.0), (0.0, 0.5, 0.5), (0.05, 0.2, 0.2)], ids=["lossy", "doubling", "bad"]
 )
-def test_a_network_between_trainer_and_worker_that_misbehaves(
+def test_a_faulty_network_between_trainer_and_worker(
     tmp_path: Path, seed: int, drop: float, repeat: float, hold: float
 ) -> None:
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=3)
@@ -218,7 +216,7 @@ def test_a_network_between_trainer_and_worker_that_misbehaves(
 
 
 def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
-    """However often they are read."""
+    """Independently of how often they are read."""
     path = tmp_path / "a.csv"
     labels = ["x" if i % 11 == 0 else "" if i % 13 == 0 else "7" if i % 17 == 0 else "1" for i in range(400)]
     lines = [f"{i % 50},{i % 3},{label}" for i, label in enumerate(labels)]
@@ -261,7 +259,7 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
             found.append((seen, embeddings.counters().lost))
         assert isinstance(embeddings.worker, RemoteWorker)
         embeddings.worker.close()
-    assert found[0] == found[1], "a label of 7 is malformed, on a worker too"
+    assert found[0] == found[1], "a label of 7 is malformed, with a remote worker, too"
     assert found[0][1] == {"rows/malformed": 2 * malformed, "rows/no_label": 2 * no_label, "rows/short": left_over}
 
 
@@ -272,14 +270,16 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
     with serving(1) as services, working() as (worker,):
         where = {"servers": [services[0].address], "workers": [worker.address]}
         with running(**where) as job:
-            message = f"^the worker at {worker.address} cannot read it: {tmp_path}/none.parquet.* no such file"
+            message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
             with pytest.raises(SourceError, match=message):
                 train(job, source(tmp_path / "none.parquet"))
             run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
             with pytest.raises(SourceError, match=message):
                 run.save()
             path = write(tmp_path / "a.parquet", 8)
-            with pytest.raises(SourceError, match=f"the worker at {worker.address} cannot read it: .*has no column"):
+            with pytest.raises(
+                SourceError, match=f"the worker at {worker.address} cannot read the source: .*has no column"
+            ):
                 job[0].stream(source(path).replace(dense="height"))
             assert len(train(job, source(path))) == 8
 
@@ -288,7 +288,7 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
                     worker.restart()
                     path.write_bytes(b"PAR1")
 
-            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read it: {path}"):
+            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read the source: {path}"):
                 train(job, source(path), cut)
 
 
@@ -311,10 +311,10 @@ def test_another_job_is_refused_field_by_field() -> None:
             stack.enter_context(far(wide, other, worker, attempt=attempt + 1))
         with pytest.raises(ConfigError, match="seed: 1 here, 0 there"):
             stack.enter_context(far(of, other, worker, attempt=attempt + 1, seed=1))
-        first.at.greet()  # which it still is
+        first.connection.handshake()  # the first trainer's session still exists
         stack.enter_context(far(bag, other, worker, attempt=attempt + 1))
-        with pytest.raises(AttemptError, match=f"attempt {attempt} and the worker at {attempt + 1}"):
-            first.at.greet()
+        with pytest.raises(AttemptError, match=f"attempt {attempt}; expected the worker.s, {attempt + 1}"):
+            first.connection.handshake()
 
 
 @contextmanager
@@ -323,13 +323,13 @@ def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) 
     try:
         found = RemoteWorker(of, servers, worker.address, num_threads=1)
         yield found
-        found.at.close()
+        found.connection.close()
     finally:
         servers.close()
 
 
-def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
-    """And one that begins a new attempt, by a restore, goes on."""
+def test_a_replaced_trainer_reads_no_more(tmp_path: Path) -> None:
+    """A trainer that starts a new attempt, by a restore, continues."""
     data = source(write(tmp_path / "a.parquet", 12))
     with serving(1) as services, working() as (worker,):
         where = {"servers": [services[0].address], "workers": [worker.address]}
@@ -341,11 +341,11 @@ def test_a_trainer_that_was_replaced_reads_no_more(tmp_path: Path) -> None:
             new[0].resume_at(0, data, None)
             with running() as alone:
                 assert len(seen) == len(train(new, data)) == len(train(alone, data))
-            assert len(worker.host._seats) == 1 and not worker.host._seats[0].readings
+            assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
 
 
-def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
-    """At the same address: their attempts begin at 1, and the worker has seen later ones."""
+def test_servers_that_were_started_empty(tmp_path: Path) -> None:
+    """At the same address: their attempts start at 1, and the worker has seen later ones."""
     data = source(write(tmp_path / "a.parquet", 4))
     with working() as (worker,):
         address, numbers = ANYWHERE, []
@@ -361,8 +361,8 @@ def test_servers_that_were_begun_anew(tmp_path: Path) -> None:
     assert numbers == [6, 2]
 
 
-def test_a_worker_that_was_paused_and_replaced(tmp_path: Path) -> None:
-    """It wakes up with an update of the older attempt on its way, which the servers refuse."""
+def test_a_worker_that_was_suspended_and_replaced(tmp_path: Path) -> None:
+    """It resumes with an update of the older attempt in flight, which the servers refuse."""
     data = source(write(tmp_path / "a.parquet", 12))
     worker = KillableWorker()
     try:
@@ -413,7 +413,7 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) ->
 
 
 def test_keys(tmp_path: Path) -> None:
-    """A worker is a server to trainers, and a client to servers."""
+    """A worker is a server for trainers, and a client of servers."""
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")
     data = source(write(tmp_path / "a.parquet", 4))

@@ -1,6 +1,4 @@
-"""Several trainers whose workers are processes of their own, one that they share or one for each: the bits of trainers
-that look up themselves.
-"""
+"""Several trainers with remote workers, a shared one or one for each: the bits of trainers that look up themselves."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster import DEADLINE_SECONDS, killables, serving
-from far_parts import KillableWorker, ending, working
 from faults import at_random, kill
 from loop import NUM_IDS
+from remote_worker_parts import KillableWorker, ending, working
 from trainers import Trainers, said
 
 
@@ -29,7 +27,7 @@ def trainers() -> Iterator[Trainers]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Batches of 8, three to a block; the last block is half as long: the trainers' last batches are short."""
+    """Write batches of 8, three to a block; the last block is half as long, so the trainers' last batches are short."""
     rng = np.random.default_rng(0)
     n = 30 * 8 - 12
     lists = [rng.integers(0, NUM_IDS, int(k)).tolist() for k in rng.integers(0, 5, n)]
@@ -56,13 +54,13 @@ def test_two_trainers_have_the_bits_of_two_without_workers(
         wanted = trainers.run(services, 2, tmp_path, **options)
     with serving(2) as services, working(num_workers) as workers:
         found = trainers.run(services, 2, tmp_path, workers=[each.address for each in workers], overlap=True, **options)
-        assert [len(each.host._seats) for each in workers] == [2 // num_workers] * num_workers
+        assert [len(each.host._sessions) for each in workers] == [2 // num_workers] * num_workers
     assert found == wanted
     numbers = [number for each in found for batch in each["seen"] for number in batch]
     assert sorted(numbers) == sorted(2 * list(range(30 * 8 - 12))), "every sample once an epoch"
 
 
-def test_trainers_resume_with_workers_what_was_begun_without(trainers: Trainers, tmp_path: Path, file: str) -> None:
+def test_trainers_resume_with_workers_a_run_started_without(trainers: Trainers, tmp_path: Path, file: str) -> None:
     options: dict[str, Any] = {"batches": 0, "file": file}
     with serving(2) as services:
         whole = trainers.run(services, 2, tmp_path, **options)
@@ -84,7 +82,7 @@ def test_everything_is_killed_under_two_trainers(
     trainers: Trainers, tmp_path: Path, file: str, seed: int, staleness: int
 ) -> None:
     """Two servers and the worker that the trainers share, from the third step on. Stale updates are applied in any
-    order, but each once: their rows are counted."""
+    order, but each once: the updates of their rows are counted."""
     options: dict[str, Any] = {"batches": 0, "file": file, "epochs": 12, "staleness": staleness}
     options["counted"] = staleness > 0
     with serving(2) as services:

@@ -1,5 +1,5 @@
-"""A worker over servers does what a worker over its own tables does, bit for bit, whatever the number of servers; and
-what goes wrong between them is told, or mended, and never applied twice.
+"""A worker over servers has the bits of a worker over local tables, for any number of servers; and faults between them
+are reported or repaired, and nothing is applied twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[ShardedWorker]:
         yield worker
 
 
-def test_it_is_what_torch_makes_of_it(worker: ShardedWorker, rng: np.random.Generator) -> None:
+def test_it_equals_torch(worker: ShardedWorker, rng: np.random.Generator) -> None:
     follow(worker, rng, num_steps=3, scale=0.5)
 
 
@@ -47,7 +47,7 @@ def test_accumulated_batches_are_one_step(worker: ShardedWorker, rng: np.random.
     follow(worker, rng, num_steps=2, accumulate=3)
 
 
-def test_it_has_the_bits_of_a_worker_here(worker: ShardedWorker, rng: np.random.Generator) -> None:
+def test_it_has_the_bits_of_a_local_worker(worker: ShardedWorker, rng: np.random.Generator) -> None:
     """Rows, counters, and evaluation; with a batch that is dropped and gradients that are missing."""
     local = LocalWorker(features(), num_threads=1)
     for step in range(1, 6):
@@ -76,7 +76,7 @@ def test_it_has_the_bits_of_a_worker_here(worker: ShardedWorker, rng: np.random.
     assert worker.truncated == local.truncated
 
 
-def test_steps_are_numbered_where_nobody_gives_them(worker: ShardedWorker, rng: np.random.Generator) -> None:
+def test_steps_are_numbered_by_default(worker: ShardedWorker, rng: np.random.Generator) -> None:
     local = LocalWorker(features(), num_threads=1)
     for _ in range(3):
         inputs = draw_bags(rng, local.features, 5).inputs()
@@ -96,7 +96,7 @@ def test_empty_batches_and_empty_reads(worker: ShardedWorker, rng: np.random.Gen
 
 
 def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None:
-    """Of the table until set, then what was set, and what an update brings before both."""
+    """First the table's, then that of set_lr, and that of an update before both."""
     local = LocalWorker(features(), num_threads=1)
     for step, lrs in ((1, None), (2, None), (3, {"item": 0.5})):
         if step == 2:
@@ -110,11 +110,11 @@ def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None
     assert contents(worker) == contents(local)
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(satrap.server.server, "MOST_TICKETS", 1)
+def test_ids_replace_a_ticket_that_the_server_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         for each in (local, worker):
@@ -125,7 +125,7 @@ def test_a_ticket_that_the_server_gave_up_is_replaced_by_the_ids(monkeypatch: py
         assert contents(worker) == contents(local)
 
 
-def test_a_refused_gradient_is_told_as_here_and_changes_nothing() -> None:
+def test_a_refused_gradient_has_the_local_error_and_changes_nothing() -> None:
     wrong = np.ones((4, 2), np.float32)
     wrong[2, 1] = np.nan
     told = []
@@ -142,7 +142,7 @@ def test_a_refused_gradient_is_told_as_here_and_changes_nothing() -> None:
     assert told[0] == told[1] and "sample 2 of feature 'id'" in told[0]
 
 
-def test_gradients_that_are_skipped_are_counted_as_here() -> None:
+def test_skipped_gradients_are_counted_as_locally() -> None:
     wrong = np.ones((4, 2), np.float32)
     wrong[1, 0] = np.inf
     found = []
@@ -156,7 +156,7 @@ def test_gradients_that_are_skipped_are_counted_as_here() -> None:
     assert found[0] == found[1] and found[0][1] == 1
 
 
-def test_an_error_of_a_server_is_raised_here_and_names_it() -> None:
+def test_a_server_error_is_raised_with_its_address() -> None:
     full = one_table(capacity=8, on_full="raise")
     with serving(1) as services, remote(full, [services[0].address]) as worker:
         with pytest.raises(CapacityError, match="table 't' is full") as caught:
@@ -185,13 +185,13 @@ def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
             pass
         with pytest.raises(ConfigError, match="table 't', dim: 2 here, 3 there"):
             ServerGroup(Job(tables=one_table().tables), [mine, other])
-        with pytest.raises(ConfigError, match="wanted each server once"):
+        with pytest.raises(ConfigError, match="expected each server once"):
             ServerGroup(Job(tables=one_table().tables), [mine, mine])
         with remote(one_table(), [mine]) as worker:
             assert len(worker.tables["t"]) == 0
 
 
-def test_an_interrupted_update_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_update_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         looked = [each.lookup(batch(range(20)), step=1) for each in (local, worker)]
@@ -213,7 +213,7 @@ def test_an_interrupted_update_goes_on_where_it_was(monkeypatch: pytest.MonkeyPa
         assert ticket.used and contents(worker) == contents(local)
 
 
-def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
+def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         worker.lookup(batch(range(20)), step=1)
         table = worker.tables["t"]
@@ -222,10 +222,10 @@ def test_a_save_that_comes_twice_is_one(tmp_path: Path) -> None:
         again = worker.servers.each("save", 0, asked, view=worker.servers.view)
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
-        assert table.save(tmp_path / "a") == first + 2, "one that the user asks for again is another"
+        assert table.save(tmp_path / "a") == first + 2, "a second save by the user is another one"
 
 
-def test_a_process_that_was_replaced_cannot_write() -> None:
+def test_a_replaced_process_cannot_write() -> None:
     with serving(2) as services:
         addresses = [each.address for each in services]
         with remote(one_table(), addresses) as old:
@@ -233,18 +233,20 @@ def test_a_process_that_was_replaced_cannot_write() -> None:
             assert looked.ticket
             with remote(one_table(), addresses) as new:
                 before = contents(new)
-                with pytest.raises(AttemptError, match="of attempt 1 and the server at 2: this process was replaced"):
+                with pytest.raises(
+                    AttemptError, match="of attempt 1; expected the server's, 2: this process was replaced"
+                ):
                     old.update([looked.ticket], [looked.block])
                 with pytest.raises(AttemptError):
                     old.lookup(batch(range(40)))
                 assert contents(new) == before
                 again = new.lookup(batch(range(20)), step=1)
                 new.update([again.ticket] if again.ticket else [], [again.block], step=1)
-                assert contents(new) != before, "step 1 of the new attempt is not taken for the old one's"
+                assert contents(new) != before, "step 1 of the new attempt is no duplicate of the old one's"
 
 
 @pytest.mark.parametrize("with_ticket", [False, True])
-def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
+def test_a_duplicate_update_is_applied_once(with_ticket: bool) -> None:
     job = Job(tables=one_table().tables)
     with serving(1) as services:
         servers = ServerGroup(job, [services[0].address])
@@ -263,7 +265,7 @@ def test_an_update_that_comes_twice_is_applied_once(with_ticket: bool) -> None:
             assert client.call.read(at[0], 0, ids)[0].tobytes() == once
             assert client.call.stats(at[0], 0)["repeated"] == 20
             client.call.update(at[1], 0, ids, cuts, ones, [0.1], 0)
-            assert client.call.read(at[0], 0, ids)[0].tobytes() != once, "another trainer's step 3 is another one"
+            assert client.call.read(at[0], 0, ids)[0].tobytes() != once, "another trainer's step 3 is another step"
         servers.close()
 
 
@@ -283,7 +285,7 @@ def test_a_step_too_far_behind_is_refused_whole() -> None:
 
 
 def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
-    """A restore that comes again is done once; after another attempt began, it is a new one."""
+    """A duplicate of a restore has no effect; after another attempt has started, it is a new restore."""
     ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 4])
     with (
         serving(1) as services,
@@ -294,7 +296,7 @@ def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
         client.call.restore(at[2], [], [])
         client.call.lookup(at[2], ids, offsets, 1, True, 0)
         assert client.call.restore(at[2], [], []) is True
-        assert client.call.stats(at[2], 0)["rows"] == 4, "it came again"
+        assert client.call.stats(at[2], 0)["rows"] == 4, "it was a duplicate"
         client.call.begin_attempt(at[3])
         with pytest.raises(AttemptError):
             client.call.restore(at[3], [], [])
@@ -319,9 +321,9 @@ def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Pat
         assert len(worker.tables["t"]) == 4
 
 
-def test_a_server_that_was_killed_in_its_first_hello_begins_anew(tmp_path: Path) -> None:
+def test_a_server_killed_in_its_first_handshake_starts_empty(tmp_path: Path) -> None:
     note = {"server": 0, "num_servers": 1}
-    open_engine(one_table().tables, seed=0, num_threads=1, shared=tmp_path / "rows", note=note)  # no members yet
+    open_engine(one_table().tables, seed=0, num_threads=1, shared=tmp_path / "rows", note=note)  # no shard map yet
     with (
         Service(Server(shared=tmp_path / "rows", checkpoints=["/"]), ServerCalls, ANYWHERE) as service,
         remote(one_table(), [service.address]) as worker,
@@ -330,16 +332,16 @@ def test_a_server_that_was_killed_in_its_first_hello_begins_anew(tmp_path: Path)
         assert len(worker.tables["t"]) == 4
 
 
-def test_a_server_without_its_rows_is_told_from_one_with_them() -> None:
+def test_a_server_without_its_rows_is_detected() -> None:
     with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
         worker.lookup(batch(range(4)), step=1)
         services[0].close()
-        told = "of attempt 1 and the server at 0: it was started again without its rows; resume"
+        told = "of attempt 1; expected the server's, 0: the server was restarted without its rows; resume"
         with Service(Server(), ServerCalls, services[0].address), pytest.raises(AttemptError, match=told):
             worker.lookup(batch(range(4)), step=2)
 
 
-def test_a_call_that_is_none_is_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     with (
         serving(1) as services,
         remote(one_table(), [services[0].address]),
@@ -348,9 +350,9 @@ def test_a_call_that_is_none_is_refused() -> None:
         at = Origin(attempt=1, step=1, map_version=1)
         ids = np.arange(4, dtype=np.uint64)
         for cuts in ([0, 3], [0, 5], [1, 4], [0], [0, 2, 4], [4, 0]):
-            with pytest.raises(InputError, match="4 ids come with"):
+            with pytest.raises(InputError, match="4 ids with"):
                 client.call.lookup(at, ids, np.array(cuts), 1, True, 0)
-        with pytest.raises(InputError, match="3 gradients of 4 ids; wanted their rows"):
+        with pytest.raises(InputError, match="3 gradients of 4 ids; expected their rows"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1], 0)
         with pytest.raises(InputError, match="lrs holds 2 elements, wanted 1"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(8, np.float32), [0.1, 0.1], 0)

@@ -1,5 +1,5 @@
-"""The user's own loop with its rows on servers: the bits of a run with rows here, through checkpoints of any number of
-servers into any other, or none.
+"""The user's own loop with rows on servers: the bits of a run with local rows, through checkpoints from any number of
+servers to any other, or none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "ove
 
 @each_way
 @pytest.mark.parametrize("options", [{}, {"staleness": 2, "deterministic": True}], ids=["sync", "stale"])
-def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options: dict[str, Any]) -> None:
+def test_a_loop_over_servers_has_the_bits_of_a_local_loop(overlap: bool, options: dict[str, Any]) -> None:
     found = []
     for num_servers in (0, 2):
         with running(num_servers, **options) as (embeddings, model, optimizer):
@@ -39,8 +39,8 @@ def test_a_loop_over_servers_has_the_bits_of_a_loop_here(overlap: bool, options:
     assert found[0] == found[1]
 
 
-def test_rows_come_while_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update of step 2 is not let through before the lookup of step 5, which needs the update of step 1."""
+def test_lookups_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of step 2 is held until the lookup of step 5, which needs the update of step 1."""
     lookup, update = ShardedRows.lookup, ShardedRows.update
     came, threads = threading.Event(), set()
 
@@ -66,8 +66,8 @@ def test_rows_come_while_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unheard", "heard"])
-def test_the_next_checkpoint_after_a_move_is_a_whole_one(known: bool, tmp_path: Path) -> None:
-    """Whether or not the trainer has heard of the move when it saves; and those after it are changes again."""
+def test_the_next_checkpoint_after_a_migration_is_whole(known: bool, tmp_path: Path) -> None:
+    """Whether or not the trainer knows of the migration when it saves; later checkpoints are changes again."""
     with serving(3) as services:
         addresses = [each.address for each in services]
         embeddings, model, optimizer = job(servers=addresses[:2])
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_any_number_of_servers_goes_into_any_other(
 
 
 def _train_and_save(embeddings: Any, model: Any, optimizer: Any, run: Checkpoint, data: Any, until: int | None) -> None:
-    """Saves every second step, and leaves in the middle of one."""
+    """Save every second step, and stop in the middle of one."""
     for batch in embeddings.stream(data):
         if batch.step == until:
             return
@@ -130,7 +130,7 @@ def _train_and_save(embeddings: Any, model: Any, optimizer: Any, run: Checkpoint
 
 
 def test_changes_after_a_server_was_killed_are_saved_whole(tmp_path: Path) -> None:
-    """It has its rows, and no longer the ids of those that went. The servers' versions differ from then on."""
+    """It has its rows, but no longer the removed ids. The servers' versions differ from then on."""
     servers = [Killable(tmp_path / f"rows-{number}") for number in range(2)]
     data, folder, saved = batches(20), tmp_path / "run", []
     try:
@@ -158,7 +158,7 @@ def test_changes_after_a_server_was_killed_are_saved_whole(tmp_path: Path) -> No
         assert bits(embeddings, model) == wanted
 
 
-def test_a_part_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_missing_part_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     data = batches(4)
     with running(2) as (embeddings, model, optimizer):
         run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
@@ -191,7 +191,7 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
     ("options", "found"),
     [
         ({"servers": []}, r"addresses is \[\]"),
-        ({"servers": "tcp://127.0.0.1:1"}, "wanted a list of at least one"),
+        ({"servers": "tcp://127.0.0.1:1"}, "expected a list of at least one"),
         ({"keys": "client.key"}, "keys and no servers"),
         ({"servers": ["tcp://127.0.0.1:1"], "shared": "rows"}, "give it to `satrap server`"),
         ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; wanted at most 31 with servers"),

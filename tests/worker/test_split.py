@@ -1,6 +1,6 @@
-"""A split and some servers against one worker that has all rows: the same bits looked up, and in every row afterwards.
+"""A split with several servers against one worker that has all rows: the same bits in lookups, and in every row after.
 
-What a split refuses, its tickets, memory and threads are worker/test_split_calls.py's subject.
+Refusals, tickets, memory and threads are the subject of worker/test_split_calls.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from splits import BIG_FEATURES, F32, SEED, Cluster, big_inputs, draw_owners, gi
 
 
 def assert_same_rows(cluster: Cluster, worker: LocalWorker, ids: NDArray[np.uint64]) -> None:
-    """Every row is at its owner and nowhere else, and holds what the worker's holds."""
+    """Assert that every row is only at its owner, and equals the worker's."""
     begin = 0
     for t, (name, store) in enumerate(worker.tables.items()):
         table = store.table
@@ -120,7 +120,7 @@ def test_equals_one_worker(
             scale=scale,
         )
         if rng.random() < 0.3:
-            cluster.owners = cluster.owners.copy()  # equal ones are the same
+            cluster.owners = cluster.owners.copy()  # another array with equal owners
         sums = cluster.update(tickets, [given_gradients(described, *each) for each in gradients], scale, step)
         assert all(ticket.used for ticket in tickets)
         if accumulate == 1 and missing == 0.0 and not nonfinite:

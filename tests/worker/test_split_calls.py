@@ -1,6 +1,6 @@
 """The calls of a split: what it refuses and how, that a refused call changes nothing, tickets, memory, threads, forks.
 
-What it computes is worker/test_split.py's subject.
+Its results are the subject of worker/test_split.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_unchanged_owners_and_whole_gradients_need_no_ids() -> None:
         assert sorted(np.concatenate(parts)) == sorted(np.concatenate([ticket.ids(s) for s in range(3)]))
 
 
-def test_nobody_gave_a_gradient() -> None:
+def test_no_gradient_at_all() -> None:
     split = make_split(FEATURES)
     sums = split.sums([split.lookup(**GOOD)], [(None, [None])], 1.0, **WHERE)
     assert [len(sums.ids(s)) for s in range(3)] == [0, 0, 0] and sums.skipped == [0, 0]
@@ -105,7 +105,7 @@ def test_bad_descriptions() -> None:
         _core.Split([("t", 4, 1, "raise")], plain, 1, "mmx")
 
 
-def test_bad_rows_leave_the_ticket_as_it_was() -> None:
+def test_bad_rows_leave_the_ticket_unchanged() -> None:
     split, other = make_split(FEATURES), make_split(FEATURES)
     ticket = split.lookup(**GOOD)
     rows = rows_for(ticket)
@@ -133,7 +133,7 @@ def test_bad_rows_leave_the_ticket_as_it_was() -> None:
     split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE)
 
 
-def test_tickets_are_used_once_and_at_home() -> None:
+def test_tickets_are_used_once_and_by_their_owner() -> None:
     split, other = make_split(FEATURES), make_split(FEATURES)
     first, second, third = (split.lookup(**GOOD) for _ in range(3))
     assert split.made(first) and not other.made(first)
@@ -169,7 +169,7 @@ def test_tickets_are_used_once_and_at_home() -> None:
     assert first.used and second.used
 
 
-def test_nonfinite_gradients_are_named_as_a_worker_names_them() -> None:
+def test_nonfinite_gradients_have_the_error_of_a_worker() -> None:
     worker, split = LocalWorker(FEATURES, seed=SEED), make_split(FEATURES, num_threads=2)
     inputs = Inputs(names=FEATURES.names, **{k: GOOD[k] for k in ("values", "offsets", "weights", "batch_size")})
     theirs = [worker.lookup(inputs).ticket for _ in range(2)]
@@ -184,7 +184,7 @@ def test_nonfinite_gradients_are_named_as_a_worker_names_them() -> None:
             with pytest.raises(NonFiniteError) as found:
                 split.sums(tickets, [(block, [PATH]) for block in blocks], scale, **WHERE)
             assert str(found.value) == str(wanted.value) and f"(batch {which + 1} of 2)" in str(found.value)
-    large: F32 = np.full_like(BLOCK, 3e38)  # each is finite, the sum of two is not
+    large: F32 = np.full_like(BLOCK, 3e38)  # each gradient is finite, the sum of two is not
     with pytest.raises(NonFiniteError) as wanted:
         worker.update([each for each in theirs if each], [large] * 2, [{"path": PATH}] * 2)
     with pytest.raises(NonFiniteError) as found:
@@ -197,7 +197,7 @@ def test_nonfinite_gradients_are_named_as_a_worker_names_them() -> None:
 # -- memory, threads, forks --------------------------------------------------------------------------------------------
 
 
-def test_arrays_live_as_long_as_somebody_has_them(rng: np.random.Generator) -> None:
+def test_arrays_live_as_long_as_they_are_referenced(rng: np.random.Generator) -> None:
     split = make_split(BIG_FEATURES, num_threads=2)
     where: Any = {"owners": draw_owners(rng, BIG_FEATURES, 2), "num_servers": 2}
 
@@ -220,7 +220,7 @@ def test_arrays_live_as_long_as_somebody_has_them(rng: np.random.Generator) -> N
         assert all(view.ctypes.data % 8 == 0 and not view.flags.writeable for view in views)
         assert all(sums.gradients(s).ctypes.data % 64 == 0 for s in range(2))
         del ticket, sums
-        for _ in range(3):  # whoever takes memory of the pool must not get theirs
+        for _ in range(3):  # new arrays from the pool must not share their memory
             again, gradients = look_up(split)
             split.sums([again], [gradients], 1.0, **where)
         del split, again
@@ -231,7 +231,7 @@ def test_arrays_live_as_long_as_somebody_has_them(rng: np.random.Generator) -> N
 
 
 def in_threads(*works: Callable[[], object]) -> list[object]:
-    """What each returned or raised."""
+    """Run each in a thread, and return their results or errors."""
     found: list[object] = [None] * len(works)
     together = threading.Barrier(len(works))
 
@@ -252,7 +252,7 @@ def in_threads(*works: Callable[[], object]) -> list[object]:
 
 
 def test_several_threads_of_one_split(seed: int) -> None:
-    """Whoever else calls meanwhile, each gets what it gets alone."""
+    """Each call returns what it returns alone, whatever other threads call meanwhile."""
     split = make_split(BIG_FEATURES, num_threads=2)
     where: Any = {"owners": draw_owners(np.random.default_rng(seed), BIG_FEATURES, 3), "num_servers": 3}
 
@@ -275,8 +275,8 @@ def test_several_threads_of_one_split(seed: int) -> None:
         assert in_threads(*[partial(work, which) for which in range(4)]) == wanted
 
 
-def test_what_is_laid_out_for_other_owners_is_the_same(rng: np.random.Generator) -> None:
-    """Ids and sums, whoever gets them; a ticket goes on as if it had been looked up so."""
+def test_a_split_for_other_owners_is_the_same(rng: np.random.Generator) -> None:
+    """Ids and sums are the same for any owners; a ticket continues as if its lookup had been for the new ones."""
     split = make_split(BIG_FEATURES, num_threads=2)
     inputs = big_inputs(rng, 500)
     given = inputs.values, inputs.offsets, inputs.weights, 500
@@ -351,6 +351,6 @@ def test_every_call_is_refused_in_a_fork() -> None:
     split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE)
 
 
-def test_a_fork_ends_its_copies_without_hanging() -> None:
+def test_a_fork_frees_its_copies_without_hanging() -> None:
     everything: list[Any] = [make_split(FEATURES, num_threads=2)]
     in_fork(everything.clear)

@@ -1,5 +1,5 @@
 """Rows as scaled fp16 between workers and servers: the bound of core/kernels/fp16_codec.hpp, what is exact, what is
-refused; and that training over such a wire stays close to training over one that rounds nothing.
+refused; and that training over such a wire stays close to training over one that does not round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedWorker
 
 F32 = NDArray[np.float32]
-FLOAT16_MOST = 2.0**15  # what a row's halves stay below, or at
+FLOAT16_MOST = 2.0**15  # the halves of a row are at most this large
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -40,14 +40,14 @@ def make_split(dims: list[int], *, num_threads: int = 1, simd: str = "auto") -> 
 
 
 def through(dims: list[int], offsets: Any, floats: F32, **options: Any) -> tuple[NDArray[np.uint8], F32]:
-    """(message, what comes out of it)."""
+    """Return (message, decoded floats)."""
     split = make_split(dims, **options)
     message = np.asarray(split.encode_rows(np.asarray(offsets), floats))
     return message, np.asarray(split.decode_rows(np.asarray(offsets), message))
 
 
 def parts(message: NDArray[np.uint8], num_rows: int) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Exponents and halves, by the layout that core/kernels/fp16_codec.hpp states."""
+    """Return exponents and halves, by the layout in core/kernels/fp16_codec.hpp."""
     return message[:num_rows].view(np.int8), message[num_rows + num_rows % 2 :].view(np.float16)
 
 
@@ -59,7 +59,7 @@ def parts(message: NDArray[np.uint8], num_rows: int) -> tuple[NDArray[np.int8], 
 @example(row=[3.4028234663852886e38, 1.0, -3.4028234663852886e38])
 @example(row=[1.401298464324817e-45, -1.1754943508222875e-38])
 @example(row=[3e38, 1e-45, 2.0**88])
-def test_a_row_is_near_what_it_was(row: list[float]) -> None:
+def test_the_error_of_a_row_is_bounded(row: list[float]) -> None:
     """|decoded - v| <= max(2^-11 |v|, 2^-39 m), so at most 2^-11 m, with m the row's largest magnitude; signs stay.
 
     The exponent e is floor(log2 m) - 14, or -126 if that is more, so |v| 2^-e < 2^15 for all v, and the scaling is a
@@ -83,23 +83,23 @@ def test_a_row_is_near_what_it_was(row: list[float]) -> None:
     halves=st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
     power=st.integers(-126, 112),
 )
-def test_what_fp16_holds_is_exact(halves: list[float], power: int) -> None:
-    """A row of fp16 numbers times one power of two is what it was: they have 11 bits, and the row's own exponent gives
-    each of them no fewer than fp16 had. Unless a float cannot hold one."""
+def test_fp16_values_are_exact(halves: list[float], power: int) -> None:
+    """A row of fp16 numbers times one power of two is unchanged: they have 11 bits, and the row's exponent gives each
+    of them no fewer than fp16 had. An exception is a number that a float cannot hold."""
     wide = np.array(halves, np.float64) * 2.0**power
     assume(np.abs(wide).max() <= float(np.finfo(np.float32).max))
     given = wide.astype(np.float32)
     assume(np.array_equal(given, wide))
-    # a scale that is not the row's own may hold what the row's own rounds off: values 2^-39 m and less
+    # another scale than the row's may hold values that the row's rounds to 0: those of 2^-39 m and less
     assume(all(x == 0 or abs(x) >= 2.0**-28 * np.abs(wide).max() for x in wide))
     assert through([len(given)], [0, 1], given)[1].tobytes() == given.tobytes()
 
 
-def test_what_is_not_finite_stays_so_and_spoils_no_neighbour() -> None:
+def test_nonfinite_values_stay_and_affect_no_neighbour() -> None:
     given = np.array([np.inf, -np.inf, np.nan, 1.5, -0.0, 1000.0], np.float32)
     message, found = through([6], [0, 1], given)
     assert np.array_equal(found, given, equal_nan=True) and np.signbit(found[4])
-    assert parts(message, 1)[0].tolist() == [9 - 14], "of the largest that is finite"
+    assert parts(message, 1)[0].tolist() == [9 - 14], "that of the largest finite value"
 
 
 def test_a_caller_that_flushes_subnormal_numbers_changes_nothing() -> None:
@@ -122,7 +122,7 @@ def test_a_caller_that_flushes_subnormal_numbers_changes_nothing() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_paths_and_threads_agree_bit_for_bit(tables: list[tuple[int, int]], seed: int) -> None:
-    """And an engine's are a split's; the size is n + n % 2 + 2 for each value."""
+    """An engine's messages equal a split's, too; the size is n + n % 2 + 2 for each value."""
     rng = np.random.default_rng(seed)
     dims, counts = [dim for dim, _ in tables], [count for _, count in tables]
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -172,8 +172,8 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
-def test_a_lookup_is_near_and_a_read_is_exact(num_servers: int, rng: np.random.Generator) -> None:
-    """Of training and of evaluation, pooled and not; a table alone is never rounded."""
+def test_a_lookup_is_rounded_and_a_read_is_exact(num_servers: int, rng: np.random.Generator) -> None:
+    """In training and in evaluation, pooled and not; `read` never rounds."""
     local = LocalWorker(features(), num_threads=1)
     with serving(num_servers) as services:
         addresses = [each.address for each in services]
@@ -193,9 +193,9 @@ def test_a_lookup_is_near_and_a_read_is_exact(num_servers: int, rng: np.random.G
                 assert np.array_equal(found, stored.values[stored.present]), name
 
 
-def test_what_fp16_holds_is_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of few bits: the rows on servers are those of a run that rounds nothing, tickets lost or not."""
-    monkeypatch.setattr(satrap.server.server, "MOST_TICKETS", 1)
+def test_fp16_gradients_are_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of few bits: the rows on servers equal those of a run that does not round, with lost tickets or not."""
+    monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with serving(2) as services, remote(one_table(), [each.address for each in services], wire="float16") as worker:
         for each in (local, worker):
@@ -208,7 +208,7 @@ def test_what_fp16_holds_is_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_number_of_servers_changes_no_bit(rng: np.random.Generator) -> None:
-    """Rows know nothing of each other."""
+    """Rows do not depend on one another."""
     with (
         serving(1) as one,
         serving(3) as three,
@@ -221,7 +221,7 @@ def test_the_number_of_servers_changes_no_bit(rng: np.random.Generator) -> None:
 
 
 def test_each_trainer_has_the_wire_that_it_chose() -> None:
-    """Two of one server, in turn; the one that rounds spoils nothing for the other."""
+    """Two trainers of one server alternate; the rounding of one does not affect the other."""
     with serving(1) as services, remote(one_table(), [services[0].address]) as plain:
         halves = ServerGroup(
             plain.servers.job, plain.servers.addresses, trainer=1, attempt=plain.servers.attempt, wire="float16"
@@ -237,7 +237,7 @@ def test_each_trainer_has_the_wire_that_it_chose() -> None:
 
 
 def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
-    """Parts are decoded before they are summed: with gradients of few bits, what one worker here makes of both."""
+    """Parts are decoded before they are summed: with gradients of few bits, the result equals one local worker's."""
     local = LocalWorker(one_table(), num_threads=1)
     inputs = [batch(range(k, k + 20)) for k in (0, 10)]
     gradients = [(np.arange(40, dtype=np.float32) - k).reshape(20, 2) * np.float32(0.125) for k in (20, 3)]
@@ -253,14 +253,14 @@ def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
         ):
             looked = [each.lookup(one, step=1) for each, one in zip((plain, coded), inputs, strict=True)]
             tickets = [[each.ticket] if each.ticket else [] for each in looked]
-            with ThreadPoolExecutor(1) as other:  # the first is answered when the second came
+            with ThreadPoolExecutor(1) as other:  # the first part is answered when the second has arrived
                 waits = other.submit(coded.update, tickets[1], gradients[1:], step=1)
                 plain.update(tickets[0], gradients[:1], step=1)
                 waits.result(DEADLINE_SECONDS)
             assert contents(plain) == contents(local)
 
 
-def test_calls_that_are_none_are_refused() -> None:
+def test_invalid_wire_calls_are_refused() -> None:
     with (
         serving(1) as services,
         remote(one_table(), [services[0].address]),
@@ -271,7 +271,7 @@ def test_calls_that_are_none_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"wire is 'bfloat16'.*wanted one of 'float32', 'float16'"):
             client.call.lookup(at, ids, cuts, 1, True, 0, "bfloat16")
         for gradients, also in ((ones, coded), (None, None)):
-            with pytest.raises(InputError, match="in both forms or in none"):
+            with pytest.raises(InputError, match="one of the two forms, found both or none"):
                 client.call.update(at, 0, ids, cuts, gradients, [0.1], 0, also)
         for bad in (coded[1:], np.append(coded, coded[:1])):
             with pytest.raises(InputError, match=f"message holds {len(bad)} elements, wanted 20"):
@@ -286,7 +286,7 @@ def test_calls_that_are_none_are_refused() -> None:
 
 @pytest.mark.parametrize("wire", ["fp16", "FLOAT16", "", None, 16])
 def test_other_wires_are_refused(wire: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Servers: wire is .*; wanted one of 'float32', 'float16'"):
+    with pytest.raises(ConfigError, match=r"ServerGroup: wire is .*; wanted one of 'float32', 'float16'"):
         ServerGroup(Job(tables=one_table().tables), ["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match=r"wire is .*; wanted one of 'float32', 'float16'"):
         job(servers=["tcp://127.0.0.1:1"], wire=wire)
@@ -298,7 +298,7 @@ def test_other_wires_are_refused(wire: Any) -> None:
 
 
 def trained(wire: Literal["float32", "float16"], **options: Any) -> tuple[list[float], dict[str, F32]]:
-    """(losses, rows) of a run whose labels can be learnt by heart."""
+    """Return (losses, rows) of a run whose labels can be memorized."""
     torch.manual_seed(0)
     item = Table("item", dim=DIM, optimizer=Adagrad(lr=0.1))
     user = Table("user", dim=DIM, optimizer=Adagrad(lr=0.1))
@@ -321,9 +321,9 @@ def trained(wire: Literal["float32", "float16"], **options: Any) -> tuple[list[f
 
 
 @pytest.mark.parametrize("options", [{}, {"staleness": 2, "deterministic": True}], ids=["sync", "stale"])
-def test_a_run_stays_close_to_one_that_rounds_nothing(options: dict[str, Any]) -> None:
-    """Each step rounds rows and gradients by at most 2^-11 of their rows' largest; what 160 steps of descent leave of
-    that is not more than one such rounding (a fifth of one, when this was written)."""
+def test_a_run_stays_close_to_one_that_does_not_round(options: dict[str, Any]) -> None:
+    """Each step rounds rows and gradients by at most 2^-11 of their rows' largest value; what 160 steps of descent
+    leave of that is at most one such rounding (a fifth of one when this was written)."""
     exact_losses, exact = trained("float32", **options)
     losses, found = trained("float16", **options)
     assert losses != exact_losses

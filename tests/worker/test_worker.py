@@ -1,6 +1,6 @@
-"""The worker's calls: what it refuses and how, tickets, memory, threads, and that its Python work stays small.
+"""The worker's calls: what it refuses and how, tickets, memory, threads, and that its cost in Python stays small.
 
-What it computes is worker/test_bags.py's subject.
+Its results are the subject of worker/test_bags.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def contents(worker: LocalWorker) -> Any:
 
 @pytest.fixture
 def worker() -> Iterator[LocalWorker]:
-    """A worker with a life behind it, which no test here may change."""
+    """A worker that has trained, and that no test here may change."""
     made = LocalWorker(FEATURES, num_threads=2)
     looked = made.lookup(GOOD)
     assert looked.ticket
@@ -79,11 +79,11 @@ def offsets(*values: int) -> Any:
 
 
 BAD_INPUTS: list[tuple[Any, str]] = [
-    ({"ids": 1}, "inputs is a dict; wanted a satrap.data.inputs.Inputs"),
-    (with_(names=["item"]), "names is a list; wanted the tuple of features.names"),
+    ({"ids": 1}, "inputs is a dict; expected a satrap.data.inputs.Inputs"),
+    (with_(names=["item"]), "names is a list; expected the tuple of features.names"),
     (with_(names=("item", "seen", "path")), r"the features \['user'\] are missing and \[\] are unknown"),
     (with_(names=("item", "seen", "path", "usr")), r"\['user'\] are missing and \['usr'\] are unknown"),
-    (with_(names=("user", "item", "seen", "path")), "wanted them in the order of features.names"),
+    (with_(names=("user", "item", "seen", "path")), "expected them in the order of features.names"),
     (with_(batch_size=-1), "batch_size is -1; wanted an integer from 0"),
     (with_(batch_size=2.0), r"batch_size is 2\.0 \(float\)"),
     (with_(batch_size=True), "batch_size is True"),
@@ -92,7 +92,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
     (with_(values=[1, 2]), "ids is a list; wanted a uint64"),
     (with_(values=GOOD.values.astype(np.int32)), "ids are int32; wanted uint64"),
     (with_(values=GOOD.values.reshape(3, 3)), r"ids have the shape \(3, 3\)"),
-    (with_(values=GOOD.values[:-1]), "offsets run from 0 to 9; wanted 0 to the number of ids, 8"),
+    (with_(values=GOOD.values[:-1]), "offsets run from 0 to 9; expected 0 to the number of ids, 8"),
     (with_(offsets=GOOD.offsets.astype(np.int32)), "offsets are int32"),  # type: ignore[union-attr]
     (with_(offsets=list(range(9))), "offsets is a list; wanted an int64 array"),
     (with_(offsets=offsets(1, 1, 2, 4, 4, 7, 7, 8, 9)), "offsets run from 1 to 9"),
@@ -103,7 +103,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
         with_(offsets=offsets(0, 2**63 - 1, -(2**63), -1, 0, 7, 7, 8, 9)),  # rises modulo 2**64
         "offsets fall from 9223372036854775807 to -9223372036854775808 at sample 1 of feature 'item'",
     ),
-    (with_(offsets=None), "9 ids without offsets; wanted 8, one for each of 4 features and 2 samples, or offsets"),
+    (with_(offsets=None), "9 ids without offsets; expected 8, one for each of 4 features and 2 samples, or offsets"),
     (with_(weights=None), "feature 'seen' is weighted and there are no weights"),
     (with_(weights=np.ones(9)), r"weights are float64 of shape \(9,\); wanted float32"),
     (with_(weights=np.ones(8, np.float32)), r"weights are float32 of shape \(8,\); wanted .*\(9,\), one for each id"),
@@ -146,31 +146,31 @@ def test_weights_without_a_weighted_feature_are_refused() -> None:
     inputs = Inputs(names=("item",), values=as_ids([1]), weights=np.ones(1, np.float32), batch_size=1)
     with pytest.raises(InputError, match="there are weights and no feature is weighted"):
         plain.lookup(inputs)
-    with pytest.raises(ConfigError, match=r"features is a dict; wanted a satrap\.config\.features\.Features"):
+    with pytest.raises(ConfigError, match=r"features is a dict; expected a satrap\.config\.features\.Features"):
         LocalWorker({"item": ITEM})  # type: ignore[arg-type]
 
 
 BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
-    ({"tickets": []}, "0 tickets and 1 block_gradients; wanted at least one ticket, and gradients for each"),
-    ({"tickets": None}, "tickets is a NoneType; wanted a list"),
-    ({"tickets": [None]}, "a ticket is a NoneType; wanted those that lookup gave"),
-    ({"block_gradients": BLOCK}, "block_gradients is a ndarray; wanted a list, one of each batch"),
+    ({"tickets": []}, "0 tickets and 1 block_gradients; expected at least one ticket, and gradients for each"),
+    ({"tickets": None}, "tickets is a NoneType; expected a list"),
+    ({"tickets": [None]}, "a ticket is a NoneType; expected one that lookup returned"),
+    ({"block_gradients": BLOCK}, "block_gradients is a ndarray; expected a list, one of each batch"),
     ({"block_gradients": [BLOCK, BLOCK]}, "1 tickets and 2 block_gradients"),
     ({"block_gradients": [BLOCK[:, :6]]}, r"gradients have the shape \(2, 6\); wanted \(2, 7\)"),
     ({"block_gradients": [BLOCK[:1]]}, r"gradients have the shape \(1, 7\); wanted \(2, 7\)"),
     ({"block_gradients": [BLOCK.astype(np.float16)]}, "gradients are float16; wanted float32"),
     ({"block_gradients": [[0.0]]}, "gradients is a list"),
-    ({"sequence_gradients": {"path": PATH}}, "sequence_gradients is a dict; wanted a list"),
+    ({"sequence_gradients": {"path": PATH}}, "sequence_gradients is a dict; expected a list"),
     ({"sequence_gradients": []}, "1 tickets and 0 sequence_gradients"),
-    ({"sequence_gradients": [PATH]}, "sequence gradients are a ndarray; wanted a dict by feature"),
-    ({"sequence_gradients": [{"paht": PATH}]}, r"sequence gradients name \['paht'\], which are no sequences here"),
+    ({"sequence_gradients": [PATH]}, "sequence gradients are a ndarray; expected a dict by feature"),
+    ({"sequence_gradients": [{"paht": PATH}]}, r"sequence gradients name \['paht'\]; expected names of sequences"),
     ({"sequence_gradients": [{"seen": PATH}]}, r"sequence gradients name \['seen'\]"),
     ({"sequence_gradients": [{"path": PATH[0]}]}, r"feature 'path': gradients have the shape \(2, 2\); wanted \(2, "),
     ({"step": 0}, "step is 0"),
     ({"lrs": {"item": -1.0}}, "table 'item': lr is -1.0; wanted a number of at least 0"),
     ({"lrs": {"user": 0.0}}, r"table 'user': lr is 0\.0; wanted a number above 0"),
-    ({"lrs": {"path": 1.0}}, r"lrs names \['path'\], which are no tables here"),
-    ({"lrs": [1.0]}, "lrs is a list; wanted a dict"),
+    ({"lrs": {"path": 1.0}}, r"lrs names \['path'\]; expected names of tables"),
+    ({"lrs": [1.0]}, "lrs is a list; expected a dict"),
     ({"scale": 0.0}, r"scale is 0\.0; wanted a number above 0"),
     ({"scale": -1}, "scale is -1; wanted"),
     ({"scale": float("nan")}, "scale is nan"),
@@ -235,7 +235,7 @@ def test_nonfinite_gradients_can_be_skipped() -> None:
 # -- tickets -----------------------------------------------------------------------------------------------------------
 
 
-def test_tickets_are_used_once_and_at_home() -> None:
+def test_tickets_are_used_once_and_by_their_owner() -> None:
     worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
     looked = [worker.lookup(GOOD) for _ in range(3)]
     first, second, third = [each.ticket for each in looked if each.ticket]
@@ -312,7 +312,7 @@ def test_only_sequences() -> None:
     assert looked.block.shape == (1, 0)
     assert looked.masks["a"].tolist() == [[True, True]] and looked.masks["b"].tolist() == [[True, False, False]]
     assert worker.truncated == {"a": 1, "b": 0}
-    assert len(worker.tables["item"]) == 3, "an id that was cut has no row"
+    assert len(worker.tables["item"]) == 3, "an id that was truncated has no row"
     assert looked.ticket
     gradients = {name: -np.ones_like(rows) for name, rows in looked.sequences.items()}
     worker.update([looked.ticket], [looked.block], [gradients])
@@ -327,7 +327,7 @@ def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
     assert own.ctypes.data % 64 == 0
     at = own.ctypes.data
     del own
-    assert worker.lookup(inputs).block.ctypes.data == at, "its memory is used again"
+    assert worker.lookup(inputs).block.ctypes.data == at, "its memory is reused"
     for start in (0, 1, 8):
         mine = np.full(30_000 * 32 + start, np.nan, np.float32)[start:].reshape(30_000, 32)
         looked = worker.lookup(inputs, block=mine, train=False)
@@ -365,8 +365,8 @@ def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
 # -- threads and cost --------------------------------------------------------------------------------------------------
 
 
-class Road:
-    """A worker that a thread looks up, others update and one only reads; rows count the updates of their elements."""
+class ConcurrentUse:
+    """A worker that one thread looks up, others update and one only reads; rows count the updates of their elements."""
 
     def __init__(self, seed: int) -> None:
         table = Table("t", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0))
@@ -434,8 +434,8 @@ class Road:
 
 
 def test_lookups_and_updates_at_the_same_time(seed: int) -> None:
-    """Every gradient is applied once, whichever thread brings it back."""
-    road = Road(seed)
+    """Every gradient is applied once, by any thread."""
+    road = ConcurrentUse(seed)
     road.run(road.look_up, road.bring_back, road.bring_back, road.peek)
     total = road.worker.tables["t"].read(np.arange(400, dtype=np.uint64)).values
     np.testing.assert_array_equal(total, np.repeat(total[:, :1], 8, axis=1))
@@ -443,14 +443,14 @@ def test_lookups_and_updates_at_the_same_time(seed: int) -> None:
 
 
 def calls_of(work: Callable[[], Any]) -> int:
-    """How many functions Python calls meanwhile, its own and native ones."""
+    """Return how many functions Python calls meanwhile, its own and native ones."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    gc.disable()  # what others left behind must not be counted
+    gc.disable()  # garbage of other tests must not be counted
     sys.setprofile(count)
     try:
         work()

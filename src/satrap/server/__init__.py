@@ -1,1 +1,1 @@
-"""The embedding parameter server: owns some buckets of every table and answers workers. Needs no torch."""
+"""The embedding parameter server: owns some buckets of every table and answers workers. Does not need torch."""

@@ -1,8 +1,8 @@
-"""The door of a server: which calls may come in, and when none may.
+"""Decides which calls a server admits, and runs some calls exclusively.
 
-A call that works on rows is of the server's attempt and of its bucket map, or is refused; one that only reads them may
-be of no attempt. What changes the attempt, the map or the tables as a whole waits until no such call runs, and none
-begins meanwhile.
+A call that works on rows must belong to the server's attempt and shard map, or is refused; one that only reads may
+belong to no attempt. A call that replaces the attempt, the map or all tables waits until no such call is running, and
+keeps new ones waiting meanwhile.
 """
 
 import threading
@@ -17,88 +17,94 @@ from satrap.server.state import FencingToken, ServerState
 
 
 class CallFence:
-    """See the file's docstring. What is behind it, is a `ServerState` once there is a job."""
+    """Admission of calls to a `ServerState`, which exists once the server has a job."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running = 0  # calls that work on rows
-        self._paused = False  # none begins
+        self._condition = threading.Condition()
+        self._running = 0  # admitted calls that have not finished
+        self._paused = False  # an exclusive call waits or runs
         self._work_seconds = 0.0
-        self._served: ServerState | None = None
-        self._turn = FencingToken()
+        self._state: ServerState | None = None
+        self._fencing_token = FencingToken()
 
-    def _ready(self, greeted: bool = True) -> ServerState:
-        if self._served is None or (greeted and not self._served.greeted):
-            raise NotReadyError("this server has no job yet, or was restarted: say hello to it first")
-        return self._served
+    def _require_state(self, needs_handshake: bool = True) -> ServerState:
+        if self._state is None or (needs_handshake and not self._state.has_handshake):
+            raise NotReadyError(
+                "found a call to a server that was restarted or has no job yet; expected a handshake: call hello first"
+            )
+        return self._state
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
-        """Around what no call that works on rows may see: those that run end first, and none begins."""
-        with self._changed:
+    def _exclusive(self) -> Iterator[None]:
+        """Run the body while no admitted call is running, and admit none meanwhile."""
+        with self._condition:
             while self._paused:
-                self._changed.wait()
+                self._condition.wait()
             self._paused = True
             try:
                 while self._running:
-                    self._changed.wait()
+                    self._condition.wait()
                 yield
             finally:
                 self._paused = False
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     @contextmanager
-    def _working(self, origin: Origin | None, *, reads: bool = False) -> Iterator[ServerState]:
-        """Around a call that works on rows: of this attempt and map, and none while an attempt or a map begins. None:
-        a mover's, which says otherwise what it is of. reads: it changes nothing, and may be of no attempt."""
-        looks = reads and origin is not None and origin.attempt == NO_ATTEMPT
-        with self._changed:
+    def _admit(self, origin: Origin | None, *, reads: bool = False) -> Iterator[ServerState]:
+        """Run the body as an admitted call, never together with an exclusive one.
+
+        origin: its attempt and shard map must be the server's. None for a migration's calls, which check otherwise.
+        reads: the call changes nothing, so it may belong to no attempt."""
+        is_reader = reads and origin is not None and origin.attempt == NO_ATTEMPT
+        with self._condition:
             while self._paused:
-                self._changed.wait()
-            served = self._ready(greeted=not looks)
-            if origin is not None and not looks:
-                self._require(served, origin)
+                self._condition.wait()
+            state = self._require_state(needs_handshake=not is_reader)
+            if origin is not None and not is_reader:
+                self._require_current(state, origin)
             elif origin is not None:
-                self._require_map(served, origin)
+                self._require_map(state, origin)
             self._running += 1
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
-            yield served
+            yield state
         finally:
-            with self._changed:
+            with self._condition:
                 self._running -= 1
-                self._work_seconds += time.perf_counter() - began
+                self._work_seconds += time.perf_counter() - start_time
                 if self._paused:
-                    self._changed.notify_all()
+                    self._condition.notify_all()
 
-    def _require(self, served: ServerState, origin: Origin) -> None:
-        """Raises unless the call is of this attempt and bucket map. A server that owns nothing has nothing to begin an
-        attempt with: it may have joined while one began."""
-        if origin.attempt > served.engine.attempt and served.owns_nothing:
-            served.engine.begin_attempt(origin.attempt)
-        if origin.attempt != served.engine.attempt:
-            raise self._other_attempt(served, origin)
-        self._require_map(served, origin)
+    def _require_current(self, state: ServerState, origin: Origin) -> None:
+        """Raise unless the call belongs to this attempt and shard map. A server that owns nothing follows a newer
+        attempt: it may have joined while the attempt started, and has nothing that belongs to the old one."""
+        if origin.attempt > state.engine.attempt and state.owns_nothing:
+            state.engine.begin_attempt(origin.attempt)
+        if origin.attempt != state.engine.attempt:
+            raise self._attempt_error(state, origin)
+        self._require_map(state, origin)
 
-    def _require_map(self, served: ServerState, origin: Origin) -> None:
-        if origin.map_version != served.members.version:
+    def _require_map(self, state: ServerState, origin: Origin) -> None:
+        if origin.map_version != state.shard_map.version:
             raise MovedError(
-                f"the call is of bucket map {origin.map_version} and the server at {served.members.version}"
+                f"found a call of bucket map {origin.map_version}; expected one of the server's, "
+                f"{state.shard_map.version}: take that map and call again"
             )
 
-    def _require_turn(self, origin: Origin) -> None:
-        """Of a mover's call."""
-        if origin.step < self._turn.number:
+    def _require_fencing_token(self, origin: Origin) -> None:
+        """Raise ConfigError if another coordinator has taken a newer fencing token."""
+        if origin.step < self._fencing_token.number:
             raise ConfigError(
-                f"another mover is at work: turn {self._turn.number} has begun after this one's, {origin.step}"
+                f"another migration is running: it holds fencing token {self._fencing_token.number}, this one "
+                f"{origin.step}; wait until it has ended, then run `satrap move` again"
             )
 
-    def _other_attempt(self, served: ServerState, origin: Origin) -> AttemptError:
+    def _attempt_error(self, state: ServerState, origin: Origin) -> AttemptError:
         return AttemptError(
-            f"the call is of attempt {origin.attempt} and the server at {served.engine.attempt}: "
+            f"found a call of attempt {origin.attempt}; expected the server's, {state.engine.attempt}: "
             + (
                 "this process was replaced"
-                if origin.attempt < served.engine.attempt
-                else "it was started again without its rows; resume the last checkpoint"
+                if origin.attempt < state.engine.attempt
+                else "the server was restarted without its rows; resume the last checkpoint"
             )
         )

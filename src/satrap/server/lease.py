@@ -1,9 +1,9 @@
-"""Which processes train on the servers: each renews its lease there every second, as long as it lives.
+"""Leases tell which processes train on the servers: each renews its lease there every second while it lives.
 
-The lease of a process that was killed runs out after `LEASE_SECONDS`; one that ends well gives it up; one that was
-replaced cannot renew it. Two sides: `Lease`, a thread of the trainer that began the attempt, and `Leases`, what a
-server knows. Neither decides anything: `satrap.worker.server_group` refuses to replace a trainer that goes on renewing
-its lease.
+The lease of a killed process expires after `LEASE_SECONDS`; a process that exits normally releases it; one that was
+replaced cannot renew it. `Lease` is the thread in the trainer that started the attempt, and `Leases` is a server's
+record. Neither decides anything: `satrap.worker.server_group` refuses to replace a trainer that keeps renewing its
+lease.
 """
 
 import os
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 LEASE_SECONDS = 5.0
 _RENEW_SECONDS = 1.0
-_FAREWELL_SECONDS = 1.0
+_RELEASE_SECONDS = 1.0
 
 _process = (0, "")
 
 
 def process_id() -> str:
-    """This process's own, among all of all machines; a fork has another."""
+    """Return an id of this process that is unique across machines. A fork gets another one."""
     global _process
     if _process[0] != os.getpid():
         _process = os.getpid(), secrets.token_hex(8)
@@ -38,37 +38,37 @@ def process_id() -> str:
 
 
 class Lease:
-    """Renews this process's lease until it is ended. Does not refer to those whose lease it is."""
+    """Renews this process's lease until `end`. Holds no reference to the owner, so that it can be collected."""
 
     def __init__(self, clients: "Sequence[Client[ServerCalls]]", origin: "Origin") -> None:
-        """clients: of the servers. origin: of the attempt. Both may be set anew."""
+        """clients: of the servers. origin: of the attempt. Both may be replaced later."""
         self.clients, self.origin = clients, origin
         self._process = os.getpid()
         self._calls: dict[Client[ServerCalls], Pending] = {}
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # to put is safe wherever Python collects
-        self._thread = threading.Thread(target=self._keep, name="satrap-lease", daemon=True)
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is reentrant: the collector may call `end`
+        self._thread = threading.Thread(target=self._run, name="satrap-lease", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Gives the lease up; the servers hear of it, if they answer within a second."""
+        """Release the lease, at all servers that answer within a second."""
         if os.getpid() != self._process:
             return
         self._ended.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(3 * _FAREWELL_SECONDS)
+            self._thread.join(3 * _RELEASE_SECONDS)
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._tell(LEASE_SECONDS, 0.1)
+            self._renew(LEASE_SECONDS, 0.1)
             with suppress(queue.Empty):
                 self._ended.get(timeout=_RENEW_SECONDS)
                 break
         self._calls.clear()
-        self._tell(0.0, _FAREWELL_SECONDS)
+        self._renew(0.0, _RELEASE_SECONDS)
 
-    def _tell(self, seconds: float, wait_seconds: float) -> None:
-        """Asks no server again before it has answered: what a busy one is asked now comes before what another process
-        will ask it."""
+    def _renew(self, seconds: float, wait_seconds: float) -> None:
+        """Renew at each server that has answered the previous renewal: more calls to a busy server would only queue up,
+        and a late one could arrive after another process's."""
         where = f"process {os.getpid()} on {socket.gethostname()}"
         for client in self.clients:
             if client not in self._calls:
@@ -83,7 +83,7 @@ class Lease:
 
 
 class Leases:
-    """The leases that a server was told of. Calls may come from several threads at once."""
+    """The leases that a server has recorded. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class Leases:
         self._until: dict[str, tuple[str, float]] = {}
 
     def renew(self, attempt: int, process: str, where: str, seconds: float) -> None:
-        """The process trains in this attempt, for so many seconds from now on. Not if it was replaced."""
+        """Hold the process's lease of this attempt for `seconds` from now on, unless a newer attempt replaced it."""
         with self._lock:
             if attempt >= self._attempt:
                 self._attempt = attempt
@@ -99,7 +99,7 @@ class Leases:
             self._until = {each: held for each, held in self._until.items() if held[1] > time.monotonic()}
 
     def left(self) -> dict[str, list[str | float]]:
-        """Of each process where it is, and the seconds that it has left."""
+        """Return for each process its location and the seconds until its lease expires."""
         now = time.monotonic()
         with self._lock:
             return {each: [where, until - now] for each, (where, until) in self._until.items() if until > now}

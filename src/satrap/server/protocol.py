@@ -1,12 +1,13 @@
-"""What a server answers: the calls that cross the network between workers and servers.
+"""The calls that a server answers: the protocol between workers and servers.
 
-`satrap.server.server.Server` does them; `satrap.rpc` carries them. Each may come twice, because an answer may be lost,
-and then changes nothing the second time. An `Origin` says of which attempt, trainer, step and bucket map a call is; ids
-come table by table, `offsets` says where each table's begin, and rows and gradients lie likewise, side by side. A
-caller whose wire is "float16" has them as one array of bytes instead, in the form of core/kernels/fp16_codec.hpp.
+`satrap.server.server.Server` implements the calls and `satrap.rpc` carries them. An answer may be lost, so each call
+may arrive twice, and the duplicate changes nothing. An `Origin` names the attempt, trainer, step and bucket map of a
+call. The ids of all tables are concatenated, table by table, with the start of each table in `offsets`; rows and
+gradients are laid out in the same way. A caller whose wire is "float16" exchanges them as one array of bytes in the
+format of core/kernels/fp16_codec.hpp.
 
 A call of `NO_ATTEMPT` comes from a process that does not train. It may read (`lookup` without training, `read`,
-`stats`, `version`, `check`) in whatever attempt the server is, and need not say hello.
+`stats`, `version`, `check`) whatever the server's attempt is, and needs no handshake.
 """
 
 from typing import Any, Protocol
@@ -27,33 +28,35 @@ WIRES = ("float32", "float16")
 
 
 class ServerCalls(Protocol):
-    """See the file's docstring. Tables are numbered as in the job."""
+    """The calls of a server. Tables are numbered as in the job."""
 
     def hello(
         self, origin: Origin, job: dict[str, Any], members: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
-        """Makes a new server this job's, or raises if one that is so already differs in a field; MovedError if it knows
-        of newer members, or may not take these yet.
+        """Handshake: assign a new server to this job, or raise ConfigError if the server's job differs in a field.
+        MovedError if the server knows a newer shard map, or cannot take this one yet.
 
-        server: which of the members this one is. commit: False only asks, and changes nothing. Returns `attempt`,
-            `latest_step`, `lrs` and `leases`: of each process that trains where it is, and the seconds that its lease
-            has left. The origin says nothing.
+        server: the server's number in `members`, which is a shard map.
+        commit: False only compares, and changes nothing.
+        Returns `attempt`, `latest_step`, `lrs` and `leases`: for each process that trains, its location and the seconds
+            until its lease expires. Ignores the origin.
         """
         ...
 
     def members(self, origin: Origin, than: int) -> dict[str, Any]:
-        """What this server knows: `version` of the map (0: it has no job), `greeted` (whether it was told of its job
-        since it was started), `turn` (of the newest mover); and if that version is higher than `than` the `members`,
-        the `job`, and its `state`: `attempt`, whether a restore has begun that (`restored`), `latest_step`, and of each
-        table `versions`, `expire_before` and `lrs`. The origin says nothing."""
+        """Return what this server knows: `version` of its shard map (0 if it has no job), `greeted` (whether there was
+        a handshake since the process started), `turn` (the newest fencing token). If the version is higher than `than`,
+        also the shard map as `members`, the `job` and its `state`: `attempt`, `restored` (whether a restore started
+        that attempt), `latest_step`, and for each table `versions`, `expire_before` and `lrs`. Ignores the origin."""
         ...
 
     def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:
-        """The process trains in the origin's attempt, for so many seconds from now on."""
+        """Note that the process trains in the origin's attempt, and hold its lease for `seconds` from now on."""
         ...
 
     def begin_attempt(self, origin: Origin) -> None:
-        """Begins the origin's attempt: calls of older ones are refused from now on, and no update of it was applied."""
+        """Start the origin's attempt: calls of older attempts are refused from now on, and none of its updates is
+        marked as applied."""
         ...
 
     def lookup(
@@ -67,8 +70,10 @@ class ServerCalls(Protocol):
         wire: str = "float32",
         first_epoch: bool = True,
     ) -> tuple[Floats | None, Coded | None]:
-        """The rows, in the form that `wire` names. ticket: a number of the trainer's own that the update will name; 0:
-        none. first_epoch: whether sightings count in tables that count those of the first epoch only."""
+        """Return the rows, encoded as `wire` says.
+
+        ticket: a number, unique to the trainer, that the update will name; 0 for none.
+        first_epoch: whether to count sightings in tables that count only those of the first epoch."""
         ...
 
     def update(
@@ -82,88 +87,91 @@ class ServerCalls(Protocol):
         together: int,
         coded: Coded | None = None,
     ) -> None:
-        """Steps the rows, once for each origin. ticket: that of a lookup, then there are no ids; or 0.
+        """Apply an optimizer step to the rows, once per origin.
 
+        ticket: the number that a lookup named, in which case there are no ids; or 0.
         coded: the gradients, of a caller whose wire is "float16".
-        together: how many trainers' updates make one step; 0: this one alone does. The first ones are answered when the
-        last one came and all are applied as one, an id's gradients summed in the order of the trainers.
+        together: how many trainers' updates form one step, or 0 if this one does alone. Parts are answered once the
+            last part has arrived and all are applied as one update, with each id's gradients summed in rank order.
         """
         ...
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:
-        """These tickets will not be used."""
+        """Forget these tickets: no update will name them."""
         ...
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
-        """Values, state and presence of rows, as they are."""
+        """Return the values, state and presence of the rows, never rounded."""
         ...
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
-        """As `Store.stats`."""
+        """Return what `Store.stats` does."""
         ...
 
     def version(self, origin: Origin, table: int) -> int:
-        """As `Store.version`."""
+        """Return what `Store.version` does."""
         ...
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        """Writes this server's part of a table into its own folder within this one, which all machines share; returns
-        the version, which is to be `version`: the same comes again, another is another save. since: only what changed
-        since that version."""
+        """Write this server's part of a table into a subfolder of `folder`, which all machines share, and return the
+        version, which is `version`: a call with the same arguments is a duplicate, with another version another save.
+
+        since: write only the changes since that version."""
         ...
 
     def require_permitted(self, origin: Origin, folder: str) -> None:
-        """Raises ConfigError unless checkpoints may be written below the folder."""
+        """Raise ConfigError unless the server may write checkpoints below the folder."""
         ...
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
-        """Raises unless `restore` could take these; reads them whole, and changes nothing. checksums: of each folder
-        `checksum_of`, as the trainer sees it."""
+        """Raise unless `restore` could read these folders. Reads them completely, and changes nothing.
+
+        checksums: `checksum_of` each folder, as the trainer sees it."""
         ...
 
     def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
-        """Begins the origin's attempt with new tables: empty, or of each table what its buckets here held in the
-        folders of a full snapshot and the changes after it, saved by any number of servers. Returns what
-        `Tables.restore` does."""
+        """Start the origin's attempt with new tables: empty ones, or for each table this server's buckets from a full
+        snapshot and the changes after it, saved by any number of servers. Returns what `Tables.restore` does."""
         ...
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
-        """The learning rate that a table is saved with."""
+        """Set the learning rate that is saved with a table."""
         ...
 
     def check(self, origin: Origin, table: int) -> None:
-        """Walks the table; AssertionError if an invariant is broken."""
+        """Check the table's invariants; AssertionError if one is broken."""
         ...
 
-    # -- what a `satrap.server.migration.coordinator` calls. Buckets are numbered over all tables; a move is a number
-    # that it drew. The step of the origin is the mover's turn: once a later one has begun, calls that change something
-    # are refused, hello too.
+    # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `move` is a random number
+    # that identifies one run of the migration's steps. The origin's step is the coordinator's fencing token: once a
+    # server has seen a newer token, it refuses all calls, hello included, that would change something under an older
+    # one.
 
     def begin_turn(self, origin: Origin, mover: int) -> None:
-        """The turn of a mover of that number begins; its step is higher than those before. Returns once no call of an
-        earlier one runs."""
+        """Take the origin's step as the newest fencing token, which the coordinator of that random number holds.
+        Returns once no call under an older token is running."""
         ...
 
     def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
-        """Until these have left, or another move begins, calls that would change them are refused (MovedError); returns
-        once none runs that does. The origin names the map."""
+        """Refuse calls that would change these buckets (MovedError) until they have left or another migration starts.
+        Returns once no such call is running. The origin names the shard map."""
         ...
 
     def copy_out(
         self, origin: Origin, buckets: Numbers, table: int, begin: int
     ) -> tuple[Ids, Numbers, Coded, Floats, Ids, Numbers, Numbers, int]:
-        """Rows of a table, of buckets that are frozen or were given away: from the one of that number on, as many as
-        fit into an answer, and how many there are. Ids, steps, values as bytes, state; and with the last ones the
-        sightings: ids, steps, counts."""
+        """Return rows of a table from buckets that are frozen or were handed over: as many as fit into an answer, from
+        row number `begin` on, and the number of all rows. The answer holds ids, steps, values as bytes, state; with the
+        last rows also the ids, steps and counts of the sightings."""
         ...
 
     def companions_out(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
-        """Of buckets that were given away: the trainers, and of each in turn its windows; the counters; and in pairs
-        the oldest open step of trainers."""
+        """Return the metadata of buckets that were handed over: the trainers and, for each, its windows; the counters;
+        and pairs of a trainer and its oldest open step."""
         ...
 
     def receive(self, origin: Origin, move: int, buckets: Numbers, state: dict[str, Any]) -> None:
-        """These will come, from a server of that `state`; what is here of them goes."""
+        """Expect these buckets from a server in that `state`, and discard what is here of them."""
         ...
 
     def copy_in(
@@ -179,25 +187,25 @@ class ServerCalls(Protocol):
         sighted_at: Numbers,
         counts: Numbers,
     ) -> None:
-        """What `copy_out` gave."""
+        """Insert what `copy_out` returned."""
         ...
 
     def companions_in(
         self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
-        """What `companions_out` gave; the move's buckets are whole then."""
+        """Insert what `companions_out` returned, which completes the migration's buckets."""
         ...
 
     def change(self, origin: Origin, members: dict[str, Any], server: int, move: int) -> None:
-        """These are the members from now on, of the next map; this is which of them, -1: none. NotReadyError unless
-        what leaves is frozen and what comes is whole, by this move."""
+        """Adopt the next shard map, in which this server has the number `server`, -1 for none. NotReadyError unless the
+        outgoing buckets are frozen and the incoming ones complete, both by migration `move`."""
         ...
 
     def forget(self, origin: Origin) -> None:
-        """Every bucket that is another's goes, if the server is of the origin's map: then all of them are."""
+        """Discard all buckets that other servers own, if the server is at the origin's shard map."""
         ...
 
     def load(self, origin: Origin) -> dict[str, float]:
-        """What `satrap.sharding.autoscaler` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the machine,
-        `calls` under way, `work_seconds` of all calls since the process began, and `latest_step`."""
+        """Return what `satrap.sharding.autoscaler` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the
+        machine, `calls` in flight, `work_seconds` of all calls since the process started, and `latest_step`."""
         ...

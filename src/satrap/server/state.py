@@ -1,8 +1,8 @@
-"""What a server is once it has a job: its tables, the members that it knows of, and what it keeps of calls. No locks,
-no calls: `satrap.server.server` has them.
+"""The state of a server that has a job: its tables, the shard map, and what it remembers of calls.
 
-The members are noted beside the rows, in the shared-memory file if that is where those are. So a server that was killed
-and started again knows of which map it is and what it owns, and takes no older map from a trainer that slept.
+Has no lock and answers no call; `satrap.server.server` does both. The shard map is stored next to the rows, in the
+shared-memory file if they are in one. So a restarted server knows its map and its buckets, and refuses an older map
+from a trainer that was suspended.
 """
 
 import json
@@ -24,16 +24,16 @@ from satrap.sharding.shard_map import NO_MEMBER, ShardMap
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
 
-_NOBODY = 2**31 - 1  # the same to an engine
+_NO_OWNER = 2**31 - 1  # an owner that no bucket has; the engine's form of NO_MEMBER
 
 
 @dataclass(frozen=True, slots=True)
 class FencingToken:
-    """The newest mover's. Its number alone would not do: two movers may have begun the same one."""
+    """The newest coordinator's token. Two coordinators may draw the same number, so the token also names its holder."""
 
     number: int = 0
-    mover: int = 0
-    """Drawn at random by the mover, so that a repeat of its call is told from another mover's."""
+    holder: int = 0
+    """A random number of the coordinator, which distinguishes a duplicate of its call from another coordinator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,62 +47,62 @@ class PendingLookup:
 
 @dataclass(slots=True)
 class ServerState:
-    """See the file's docstring."""
+    """The state of a server that has a job."""
 
     job: Job
     tables: TableGroup
     engine: Engine
-    members: ShardMap
+    shard_map: ShardMap
     number: int
-    """Which of the members this is."""
-    greeted: bool = False
-    """Whether somebody of the job has said hello since the process began."""
+    """This server's number in the shard map."""
+    has_handshake: bool = False
+    """Whether there was a handshake since the process started."""
     tickets: dict[int, OrderedDict[int, PendingLookup]] = field(default_factory=dict)
-    """Of each trainer, by their numbers."""
+    """For each trainer, its pending lookups by ticket number."""
     oldest_open: dict[int, int] = field(default_factory=dict)
-    """Of each trainer, as its last lookup said: what any of them has open stays."""
-    meeting: StepBarrier = field(default_factory=StepBarrier)
-    saved: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
-    """Of each table the last save: where, since when, and the version that it was to make."""
+    """For each trainer, the oldest open step as of its last lookup. Rows of open steps are never evicted."""
+    barrier: StepBarrier = field(default_factory=StepBarrier)
+    last_saves: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
+    """For each table, the folder, the `since` and the version of the last save."""
     restored: tuple[int, bool] | None = None
-    """Under which map a restore began this attempt, and what it answered."""
-    moving: MigrationParticipant = field(init=False)
+    """The map version under which a restore started this attempt, and what it returned."""
+    participant: MigrationParticipant = field(init=False)
     owns_nothing: bool = field(init=False)
-    """Then every step is finished here."""
+    """Whether no bucket is this server's; every step is finished here then."""
 
     def __post_init__(self) -> None:
-        self.moving = MigrationParticipant(self.job, self.engine)
-        self._know_owners()
+        self.participant = MigrationParticipant(self.job, self.engine)
+        self._set_owners()
 
     @classmethod
-    def found(cls, job: Job, tables: TableGroup, engine: Engine) -> tuple[Self | None, FencingToken]:
-        """What the server before this one was, and its newest mover's turn; None: it had noted nothing yet."""
+    def recover(cls, job: Job, tables: TableGroup, engine: Engine) -> tuple[Self | None, FencingToken]:
+        """Return the previous process's state, or None if it stored none yet, and the newest fencing token."""
         if not (note := bytes(engine.note())):
             return None, FencingToken()
-        told = json.loads(note)
-        turn = FencingToken(told["turn"], told.get("mover", 0))  # files made before movers were noted
-        return cls(job, tables, engine, ShardMap.from_dict(told["members"]), told["number"]), turn
+        stored = json.loads(note)
+        token = FencingToken(stored["turn"], stored.get("mover", 0))  # older files do not name the holder
+        return cls(job, tables, engine, ShardMap.from_dict(stored["members"]), stored["number"]), token
 
     def store(self, table: int) -> Store:
-        """The table of that number."""
+        """Return the table of that number."""
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
-    def follow(self, members: ShardMap, number: int, turn: FencingToken) -> None:
-        """These are the members from now on, this is which of them, and the newest mover's turn. No call may run."""
-        changed = self.members.version != members.version
-        told = {"members": members.to_dict(), "number": number, "turn": turn.number, "mover": turn.mover}
-        self.engine.set_note(json.dumps(told).encode())
-        self.members, self.number = members, number
-        self._know_owners()
+    def adopt(self, members: ShardMap, number: int, token: FencingToken) -> None:
+        """Adopt a shard map and this server's number in it, and store both with the fencing token. Call exclusively."""
+        changed = self.shard_map.version != members.version
+        stored = {"members": members.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
+        self.engine.set_note(json.dumps(stored).encode())
+        self.shard_map, self.number = members, number
+        self._set_owners()
         if changed:
             self.tickets.clear()
-            self.saved.clear()
+            self.last_saves.clear()
             for store in self.tables.values():
                 store.forget_saves()
 
-    def state(self) -> dict[str, Any]:
-        """The numbers that a server which takes buckets over, or joins, must reach."""
+    def progress(self) -> dict[str, Any]:
+        """Return the counters that a server must reach before it takes over buckets or joins."""
         engine, tables = self.engine, range(len(self.job.tables))
         return {
             "attempt": engine.attempt,
@@ -114,30 +114,30 @@ class ServerState:
         }
 
     def owned(self) -> NDArray[np.bool_]:
-        """Of each bucket of all tables, whether it is this server's."""
-        found: NDArray[np.bool_] = np.array(self.members.bucket_map.flat()) == self.number
+        """Return for each bucket of all tables whether this server owns it."""
+        found: NDArray[np.bool_] = np.array(self.shard_map.bucket_map.flat()) == self.number
         return found
 
-    def _know_owners(self) -> None:
+    def _set_owners(self) -> None:
         self.owns_nothing = not self.owned().any()
-        owners = np.array(self.members.bucket_map.flat(), np.uint32)
-        self.engine.set_owners(owners, _NOBODY if self.number == NO_MEMBER else self.number)
+        owners = np.array(self.shard_map.bucket_map.flat(), np.uint32)
+        self.engine.set_owners(owners, _NO_OWNER if self.number == NO_MEMBER else self.number)
 
 
-def decoded(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
-    """The gradients, in whichever form they came."""
+def decode_gradients(engine: Engine, offsets: Offsets, gradients: Floats | None, coded: Coded | None) -> Floats:
+    """Return the gradients as float32, from whichever of the two forms is present."""
     if coded is not None and gradients is None:
         return np.asarray(engine.decode_rows(offsets, coded))
     if coded is not None or gradients is None:
-        raise InputError("update: gradients came in both forms or in none; wanted one of the two")
+        raise InputError("update: expected gradients in one of the two forms, found both or none")
     return gradients
 
 
-def num_floats(job: Job, ids: Ids, offsets: Offsets) -> int:
-    """Of the ids' rows; refuses offsets that do not cut them by table."""
-    at = offsets.tolist() if len(offsets) == len(job.tables) + 1 else []  # so few are quicker than arrays
+def count_floats(job: Job, ids: Ids, offsets: Offsets) -> int:
+    """Return the number of floats in the rows of `ids`. Raises InputError if `offsets` does not split them by table."""
+    at = offsets.tolist() if len(offsets) == len(job.tables) + 1 else []  # a list is faster for so few numbers
     if not at or at[0] != 0 or at[-1] != len(ids) or at != sorted(at):
         raise InputError(
-            f"{len(ids)} ids come with {len(offsets)} offsets; wanted {len(job.tables) + 1}, from 0 to their number"
+            f"{len(ids)} ids with {len(offsets)} offsets; expected {len(job.tables) + 1}, from 0 to the number of ids"
         )
     return sum((end - begin) * table.dim for begin, end, table in zip(at, at[1:], job.tables, strict=False))

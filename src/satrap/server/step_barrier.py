@@ -1,8 +1,8 @@
-"""The updates of several trainers that make one step: each waits here until the last one came, then all are one.
+"""Combines the updates that several trainers send for one step into a single update.
 
-Pure: parts in, the whole out. The order of the trainers' ranks, not that of arrival, is the order that the gradients of
-an id are summed in, so a step's bits do not depend on who was late. A part that comes again takes the place of the
-first, and waits with it, also while the step is being applied: it stays here until that is done.
+Pure: parts in, the combined part out. An id's gradients are summed in rank order, not in the order of arrival, so a
+step's bits do not depend on which trainer was late. A duplicate of a part replaces it, and waits with it, also while
+the step is being applied: the step stays here until that has finished.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from satrap.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class TrainerPart:
-    """What one trainer gives to a step."""
+    """One trainer's ids and gradients of a step."""
 
     ids: NDArray[np.uint64]
     offsets: NDArray[np.int64]
@@ -30,11 +30,11 @@ class _Step:
     parts: dict[int, TrainerPart] = field(default_factory=dict)
     waiting: list["Future[None]"] = field(default_factory=list)
     is_whole: bool = False
-    """All parts were there: they are being applied."""
+    """Whether all parts have arrived, so that the step is being applied."""
 
 
 class StepBarrier:
-    """The steps that are not applied yet."""
+    """The steps that have not been applied yet."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
@@ -42,36 +42,38 @@ class StepBarrier:
     def arrive(
         self, step: int, trainer: int, part: TrainerPart, together: int
     ) -> tuple["Future[None]", list[TrainerPart] | None]:
-        """What the trainer waits for; the last one gets all parts by rank: it applies them, then calls `leave`."""
-        known = self._steps.setdefault(step, _Step(together))
-        if known.together != together or not 0 <= trainer < together:
+        """Add a trainer's part and return the future to answer it with. The call that completes the step also gets all
+        parts in rank order; the caller applies them, then calls `leave`."""
+        pending = self._steps.setdefault(step, _Step(together))
+        if pending.together != together or not 0 <= trainer < together:
             raise InputError(
-                f"step {step}: trainer {trainer} of {together}; wanted one of {known.together}: start them alike"
+                f"step {step}: trainer {trainer} of {together}; expected one of {pending.together}: start all trainers "
+                "with the same world size and staleness"
             )
-        own: Future[None] = Future()
-        known.waiting.append(own)
-        if known.is_whole:
-            return own, None
-        known.parts[trainer] = part
-        if len(known.parts) < together:
-            return own, None
-        known.is_whole = True
-        return own, [known.parts[rank] for rank in range(together)]
+        future: Future[None] = Future()
+        pending.waiting.append(future)
+        if pending.is_whole:
+            return future, None
+        pending.parts[trainer] = part
+        if len(pending.parts) < together:
+            return future, None
+        pending.is_whole = True
+        return future, [pending.parts[rank] for rank in range(together)]
 
     def leave(self, step: int) -> list["Future[None]"]:
-        """The step was applied, or cannot be: returns all who wait for it."""
+        """Remove a step that was applied or has failed, and return the futures that wait for it."""
         return self._steps.pop(step).waiting
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """Ends the waiting for parts that will not come: each call fails with an error of its own."""
+        """Fail all calls that wait for missing parts, each with an error from `error`."""
         for number, step in list(self._steps.items()):
             if not step.is_whole:
                 for waiting in self.leave(number):
                     waiting.set_exception(error())
 
 
-def joined(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
-    """The parts as one: of each table the ids of one part after the other."""
+def concatenate_parts(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
+    """Concatenate the parts table by table."""
     num_tables = len(dims)
     ids, gradients, counts = [], [], [0]
     starts = [np.concatenate([[0], np.cumsum(np.diff(part.offsets) * dims)]) for part in parts]

@@ -1,1 +1,1 @@
-"""Which server owns which rows, and how many servers a run should have. Pure: no process is called."""
+"""Which server owns which rows, and how many servers a run needs. Pure: calls no process."""

@@ -1,7 +1,8 @@
-"""Which server owns which bucket. Pure: numbers in, numbers out.
+"""Maps every bucket to the server that owns it. Pure: numbers in, numbers out.
 
-A bucket is the unit of ownership: all ids whose hash begins alike. Every table is cut into a number of them that its
-configuration fixes, so a row's bucket never changes; its owner may, and each change makes a map of a higher version.
+A bucket, the set of ids with the same hash prefix, is the unit of ownership. A table's configuration fixes its number
+of buckets, so a row never changes its bucket. The owner of a bucket may change; each change makes a map of a higher
+version.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ class BucketMap:
     """The owner of every bucket of every table."""
 
     version: int
-    """Counts changes, from 1."""
+    """Rises by 1 with each change, from 1."""
     num_servers: int
-    """Servers are 0 .. num_servers - 1. One may own nothing."""
+    """Servers are numbered 0 .. num_servers - 1. A server may own no bucket."""
     owners: tuple[tuple[int, ...], ...]
-    """Of each table, of each of its buckets: the server."""
+    """For each table, the server that owns each bucket."""
 
     def __post_init__(self) -> None:
         check_integer("BucketMap", "version", self.version, 1, 2**32 - 1)
@@ -32,12 +33,12 @@ class BucketMap:
             wrong = [owner for owner in table if not 0 <= owner < self.num_servers]
             if wrong or not table:
                 found = f"server {wrong[0]}" if wrong else "no bucket"
-                raise ConfigError(f"bucket map: table {t} names {found}; wanted servers 0..{self.num_servers - 1}")
+                raise ConfigError(f"bucket map: table {t} names {found}; expected servers 0..{self.num_servers - 1}")
 
     @classmethod
     def even(cls, num_buckets: Sequence[int], num_servers: int) -> Self:
-        """The first map: adjacent buckets lie together, and every server owns as many as any other, give or take one.
-        Tables begin at different servers, so that many small ones are spread, too."""
+        """Return the first map: each server owns a range of adjacent buckets, and as many as any other server, to
+        within one. Tables start at different servers, so that many small tables are spread out, too."""
         owners, first = [], 0
         for buckets in num_buckets:
             each = tuple((b * num_servers // max(buckets, num_servers) + first) % num_servers for b in range(buckets))
@@ -45,25 +46,26 @@ class BucketMap:
             first += len(set(each))
         return cls(version=1, num_servers=num_servers, owners=tuple(owners))
 
-    def moved(self, to: Mapping[int, int]) -> Self:
-        """The next map: these buckets, numbered over all tables, belong to other servers."""
+    def with_owners(self, to: Mapping[int, int]) -> Self:
+        """Return the next map, in which these buckets, numbered over all tables, belong to other servers."""
         flat = [to.get(b, owner) for b, owner in enumerate(self.flat())]
         return self._next(flat, self.num_servers)
 
-    def numbered(self, numbers: Mapping[int, int], num_servers: int) -> Self:
-        """The next map: of the same owners under other numbers. Whoever is not named owns nothing."""
+    def renumbered(self, numbers: Mapping[int, int], num_servers: int) -> Self:
+        """Return the next map, with the same owners under other numbers. A server without a new number owns nothing."""
         flat = [numbers[owner] for owner in self.flat()]
         return self._next(flat, num_servers)
 
     def flat(self) -> list[int]:
-        """The owners of all tables' buckets, one table after the other."""
+        """Return the owner of each bucket, one table after the other."""
         return [owner for table in self.owners for owner in table]
 
     def spread(self, servers: Sequence[int]) -> dict[int, int]:
-        """What must move, and where to, so that these servers own everything: of each table, and of all together, each
-        as many buckets as any other, give or take one. No server both gives and takes of a table."""
+        """Return which buckets must move, and to which server, so that `servers` own all of them: of each table, and in
+        total, each server gets as many buckets as any other, to within one. No server both gives and takes buckets of
+        one table."""
         if not servers or len(set(servers)) < len(servers) or not all(0 <= s < self.num_servers for s in servers):
-            raise ConfigError(f"servers are {list(servers)}; wanted some of 0..{self.num_servers - 1}, each once")
+            raise ConfigError(f"servers are {list(servers)}; expected some of 0..{self.num_servers - 1}, each once")
         own = [[table.count(server) for server in servers] for table in self.owners]
         wanted = _even_shares(own, [len(table) for table in self.owners])
         moves, first = {}, 0
@@ -85,29 +87,29 @@ class BucketMap:
         return type(self)(version=self.version + 1, num_servers=num_servers, owners=tuple(owners))
 
     def to_dict(self) -> dict[str, Any]:
-        """This map as plain JSON types."""
+        """Return this map as plain JSON types."""
         return {"version": self.version, "num_servers": self.num_servers, "owners": [list(t) for t in self.owners]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The map that `to_dict` wrote."""
+        """Return the map that `to_dict` wrote."""
         given = known_keys(cls, "BucketMap", data)
         owners = given.pop("owners", None)
         if not isinstance(owners, list) or not all(
             isinstance(table, list) and all(type(owner) is int for owner in table) for table in owners
         ):
-            raise ConfigError(f"bucket map: owners is a {type(owners).__name__}; wanted a list of lists of servers")
+            raise ConfigError(f"bucket map: owners is a {type(owners).__name__}; expected a list of lists of servers")
         return cls(owners=tuple(map(tuple, owners)), **given)
 
 
 def _even_shares(own: Sequence[Sequence[int]], num_buckets: Sequence[int]) -> list[list[int]]:
-    """How many buckets of each table each server is to have, if it has `own[table][server]`."""
+    """Return how many buckets of each table each server should own, given that it owns `own[table][server]`."""
     num_servers = len(own[0])
     total = [0] * num_servers
     shares = []
     for have, buckets in zip(own, num_buckets, strict=True):
         least, more = divmod(buckets, num_servers)
-        # One more goes to those that have it already, then to those that have least of all.
+        # The remainder goes to servers that own one more already, then to those with the fewest buckets in total.
         order = sorted(range(num_servers), key=lambda s: (-max(0, have[s] - least), total[s], s))
         share = [least] * num_servers
         for s in order[:more]:

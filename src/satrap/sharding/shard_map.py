@@ -1,6 +1,6 @@
-"""The servers of a job at one moment: who owns which bucket, and where each server is called. Pure.
+"""The servers of a job at one moment: the bucket map and the address of each server. Pure.
 
-A change makes the next members, of the next map version. A server's number is its place in the list of addresses and
+A change makes the next shard map, with the next version. A server's number is its index in the list of addresses and
 may change; its address does not.
 """
 
@@ -13,58 +13,61 @@ from satrap.errors import ConfigError
 from satrap.sharding.bucket_map import BucketMap
 
 NO_MEMBER = -1
-"""The number of a server that is not of the members (any more)."""
+"""The number of a server that a shard map does not list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMap:
-    """See the file's docstring."""
+    """The bucket map of a job and the addresses of its servers."""
 
     bucket_map: BucketMap
     addresses: tuple[str, ...]
-    """Of server 0, 1, ..."""
+    """Addresses of server 0, 1, ..."""
 
     def __post_init__(self) -> None:
         check_addresses(self.addresses)
         if len(self.addresses) != self.bucket_map.num_servers:
-            raise ConfigError(f"{len(self.addresses)} addresses; the bucket map has {self.bucket_map.num_servers}")
+            raise ConfigError(
+                f"{len(self.addresses)} addresses; expected one for each of the bucket map's "
+                f"{self.bucket_map.num_servers} servers"
+            )
 
     @classmethod
     def first(cls, num_buckets: Sequence[int], addresses: Sequence[str]) -> Self:
-        """Of a new job."""
+        """Return the shard map of a new job."""
         return cls(bucket_map=BucketMap.even(num_buckets, len(addresses)), addresses=tuple(addresses))
 
     @property
     def version(self) -> int:
-        """Of the map; it rises with every change."""
+        """The version of the bucket map, which rises with each change."""
         return self.bucket_map.version
 
     def number(self, address: str) -> int | None:
-        """Which server is called there; None: none of these."""
+        """Return the number of the server at this address; None if there is none."""
         return self.addresses.index(address) if address in self.addresses else None
 
     def owner(self) -> list[str]:
-        """The address of the owner of each bucket, of one table after the other."""
+        """Return the address of each bucket's owner, one table after the other."""
         return [self.addresses[server] for server in self.bucket_map.flat()]
 
-    def joined(self, addresses: Sequence[str]) -> Self:
-        """The next ones, with servers that own nothing yet."""
+    def with_servers(self, addresses: Sequence[str]) -> Self:
+        """Return the next shard map, with additional servers that own nothing yet."""
         every = (*self.addresses, *addresses)
         same = {server: server for server in range(len(self.addresses))}
-        return type(self)(bucket_map=self.bucket_map.numbered(same, len(every)), addresses=every)
+        return type(self)(bucket_map=self.bucket_map.renumbered(same, len(every)), addresses=every)
 
-    def moved(self, to: Mapping[int, str]) -> Self:
-        """The next ones: these buckets belong to the servers at these addresses."""
+    def with_owners(self, to: Mapping[int, str]) -> Self:
+        """Return the next shard map, in which these buckets belong to the servers at these addresses."""
         numbers = {bucket: self.addresses.index(address) for bucket, address in to.items()}
-        return type(self)(bucket_map=self.bucket_map.moved(numbers), addresses=self.addresses)
+        return type(self)(bucket_map=self.bucket_map.with_owners(numbers), addresses=self.addresses)
 
-    def only(self, addresses: Sequence[str]) -> Self:
-        """The next ones: these servers in this order. The others own nothing any more."""
+    def restricted_to(self, addresses: Sequence[str]) -> Self:
+        """Return the next shard map, with these servers only, in this order. The others must own nothing."""
         numbers = {server: addresses.index(each) for server, each in enumerate(self.addresses) if each in addresses}
-        return type(self)(bucket_map=self.bucket_map.numbered(numbers, len(addresses)), addresses=tuple(addresses))
+        return type(self)(bucket_map=self.bucket_map.renumbered(numbers, len(addresses)), addresses=tuple(addresses))
 
     def changes(self, after: "ShardMap") -> dict[tuple[str, str], list[int]]:
-        """The buckets that another server owns afterwards, by the addresses of both owners."""
+        """Return the buckets whose owner differs in `after`, by the addresses of the old and the new owner."""
         found: dict[tuple[str, str], list[int]] = {}
         for bucket, pair in enumerate(zip(self.owner(), after.owner(), strict=True)):
             if pair[0] != pair[1]:
@@ -72,26 +75,26 @@ class ShardMap:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """These as plain JSON types."""
+        """Return this map as plain JSON types."""
         return {"bucket_map": self.bucket_map.to_dict(), "addresses": list(self.addresses)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Those that `to_dict` wrote."""
-        given = known_keys(cls, "Members", require_mapping("Members", data))
+        """Return the map that `to_dict` wrote."""
+        given = known_keys(cls, "ShardMap", require_mapping("ShardMap", data))
         if not isinstance(given.get("addresses"), list):
-            raise ConfigError(f"Members: addresses is {given.get('addresses')!r}; wanted a list of them")
+            raise ConfigError(f"ShardMap: addresses is {given.get('addresses')!r}; expected a list of addresses")
         bucket_map = BucketMap.from_dict(require_mapping("bucket_map", given.get("bucket_map")))
         return cls(bucket_map=bucket_map, addresses=tuple(given["addresses"]))
 
 
 def check_addresses(addresses: object) -> None:
-    """Raises unless they are several servers', each once."""
+    """Raise ConfigError unless `addresses` is a list of at least one server, each named once."""
     if (
         not isinstance(addresses, list | tuple)
         or not addresses
         or not all(isinstance(address, str) for address in addresses)
     ):
-        raise ConfigError(f"addresses is {addresses!r}; wanted a list of at least one 'tcp://host:port'")
+        raise ConfigError(f"addresses is {addresses!r}; expected a list of at least one 'tcp://host:port'")
     if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"addresses is {list(addresses)}; wanted each server once")
+        raise ConfigError(f"addresses is {list(addresses)}; expected each server once")

@@ -1,4 +1,4 @@
-"""A worker whose rows are in this process: in one native engine, a call of which does all of a lookup or an update."""
+"""A worker whose rows are in this process: one call to a native engine does a whole lookup or update."""
 
 import os
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from satrap.config.tables import Table
 from satrap.errors import ConfigError
 from satrap.table.engine import open_engine
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import Floats, Worker, named_features
+from satrap.worker.worker import Floats, Worker, native_features
 
 
 class LocalRows:
-    """Satisfies `satrap.worker.worker.Rows`."""
+    """Implements `satrap.worker.worker.Rows` on one engine."""
 
     remote = False
 
@@ -24,20 +24,17 @@ class LocalRows:
         """engine: of these tables."""
         self.num_threads = int(engine.num_threads)
         self._engine = engine
-        self._bags = _core.Bags(engine, named_features(features, tables))
+        self._bags = _core.Bags(engine, native_features(features, tables))
 
     @property
     def latest_step(self) -> int:
-        """See Rows."""
         return self._engine.latest_step
 
     @property
     def truncated(self) -> list[int]:
-        """See Rows."""
         return self._bags.truncated
 
     def empty(self, lines: int, floats: int) -> Floats:
-        """See Rows."""
         return np.asarray(self._engine.empty(lines, floats))
 
     def lookup(
@@ -53,14 +50,13 @@ class LocalRows:
         block: Floats,
         sequences: list[Floats],
     ) -> _core.Ticket | None:
-        """See Rows. The engine takes a step if none was given, once it has seen all values."""
+        """Let the engine assign a step if none was given, after it has checked all values."""
         at = step or 0, oldest_open or 0, train
         return self._engine.lookup_bags(
             self._bags, values, offsets, weights, batch_size, *at, block, sequences, first_epoch
         )
 
     def made(self, ticket: object) -> bool:
-        """See Rows."""
         return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
 
     def update(
@@ -71,22 +67,20 @@ class LocalRows:
         lrs: list[tuple[int, float]],
         scale: float,
     ) -> None:
-        """See Rows."""
         self._engine.update_bags(tickets, gradients, step, lrs, scale)
 
     def drop(self, ticket: _core.Ticket) -> None:
-        """See Rows."""
         self._engine.drop(ticket)
 
     def skip(self, step: int) -> None:
-        """See Rows. Nobody waits for it."""
+        """Do nothing: no other process waits for this one's steps."""
 
     def settle(self) -> None:
-        """See Rows."""
+        """Do nothing: `skip` left nothing to send."""
 
 
 class LocalWorker(Worker):
-    """The features of a model over the tables that it owns."""
+    """A worker that owns the tables of its features."""
 
     def __init__(
         self,
@@ -97,14 +91,14 @@ class LocalWorker(Worker):
         simd: str = "auto",
         shared: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Empty tables. The options are those of `Store`."""
+        """Create empty tables. The options are those of `Store`."""
         if not isinstance(features, Features):
             raise ConfigError(
-                f"features is a {type(features).__name__}; wanted a satrap.config.features.Features of it"
+                f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
             )
         slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
         self.tables = TableGroup.in_engine(slots)
         super().__init__(features, LocalRows(features, slots[0].engine, features.tables))
 
     def close(self) -> None:
-        """Does nothing: the rows go with the last who has them."""
+        """Do nothing: the rows are freed with the last reference to them."""

@@ -1,8 +1,8 @@
-"""The servers of a live run, as a process sees them that only reads: it learns the job from them, and begins nothing.
+"""The servers of a running job, for a process that only reads: it learns the job from them and starts no attempt.
 
-It never says hello and is of no attempt, so it neither replaces a trainer nor makes an empty server a job's. It follows
-the bucket map, and a run that begins again: what it reads is whatever the servers hold at the moment of each call. A
-server that is being started again is waited for as long as any other answer.
+It makes no handshake and belongs to no attempt, so it neither replaces a trainer nor assigns an empty server to a job.
+It follows the bucket map, and a run that starts over: it reads what the servers hold at the moment of each call. While
+a server restarts, a call waits for it until the deadline.
 """
 
 import time
@@ -15,75 +15,75 @@ from satrap.errors import MovedError, NotReadyError, RpcError
 from satrap.rpc import Client, Keys, Origin
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.shard_map import ShardMap, check_addresses
-from satrap.worker.server_group import LONGEST_PAUSE, ServerFailure, ServerGroup, Topology
+from satrap.worker.server_group import MAX_PAUSE, RetryState, ServerGroup, Topology
 
 
 class ReaderServers(ServerGroup):
-    """See the file's docstring."""
+    """The servers of a running job, for a process that only reads."""
 
     def __init__(self, addresses: Sequence[str], *, keys: Keys | None = None, deadline: float = 60.0) -> None:
-        """addresses: of one server of the run, or of several. keys: the client's."""
+        """addresses: of one or more servers of the run. keys: the client's."""
         check_addresses(addresses)
-        found = _asked(addresses, keys, deadline)
+        found = _ask_for_job(addresses, keys, deadline)
         members, state = ShardMap.from_dict(found["members"]), found["state"]
         self._newest = state["attempt"], members.version
         super().__init__(Job.from_dict(found["job"]), members.addresses, begin=False, keys=keys, deadline=deadline)
         self.latest_step, self.lrs = state["latest_step"], state["lrs"]
-        self._take(members)
+        self._adopt(members)
 
     @property
     def newest_step(self) -> int:
-        """The last step that the run has looked up or updated."""
-        trouble = ServerFailure(time.monotonic() + self._deadline)
+        """The latest step that the run has looked up or updated."""
+        retries = RetryState(time.monotonic() + self._deadline)
         while True:
             view = self.view
-            found = self.all("members", 0)
-            jobless = next((server for server, each in enumerate(found) if not each["version"]), None)
+            answers = self.all("members", 0)
+            jobless = next((server for server, each in enumerate(answers) if not each["version"]), None)
             if jobless is None:
-                return max(int(each["state"]["latest_step"]) for each in found)
+                return max(int(each["state"]["latest_step"]) for each in answers)
             with suppress(MovedError):
                 where = view.members.addresses[jobless]
-                error = NotReadyError(f"{where} was started again, and no trainer has given it its job yet")
-                self._revive(view, jobless, error, trouble)
+                error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
+                self._handshake_again(view, jobless, error, retries)
 
-    def _greet_all(self) -> None:
-        """Nobody is told anything."""
+    def _connect(self) -> None:
+        """Do nothing: a reader makes no handshake."""
 
-    def _learn(self, view: Topology, server: int) -> bool:
-        """See Servers. Any map of a later attempt is newer: the run began again."""
+    def _refresh(self, view: Topology, server: int) -> bool:
+        """Treat any map of a later attempt as newer: the run has started over."""
         if view is not self.view:
             return True
-        found = view.clients[server].call.members(Origin(), 0)
-        if found["version"]:
-            newest, members = (found["state"]["attempt"], found["version"]), ShardMap.from_dict(found["members"])
+        answer = view.clients[server].call.members(Origin(), 0)
+        if answer["version"]:
+            newest, members = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
             with self._lock:
                 if newest >= self._newest and members != self.view.members:
-                    self._take(members)
+                    self._adopt(members)
                 self._newest = max(newest, self._newest)
         return view is not self.view
 
-    def _revive(self, view: Topology, server: int, error: NotReadyError, trouble: ServerFailure) -> None:
-        """See Servers. One without rows is waited for: trainers will greet it."""
-        if self._learn(view, server):
-            raise MovedError("the run began again") from error
-        if time.monotonic() > trouble.until:
+    def _handshake_again(self, view: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
+        """Wait for a restarted server until a trainer has made a handshake with it."""
+        if self._refresh(view, server):
+            raise MovedError("the run has started over: call again") from error
+        if time.monotonic() > retries.until:
             raise error
-        time.sleep(trouble.pause)
-        trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
+        time.sleep(retries.pause)
+        retries.pause = min(2 * retries.pause, MAX_PAUSE)
 
 
-def _asked(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:
-    """What the first of them says that knows its job. Each is asked for its share of the deadline."""
+def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:
+    """Return the answer of the first server that has a job. Each one gets an equal share of the deadline."""
     failed: dict[str, RpcError] = {}
     for address in addresses:
         try:
             with Client(ServerCalls, address, keys, deadline=deadline / len(addresses)) as client:
-                found: dict[str, Any] = client.call.members(Origin(), 0)
+                answer: dict[str, Any] = client.call.members(Origin(), 0)
         except RpcError as error:
             failed[address] = error
             continue
-        if found["version"]:
-            return found
+        if answer["version"]:
+            return answer
     if not failed:
         raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: start a trainer on them first")
     first = next(iter(failed.values()))

@@ -1,11 +1,11 @@
-"""A worker whose rows are on servers: ids are made unique here, split by owner, and each server is called once a batch.
+"""A worker whose rows are on servers: makes ids unique, splits them by owner, and calls each server once for a batch.
 
     lookup   Split.lookup -> ids of each server ──> server.lookup ──> rows -> Split.fill -> block, sequences
     update   gradients -> Split.sums -> sums of each server ──> server.update, with the lookup's ticket or with ids
 
-The core's `Split` does what an engine does before and after its tables, with the same bits. A server that was restarted
-is greeted again and called again (`satrap.worker.server_group`); one that lost a ticket is sent the ids. If buckets
-have moved, the same ids and sums are laid out for their owners of now and sent again.
+The core's `Split` does what an engine does before and after its tables, with the same bits. A restarted server gets
+another handshake and the call again (`satrap.worker.server_group`); one that lost a ticket gets the ids. After a
+migration the same ids and sums are split again for the current owners and sent again.
 """
 
 import itertools
@@ -28,62 +28,59 @@ from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import Floats, Worker, named_features
+from satrap.worker.worker import Floats, Worker, native_features
 
 _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
 _NO_FLOATS = np.zeros(0, np.float32)
 MOST_STALENESS = _core.WINDOW_STEPS - 1
-"""A server remembers as many steps of each trainer: core/table/applied_steps.hpp."""
+"""A server remembers one step more than this for each trainer: core/table/applied_steps.hpp."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ShardedTicket:
-    """Satisfies `satrap.worker.worker.Ticket`."""
+    """Implements `satrap.worker.worker.Ticket`."""
 
     split: _core.SplitTicket
     number: int
-    """What the servers know it by; 0: they do not."""
+    """The ticket's number at the servers; 0 if they have none."""
     sums: tuple[_core.Sums, Topology] | None = None
-    """Of an update that was begun, and for whom: if it was interrupted, it goes on with these."""
+    """Sums of a started update, and the topology they are split for: an interrupted update resumes with them."""
     skipped: list[int] = field(default_factory=list)
-    """Of each table: gradients of its update that were not finite and were left out."""
+    """For each table, the number of gradients in the update that were not finite and were left out."""
     used: bool = False
 
     @property
     def batch_size(self) -> int:
-        """See Ticket."""
         return self.split.batch_size
 
 
 class ShardedRows:
-    """Satisfies `satrap.worker.worker.Rows`."""
+    """Implements `satrap.worker.worker.Rows` on a group of servers."""
 
     remote = True
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)
-        self._split = _core.Split(tables, named_features(features, servers.job.tables), self.num_threads, "auto")
+        self._split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
         self._servers = servers
-        self._skipped: list[int] = []  # steps of which the other trainers wait to hear that there is nothing
-        # Not from 1: of a process before this one that was killed, lookups may be on their way.
+        self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
+        # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
         self._numbers = itertools.count(1 + secrets.randbits(62))
         self._latest_step = servers.latest_step
         self._lock = threading.Lock()
 
     @property
     def latest_step(self) -> int:
-        """See Rows. Of this process, and of the servers before it."""
+        """The latest step of this process and of the servers before it."""
         return self._latest_step
 
     @property
     def truncated(self) -> list[int]:
-        """See Rows."""
         return self._split.truncated
 
     def empty(self, lines: int, floats: int) -> Floats:
-        """See Rows."""
         return np.asarray(self._split.empty(lines, floats))
 
     def lookup(
@@ -99,50 +96,48 @@ class ShardedRows:
         block: Floats,
         sequences: list[Floats],
     ) -> ShardedTicket | None:
-        """See Rows."""
         self.settle()
         view = self._servers.view
         split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
-        at = self._reach(step) if train else 0
+        at = self._advance_step(step) if train else 0
         number = next(self._numbers) if train else 0
-        how = oldest_open or at, train, number, self._servers.wire, first_epoch
-        while (found := self._looked_up(split, view, at, how)) is None:
+        arguments = oldest_open or at, train, number, self._servers.wire, first_epoch
+        while (answers := self._lookup_on_servers(split, view, at, arguments)) is None:
             view = self._servers.view
             self._split.share_again(split, view.owners, len(view))
-        rows = [self._rows(split, server, *found.get(server, (None, None))) for server in range(len(view))]
+        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(view))]
         self._split.fill(split, rows, block, sequences)
         if train:
             return ShardedTicket(split, number)
         self._split.drop(split)
         return None
 
-    def _looked_up(
-        self, split: _core.SplitTicket, view: Topology, step: int, how: tuple[Any, ...]
+    def _lookup_on_servers(
+        self, split: _core.SplitTicket, view: Topology, step: int, arguments: tuple[Any, ...]
     ) -> dict[int, Any] | None:
-        """What the servers answer; None: there is a newer view. how: what each is told beside its ids."""
-        asked = {
-            server: (split.ids(server), split.offsets(server), *how)
+        """Return the servers' answers; None if there is a newer topology. how: arguments besides the ids."""
+        arguments_by_server = {
+            server: (split.ids(server), split.offsets(server), *arguments)
             for server in range(len(view))
             if split.num_floats(server)
         }
         try:
-            return self._servers.each("lookup", step, asked, view=view)
+            return self._servers.each("lookup", step, arguments_by_server, view=view)
         except MovedError:
             return None
 
-    def renewed(
+    def reissue(
         self,
         values: NDArray[np.uint64],
         offsets: NDArray[np.int64] | None,
         weights: Floats | None,
         batch_size: int,
     ) -> ShardedTicket:
-        """A ticket for a batch that a process before this one looked up: its update sends the ids."""
+        """Return a ticket for a batch that an earlier process looked up; its update sends the ids."""
         view = self._servers.view
         return ShardedTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
 
     def made(self, ticket: object) -> bool:
-        """See Rows."""
         return isinstance(ticket, ShardedTicket) and self._split.made(ticket.split)
 
     def update(
@@ -153,7 +148,7 @@ class ShardedRows:
         lrs: list[tuple[int, float]],
         scale: float,
     ) -> None:
-        """See Rows. What one server cannot be told is an error; the others may have applied it then."""
+        """Raises if a server cannot be reached; the others may have applied the step then."""
         rates = list(self._servers.lrs)
         for table, lr in lrs:
             rates[table] = lr
@@ -164,15 +159,15 @@ class ShardedRows:
                 sums = self._sums(tickets, gradients, scale, view)
             number = tickets[0].number if sums.same_ids else 0
             try:
-                self._send(sums, number, self._reach(step), rates, view)
+                self._send(sums, number, self._advance_step(step), rates, view)
                 break
             except MovedError:
-                continue  # to other servers, with ids: each bucket knows whether it has applied them
+                continue  # sent to the new owners with ids: each bucket knows whether it has applied the step
         with Uninterrupted():
             for ticket in tickets:
                 ticket.sums, ticket.used = None, True
         if not sums.same_ids:
-            self._forget(tickets)
+            self._drop_at_servers(tickets)
 
     def _sums(
         self,
@@ -181,7 +176,7 @@ class ShardedRows:
         scale: float,
         view: Topology,
     ) -> _core.Sums:
-        """What is to be sent to the view's servers. Made once: an update that was begun goes on with the same."""
+        """Return the sums for the topology's servers, computed once: an update that was started resumes with them."""
         known = tickets[0].sums
         if known is None:
             given = [ticket.split for ticket in tickets]
@@ -198,61 +193,60 @@ class ShardedRows:
         return sums
 
     def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: Topology) -> None:
-        """number: the ticket's, if the servers may have it."""
+        """number: the ticket's, if the servers may have it; otherwise 0."""
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
             ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
             gradients, coded = self._gradients(sums, server)
             return number, ids, offsets, gradients, rates, self._servers.together, coded
 
-        asked = {
+        arguments_by_server = {
             server: arguments(server, number if len(sums.ids(server)) else 0)
             for server in range(len(view))
             if len(sums.ids(server)) or self._servers.together
         }
-        found = self._servers.each("update", step, asked, view=view)
-        lost = [server for server, answer in found.items() if isinstance(answer, TicketError)]
+        answers = self._servers.each("update", step, arguments_by_server, view=view)
+        lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]
         self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
 
     def drop(self, ticket: ShardedTicket) -> None:
-        """See Rows."""
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
         with Uninterrupted():
             if not ticket.split.used:
                 self._split.drop(ticket.split)
             ticket.sums, ticket.used = None, True
-        self._forget([ticket])
+        self._drop_at_servers([ticket])
 
     def skip(self, step: int) -> None:
-        """See Rows. Sent with the next lookup at the latest, not now: a stream that ends must not wait for others."""
+        """Queue an empty part for the next lookup or `settle`. It is not sent now, because a stream that ends must not
+        wait for other trainers."""
         if self._servers.together:
             with self._lock:
-                self._skipped.append(step)
+                self._skipped_steps.append(step)
 
     def settle(self) -> None:
-        """See Rows."""
-        for step in list(self._skipped):  # two threads may be here: what comes twice is known
+        for step in list(self._skipped_steps):  # two threads may send the same part: servers ignore the duplicate
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
             nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
             self._servers.all("update", *nothing, step=step)
             with self._lock:
-                if step in self._skipped:
-                    self._skipped.remove(step)
+                if step in self._skipped_steps:
+                    self._skipped_steps.remove(step)
 
     def _rows(self, split: _core.SplitTicket, server: int, rows: Floats | None, coded: Coded | None) -> Floats:
-        """What a server answered; one that has none of the ids was not asked."""
+        """Return a server's rows as float32; none if the server has none of the ids and was not called."""
         if coded is not None:
             return np.asarray(self._split.decode_rows(split.offsets(server), coded))
         return _NO_FLOATS if rows is None else rows
 
     def _gradients(self, sums: _core.Sums, server: int) -> tuple[Floats | None, Coded | None]:
-        """In the one form or the other."""
+        """Return the gradients for a server in the form of the wire; the other form is None."""
         if self._servers.wire == "float32":
             return sums.gradients(server), None
         return None, np.asarray(self._split.encode_rows(sums.offsets(server), sums.gradients(server)))
 
-    def _forget(self, tickets: Sequence[ShardedTicket]) -> None:
+    def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
         view = self._servers.view
         holders = [
@@ -260,10 +254,10 @@ class ShardedRows:
             for server in range(len(view))
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
-        with suppress(MovedError):  # then they are forgotten
+        with suppress(MovedError):  # the servers forgot all tickets when the map changed
             self._servers.each("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
 
-    def _reach(self, step: int | None) -> int:
+    def _advance_step(self, step: int | None) -> int:
         with self._lock:
             at: int = self._latest_step + 1 if step is None else step
             self._latest_step = max(self._latest_step, at)
@@ -271,22 +265,25 @@ class ShardedRows:
 
 
 class ShardedWorker(Worker):
-    """The features of a model over tables on servers."""
+    """A worker over tables on servers."""
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> None:
-        """servers: of a job that begins with these features' tables."""
+        """servers: of a job whose first tables are those of the features."""
         if tuple(features.tables) != servers.job.tables[: len(features.tables)]:
-            raise ConfigError("the servers' job has other tables than the features: make it of features.tables")
+            raise ConfigError(
+                "the servers' job has other tables than the features; expected features.tables first: create the job "
+                "from them"
+            )
         self.servers = servers
         self.tables = ShardedTables(servers)
-        self._remote = ShardedRows(features, servers, num_threads=num_threads)
-        super().__init__(features, self._remote)
+        self._sharded_rows = ShardedRows(features, servers, num_threads=num_threads)
+        super().__init__(features, self._sharded_rows)
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         self.servers.close()
 
     def renew(self, inputs: Inputs) -> ShardedTicket:
-        """A ticket for a batch that a process before this one looked up."""
-        values, offsets, weights = self._checked(inputs)
-        return self._remote.renewed(values, offsets, weights, inputs.batch_size)
+        """Return a ticket for a batch that an earlier process looked up."""
+        values, offsets, weights = self._validate(inputs)
+        return self._sharded_rows.reissue(values, offsets, weights, inputs.batch_size)

@@ -1,7 +1,7 @@
-"""The tables of a job on servers: what `Store` and `Tables` are for tables here, as far as no row must be moved for it.
+"""The tables of a job on servers, with the interface of `Store` and `Tables` as far as no row must move for it.
 
-Saving is the servers' own: each writes the buckets that it owns, as a snapshot in a folder "k-of-n" within the table's,
-and reads of anybody's what it owns now. So the folder must be one that all machines share.
+The servers save: each writes a snapshot of its buckets into a subfolder "k-of-n" of the table's folder. To restore,
+each server reads all parts and keeps the buckets that it owns now. So all machines must share the folder.
 """
 
 import os
@@ -25,32 +25,34 @@ from satrap.worker.server_group import ServerGroup
 
 
 class ShardedTable:
-    """One table of a job on servers: what `Store` is for a table here, as far as no row must be moved for it."""
+    """One table of a job on servers, with the interface of `Store` as far as no row must move for it."""
 
     def __init__(self, servers: ServerGroup, number: int) -> None:
         self.table: Table = servers.job.tables[number]
-        """Its configuration."""
+        """The table's configuration."""
         self._servers, self._number = servers, number
 
     def __len__(self) -> int:
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """As `Store.stats`, of all servers together; skipped are those of this process, which alone knows of them."""
+        """Return `Store.stats` summed over the servers; "skipped" counts this process's, which no server knows."""
         total: Counter[str] = Counter(skipped=self._servers.skipped[self._number])
         for stats in self._servers.all("stats", self._number):
             total.update(stats)
         return dict(total)
 
     def read(self, ids: ArrayLike) -> StoredRows:
-        """As `Store.read`."""
-        values, state, present = self._asked("read", ids, lambda part: (self._number, part))
+        """Return what `Store.read` does."""
+        values, state, present = self._call_owners("read", ids, lambda part: (self._number, part))
         return StoredRows(values, state, present.reshape(-1))
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
-        """As `Store.lookup` without training, which is the `RemoteWorker`'s. Like `read` never rounded."""
+        """Return rows as `Store.lookup` does without training, never rounded. Training goes through a worker."""
         if train is not False:
-            raise InputError(f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream")
+            raise InputError(
+                f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream only"
+            )
         num_tables = len(self._servers.job.tables)
 
         def arguments(part: NDArray[np.uint64]) -> tuple[Any, ...]:
@@ -58,95 +60,96 @@ class ShardedTable:
             offsets[self._number + 1 :] = len(part)
             return part, offsets, 0, False, 0
 
-        rows: NDArray[np.float32] = self._asked("lookup", ids, arguments)[0]
+        rows: NDArray[np.float32] = self._call_owners("lookup", ids, arguments)[0]
         return rows.reshape(-1, self.table.dim)
 
-    def _asked(
+    def _call_owners(
         self, method: str, ids: ArrayLike, arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]]
     ) -> list[NDArray[Any]]:
-        """What the ids' owners answer: of each array a line for each id, in the order of the ids."""
-        wanted = array_args.as_ids(f"table {self.table.name!r}", ids)
+        """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
+        unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
         while True:
             view = self._servers.view
             owners = np.array(view.members.bucket_map.owners[self._number], np.uint32)
-            owner = owners[_core.bucket_of(wanted, self.table.resolved_num_buckets)]
+            owner = owners[_core.bucket_of(unsigned_ids, self.table.resolved_num_buckets)]
             order = np.argsort(owner, kind="stable")
-            parts = np.split(wanted[order], np.searchsorted(owner[order], np.arange(1, len(view))))
-            asked = {server: arguments(part) for server, part in enumerate(parts)}
+            parts = np.split(unsigned_ids[order], np.searchsorted(owner[order], np.arange(1, len(view))))
+            arguments_by_server = {server: arguments(part) for server, part in enumerate(parts)}
             try:
-                found = self._servers.each(method, 0, asked, view=view)
+                found = self._servers.each(method, 0, arguments_by_server, view=view)
                 break
             except MovedError:
                 continue
         lines = []
-        for of_servers in zip(*(found[server] for server in asked), strict=True):
-            if of_servers[0] is None:  # of a lookup: rows in the form that was not asked for
+        for answers in zip(*(found[server] for server in arguments_by_server), strict=True):
+            if answers[0] is None:  # a lookup's rows in the form that was not requested
                 continue
-            flat = np.concatenate(of_servers)
-            of_servers_in_turn = flat.reshape(len(wanted), len(flat) // max(1, len(wanted)))
-            lines.append(np.empty_like(of_servers_in_turn))
-            lines[-1][order] = of_servers_in_turn
+            flat = np.concatenate(answers)
+            lines_by_server = flat.reshape(len(unsigned_ids), len(flat) // max(1, len(unsigned_ids)))
+            lines.append(np.empty_like(lines_by_server))
+            lines[-1][order] = lines_by_server
         return lines
 
     @property
     def lr(self) -> float:
-        """As `Store.lr`."""
+        """The table's learning rate, as in `Store.lr`."""
         return self._servers.lrs[self._number]
 
     def set_lr(self, lr: float) -> None:
-        """As `Store.set_lr`."""
+        """Set the table's learning rate, as `Store.set_lr` does."""
         rate = array_args.as_lr(f"table {self.table.name!r}", lr, self.table.optimizer)
         self._servers.begin()
         self._servers.all("set_lr", self._number, rate)
         self._servers.lrs[self._number] = rate
 
     def check(self) -> None:
-        """As `Store.check`."""
+        """Check the table's invariants on all servers, as `Store.check` does."""
         self._servers.all("check", self._number, patient=True)
 
     @property
     def version(self) -> int:
-        """As `Store.version`: the servers save together."""
+        """The version of the last save, as in `Store.version`; servers save together."""
         return int(max(self._servers.all("version", self._number)))
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """As `Store.save`: each server writes its part into the folder, which all machines must share."""
+        """Save as `Store.save` does: each server writes its part into the folder, which all machines must share."""
         return self._save(path, None)
 
     def save_changes(self, path: str | os.PathLike[str], *, since: int) -> int:
-        """As `Store.save_changes`."""
+        """Save the changes as `Store.save_changes` does."""
         return self._save(path, since)
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
         self._servers.begin()
-        self._servers.reach()  # before one of them writes
-        versions = self._parts_saved(folder, since)
+        self._servers.reach()  # all servers, before one of them writes
+        versions = self._save_parts(folder, since)
         while len(set(versions)) != 1:
-            versions = self._parts_saved(folder, since)
+            versions = self._save_parts(folder, since)
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
-                "them: give a folder that all machines share"
+                "them: name a folder that all machines share"
             )
         return int(versions[0])
 
-    def _parts_saved(self, folder: str, since: int | None) -> list[int]:
-        """The version that each server has made. None at all, or different ones: buckets moved meanwhile, so that not
-        all of them are saved, or a server was told of a version by one that had made it before."""
+    def _save_parts(self, folder: str, since: int | None) -> list[int]:
+        """Let each server save its part, and return their versions. If they are none or differ, the save must be
+        repeated: buckets moved meanwhile, so that some were not saved, or a server answered with the version of an
+        earlier save."""
         view = self._servers.view
-        every = range(len(view))
+        servers = range(len(view))
         try:
-            made = self._servers.each("version", 0, dict.fromkeys(every, (self._number,)), view=view)
-            version = 1 + max(made.values())  # servers that came later have made fewer
-            asked = dict.fromkeys(every, (self._number, folder, since, version))
-            found = self._servers.each("save", 0, asked, view=view, patient=True)
+            versions = self._servers.each("version", 0, dict.fromkeys(servers, (self._number,)), view=view)
+            version = 1 + max(versions.values())  # servers that joined later have lower versions
+            arguments_by_server = dict.fromkeys(servers, (self._number, folder, since, version))
+            answers = self._servers.each("save", 0, arguments_by_server, view=view, patient=True)
         except MovedError:
             if len(self._servers.view) != len(view):
-                for server in every:
+                for server in servers:
                     shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
             return []
-        return [found[server] for server in every]
+        return [answers[server] for server in servers]
 
 
 class ShardedTables(Mapping[str, ShardedTable]):
@@ -167,31 +170,31 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     @property
     def layout(self) -> int:
-        """As `Tables.layout`."""
+        """The version of the bucket map, as in `Tables.layout`."""
         return self._servers.view.members.version
 
     def require_permitted(self, folder: str | os.PathLike[str]) -> None:
-        """Raises ConfigError unless all servers may write checkpoints below the folder."""
+        """Raise ConfigError unless all servers may write checkpoints below the folder."""
         self._servers.all("require_permitted", os.path.abspath(folder))
 
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
-        """As `Tables.restore`, but the tables may have been used: what they held goes."""
+        """Restore as `Tables.restore` does. The tables may have been used; their rows are discarded."""
         if folders.keys() != self._tables.keys():
-            raise InputError(f"folders are of {sorted(folders)}; wanted one list for each of {sorted(self._tables)}")
+            raise InputError(f"folders are of {sorted(folders)}; expected one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
         checksums = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
         self._servers.begin()
         self._servers.reach()
-        self._servers.all("verify", chains, checksums, patient=True)  # all of them, before one is changed
-        return self._begin_anew(chains, checksums)
+        self._servers.all("verify", chains, checksums, patient=True)  # on all servers, before one is changed
+        return self._replace_rows(chains, checksums)
 
     def clear(self) -> None:
-        """Makes all tables new: what they held goes."""
+        """Replace all tables by empty ones."""
         self._servers.reach()
-        self._begin_anew([], [])
+        self._replace_rows([], [])
 
-    def _begin_anew(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
-        self._servers.begin_next()  # so that a restore that comes twice is done once
+    def _replace_rows(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
+        self._servers.begin_next()  # so that a duplicate of the restore is known as such
         may_follow = all(self._servers.all("restore", chains, checksums, patient=True))
         self._servers.latest_step = 0
         return may_follow

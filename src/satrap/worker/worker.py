@@ -1,14 +1,14 @@
-"""The worker: looks up the bags of one batch, and brings the gradients of batches back to the rows.
+"""The worker: looks up the rows of one batch's ids, and applies the gradients of batches to the rows.
 
-`Inputs` come in; a block of pooled rows goes out, with padded sequences and a ticket. The ticket comes back with
-gradients of the same shapes. The rows lie in the tables of a `Rows`: in this process (`satrap.worker.local_rows`) or on
-servers (`satrap.worker.sharded_rows`); a worker checks what it is given, and does the same over either. What it costs
-in Python does not grow with the number of features, sequences excepted. Calls may come from several threads at once. It
-decides nothing about when: no gate, no queue, no thread of its own.
+`Inputs` come in; a block of pooled rows, padded sequences and a ticket go out. The update takes the ticket and
+gradients of the same shapes. The rows are in the tables of a `Rows`: in this process (`satrap.worker.local_rows`) or on
+servers (`satrap.worker.sharded_rows`). The worker checks its arguments in the same way for both. Its cost in Python
+does not grow with the number of features, except sequences. Thread-safe. It decides nothing about timing: it has no
+gate, queue or thread.
 
-What an update does. The gradient of an id in a bag is that of its bag, times `scale`, times the id's weight, divided
-by the number of ids for "mean" and by its root for "sqrtn". Those of one id are summed in order of appearance: ticket
-after ticket, feature after feature, sample after sample. Then the table's optimizer steps the row, once.
+The gradient of an id in a bag is that of the bag, times `scale`, times the id's weight, divided by the number of ids
+for "mean" and by its square root for "sqrtn". The gradients of one id are summed in order of appearance: ticket after
+ticket, feature after feature, sample after sample. Then the table's optimizer updates the row, once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,26 +32,26 @@ Floats = NDArray[np.float32]
 
 
 class Ticket(Protocol):
-    """What brings the gradients of a looked-up batch back, once."""
+    """Names a lookup whose update is still to come; to be used once."""
 
     @property
     def used(self) -> bool:
-        """Whether it was brought back or dropped."""
+        """Whether it was updated or dropped."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Samples of its batch."""
+        """Number of samples in the batch."""
         ...
 
 
 class Rows(Protocol):
-    """Where the rows of a worker's features are. Its calls trust what they are given."""
+    """Where the rows of a worker's features are. Does not check its arguments."""
 
     num_threads: int
-    """Of a call's work in this process."""
+    """Threads of one call in this process."""
     remote: bool
-    """Whether they are in other processes, so that a call waits for a network."""
+    """Whether the rows are in other processes, so that a call waits for a network."""
 
     @property
     def latest_step(self) -> int:
@@ -60,11 +60,11 @@ class Rows(Protocol):
 
     @property
     def truncated(self) -> list[int]:
-        """Of each sequence: ids beyond its max_length so far."""
+        """For each sequence, the number of ids beyond its max_length so far."""
         ...
 
     def empty(self, lines: int, floats: int) -> Floats:
-        """Aligned memory that is used again once the array is gone."""
+        """Return aligned memory, which is reused once the array is collected."""
         ...
 
     def lookup(
@@ -80,12 +80,13 @@ class Rows(Protocol):
         block: Floats,
         sequences: list[Floats],
     ) -> Ticket | None:
-        """Fills block and sequences; a ticket if it trains. first_epoch: whether sightings count in tables that count
-        those of the first epoch only."""
+        """Fill `block` and `sequences`, and return a ticket if `train`.
+
+        first_epoch: whether to count sightings in tables that count only those of the first epoch."""
         ...
 
     def made(self, ticket: object) -> bool:
-        """Whether the ticket is of a lookup here."""
+        """Return whether the ticket comes from a lookup of this object."""
         ...
 
     def update(
@@ -96,40 +97,42 @@ class Rows(Protocol):
         lrs: list[tuple[int, float]],
         scale: float,
     ) -> None:
-        """One optimizer step. gradients: of each ticket its block's and sequences'. lrs: by number of their table."""
+        """Apply one optimizer step.
+
+        gradients: for each ticket those of its block and sequences. lrs: pairs of a table's number and its rate."""
         ...
 
     def drop(self, ticket: Any) -> None:
-        """Gives a ticket up."""
+        """Give up a ticket without an update."""
         ...
 
     def skip(self, step: int) -> None:
-        """There is no update of this step: whoever waits for it is to hear so, at the next `settle` or lookup."""
+        """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""
         ...
 
     def settle(self) -> None:
-        """Returns once they have heard."""
+        """Return once all processes that wait for a skipped step know that it has no update."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LookedUp:
-    """What became of one batch."""
+    """The result of one lookup."""
 
     block: NDArray[np.float32]
     """[batch_size, total_dim]: pooled rows, feature after feature; see `Features`."""
     sequences: dict[str, NDArray[np.float32]]
-    """[batch_size, max_length, dim] of each sequence; 0 where there is no id."""
+    """For each sequence [batch_size, max_length, dim]; 0 where there is no id."""
     masks: dict[str, NDArray[np.bool_]]
-    """[batch_size, max_length] of each sequence: where there is an id."""
+    """For each sequence [batch_size, max_length]: where there is an id."""
     truncated: list[int]
-    """Of each sequence: ids beyond its max_length, which were not looked up."""
+    """For each sequence, the number of ids beyond its max_length, which were not looked up."""
     ticket: Ticket | None
-    """Brings the gradients back; None without training."""
+    """Names the batch in its update; None without training."""
 
 
 class Worker:
-    """The features of a model over rows that lie somewhere."""
+    """Looks up and updates the features of a model, over rows here or on servers."""
 
     def __init__(self, features: Features, rows: Rows) -> None:
         """rows: of the tables of these features."""
@@ -145,7 +148,7 @@ class Worker:
 
     @property
     def num_threads(self) -> int:
-        """Of the tables' own."""
+        """Threads of one call on the tables."""
         return self._rows.num_threads
 
     @property
@@ -155,7 +158,7 @@ class Worker:
 
     @property
     def truncated(self) -> dict[str, int]:
-        """Of each sequence: ids beyond its max_length so far. They were not looked up."""
+        """For each sequence, the number of ids beyond its max_length so far, which were not looked up."""
         return dict(zip((sequence.name for sequence in self._sequences), self._rows.truncated, strict=True))
 
     def lookup(
@@ -167,15 +170,15 @@ class Worker:
         train: bool = True,
         block: NDArray[np.float32] | None = None,
     ) -> LookedUp:
-        """The rows of the batch's ids. `step`, `oldest_open` and `train` are those of `Store.lookup`. The batch is of
-        the first epoch if its position says so, or if it has none.
+        """Look up the rows of the batch's ids. `step`, `oldest_open` and `train` are those of `Store.lookup`. The batch
+        belongs to the first epoch if its position says so, or if it has no position.
 
         block: memory to write pooled rows into, float32 [batch_size, total_dim], best aligned to 64 bytes. None: a new
-            array, aligned, of memory that is used again once the array is gone.
+            aligned array, whose memory is reused once the array is collected.
         """
-        values, offsets, weights = self._checked(inputs)
+        values, offsets, weights = self._validate(inputs)
         if not isinstance(train, bool):
-            raise InputError(f"{_WHERE}: train is {train!r} ({type(train).__name__}); wanted True or False")
+            raise InputError(f"{_WHERE}: train is {train!r} ({type(train).__name__}); expected True or False")
         batch_size = inputs.batch_size
         shape = (batch_size, self.features.total_dim)
         if block is None:
@@ -195,7 +198,7 @@ class Worker:
                 for each, rows in zip(self._sequences, sequences, strict=True)
             },
             masks={each.name: each.mask(its) for each, its in zip(self._sequences, lengths, strict=True)},
-            truncated=[each.beyond(its) for each, its in zip(self._sequences, lengths, strict=True)],
+            truncated=[each.count_truncated(its) for each, its in zip(self._sequences, lengths, strict=True)],
             ticket=ticket,
         )
 
@@ -209,25 +212,26 @@ class Worker:
         lrs: Mapping[str, float] | None = None,
         scale: float = 1.0,
     ) -> None:
-        """One optimizer step for the ids of one batch, or of several that were accumulated.
+        """Apply one optimizer step to the ids of one batch, or of several batches whose gradients were accumulated.
 
-        tickets: those of the lookups, each used once; all of them or, after an error, none.
-        block_gradients: of each ticket, float32 [batch_size, total_dim]. None: there is none, and the pooled ids of
-            this ticket are left alone, which is not the same as a gradient of 0.
-        sequence_gradients: of each ticket, by name, float32 [batch_size, max_length, dim]; None or left out: likewise.
+        tickets: those of the lookups, each used once. After an error none of them is used.
+        block_gradients: for each ticket, float32 [batch_size, total_dim]. None leaves the ticket's pooled ids
+            unchanged, which differs from a gradient of 0.
+        sequence_gradients: for each ticket, by name, float32 [batch_size, max_length, dim]; None or a missing name
+            leaves the sequence's ids unchanged.
         step: the job's batch number; None: the latest. Rows are stamped with it.
-        lrs: learning rates of this update by table; tables not named use their own.
-        scale: what each gradient is multiplied by first: 1 / loss scale, or 1 / trainers.
+        lrs: learning rates of this update by table; other tables use their own.
+        scale: factor of each gradient: 1 / loss scale, or 1 / number of trainers.
         """
-        for ticket in _listed("tickets", tickets):
-            if self._own(_UPDATE, ticket).used:
+        for ticket in _require_list("tickets", tickets):
+            if self._require_ticket(_UPDATE, ticket).used:
                 raise TicketError(f"{_UPDATE}: this ticket was used already; a batch is updated once, look it up again")
         if sequence_gradients is None:
             sequence_gradients = [{}] * len(tickets)
         for name, given in (("block_gradients", block_gradients), ("sequence_gradients", sequence_gradients)):
-            if len(_listed(name, given)) != len(tickets) or not tickets:
+            if len(_require_list(name, given)) != len(tickets) or not tickets:
                 raise InputError(
-                    f"{_UPDATE}: {len(tickets)} tickets and {len(given)} {name}; wanted at least one ticket, "
+                    f"{_UPDATE}: {len(tickets)} tickets and {len(given)} {name}; expected at least one ticket, "
                     "and gradients for each"
                 )
         gradients = [
@@ -235,34 +239,34 @@ class Worker:
             for ticket, block, sequences in zip(tickets, block_gradients, sequence_gradients, strict=True)
         ]
         at = max(1, self._rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
-        rates = [] if lrs is None else self._rates(lrs)
+        rates = [] if lrs is None else self._learning_rates(lrs)
         self._rows.update(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale))
 
     def drop(self, ticket: Ticket) -> None:
-        """Gives up a looked-up batch that will not be updated. Its rows stay as the lookup left them."""
-        self._rows.drop(self._own("drop of a batch", ticket))
+        """Give up a batch that will not be updated. Its rows stay as the lookup left them."""
+        self._rows.drop(self._require_ticket("drop of a batch", ticket))
 
     def skip(self, step: int) -> None:
-        """There will be no update of this step; `settle` tells those who wait for it."""
+        """Note that this step will have no update; `settle` tells the processes that wait for it."""
         self._rows.skip(step)
 
     def settle(self) -> None:
-        """Returns once everybody knows of the steps that were skipped."""
+        """Return once all processes that wait for skipped steps know of them."""
         self._rows.settle()
 
-    def _own(self, where: str, ticket: Any) -> Ticket:
+    def _require_ticket(self, where: str, ticket: Any) -> Ticket:
         if not hasattr(ticket, "used"):
-            raise InputError(f"{where}: a ticket is a {type(ticket).__name__}; wanted those that lookup gave")
+            raise InputError(f"{where}: a ticket is a {type(ticket).__name__}; expected one that lookup returned")
         if not self._rows.made(ticket):
-            raise TicketError(f"{where}: a ticket came from another store; bring it back to the one that gave it")
+            raise TicketError(f"{where}: a ticket comes from another store; pass it to the worker that returned it")
         own: Ticket = ticket
         return own
 
-    def _checked(
+    def _validate(
         self, inputs: Inputs
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
         if not isinstance(inputs, Inputs):
-            raise InputError(f"{_WHERE}: inputs is a {type(inputs).__name__}; wanted a satrap.data.inputs.Inputs")
+            raise InputError(f"{_WHERE}: inputs is a {type(inputs).__name__}; expected a satrap.data.inputs.Inputs")
         if inputs.names != self.features.names:
             raise InputError(f"{_WHERE}: {_name_differences(inputs.names, self.features.names)}")
         batch_size = array_args.as_step(_WHERE, "batch_size", inputs.batch_size, low=0, high=2**30 - 1)
@@ -271,13 +275,13 @@ class Worker:
         offsets = None if inputs.offsets is None else array_args.as_bag_offsets(_WHERE, inputs.offsets, num_bags)
         if offsets is None and len(values) != num_bags:
             raise InputError(
-                f"{_WHERE}: {len(values)} ids without offsets; wanted {num_bags}, one for each of {len(self.features)} "
-                f"features and {batch_size} samples, or offsets"
+                f"{_WHERE}: {len(values)} ids without offsets; expected {num_bags}, one for each of "
+                f"{len(self.features)} features and {batch_size} samples, or offsets"
             )
         if offsets is not None and (offsets[0] != 0 or offsets[-1] != len(values)):
             raise InputError(
                 f"{_WHERE}: offsets run from {offsets[0]} to {offsets[-1]}; "
-                f"wanted 0 to the number of ids, {len(values)}"
+                f"expected 0 to the number of ids, {len(values)}"
             )
         if inputs.weights is None and self._weighted:
             raise InputError(f"{_WHERE}: feature {self._weighted[0]!r} is weighted and there are no weights")
@@ -294,11 +298,11 @@ class Worker:
     ) -> tuple[NDArray[np.float32] | None, list[NDArray[np.float32] | None]]:
         if not isinstance(sequences, Mapping):
             raise InputError(
-                f"{_UPDATE}: sequence gradients are a {type(sequences).__name__}; wanted a dict by feature"
+                f"{_UPDATE}: sequence gradients are a {type(sequences).__name__}; expected a dict by feature"
             )
         unknown = sequences.keys() - {each.name for each in self._sequences}
         if unknown:
-            raise InputError(f"{_UPDATE}: sequence gradients name {sorted(unknown)}, which are no sequences here")
+            raise InputError(f"{_UPDATE}: sequence gradients name {sorted(unknown)}; expected names of sequences")
         shape = (ticket.batch_size, self.features.total_dim)
         of_block = None if block is None else array_args.as_gradients(_UPDATE, block, shape)
         of_sequences: list[NDArray[np.float32] | None] = []
@@ -310,12 +314,12 @@ class Worker:
             )
         return of_block, of_sequences
 
-    def _rates(self, lrs: Mapping[str, float]) -> list[tuple[int, float]]:
+    def _learning_rates(self, lrs: Mapping[str, float]) -> list[tuple[int, float]]:
         if not isinstance(lrs, Mapping):
-            raise InputError(f"{_UPDATE}: lrs is a {type(lrs).__name__}; wanted a dict from tables' names to numbers")
+            raise InputError(f"{_UPDATE}: lrs is a {type(lrs).__name__}; expected a dict from table names to numbers")
         unknown = lrs.keys() - self._numbers.keys()
         if unknown:
-            raise InputError(f"{_UPDATE}: lrs names {sorted(unknown)}, which are no tables here")
+            raise InputError(f"{_UPDATE}: lrs names {sorted(unknown)}; expected names of tables")
         rates = []
         for name, lr in lrs.items():
             number, optimizer = self._numbers[name]
@@ -324,7 +328,7 @@ class Worker:
 
 
 class _Sequence:
-    """A feature whose rows stay apart."""
+    """A feature whose rows are not pooled."""
 
     def __init__(self, name: str, index: int, feature: Feature) -> None:
         assert feature.max_length is not None
@@ -340,7 +344,7 @@ class _Sequence:
     def lengths(
         self, values: NDArray[np.uint64], offsets: NDArray[np.int64] | None, batch_size: int
     ) -> NDArray[np.int64]:
-        """How many ids each sample has, padding left out."""
+        """Return how many ids each sample has, without padding."""
         first = self._index * batch_size
         bounds = np.arange(first, first + batch_size + 1) if offsets is None else offsets[first:][: batch_size + 1]
         if self._padding_id is not None:
@@ -351,14 +355,14 @@ class _Sequence:
     def mask(self, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.arange(self._max_length) < lengths[:, None]
 
-    def beyond(self, lengths: NDArray[np.int64]) -> int:
+    def count_truncated(self, lengths: NDArray[np.int64]) -> int:
         return int(np.maximum(lengths - self._max_length, 0).sum())
 
 
-def named_features(
+def native_features(
     features: Features, tables: Sequence[Table]
 ) -> list[tuple[str, int, str, bool, int, bool, int | None]]:
-    """The features in the core's words, over these tables, which may be more and come in the order of the features'."""
+    """Return the features in the form of the core. `tables` may hold more tables than the features', in any order."""
     numbers = {table.name: number for number, table in enumerate(tables)}
     return [
         (
@@ -376,16 +380,14 @@ def named_features(
 
 def _name_differences(found: object, wanted: tuple[str, ...]) -> str:
     if not isinstance(found, tuple):
-        return f"names is a {type(found).__name__}; wanted the tuple of features.names"
+        return f"names is a {type(found).__name__}; expected the tuple of features.names"
     missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
     if missing or extra:
-        return (
-            f"the features {missing} are missing and {extra} are unknown; wanted those of features.names, in its order"
-        )
-    return f"the features are {list(found)}; wanted them in the order of features.names, {list(wanted)}"
+        return f"the features {missing} are missing and {extra} are unknown; expected features.names, in its order"
+    return f"the features are {list(found)}; expected them in the order of features.names, {list(wanted)}"
 
 
-def _listed(name: str, value: object) -> Sequence[object]:
+def _require_list(name: str, value: object) -> Sequence[object]:
     if not isinstance(value, list | tuple):
-        raise InputError(f"{_UPDATE}: {name} is a {type(value).__name__}; wanted a list, one of each batch")
+        raise InputError(f"{_UPDATE}: {name} is a {type(value).__name__}; expected a list, one of each batch")
     return value

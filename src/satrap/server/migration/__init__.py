@@ -1,1 +1,1 @@
-"""Buckets that move from one server to another while training goes on."""
+"""Migration of buckets from one server to another while training continues."""

@@ -1,5 +1,5 @@
-"""The calls of a server that a mover makes; see `satrap.server.migration.coordinator` for their order,
-`satrap.server.migration.participant` for what they do."""
+"""The calls of a server that a migration makes: `satrap.server.migration.coordinator` defines their order,
+`satrap.server.migration.participant` does the work."""
 
 import os
 import time
@@ -10,79 +10,77 @@ import numpy as np
 from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
 from satrap.rpc import Origin
 from satrap.server.call_fence import CallFence
-from satrap.server.migration.participant import BucketChunk, Companions
+from satrap.server.migration.participant import BucketChunk, BucketMetadata
 from satrap.server.protocol import Coded, Floats, Ids, Numbers
 from satrap.server.state import FencingToken
 from satrap.sharding.shard_map import ShardMap
 
 
 class MigrationCalls(CallFence):
-    """The part of `satrap.server.protocol.ServerCalls` that moves buckets."""
+    """The part of `satrap.server.protocol.ServerCalls` that migrates buckets."""
 
     def begin_turn(self, origin: Origin, mover: int) -> None:
-        """See ServerCalls."""
-        turn = FencingToken(origin.step, mover)
-        with self._pause():
-            self._require_turn(origin)
-            if turn.number == self._turn.number and turn != self._turn:
-                raise ConfigError(f"another mover is at work: it has begun turn {turn.number}, too")
-            if (served := self._served) is not None:
-                served.follow(served.members, served.number, turn)
-            self._turn = turn
+        token = FencingToken(origin.step, mover)
+        with self._exclusive():
+            self._require_fencing_token(origin)
+            if token.number == self._fencing_token.number and token != self._fencing_token:
+                raise ConfigError(
+                    f"another migration is running: it holds fencing token {token.number}, too; wait until it has "
+                    "ended, then run `satrap move` again"
+                )
+            if (server_state := self._state) is not None:
+                server_state.adopt(server_state.shard_map, server_state.number, token)
+            self._fencing_token = token
 
     def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
-        """See ServerCalls."""
-        with self._pause():
-            served = self._ready()
-            self._require_turn(origin)
-            self._require_map(served, origin)
-            served.moving.check(buckets)
-            if not served.owned()[buckets].all():
-                raise InputError("freeze: some of these buckets are not this server's")
-            served.moving.freeze(move, buckets, time.monotonic())
+        with self._exclusive():
+            server_state = self._require_state()
+            self._require_fencing_token(origin)
+            self._require_map(server_state, origin)
+            server_state.participant.check_buckets(buckets)
+            if not server_state.owned()[buckets].all():
+                raise InputError("freeze: expected buckets of this server, found some that another server owns")
+            server_state.participant.freeze(move, buckets, time.monotonic())
 
     def copy_out(
         self, origin: Origin, buckets: Numbers, table: int, begin: int
     ) -> tuple[Ids, Numbers, Coded, Floats, Ids, Numbers, Numbers, int]:
-        """See ServerCalls."""
-        with self._working(None) as served:
-            served.moving.check(buckets)
-            served.store(table)
-            still = buckets[served.owned()[buckets]]
-            if not np.isin(still, served.moving.leaving).all():
-                raise NotReadyError("copy_out: some of these buckets are in use here: freeze them")
-            served.moving.renew(time.monotonic())
-            parcel, total = served.moving.parcel(buckets, table, begin)
-        return *parcel, total
+        with self._admit(None) as server_state:
+            server_state.participant.check_buckets(buckets)
+            server_state.store(table)
+            still = buckets[server_state.owned()[buckets]]
+            if not np.isin(still, server_state.participant.outgoing).all():
+                raise NotReadyError("copy_out: expected frozen buckets, found some in use: freeze them first")
+            server_state.participant.renew(time.monotonic())
+            chunk, total = server_state.participant.chunk(buckets, table, begin)
+        return *chunk, total
 
     def companions_out(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
-        """See ServerCalls."""
-        with self._changed:
-            served = self._ready()
-            served.moving.check(buckets)
-            if served.owned()[buckets].any():
-                raise NotReadyError("companions_out: some of these buckets are this server's still")
-            found = served.moving.companions(buckets, served.oldest_open)
+        with self._condition:
+            server_state = self._require_state()
+            server_state.participant.check_buckets(buckets)
+            if server_state.owned()[buckets].any():
+                raise NotReadyError("companions_out: expected buckets that were handed over, found some owned here")
+            found = server_state.participant.export_metadata(buckets, server_state.oldest_open)
         oldest = [number for pair in found.oldest_open.items() for number in pair]
         return np.array(found.trainers, np.uint32), found.windows, found.counters, np.array(oldest, np.uint32)
 
     def receive(self, origin: Origin, move: int, buckets: Numbers, state: dict[str, Any]) -> None:
-        """See ServerCalls."""
-        with self._changed:
-            served = self._ready()
-            self._require_turn(origin)
-            served.moving.check(buckets)
-            if served.owned()[buckets].any():
-                raise InputError("receive: some of these buckets are this server's already")
-            if served.owns_nothing:
-                if state["attempt"] > served.engine.attempt:
-                    served.engine.begin_attempt(state["attempt"])
-                if served.restored is None and state["restored"]:
-                    served.restored = 0, False  # by the same restore, which may come here yet
-            served.moving.receive(move, buckets, state["attempt"])
-            served.engine.reach_step(state["latest_step"])
+        with self._condition:
+            server_state = self._require_state()
+            self._require_fencing_token(origin)
+            server_state.participant.check_buckets(buckets)
+            if server_state.owned()[buckets].any():
+                raise InputError("receive: expected buckets of other servers, found some owned here")
+            if server_state.owns_nothing:
+                if state["attempt"] > server_state.engine.attempt:
+                    server_state.engine.begin_attempt(state["attempt"])
+                if server_state.restored is None and state["restored"]:
+                    server_state.restored = 0, False  # by the same restore, whose call may still arrive
+            server_state.participant.receive(move, buckets, state["attempt"])
+            server_state.engine.reach_step(state["latest_step"])
             for t, (version, line) in enumerate(zip(state["versions"], state["expire_before"], strict=True)):
-                served.engine.reach_table(t, version, line)
+                server_state.engine.reach_table(t, version, line)
 
     def copy_in(
         self,
@@ -97,63 +95,68 @@ class MigrationCalls(CallFence):
         sighted_at: Numbers,
         counts: Numbers,
     ) -> None:
-        """See ServerCalls."""
-        with self._working(None) as served:  # so the map does not change meanwhile
-            served.store(table)
-            served.moving.require(move)
-            served.moving.take(table, BucketChunk(ids, steps, values, state, sighted, sighted_at, counts))
+        with self._admit(None) as server_state:  # keeps the map from changing meanwhile
+            server_state.store(table)
+            server_state.participant.require_move(move)
+            server_state.participant.import_chunk(
+                table, BucketChunk(ids, steps, values, state, sighted, sighted_at, counts)
+            )
 
     def companions_in(
         self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
-        """See ServerCalls."""
         pairs = dict(zip(oldest_open[::2].tolist(), oldest_open[1::2].tolist(), strict=True))
-        with self._changed:
-            served = self._ready()
-            served.moving.require(move)
-            served.moving.accompany(Companions(trainers.tolist(), windows, counters, pairs), served.oldest_open)
+        with self._condition:
+            server_state = self._require_state()
+            server_state.participant.require_move(move)
+            server_state.participant.import_metadata(
+                BucketMetadata(trainers.tolist(), windows, counters, pairs), server_state.oldest_open
+            )
 
     def change(self, origin: Origin, members: dict[str, Any], server: int, move: int) -> None:
-        """See ServerCalls."""
         after = ShardMap.from_dict(members)
-        with self._pause():
-            served = self._ready()
-            self._require_turn(origin)
-            before = served.members
-            if after == before and server == served.number:
-                return  # it came again
+        with self._exclusive():
+            server_state = self._require_state()
+            self._require_fencing_token(origin)
+            before = server_state.shard_map
+            if after == before and server == server_state.number:
+                return  # a duplicate
             if after.version != before.version + 1:
-                raise NotReadyError(f"change: to map {after.version}; this server is at {before.version}")
-            owned, will = served.owned(), np.array(after.bucket_map.flat()) == server
-            leaving, coming = (np.flatnonzero(each).astype(np.uint32) for each in (owned & ~will, will & ~owned))
-            served.moving.require_ready(move, leaving, coming)
-            served.engine.hand_over(leaving)
-            served.engine.take_over(coming, not owned.any())
-            served.follow(after, server, self._turn)
-            served.moving.end()
-            served.meeting.refuse(lambda: MovedError(f"map {after.version} has begun: ask for it, and call again"))
+                raise NotReadyError(
+                    f"change: found map {after.version}; expected the one that follows this server's, {before.version}"
+                )
+            owned, owned_after = server_state.owned(), np.array(after.bucket_map.flat()) == server
+            outgoing, incoming = (
+                np.flatnonzero(each).astype(np.uint32) for each in (owned & ~owned_after, owned_after & ~owned)
+            )
+            server_state.participant.require_ready(move, outgoing, incoming)
+            server_state.engine.hand_over(outgoing)
+            server_state.engine.take_over(incoming, not owned.any())
+            server_state.adopt(after, server, self._fencing_token)
+            server_state.participant.end()
+            server_state.barrier.refuse(
+                lambda: MovedError(f"the call's bucket map was replaced by map {after.version}: take it and call again")
+            )
 
     def forget(self, origin: Origin) -> None:
-        """See ServerCalls."""
-        with self._changed:
-            buckets = np.flatnonzero(~self._ready().owned()).astype(np.uint32)
-        for bucket in buckets.reshape(-1, 1):  # one at a time: others may call meanwhile
-            with self._changed:
-                served = self._ready()
-                self._require_turn(origin)
-                if origin.map_version != served.members.version or served.moving.coming_move:
-                    return  # it came late
-                served.engine.forget(bucket)
+        with self._condition:
+            buckets = np.flatnonzero(~self._require_state().owned()).astype(np.uint32)
+        for bucket in buckets.reshape(-1, 1):  # one at a time, so that other calls run in between
+            with self._condition:
+                server_state = self._require_state()
+                self._require_fencing_token(origin)
+                if origin.map_version != server_state.shard_map.version or server_state.participant.incoming_move:
+                    return  # the call is late: the map has changed since
+                server_state.engine.forget(bucket)
 
     def load(self, origin: Origin) -> dict[str, float]:
-        """See ServerCalls."""
-        with self._working(None) as served:
-            stats = [table.stats() for table in served.tables.values()]
+        with self._admit(None) as server_state:
+            stats = [table.stats() for table in server_state.tables.values()]
             return {
                 "rows": sum(each["rows"] for each in stats),
                 "bytes": sum(each["bytes"] for each in stats),
                 "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
                 "calls": self._running - 1,
                 "work_seconds": self._work_seconds,
-                "latest_step": served.engine.latest_step,
+                "latest_step": server_state.engine.latest_step,
             }

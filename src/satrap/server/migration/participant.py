@@ -1,9 +1,9 @@
-"""A server's part in a move: what leaves it, and what comes in. `satrap.server.migration.coordinator` says in which
+"""A server's part in a migration: its outgoing and incoming buckets. `satrap.server.migration.coordinator` has the
 order.
 
-Buckets are numbered over all tables, one after the other. A move is a number that the mover draws anew whenever it
-begins one again, so that what a mover sent before it died, or before this server did, is refused. All of this is in
-memory only: a server that was started again has frozen nothing and received nothing, and the mover begins again.
+Buckets are numbered over all tables, one after the other. A migration is known by a random number that the coordinator
+draws for each try, so that a server refuses what an earlier try sent before the coordinator or the server was killed.
+All of this is in memory only: a restarted server has frozen and received nothing, and the coordinator starts over.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from satrap.errors import AttemptError, InputError, NotReadyError
 from satrap.table.engine import native_config
 
 Buckets = NDArray[np.uint32]
-MOST_BYTES = 16 << 20
-"""Of the rows of one answer."""
+MAX_CHUNK_BYTES = 16 << 20
+"""Most bytes of rows in one answer."""
 FROZEN_SECONDS = 15.0
-"""For which a mover that is not heard of keeps buckets frozen."""
+"""How long buckets stay frozen without a call of the coordinator."""
 _NONE = np.zeros(0, np.uint32)
 
 
 class BucketChunk(NamedTuple):
-    """Rows of one table on their way, and the last parcel's sightings."""
+    """Some rows of one table in transit; the last chunk also has the sightings."""
 
     ids: NDArray[np.uint64]
     steps: NDArray[np.uint32]
@@ -39,8 +39,8 @@ class BucketChunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Companions:
-    """What goes along with buckets beside their rows."""
+class BucketMetadata:
+    """What migrates with buckets besides their rows."""
 
     trainers: list[int]
     windows: NDArray[np.uint64]
@@ -50,57 +50,58 @@ class Companions:
 
 @dataclass(slots=True)
 class MigrationParticipant:
-    """See the file's docstring."""
+    """The buckets that a server is giving away and receiving."""
 
     job: Job
     engine: Engine
-    leaving: Buckets = field(default_factory=lambda: _NONE)
-    leaving_move: int = 0
-    coming: Buckets = field(default_factory=lambda: _NONE)
-    coming_move: int = 0
-    coming_attempt: int = 0
-    coming_whole: bool = False
+    outgoing: Buckets = field(default_factory=lambda: _NONE)
+    outgoing_move: int = 0
+    incoming: Buckets = field(default_factory=lambda: _NONE)
+    incoming_move: int = 0
+    incoming_attempt: int = 0
+    is_complete: bool = False
     _until: float = 0.0
-    _drawn: tuple[int, bytes, dict[str, NDArray[Any]]] | None = None  # of one table, so that it is read once
-    _first: NDArray[np.int64] = field(init=False)  # the number of each table's first bucket, and one more
+    _cached_columns: tuple[int, bytes, dict[str, NDArray[Any]]] | None = None  # of one table, so that it is read once
+    _first_buckets: NDArray[np.int64] = field(init=False)  # each table's first bucket, and the number of all buckets
 
     def __post_init__(self) -> None:
-        self._first = np.cumsum([0, *(table.resolved_num_buckets for table in self.job.tables)])
+        self._first_buckets = np.cumsum([0, *(table.resolved_num_buckets for table in self.job.tables)])
 
-    def check(self, buckets: Buckets) -> None:
-        """Raises unless they are some of the tables'."""
-        if len(buckets) == 0 or int(buckets.max()) >= self._first[-1] or len(np.unique(buckets)) < len(buckets):
-            raise InputError(f"{len(buckets)} buckets; wanted some of 0..{self._first[-1] - 1}, each once")
+    def check_buckets(self, buckets: Buckets) -> None:
+        """Raise InputError unless `buckets` are numbers of buckets, each once."""
+        if len(buckets) == 0 or int(buckets.max()) >= self._first_buckets[-1] or len(np.unique(buckets)) < len(buckets):
+            raise InputError(f"{len(buckets)} buckets; expected some of 0..{self._first_buckets[-1] - 1}, each once")
 
-    # -- what leaves -------------------------------------------------------------------------------------------------
+    # -- outgoing buckets --------------------------------------------------------------------------------------------
 
     def freeze(self, move: int, buckets: Buckets, now: float) -> None:
-        """Nothing changes these any more."""
+        """Keep these buckets unchanged until they leave, are thawed, or the coordinator is silent for too long."""
         self.thaw()
         self.engine.freeze(buckets, True)
-        self.leaving, self.leaving_move = buckets, move
+        self.outgoing, self.outgoing_move = buckets, move
         self.renew(now)
 
     def renew(self, now: float) -> None:
-        """The mover lives."""
+        """Note a call of the coordinator, which extends the freeze."""
         self._until = now + FROZEN_SECONDS
 
-    def thaw_if_left(self, now: float) -> None:
-        """If the mover has not been heard of for long, training goes on; it begins again if it comes back."""
-        if self.leaving_move and now > self._until:
+    def thaw_if_abandoned(self, now: float) -> None:
+        """Thaw the buckets if the coordinator has been silent for too long, so that training continues. A coordinator
+        that returns starts over."""
+        if self.outgoing_move and now > self._until:
             self.thaw()
 
     def thaw(self) -> None:
-        """They stay, if the map does."""
-        self.engine.freeze(self.leaving, False)
-        self.leaving, self.leaving_move, self._drawn = _NONE, 0, None
+        """Make the frozen buckets usable again."""
+        self.engine.freeze(self.outgoing, False)
+        self.outgoing, self.outgoing_move, self._cached_columns = _NONE, 0, None
 
-    def parcel(self, buckets: Buckets, table: int, begin: int) -> tuple[BucketChunk, int]:
-        """The rows of a table from the one of that number on, and how many there are in all."""
+    def chunk(self, buckets: Buckets, table: int, begin: int) -> tuple[BucketChunk, int]:
+        """Return the rows of a table from row `begin` on, as many as fit into an answer, and the number of all rows."""
         columns = self._columns(buckets, table)
         config = native_config(self.job.tables[table])
         row_bytes = 12 + 4 * config.state_dim + columns["values"].shape[1] * columns["values"].itemsize
-        total, most = len(columns["id"]), max(1, MOST_BYTES // row_bytes)
+        total, most = len(columns["id"]), max(1, MAX_CHUNK_BYTES // row_bytes)
         part = slice(begin, begin + most)
         last = slice(0, None) if begin + most >= total else slice(0, 0)
         return BucketChunk(
@@ -115,10 +116,10 @@ class MigrationParticipant:
 
     def _columns(self, buckets: Buckets, table: int) -> dict[str, NDArray[Any]]:
         key = table, buckets.tobytes()
-        if self._drawn is not None and self._drawn[:2] == key:
-            return self._drawn[2]
-        self._drawn = None
-        first, end = self._first[table], self._first[table + 1]
+        if self._cached_columns is not None and self._cached_columns[:2] == key:
+            return self._cached_columns[2]
+        self._cached_columns = None
+        first, end = self._first_buckets[table], self._first_buckets[table + 1]
         own = np.sort(buckets[(first <= buckets) & (buckets < end)]) - first
         rows, sighted = [], []
         for begin, stop in _runs(own.tolist()):
@@ -126,74 +127,78 @@ class MigrationParticipant:
             sighted.append(self.engine.export_sightings(table, begin, stop, others=True))
         if not rows:
             rows, sighted = [self.engine.export_rows(table, 0, 0, 0)], [self.engine.export_sightings(table, 0, 0)]
-        columns = {name: _joined([each[name] for each in rows]) for name in rows[0]}
+        columns = {name: _concatenate([each[name] for each in rows]) for name in rows[0]}
         columns |= {
-            to: _joined([each[name] for each in sighted])
+            to: _concatenate([each[name] for each in sighted])
             for name, to in (("id", "sighted"), ("step", "sighted_at"), ("count", "count"))
         }
-        self._drawn = (*key, columns)
+        self._cached_columns = (*key, columns)
         return columns
 
-    def companions(self, buckets: Buckets, oldest_open: dict[int, int]) -> Companions:
-        """What else goes."""
+    def export_metadata(self, buckets: Buckets, oldest_open: dict[int, int]) -> BucketMetadata:
+        """Return what migrates besides the rows."""
         trainers, windows = self.engine.export_windows(buckets)
-        return Companions(trainers, windows, self.engine.export_counters(buckets), dict(oldest_open))
+        return BucketMetadata(trainers, windows, self.engine.export_counters(buckets), dict(oldest_open))
 
-    # -- what comes --------------------------------------------------------------------------------------------------
+    # -- incoming buckets --------------------------------------------------------------------------------------------
 
     def receive(self, move: int, buckets: Buckets, attempt: int) -> None:
-        """Room is made for these, of a server of that attempt; once, or a call that comes late would empty it again."""
-        if move == self.coming_move:
+        """Make room for these buckets, from a server in that attempt. A duplicate must not empty them again."""
+        if move == self.incoming_move:
             return
         if attempt < self.engine.attempt:
-            raise AttemptError(f"the rows are of attempt {attempt} and this server is at {self.engine.attempt}")
+            raise AttemptError(f"found rows of attempt {attempt}; expected the server's, {self.engine.attempt}")
         self.engine.forget(buckets)
-        self.coming, self.coming_move, self.coming_attempt, self.coming_whole = buckets, move, attempt, False
+        self.incoming, self.incoming_move, self.incoming_attempt, self.is_complete = buckets, move, attempt, False
 
-    def require(self, move: int) -> None:
-        """Raises unless that move's rows are expected."""
-        if move == 0 or move != self.coming_move:
-            raise NotReadyError(f"this server does not expect rows of move {move}: begin again")
+    def require_move(self, move: int) -> None:
+        """Raise NotReadyError unless rows of that migration are expected."""
+        if move == 0 or move != self.incoming_move:
+            raise NotReadyError(f"found rows of migration {move}, which this server does not expect: start over")
 
-    def take(self, table: int, parcel: BucketChunk) -> None:
-        """Into the table. What comes twice is there once."""
+    def import_chunk(self, table: int, chunk: BucketChunk) -> None:
+        """Insert rows and sightings into the table. A duplicate has no effect."""
         config = self.job.tables[table]
         dtype = np.float32 if config.dtype == "float32" else np.uint16
-        values = parcel.values.view(dtype).reshape(-1, config.dim)
-        state = parcel.state.reshape(len(parcel.ids), -1) if len(parcel.ids) else parcel.state.reshape(0, 1)
-        self.engine.import_rows(table, parcel.ids, parcel.steps, values, state)
-        self.engine.import_sightings(table, parcel.sighted, parcel.sighted_at, parcel.counts, clear=False)
+        values = chunk.values.view(dtype).reshape(-1, config.dim)
+        state = chunk.state.reshape(len(chunk.ids), -1) if len(chunk.ids) else chunk.state.reshape(0, 1)
+        self.engine.import_rows(table, chunk.ids, chunk.steps, values, state)
+        self.engine.import_sightings(table, chunk.sighted, chunk.sighted_at, chunk.counts, clear=False)
 
-    def accompany(self, with_them: Companions, oldest_open: dict[int, int]) -> None:
-        """All has come, but for the map that says so."""
-        self.engine.import_windows(self.coming, with_them.trainers, with_them.windows)
-        self.engine.import_counters(self.coming, with_them.counters)
-        for trainer, step in with_them.oldest_open.items():
+    def import_metadata(self, metadata: BucketMetadata, oldest_open: dict[int, int]) -> None:
+        """Insert the metadata, which completes the buckets; only the change of the map is missing then."""
+        self.engine.import_windows(self.incoming, metadata.trainers, metadata.windows)
+        self.engine.import_counters(self.incoming, metadata.counters)
+        for trainer, step in metadata.oldest_open.items():
             oldest_open[trainer] = max(step, oldest_open.get(trainer, 0))
-        self.coming_whole = True
+        self.is_complete = True
 
-    # -- the change --------------------------------------------------------------------------------------------------
+    # -- the change of the map ---------------------------------------------------------------------------------------
 
-    def require_ready(self, move: int, leaving: Buckets, coming: Buckets) -> None:
-        """Raises unless these may go and come now."""
-        frozen = set(self.leaving.tolist()) if move == self.leaving_move else set()
-        if not set(leaving.tolist()) <= frozen:
-            raise NotReadyError("buckets leave that are not frozen, maybe because this server was started again")
-        received = set(self.coming.tolist()) if move == self.coming_move and self.coming_whole else set()
-        if not set(coming.tolist()) <= received:
-            raise NotReadyError("buckets come that were not received, maybe because this server was started again")
-        if len(coming) and self.coming_attempt < self.engine.attempt:
-            raise NotReadyError(f"the rows are of attempt {self.coming_attempt}; this is {self.engine.attempt}")
+    def require_ready(self, move: int, outgoing: Buckets, incoming: Buckets) -> None:
+        """Raise NotReadyError unless these buckets may leave and arrive now."""
+        frozen = set(self.outgoing.tolist()) if move == self.outgoing_move else set()
+        if not set(outgoing.tolist()) <= frozen:
+            raise NotReadyError(
+                "expected frozen outgoing buckets, found some in use: the server may have been restarted"
+            )
+        received = set(self.incoming.tolist()) if move == self.incoming_move and self.is_complete else set()
+        if not set(incoming.tolist()) <= received:
+            raise NotReadyError("expected complete incoming buckets, found others: the server may have been restarted")
+        if len(incoming) and self.incoming_attempt < self.engine.attempt:
+            raise NotReadyError(
+                f"found rows of attempt {self.incoming_attempt}; expected this server's, {self.engine.attempt}"
+            )
 
     def end(self) -> None:
-        """The map has changed: nothing is on the way any more."""
-        self.leaving = self.coming = _NONE
-        self.leaving_move = self.coming_move = 0
-        self.coming_whole, self._drawn = False, None
+        """Forget the migration after the change of the map."""
+        self.outgoing = self.incoming = _NONE
+        self.outgoing_move = self.incoming_move = 0
+        self.is_complete, self._cached_columns = False, None
 
 
 def _runs(buckets: Sequence[int]) -> list[tuple[int, int]]:
-    """Rising numbers as ranges."""
+    """Return ascending numbers as half-open ranges."""
     found: list[tuple[int, int]] = []
     for b in buckets:
         if found and found[-1][1] == b:
@@ -203,5 +208,5 @@ def _runs(buckets: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+def _concatenate(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,1 +1,1 @@
-"""A worker in a process of its own: the calls between it and its trainers, and both sides of them."""
+"""A remote worker, in its own process: the protocol between it and its trainers, and both sides of it."""

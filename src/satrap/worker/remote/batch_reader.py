@@ -1,8 +1,8 @@
-"""One trainer's reading of a source, in the worker's process: batches by number, held until they are settled.
+"""Reads a source for one trainer, in the worker's process: batches by number, kept until they are settled.
 
-A thread of its own takes the next batch only when one is asked for: how far is read ahead is the trainer's to decide.
-A batch that is asked for again is the same; after a restart reading begins at the position before the oldest batch
-under way, and comes to the same batches under the same numbers. Rows left out before are then not counted again.
+A thread takes the next batch only on request: the trainer decides how far to read ahead. A repeated request returns the
+same batch. After a restart, reading starts at the position before the oldest batch in flight, and yields the same
+batches under the same numbers. Samples that were left out before then are not counted again.
 """
 
 import threading
@@ -22,22 +22,22 @@ from satrap.worker.sharded_rows import ShardedTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadStart:
-    """Where reading begins."""
+    """Where reading starts."""
 
     number: int
-    """Of the first batch."""
+    """Number of the first batch."""
     position: Position | None
-    """Where the source stands before it."""
+    """Position of the source before it."""
     left_out: LeftOut | None = None
     """What was left out up to the end of that batch, if it was read before."""
     rank: int = 0
     world: int = 1
 
     def __post_init__(self) -> None:
-        check_integer("Beginning", "number", self.number, 1, 2**63 - 1)
+        check_integer("ReadStart", "number", self.number, 1, 2**63 - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """This start as plain JSON types."""
+        """Return this start as plain JSON types."""
         position = None if self.position is None else self.position.to_dict()
         left_out = None if self.left_out is None else self.left_out.to_list()
         return {
@@ -50,8 +50,8 @@ class ReadStart:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ReadStart":
-        """The start that `to_dict` wrote."""
-        given = known_keys(cls, "Beginning", data)
+        """Return the start that `to_dict` wrote."""
+        given = known_keys(cls, "ReadStart", data)
         if given["position"] is not None:
             given["position"] = Position.from_dict(given["position"])
         if given["left_out"] is not None:
@@ -61,38 +61,38 @@ class ReadStart:
 
 @dataclass(slots=True, eq=False)
 class HeldBatch:
-    """A batch that was read."""
+    """A batch that was read and is not settled yet."""
 
     inputs: Inputs | None
     """None once it is updated or dropped."""
     left_out: LeftOut
-    """What the source left out up to its end."""
+    """What the source left out up to the end of the batch."""
     ticket: ShardedTicket | None = None
     gradients: Any = None
-    """Brought before the last one's of its update."""
+    """Gradients that wait for the last batch of the update."""
     answer: list[int] = field(default_factory=list)
-    """What its update answered."""
-    working: threading.Lock = field(default_factory=threading.Lock)
-    """Around a lookup, update or drop of it; of several batches in the order of their numbers."""
+    """The answer to its update."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held during a lookup, update or drop of the batch; locks of several batches are taken in the order of numbers."""
 
 
 class BatchReader:
-    """See the file's docstring."""
+    """The batches of one stream by number."""
 
     def __init__(self, source: Source, features: Features, start: ReadStart) -> None:
         self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
         self._first = self._next = start.number
         self._left_out = start.left_out
-        self._base = LeftOut()  # what was left out before, less what is counted again
+        self._left_out_before = LeftOut()  # what was left out before, without what is counted again
         self._held: dict[int, HeldBatch] = {}
         self._settled = start.number
         self._ended = self._closed = False
-        self._asked: Future[None] | None = None  # the batch that is being read, or the error that ended it
+        self._pending_read: Future[None] | None = None  # the read in flight, or the error that ended reading
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="satrap-reading")
 
     def length(self) -> dict[str, Any]:
-        """See WorkerCalls."""
+        """Return what `WorkerCalls.length` does."""
         try:
             return {"batches": self._first - 1 + len(self._batches)}
         except TypeError as error:
@@ -101,45 +101,45 @@ class BatchReader:
     @property
     def left_out(self) -> LeftOut:
         """What was left out so far."""
-        return self._base + self._batches.left_out
+        return self._left_out_before + self._batches.left_out
 
-    def at(self, number: int, seconds: float | None = None) -> HeldBatch | None:
-        """The batch of that number; None behind the end. TimeoutError if there was none after so many seconds,
+    def batch(self, number: int, seconds: float | None = None) -> HeldBatch | None:
+        """Return the batch of that number; None after the end. TimeoutError if there is none after `seconds`,
         NotReadyError after `close`."""
         while True:
             with self._lock:
                 if number in self._held:
                     return self._held[number]
                 if number < self._next:
-                    raise InputError(f"batch {number} was settled before; the next to be read is {self._next}")
+                    raise InputError(f"batch {number} was settled already; the next to be read is {self._next}")
                 if self._ended:
                     return None
                 if self._closed:
-                    raise NotReadyError("the stream was closed here while its batches were asked for")
-                if self._asked is None:
-                    self._asked = self._thread.submit(self._read)
-                asked = self._asked
-            if not wait([asked], seconds).done:
+                    raise NotReadyError("the stream was closed here while its batches were requested: open it again")
+                if self._pending_read is None:
+                    self._pending_read = self._thread.submit(self._read)
+                pending = self._pending_read
+            if not wait([pending], seconds).done:
                 raise TimeoutError
-            asked.result()  # an error stays: it is raised to whoever asks
+            pending.result()  # an error is kept, and raised to every caller
             with self._lock:
-                if self._asked is asked:
-                    self._asked = None
+                if self._pending_read is pending:
+                    self._pending_read = None
 
-    def known(self, number: int) -> HeldBatch | None:
-        """The batch, if it is here."""
+    def held_batch(self, number: int) -> HeldBatch | None:
+        """Return the batch if it is here."""
         with self._lock:
             return self._held.get(number)
 
     def forget(self, settled: int) -> None:
-        """All batches below this number are settled."""
+        """Drop all batches below this number, which are settled."""
         with self._lock:
             for number in range(self._settled, min(settled, self._next)):
                 self._held.pop(number, None)
             self._settled = max(self._settled, min(settled, self._next))
 
     def close(self) -> None:
-        """Ends it; returns once the batch that is being read is there. Does nothing twice."""
+        """Stop reading, and return once the read in flight has ended. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -150,7 +150,7 @@ class BatchReader:
         inputs = next(self._batches, None)
         with self._lock:
             if self._left_out is not None:
-                self._base, self._left_out = self._left_out - self._batches.left_out, None
+                self._left_out_before, self._left_out = self._left_out - self._batches.left_out, None
             if inputs is None:
                 self._ended = True
                 return

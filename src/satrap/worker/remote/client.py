@@ -1,12 +1,13 @@
-"""The trainer's side of a worker in a process of its own: batches without ids, tickets by number, gradients that leave.
+"""The trainer's side of a remote worker: batches without ids, tickets by number, gradients to send.
 
-    RemoteBatches.next ──> read ─────> dense numbers, labels, position         the ids stay where they were read
+    RemoteBatches.next ──> read ─────> dense features, labels, position        the ids stay with the worker
     RemoteWorker.lookup ─> lookup ───> block, sequences, masks
-    RemoteWorker.update ─> gradients ─> nothing                                it sums them and tells the servers
+    RemoteWorker.update ─> gradients ─> nothing                                the worker sums them and calls the
+    servers
 
-What is under way is remembered here, where it outlives the worker: of each batch its position. A worker that was killed
-and started again at its address is told all of it (`WorkerConnection.greet`), and every call goes on where it was. What
-brings its own ids is looked up from here, as by any `ShardedWorker`.
+The trainer remembers the position of each batch in flight, so it survives the worker. A restarted worker gets all of it
+in a new handshake (`WorkerConnection.handshake`), and every call continues where it was. Batches that carry their ids
+are looked up from here, as by any `ShardedWorker`.
 """
 
 import itertools
@@ -34,64 +35,64 @@ from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
 from satrap.worker.worker import Floats, LookedUp
 
 DEADLINE_SECONDS = 150.0
-"""Of a call: it may have to wait for a server as long as a call of ours does, once for what was skipped and once for
-itself."""
-_FAREWELL_SECONDS = 2.0  # of a call that only gives memory back
-_MOST_GREETINGS = 100  # in one call: more means that greeting is no help
+"""Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
+the call itself."""
+_BEST_EFFORT_SECONDS = 2.0  # deadline of a call that only frees memory
+_MAX_HANDSHAKES = 100  # handshakes in one call: if these do not help, more will not
 _R = TypeVar("_R")
 
 
 class WorkerConnection:
-    """The worker's process, as one trainer calls it."""
+    """One trainer's connection to the worker's process."""
 
     def __init__(
         self,
         address: str,
         servers: ServerGroup,
-        assignment: WorkerSpec,
+        spec: WorkerSpec,
         keys: Keys | None,
         deadline: float,
         retry_seconds: float,
     ) -> None:
-        """Says hello."""
+        """Make a handshake with the worker."""
         self.address, self.servers = address, servers
-        self._assignment = assignment.to_dict()
+        self._spec = spec.to_dict()
         self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
         self.call = self._client.call
-        self.farewell = self._client.within(_FAREWELL_SECONDS)
+        self.best_effort = self._client.within(_BEST_EFFORT_SECONDS)
         self._streams: dict[int, RemoteBatches] = {}
         self._numbers = itertools.count(1)
-        self._greeting = threading.Lock()
+        self._handshake_lock = threading.Lock()
         try:
-            self.greet()
+            self.handshake()
         except BaseException:
             self._client.close()
             raise
 
     def ask(self, call: Callable[[], _R]) -> _R:
-        """What the call returns. A worker that was started again is greeted first."""
+        """Return the call's result. Repeats the call after a handshake if the worker was restarted."""
         lost: NotReadyError | None = None
-        for _ in range(_MOST_GREETINGS):
+        for _ in range(_MAX_HANDSHAKES):
             try:
                 if lost is not None:
-                    self.greet()
-                with self._naming():
+                    self.handshake()
+                with self._name_worker_in_errors():
                     return call()
             except NotReadyError as error:
                 lost = error
         assert lost is not None
         raise lost
 
-    def greet(self) -> None:
-        """Tells the worker all that it must know; it knows how to go on then."""
-        with self._greeting:
-            self.call.hello(self.servers.origin(0), self._assignment)
-            with self._naming():
+    def handshake(self) -> None:
+        """Make a handshake and reopen all streams, which is all that the worker must know to continue."""
+        with self._handshake_lock:
+            self.call.hello(self.servers.origin(0), self._spec)
+            with self._name_worker_in_errors():
                 for stream, batches in list(self._streams.items()):
                     self._open(stream, batches)
 
     def begin(self, batches: "RemoteBatches") -> int:
-        """Opens a stream of these; returns its number."""
+        """Open a stream of these batches, and return its number."""
         stream = next(self._numbers)
         self._streams[stream] = batches
         try:
@@ -105,27 +106,27 @@ class WorkerConnection:
         self.call.open(self.servers.origin(0), stream, batches.source, batches.start().to_dict())
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """What cannot be read there names the worker."""
+    def _name_worker_in_errors(self) -> Iterator[None]:
+        """Name the worker in errors about sources that it cannot read."""
         try:
             yield
         except SourceError as error:
-            raise SourceError(f"the worker at {self.address} cannot read it: {error}") from error
+            raise SourceError(f"the worker at {self.address} cannot read the source: {error}") from error
 
     def end(self, stream: int) -> None:
-        """Closes it. A worker that cannot be told forgets it with the attempt."""
+        """Close a stream. A worker that cannot be reached forgets it with the attempt."""
         if self._streams.pop(stream, None) is not None:
             with suppress(SatrapError):
-                self.farewell.close_stream(self.servers.origin(0), stream)
+                self.best_effort.close_stream(self.servers.origin(0), stream)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._client.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteInputs(Inputs):
-    """A batch without its ids."""
+    """A batch whose ids stay with the worker."""
 
     values: NDArray[np.uint64] = field(init=False, repr=False)
     offsets: NDArray[np.int64] | None = field(init=False, repr=False)
@@ -136,15 +137,15 @@ class RemoteInputs(Inputs):
     def __getattr__(self, name: str) -> Any:
         if name in ("values", "offsets", "weights"):
             raise StreamError(
-                f"the batch has no {name} here: its ids stay with the worker at {self.batches.at.address}; name their "
-                "columns in the source's `extra` to see them, or train without workers"
+                f"the batch has no {name} here: its ids stay with the worker at {self.batches.connection.address}; "
+                "name their columns in the source's `extra` to see them, or train without workers"
             )
         raise AttributeError(name)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RemoteTicket:
-    """Satisfies `satrap.worker.worker.Ticket`."""
+    """Implements `satrap.worker.worker.Ticket` for a batch that the worker's process looked up."""
 
     batches: "RemoteBatches"
     number: int
@@ -153,47 +154,47 @@ class RemoteTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """What is known of a batch."""
+class _ReadBatch:
+    """What is known about a batch that was read."""
 
     position: Position
-    """After it."""
+    """The position after it."""
     left_out: LeftOut
 
 
 class RemoteBatches(Iterator[RemoteInputs]):
-    """The batches of a source that a worker in a process of its own reads."""
+    """The batches of a source that a remote worker reads."""
 
     def __init__(
-        self, at: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
+        self, connection: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
     ):
-        """share: the trainer's rank, and the world."""
-        self.at, self.source = at, source_to_dict(source)
+        """share: the trainer's `rank`, and the `world` size."""
+        self.connection, self.source = connection, source_to_dict(source)
         self._names, self._position, self._share = names, position, share
-        self._last = 0  # the number of the last batch that came
-        self._read: dict[int, _Read] = {}  # of those from which reading may have to begin again
-        self._open: set[int] = set()  # neither updated nor dropped
-        self._tickets: set[int] = set()  # of those the ones that a ticket was given for
+        self._last = 0  # the number of the last batch that arrived
+        self._read: dict[int, _ReadBatch] = {}  # batches from which reading may have to restart
+        self._open: set[int] = set()  # batches neither updated nor dropped
+        self._tickets: set[int] = set()  # open batches that have a ticket
         self._left_out = LeftOut()
         self._ended = False
         self._lock = threading.Lock()
-        self.stream = at.begin(self)
-        """The number by which the worker knows these."""
+        self.stream = connection.begin(self)
+        """The number by which the worker knows this stream."""
 
     @property
     def left_out(self) -> LeftOut:
-        """As `Batches.left_out`."""
+        """What was left out so far, as in `Batches.left_out`."""
         return self._left_out
 
     @property
     def settled(self) -> int:
-        """All batches below this number are updated or dropped."""
+        """The number below which all batches were updated or dropped."""
         with self._lock:
             return min(self._open, default=self._last + 1)
 
     def start(self) -> ReadStart:
-        """Where the worker must begin to read to have every batch under way. One earlier, if there is one: what was
-        skipped up to its end is known, so nothing is counted twice."""
+        """Return where the worker must start to read to have every batch in flight. That is one batch earlier, if there
+        is one: what was skipped up to its end is known, so that nothing is counted twice."""
         with self._lock:
             first = max(1, min(self._open, default=self._last + 1) - 1)
             position = self._position if first == 1 else self._read[first - 1].position
@@ -201,7 +202,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             return ReadStart(number=first, position=position, left_out=left_out, **self._share)
 
     def __len__(self) -> int:
-        found = self.at.ask(lambda: self.at.call.length(self.at.servers.origin(0), self.stream))
+        found = self.connection.ask(lambda: self.connection.call.length(self.connection.servers.origin(0), self.stream))
         if "batches" not in found:
             raise TypeError(found["why"])
         return int(found["batches"])
@@ -210,21 +211,21 @@ class RemoteBatches(Iterator[RemoteInputs]):
         if self._ended:
             raise StopIteration
         number = self._last + 1
-        told: dict[str, Any] = {"found": "nothing"}
-        while told["found"] == "nothing":
-            told, dense, label, extra = self.at.ask(
-                lambda: self.at.call.read(self.at.servers.origin(0), self.stream, number, self.settled)
+        description: dict[str, Any] = {"found": "nothing"}
+        while description["found"] == "nothing":
+            description, dense, label, extra = self.connection.ask(
+                lambda: self.connection.call.read(self.connection.servers.origin(0), self.stream, number, self.settled)
             )
-        left_out = LeftOut.from_list(told["left_out"])
-        if told["found"] == "end":
+        left_out = LeftOut.from_list(description["left_out"])
+        if description["found"] == "end":
             self._left_out, self._ended = left_out, True
             raise StopIteration
-        position, size = Position.from_dict(told["position"]), told["size"]
-        found = RemoteInputs(
+        position, size = Position.from_dict(description["position"]), description["size"]
+        inputs = RemoteInputs(
             names=self._names,
             batch_size=size,
             dense=None if dense is None else dense.reshape(size, -1).copy(),
-            label=None if label is None else label.reshape(size, *told["labels"]).copy(),
+            label=None if label is None else label.reshape(size, *description["labels"]).copy(),
             position=position,
             extra=columns_from_bytes(extra),
             batches=self,
@@ -232,20 +233,20 @@ class RemoteBatches(Iterator[RemoteInputs]):
         )
         with Uninterrupted(), self._lock:
             self._left_out = left_out
-            self._read[number] = _Read(position, left_out)
+            self._read[number] = _ReadBatch(position, left_out)
             self._open.add(number)
             self._last = number
-        return found
+        return inputs
 
     def looked_up(self, number: int, train: bool) -> None:
-        """Nothing more comes of a batch that is not trained on."""
+        """Settle a batch after a lookup without training: it has no update."""
         if train:
             self._tickets.add(number)
         elif number not in self._tickets:
             self.settle(number)
 
     def settle(self, number: int) -> None:
-        """This batch is updated or dropped."""
+        """Note that this batch was updated or dropped."""
         with Uninterrupted(), self._lock:
             self._open.discard(number)
             self._tickets.discard(number)
@@ -254,43 +255,44 @@ class RemoteBatches(Iterator[RemoteInputs]):
                 del self._read[each]
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Stop reading."""
         self._ended = True
-        self.at.end(self.stream)
+        self.connection.end(self.stream)
 
 
 class RemoteRows:
-    """Satisfies `satrap.worker.worker.Rows`: as from here, but for tickets of batches that were read elsewhere."""
+    """Implements `satrap.worker.worker.Rows`. Tickets of batches that the worker read go to it, others to servers."""
 
     remote = True
 
-    def __init__(self, features: Features, near: ShardedRows, at: WorkerConnection) -> None:
-        self.num_threads = near.num_threads
-        self.lookup, self.empty, self.skip, self.settle = near.lookup, near.empty, near.skip, near.settle
+    def __init__(self, features: Features, sharded: ShardedRows, connection: WorkerConnection) -> None:
+        self.num_threads = sharded.num_threads
+        self.lookup, self.empty, self.skip, self.settle = sharded.lookup, sharded.empty, sharded.skip, sharded.settle
         self.cut = [0 for feature in features.values() if feature.max_length is not None]
-        """Of each sequence: ids beyond its length in what was read elsewhere."""
+        """For each sequence, the number of ids beyond its length in batches that the worker read."""
         self._names = [table.name for table in features.tables]
-        self._near, self._at = near, at
+        self._sharded, self._connection = sharded, connection
         self._lock = threading.Lock()
 
     @property
     def latest_step(self) -> int:
-        """See Rows."""
-        return self._near.latest_step
+        return self._sharded.latest_step
 
     @property
     def truncated(self) -> list[int]:
-        """See Rows."""
-        return [near + far for near, far in zip(self._near.truncated, self.cut, strict=True)]
+        return [sharded + far for sharded, far in zip(self._sharded.truncated, self.cut, strict=True)]
 
     def count(self, cut: list[int]) -> None:
-        """So many ids more were beyond the sequences' lengths."""
+        """Add to the numbers of ids beyond the sequences' lengths."""
         with self._lock:
             self.cut = [before + more for before, more in zip(self.cut, cut, strict=True)]
 
     def made(self, ticket: object) -> bool:
-        """See Rows."""
-        return ticket.batches.at is self._at if isinstance(ticket, RemoteTicket) else self._near.made(ticket)
+        return (
+            ticket.batches.connection is self._connection
+            if isinstance(ticket, RemoteTicket)
+            else self._sharded.made(ticket)
+        )
 
     def update(
         self,
@@ -300,14 +302,13 @@ class RemoteRows:
         lrs: list[tuple[int, float]],
         scale: float,
     ) -> None:
-        """See Rows."""
         far = [isinstance(ticket, RemoteTicket) for ticket in tickets]
         if not any(far):
-            self._near.update(tickets, gradients, step, lrs, scale)
+            self._sharded.update(tickets, gradients, step, lrs, scale)
             return
         if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
-            raise TicketError("update of a batch: the tickets are of several streams; update those of each alone")
-        servers, batches = self._at.servers, tickets[0].batches
+            raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
+        servers, batches = self._connection.servers, tickets[0].batches
         servers.claim(step, tickets[0])
         origin, stream = servers.origin(step), batches.stream
         rates = dict(zip(self._names, servers.lrs, strict=True)) | {self._names[table]: lr for table, lr in lrs}
@@ -318,10 +319,10 @@ class RemoteRows:
 
         def call() -> list[int]:
             for i in range(len(tickets) - 1):
-                self._at.call.bring(origin, stream, numbers[i], present[i], flat[i])
-            return self._at.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
+                self._connection.call.bring(origin, stream, numbers[i], present[i], flat[i])
+            return self._connection.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
 
-        skipped = self._at.ask(call)
+        skipped = self._connection.ask(call)
         with Uninterrupted(), self._lock:
             for table, count in enumerate(skipped):
                 servers.skipped[table] += count
@@ -330,21 +331,20 @@ class RemoteRows:
                 batches.settle(ticket.number)
 
     def drop(self, ticket: Any) -> None:
-        """See Rows."""
         if not isinstance(ticket, RemoteTicket):
-            self._near.drop(ticket)
+            self._sharded.drop(ticket)
             return
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
         with Uninterrupted():
             ticket.used = True
             ticket.batches.settle(ticket.number)
-        with suppress(NotReadyError, RpcError):  # it has nothing of it any more, or hears with the next batch
-            self._at.farewell.drop(self._at.servers.origin(0), ticket.batches.stream, ticket.number)
+        with suppress(NotReadyError, RpcError):  # it has lost the batch, or learns of the drop with the next one
+            self._connection.best_effort.drop(self._connection.servers.origin(0), ticket.batches.stream, ticket.number)
 
 
 class RemoteWorker(ShardedWorker):
-    """A `ShardedWorker` for what brings its ids, and for declared sources the trainer's side of one elsewhere."""
+    """A `ShardedWorker` whose batches from declared sources are read and looked up by a worker's process."""
 
     def __init__(
         self,
@@ -357,9 +357,9 @@ class RemoteWorker(ShardedWorker):
         deadline: float = DEADLINE_SECONDS,
         retry_seconds: float = 2.0,
     ) -> None:
-        """Says hello to the worker at the address. See `ServerGroup` and `ShardedWorker` for the others."""
+        """Make a handshake with the worker at `address`. `ServerGroup` and `ShardedWorker` have the other options."""
         super().__init__(features, servers, num_threads=num_threads)
-        assignment = WorkerSpec(
+        spec = WorkerSpec(
             features=features,
             seed=servers.job.seed,
             servers=servers.addresses,
@@ -367,23 +367,23 @@ class RemoteWorker(ShardedWorker):
             together=servers.together,
             further=servers.job.tables[len(features.tables) :],
         )
-        self.at = WorkerConnection(address, servers, assignment, keys, deadline, retry_seconds)
-        self._far = RemoteRows(features, self._remote, self.at)
-        self._rows = self._far
+        self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
+        self._remote_rows = RemoteRows(features, self._sharded_rows, self.connection)
+        self._rows = self._remote_rows
 
     def close(self) -> None:
-        """Ends the connections."""
-        self.at.close()
+        """Close the connections."""
+        self.connection.close()
         super().close()
 
     def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> RemoteBatches:
-        """The batches of a source that travels, read by the worker."""
-        return RemoteBatches(self.at, self.features.names, source, position, rank=rank, world=world)
+        """Return the batches of a declared source, read by the worker."""
+        return RemoteBatches(self.connection, self.features.names, source, position, rank=rank, world=world)
 
     def signature(self, source: Any) -> dict[str, Any]:
-        """As `Source.signature`, of a source that travels: the worker sees its files, this machine perhaps not."""
-        told = source_to_dict(source)
-        return self.at.ask(lambda: self.at.call.signature(self.servers.origin(0), told))
+        """Return `Source.signature` of a declared source: the worker sees its files, this machine may not."""
+        description = source_to_dict(source)
+        return self.connection.ask(lambda: self.connection.call.signature(self.servers.origin(0), description))
 
     def lookup(
         self,
@@ -394,28 +394,28 @@ class RemoteWorker(ShardedWorker):
         train: bool = True,
         block: NDArray[np.float32] | None = None,
     ) -> LookedUp:
-        """See Worker."""
+        """Look up a batch at the worker if the worker read it, as `Worker.lookup` does."""
         if not isinstance(inputs, RemoteInputs):
             return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
         self.settle()
         origin, batches, number = self.servers.origin(step or 0), inputs.batches, inputs.number
         since = oldest_open or step or 0
-        rows, sequences, masks, cut = self.at.ask(
-            lambda: self.at.call.lookup(origin, batches.stream, number, batches.settled, since, train)
+        rows, sequences, masks, cut = self.connection.ask(
+            lambda: self.connection.call.lookup(origin, batches.stream, number, batches.settled, since, train)
         )
-        self._far.count(cut)
+        self._remote_rows.count(cut)
         batches.looked_up(number, train)
         n = inputs.batch_size
         if block is None:
-            block = self._far.empty(n, self.features.total_dim)
-        np.copyto(block, rows.reshape(block.shape))  # what came is read-only
-        found, flags, at, line = {}, {}, 0, 0
+            block = self._remote_rows.empty(n, self.features.total_dim)
+        np.copyto(block, rows.reshape(block.shape))  # the received array is read-only
+        sequences_by_name, masks_by_name, at, line = {}, {}, 0, 0
         for each in self._sequences:
             shape = each.shape(n)
-            own = self._far.empty(n, each.floats)
+            own = self._remote_rows.empty(n, each.floats)
             np.copyto(own, sequences[at : at + n * each.floats].reshape(own.shape))
-            found[each.name] = own.reshape(shape)
-            flags[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
+            sequences_by_name[each.name] = own.reshape(shape)
+            masks_by_name[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
             at, line = at + n * each.floats, line + n * shape[1]
         ticket = RemoteTicket(batches, number, n) if train else None
-        return LookedUp(block=block, sequences=found, masks=flags, truncated=cut, ticket=ticket)
+        return LookedUp(block=block, sequences=sequences_by_name, masks=masks_by_name, truncated=cut, ticket=ticket)

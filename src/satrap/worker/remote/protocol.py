@@ -1,13 +1,12 @@
-"""What a worker in a process of its own answers: the calls that cross the network between trainers and workers.
+"""The calls that a remote worker answers: the protocol between trainers and workers.
 
-`satrap.worker.remote.service.Host` does them; `satrap.rpc` carries them. Each may come twice, and again after the
-worker was killed and started anew: it is of an attempt and a trainer (in its `Origin`), and of a batch, which its
-stream numbers from 1. A worker that does not know the trainer or the stream says NotReadyError; the trainer says hello,
-opens its streams again where their oldest batch under way begins, and calls again. `settled` says that all batches
-below it are updated or dropped.
+`satrap.worker.remote.service.WorkerService` implements the calls and `satrap.rpc` carries them. A call may arrive
+twice, and be repeated after the worker was killed and restarted: its `Origin` names the attempt and the trainer, and
+its arguments the batch, which its stream numbers from 1. A worker that does not know the trainer or the stream answers
+with NotReadyError. The trainer then repeats the handshake, reopens its streams at their oldest batch in flight, and
+repeats the call. `settled` says that all batches below that number were updated or dropped.
 
-Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_size, max_length, dim] in the order of the
-features.
+Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_size, max_length, dim] in feature order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,37 +24,38 @@ Bytes = NDArray[np.uint8]
 
 
 class WorkerCalls(Protocol):
-    """See the file's docstring."""
+    """The calls of a remote worker."""
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
-        """Makes the worker the trainer's in the origin's attempt; those of older attempts are forgotten."""
+        """Handshake: start a session for the trainer in the origin's attempt; sessions of older attempts end."""
         ...
 
     def open(self, origin: Origin, stream: int, source: dict[str, Any], start: dict[str, Any]) -> None:
-        """Begins to read. Does nothing if the stream is open."""
+        """Start reading a source. Does nothing if the stream is open."""
         ...
 
     def read(
         self, origin: Origin, stream: int, number: int, settled: int
     ) -> tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]:
-        """What the trainer needs of a batch: a dict that says what came, dense numbers, labels, further columns.
+        """Return what the trainer needs of a batch: a dict that describes it, dense features, labels, extra columns.
 
-        The dict's "found" is "batch", "end", or "nothing" if the source has given nothing yet.
+        The dict's "found" is "batch", "end", or "nothing" if the source has not yielded the batch yet.
         """
         ...
 
     def length(self, origin: Origin, stream: int) -> dict[str, Any]:
-        """How many batches the stream has from its first one on, as "batches"; or "why" that is not known."""
+        """Return the stream's number of batches from its first one on as "batches"; or as "why" the reason that it is
+        not known."""
         ...
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
     ) -> tuple[Floats, Floats, Flags, list[int]]:
-        """The block, the sequences, their masks, and of each sequence how many ids were beyond its length."""
+        """Return the block, the sequences, their masks, and for each sequence the number of ids beyond its length."""
         ...
 
     def bring(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> None:
-        """The gradients of a batch that is not the last of its update."""
+        """Keep the gradients of a batch until the update that ends with a later batch."""
         ...
 
     def update(
@@ -68,34 +68,34 @@ class WorkerCalls(Protocol):
         lrs: dict[str, float],
         scale: float,
     ) -> list[int]:
-        """One optimizer step with these batches; the gradients are the last one's, the others' were brought.
+        """Apply one optimizer step with these batches. The gradients are the last batch's; `bring` sent the others'.
 
-        present: whether there is a gradient of the block and of each sequence. Returns of each table how many gradients
-            were not finite and were left out.
+        present: whether there is a gradient for the block and for each sequence.
+        Returns for each table how many gradients were not finite and were left out.
         """
         ...
 
     def drop(self, origin: Origin, stream: int, number: int) -> None:
-        """This batch will not be updated."""
+        """Give up a batch, which will not be updated."""
         ...
 
     def close_stream(self, origin: Origin, stream: int) -> None:
-        """Ends the reading."""
+        """Stop reading."""
         ...
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> dict[str, Any]:
-        """As `Source.signature`, of the files as the worker sees them."""
+        """Return `Source.signature` of the files as the worker sees them."""
         ...
 
 
 def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:
-    """Those that are there, flat and one after the other."""
+    """Concatenate the arrays that are not None, flat."""
     there = [np.ascontiguousarray(each).reshape(-1) for each in arrays if each is not None]
     return there[0] if len(there) == 1 else np.concatenate(there) if there else np.zeros(0, dtype)
 
 
 def columns_as_bytes(columns: Mapping[str, Any]) -> Bytes | None:
-    """Arrow arrays by name, as an Arrow stream."""
+    """Encode Arrow arrays by name as an Arrow stream."""
     if not columns:
         return None
     arrow = pyarrow_for("further columns")
@@ -106,7 +106,7 @@ def columns_as_bytes(columns: Mapping[str, Any]) -> Bytes | None:
 
 
 def columns_from_bytes(data: Bytes | None) -> dict[str, Any]:
-    """The columns that `columns_as_bytes` was given."""
+    """Decode what `columns_as_bytes` returned."""
     if data is None:
         return {}
     arrow = pyarrow_for("further columns")

@@ -1,9 +1,10 @@
-"""The worker's process: reads for its trainers, and looks up and updates for them. Needs no torch, knows no socket.
+"""The worker's process: reads batches for its trainers, looks them up and updates them. Needs no torch, knows no
+sockets.
 
-It has no configuration, and nothing that a trainer could not tell it again: a trainer says hello, opens streams and
-asks for batches by number. Each trainer has a `ShardedWorker` of its own here, which calls the servers in the trainer's
-name, so what was applied is known to the rows' windows there, whatever happens here. A batch whose ticket went with a
-process before this one is read again, and its update sends the ids.
+It has no configuration, and no state that a trainer could not send again: a trainer makes a handshake, opens streams
+and requests batches by number. Each trainer's session has a `ShardedWorker`, which calls the servers in the trainer's
+name, so the windows of the rows' buckets record what was applied, whatever happens here. A batch whose ticket was lost
+with an earlier process is read again, and its update sends the ids.
 """
 
 import os
@@ -27,45 +28,45 @@ from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedTicket, ShardedWorker
 
-_READ_SECONDS = 10.0  # after which a trainer that waits for a batch is told that there is none yet
-_CALLS = 8  # of one trainer at a time: two streams, each reading and at two things at its tables, and its own thread
+_READ_SECONDS = 10.0  # after which a trainer that waits for a batch is answered that there is none yet
+_CALLS = 8  # concurrent calls of one trainer: two streams, each with one read and two calls to its tables, and its own
 _R = TypeVar("_R")
 
 
 @dataclass(slots=True, eq=False)
 class _TrainerSession:
-    """One trainer, in this attempt."""
+    """One trainer in the current attempt."""
 
     worker: ShardedWorker
-    readings: dict[int, BatchReader] = field(default_factory=dict)
-    calls: ThreadPoolExecutor = field(
+    readers: dict[int, BatchReader] = field(default_factory=dict)
+    executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_CALLS, thread_name_prefix="satrap-trainer")
     )
-    opening: threading.Lock = field(default_factory=threading.Lock)
+    open_lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def reading(self, stream: int) -> BatchReader:
-        found = self.readings.get(stream)
+    def reader(self, stream: int) -> BatchReader:
+        found = self.readers.get(stream)
         if found is None:
-            raise NotReadyError(f"stream {stream} is not open here: this worker was started again, or it was closed")
+            raise NotReadyError(f"stream {stream} is not open here: the worker was restarted, or the stream was closed")
         return found
 
     def run(self, work: Callable[[], _R]) -> "Future[_R]":
-        """In a thread of the trainer's: some calls wait for other trainers, and must not keep those from theirs."""
+        """Run in a thread of this session: some calls wait for other trainers, and must not block theirs."""
         try:
-            return self.calls.submit(work)
-        except RuntimeError:  # closed since the caller found it
-            raise NotReadyError("the trainer was replaced here while it called") from None
+            return self.executor.submit(work)
+        except RuntimeError:  # the session was closed meanwhile
+            raise NotReadyError("the trainer's session was replaced here during the call: call hello first") from None
 
     def close(self, *, wait: bool) -> None:
-        """Calls that wait for a server end with an error."""
+        """End the session. Calls that wait for a server fail."""
         self.worker.servers.close()
-        for reading in list(self.readings.values()):
-            self.calls.submit(reading.close)
-        self.calls.shutdown(wait=wait)
+        for reader in list(self.readers.values()):
+            self.executor.submit(reader.close)
+        self.executor.shutdown(wait=wait)
 
 
 class WorkerService:
-    """Satisfies `satrap.worker.remote.protocol.WorkerCalls`; what may take long comes as a Future."""
+    """Implements `satrap.worker.remote.protocol.WorkerCalls`. Calls that may take long return a Future."""
 
     def __init__(
         self,
@@ -74,109 +75,103 @@ class WorkerService:
         num_threads: int | None = None,
         data: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
-        """keys: the client's, for the servers. num_threads: of a call. data: below which it reads; elsewhere it
-        refuses to."""
+        """keys: the client's, for the servers. num_threads: of a call. data: folders and URLs below which the worker
+        may read."""
         thread_count(num_threads)
         self._permitted = PathAllowlist(data, "--data")
         self._keys, self._num_threads = keys, num_threads
         self._attempt = 0
-        self._assignment: WorkerSpec | None = None
-        self._seats: dict[int, _TrainerSession] = {}
+        self._spec: WorkerSpec | None = None
+        self._sessions: dict[int, _TrainerSession] = {}
         self._lock = threading.Lock()
-        self._greeting = threading.Lock()  # around the whole of a hello, which calls the servers
+        self._handshake_lock = threading.Lock()  # held during a whole handshake, which calls the servers
 
     def close(self) -> None:
-        """Ends everything; returns when no thread runs any more."""
+        """End all sessions, and return once their threads have stopped."""
         with self._lock:
-            seats, self._seats = list(self._seats.values()), {}
-        for seat in seats:
-            seat.close(wait=True)
+            sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            session.close(wait=True)
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
-        """See WorkerCalls."""
-        wanted = WorkerSpec.from_dict(assignment)
-        with self._greeting:
+        spec = WorkerSpec.from_dict(assignment)
+        with self._handshake_lock:
             with self._lock:
-                self._agree(origin, wanted)
-                if origin.attempt == self._attempt and origin.trainer in self._seats:
+                self._require_same_job(origin, spec)
+                if origin.attempt == self._attempt and origin.trainer in self._sessions:
                     return
             servers = ServerGroup(
-                wanted.job,
-                wanted.servers,
+                spec.job,
+                spec.servers,
                 trainer=origin.trainer,
-                together=wanted.together,
+                together=spec.together,
                 attempt=origin.attempt,
                 keys=self._keys,
-                wire=wanted.wire,
+                wire=spec.wire,
                 relays=True,
             )
             if servers.newest_attempt > origin.attempt:
                 servers.close()
                 raise self._replaced(origin, servers.newest_attempt)
-            seat = _TrainerSession(ShardedWorker(wanted.features, servers, num_threads=self._num_threads))
+            session = _TrainerSession(ShardedWorker(spec.features, servers, num_threads=self._num_threads))
             with self._lock:
-                left = list(self._seats.values()) if origin.attempt != self._attempt else []
-                self._seats = ({} if left else self._seats) | {origin.trainer: seat}
-                self._attempt, self._assignment = origin.attempt, wanted
-        for each in left:
+                outdated = list(self._sessions.values()) if origin.attempt != self._attempt else []
+                self._sessions = ({} if outdated else self._sessions) | {origin.trainer: session}
+                self._attempt, self._spec = origin.attempt, spec
+        for each in outdated:
             each.close(wait=False)
 
-    def _agree(self, origin: Origin, wanted: WorkerSpec) -> None:
-        """A new attempt may bring other features, servers and trainers, but not another job. An older one is refused,
-        unless the same servers know of none that is newer: then they were begun anew."""
-        if self._assignment is None:
+    def _require_same_job(self, origin: Origin, spec: WorkerSpec) -> None:
+        """Raise unless the trainer's job is this worker's. A new attempt may bring other features, servers and
+        trainers. An older attempt is refused, unless its servers know no newer one: then they were started empty."""
+        if self._spec is None:
             return
-        if origin.attempt < self._attempt and wanted.servers != self._assignment.servers:
+        if origin.attempt < self._attempt and spec.servers != self._spec.servers:
             raise self._replaced(origin, self._attempt)
-        differences = wanted.job.differences(self._assignment.job)
+        differences = spec.job.differences(self._spec.job)
         if origin.attempt == self._attempt:
-            differences += wanted.differences(self._assignment)
+            differences += spec.differences(self._spec)
         if differences:
             raise ConfigError(
-                f"the worker belongs to another job: {'; '.join(differences)}; name a worker of this job's own, or "
-                "start this one again"
+                f"the worker belongs to another job: {'; '.join(differences)}; name a worker of this job, or "
+                "restart this one"
             )
 
     def open(self, origin: Origin, stream: int, source: dict[str, Any], start: dict[str, Any]) -> "Future[None]":
-        """See WorkerCalls."""
-        seat = self._seat(origin)
+        session = self._session(origin)
 
         def work() -> None:
-            with seat.opening:
-                if stream not in seat.readings:
+            with session.open_lock:
+                if stream not in session.readers:
                     given = restricted(source_from_dict(source), self._permitted)
-                    seat.readings[stream] = BatchReader(given, seat.worker.features, ReadStart.from_dict(start))
+                    session.readers[stream] = BatchReader(given, session.worker.features, ReadStart.from_dict(start))
 
-        return seat.run(work)
+        return session.run(work)
 
     def read(
         self, origin: Origin, stream: int, number: int, settled: int
     ) -> "Future[tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]]":
-        """See WorkerCalls."""
-        return self._do(origin, stream, lambda _, reading: _read(reading, number, settled))
+        return self._submit(origin, stream, lambda _, reader: _read(reader, number, settled))
 
     def length(self, origin: Origin, stream: int) -> "Future[dict[str, Any]]":
-        """See WorkerCalls."""
-        return self._do(origin, stream, lambda _, reading: reading.length())
+        return self._submit(origin, stream, lambda _, reader: reader.length())
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
     ) -> "Future[tuple[Floats, Floats, Flags, list[int]]]":
-        """See WorkerCalls."""
-
-        def work(seat: _TrainerSession, reading: BatchReader) -> tuple[Floats, Floats, Flags, list[int]]:
-            reading.forget(settled)
-            held = _known(reading, number)
-            with held.working:
+        def work(session: _TrainerSession, reader: BatchReader) -> tuple[Floats, Floats, Flags, list[int]]:
+            reader.forget(settled)
+            held = _require_batch(reader, number)
+            with held.lock:
                 inputs = held.inputs
                 if inputs is None:
-                    raise InputError(f"batch {number} was updated or dropped before")
+                    raise InputError(f"batch {number} was updated or dropped already; expected one in flight")
                 step, since = (origin.step, oldest_open) if train else (None, None)
-                found = seat.worker.lookup(inputs, step=step, oldest_open=since, train=train)
-                if isinstance(found.ticket, ShardedTicket):  # it trains
+                found = session.worker.lookup(inputs, step=step, oldest_open=since, train=train)
+                if isinstance(found.ticket, ShardedTicket):  # the lookup trains
                     before, held.ticket = held.ticket, found.ticket
-                    if before is not None:  # its answer was lost
-                        seat.worker.drop(before)
+                    if before is not None:  # its answer was lost, and this is a retry
+                        session.worker.drop(before)
             names = list(found.sequences)
             return (
                 found.block.reshape(-1),
@@ -185,18 +180,16 @@ class WorkerService:
                 found.truncated,
             )
 
-        return self._do(origin, stream, work)
+        return self._submit(origin, stream, work)
 
     def bring(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> "Future[None]":
-        """See WorkerCalls."""
-
-        def work(seat: _TrainerSession, reading: BatchReader) -> None:
-            held = _known(reading, number)
-            with held.working:
+        def work(session: _TrainerSession, reader: BatchReader) -> None:
+            held = _require_batch(reader, number)
+            with held.lock:
                 if held.inputs is not None:
-                    held.gradients = _parted(seat.worker, held.inputs.batch_size, present, gradients)
+                    held.gradients = _split_gradients(session.worker, held.inputs.batch_size, present, gradients)
 
-        return self._do(origin, stream, work)
+        return self._submit(origin, stream, work)
 
     def update(
         self,
@@ -208,84 +201,80 @@ class WorkerService:
         lrs: dict[str, float],
         scale: float,
     ) -> "Future[list[int]]":
-        """See WorkerCalls."""
-
-        def work(seat: _TrainerSession, reading: BatchReader) -> list[int]:
-            batches = [_known(reading, number) for number in numbers]
+        def work(session: _TrainerSession, reader: BatchReader) -> list[int]:
+            batches = [_require_batch(reader, number) for number in numbers]
             last = batches[-1]
             with ExitStack() as stack:
                 for each in batches:
-                    stack.enter_context(each.working)
+                    stack.enter_context(each.lock)
                 if all(each.inputs is None for each in batches):
-                    return last.answer  # the first answer was lost
+                    return last.answer  # a retry: the first answer was lost
                 if last.inputs is not None:
-                    last.gradients = _parted(seat.worker, last.inputs.batch_size, present, gradients)
-                _update(seat.worker, batches, origin.step, lrs, scale)
+                    last.gradients = _split_gradients(session.worker, last.inputs.batch_size, present, gradients)
+                _update(session.worker, batches, origin.step, lrs, scale)
             return last.answer
 
-        return self._do(origin, stream, work)
+        return self._submit(origin, stream, work)
 
     def drop(self, origin: Origin, stream: int, number: int) -> "Future[None]":
-        """See WorkerCalls."""
-
-        def work(seat: _TrainerSession, reading: BatchReader) -> None:
-            held = reading.known(number)
+        def work(session: _TrainerSession, reader: BatchReader) -> None:
+            held = reader.held_batch(number)
             if held is None:
                 return
-            with held.working:
+            with held.lock:
                 ticket, held.ticket, held.inputs = held.ticket, None, None
                 if ticket is not None:
-                    seat.worker.drop(ticket)
+                    session.worker.drop(ticket)
 
-        return self._do(origin, stream, work)
+        return self._submit(origin, stream, work)
 
     def close_stream(self, origin: Origin, stream: int) -> "Future[None] | None":
-        """See WorkerCalls."""
-        seat = self._seat(origin)
-        found = seat.readings.pop(stream, None)
-        return None if found is None else seat.run(found.close)
+        session = self._session(origin)
+        found = session.readers.pop(stream, None)
+        return None if found is None else session.run(found.close)
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
-        """See WorkerCalls."""
-        seat, given = self._seat(origin), restricted(source_from_dict(source), self._permitted)
-        return seat.run(given.signature)
+        session, given = self._session(origin), restricted(source_from_dict(source), self._permitted)
+        return session.run(given.signature)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
-    def _seat(self, origin: Origin) -> _TrainerSession:
+    def _session(self, origin: Origin) -> _TrainerSession:
         with self._lock:
             if origin.attempt < self._attempt:
                 raise self._replaced(origin, self._attempt)
-            seat = self._seats.get(origin.trainer)
-            if seat is None or origin.attempt > self._attempt:
-                raise NotReadyError(f"trainer {origin.trainer} has not said hello in attempt {origin.attempt}")
-            return seat
+            session = self._sessions.get(origin.trainer)
+            if session is None or origin.attempt > self._attempt:
+                raise NotReadyError(
+                    f"trainer {origin.trainer} has no session in attempt {origin.attempt}: call hello first"
+                )
+            return session
 
     def _replaced(self, origin: Origin, newer: int) -> AttemptError:
         return AttemptError(
-            f"the call is of attempt {origin.attempt} and the worker at {newer}: this process was replaced"
+            f"found a call of attempt {origin.attempt}; expected the worker's, {newer}: this process was replaced"
         )
 
-    def _do(self, origin: Origin, stream: int, work: Callable[[_TrainerSession, BatchReader], _R]) -> "Future[_R]":
-        seat = self._seat(origin)
-        return seat.run(lambda: work(seat, seat.reading(stream)))
+    def _submit(self, origin: Origin, stream: int, work: Callable[[_TrainerSession, BatchReader], _R]) -> "Future[_R]":
+        session = self._session(origin)
+        return session.run(lambda: work(session, session.reader(stream)))
 
 
 def _read(
-    reading: BatchReader, number: int, settled: int
+    reader: BatchReader, number: int, settled: int
 ) -> tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]:
-    reading.forget(settled)
+    reader.forget(settled)
     try:
-        held = reading.at(number, _READ_SECONDS)
+        held = reader.batch(number, _READ_SECONDS)
     except TimeoutError:
         return {"found": "nothing"}, None, None, None
     if held is None:
-        return {"found": "end", "left_out": reading.left_out.to_list()}, None, None, None
+        return {"found": "end", "left_out": reader.left_out.to_list()}, None, None, None
     inputs = held.inputs
     if inputs is None:
-        raise InputError(f"batch {number} was updated or dropped before")
+        raise InputError(f"batch {number} was updated or dropped already; expected one in flight")
     assert inputs.position is not None
-    told = {
+    description = {
         "found": "batch",
         "size": inputs.batch_size,
         "labels": [] if inputs.label is None else list(inputs.label.shape[1:]),
@@ -294,11 +283,11 @@ def _read(
     }
     dense = None if inputs.dense is None else np.ascontiguousarray(inputs.dense).reshape(-1)
     label = None if inputs.label is None else np.ascontiguousarray(inputs.label).reshape(-1)
-    return told, dense, label, columns_as_bytes(inputs.extra)
+    return description, dense, label, columns_as_bytes(inputs.extra)
 
 
-def _known(reading: BatchReader, number: int) -> HeldBatch:
-    held = reading.at(number)
+def _require_batch(reader: BatchReader, number: int) -> HeldBatch:
+    held = reader.batch(number)
     if held is None:
         raise InputError(f"the source has no batch {number} any more: it was changed while it was read")
     return held
@@ -308,7 +297,9 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
     blocks, sequences, tickets = [], [], []
     for each in batches:
         if each.inputs is None or each.gradients is None:
-            raise NotReadyError("the gradients of a batch of this step did not come to this process: bring all again")
+            raise NotReadyError(
+                "this process lacks the gradients of a batch of this step: send those of all batches again"
+            )
         each.ticket = worker.renew(each.inputs) if each.ticket is None else each.ticket
         block, of_sequences = each.gradients
         blocks.append(block)
@@ -321,17 +312,17 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
         each.answer = answer
 
 
-def _parted(
+def _split_gradients(
     worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
 ) -> tuple[Floats | None, dict[str, Floats]]:
-    """A block's gradient and each sequence's."""
+    """Split flat gradients into the block's and each sequence's."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("", (batch_size, worker.features.total_dim))]
     for name, feature in worker.features.items():
         if feature.max_length is not None:
             shapes.append((name, (batch_size, feature.max_length, feature.table.dim)))
     sizes = [int(np.prod(shape)) * there for (_, shape), there in zip(shapes, present, strict=False)]
     if len(present) != len(shapes) or sum(sizes) != len(flat):
-        raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; wanted {len(shapes)} parts")
+        raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; expected {len(shapes)} parts")
     parts = zip(shapes, present, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
     found = {name: part.reshape(shape) for (name, shape), there, part in parts if there}
     return found.pop("", None), found

@@ -1,6 +1,6 @@
-"""What a trainer tells a worker in a process of its own: all that it must know to look up and update for the trainer.
+"""What a trainer sends to a worker in its handshake: all that the worker needs to look up and update for the trainer.
 
-Pure; it travels as JSON and is compared field by field.
+Pure. It travels as JSON and is compared field by field.
 """
 
 from collections.abc import Mapping
@@ -16,32 +16,32 @@ from satrap.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """See the file's docstring."""
+    """The configuration of one trainer's session at a worker."""
 
     features: Features
     seed: int
     servers: tuple[str, ...]
-    """Their addresses, in order."""
+    """Addresses of the servers, in order."""
     wire: str
-    """How rows and gradients cross to the servers."""
+    """How rows and gradients cross to and from the servers."""
     together: int
-    """How many trainers' updates make one step; 0: each is a step of its own."""
+    """How many trainers' updates form one step; 0: each update is a step."""
     further: tuple[Table, ...] = ()
-    """Tables that the servers have beside the features'."""
+    """Tables that the servers have in addition to the features'."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.features, Features):
-            raise ConfigError(f"Assignment: features is a {type(self.features).__name__}; wanted Features")
-        check_integer("Assignment", "together", self.together, 0, 2**32 - 1)
+            raise ConfigError(f"WorkerSpec: features is a {type(self.features).__name__}; expected Features")
+        check_integer("WorkerSpec", "together", self.together, 0, 2**32 - 1)
         set_field(self, "servers", tuple(self.servers))
 
     @property
     def job(self) -> Job:
-        """What the servers must agree on."""
+        """What the servers and the worker must agree on."""
         return Job(tables=(*self.features.tables, *self.further), seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """This assignment as plain JSON types."""
+        """Return this spec as plain JSON types."""
         return {
             "features": self.features.to_dict(),
             "seed": self.seed,
@@ -53,16 +53,18 @@ class WorkerSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The assignment that `to_dict` wrote."""
-        given = known_keys(cls, "Assignment", data)
+        """Return the spec that `to_dict` wrote."""
+        given = known_keys(cls, "WorkerSpec", data)
         given["features"] = Features.from_dict(given["features"])
         given["further"] = tuple(Table.from_dict(table) for table in given.get("further", ()))
         if not isinstance(given["servers"], list):
-            raise ConfigError(f"Assignment: servers is a {type(given['servers']).__name__}; wanted a list of addresses")
+            raise ConfigError(
+                f"WorkerSpec: servers is a {type(given['servers']).__name__}; expected a list of addresses"
+            )
         return cls(**given)
 
     def differences(self, other: "WorkerSpec") -> list[str]:
-        """In what this one is another than `other`, beside the tables: "feature 'history', pooling: ..."."""
+        """Return the differences from `other`, except those of the tables: "feature 'history', pooling: ..."."""
         found = [
             f"{name}: {mine!r} here, {its!r} there"
             for name in ("servers", "wire", "together")

@@ -1,5 +1,5 @@
-"""What the tests of workers in processes of their own share: files, a job over every kind of pooling, a loop over it,
-workers served in this process, and some that can be killed.
+"""What the tests of remote workers share: files, a job over every kind of pooling, a training loop, workers served in
+this process, and worker processes that can be killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_IDS = len(IDS)
 
 
 def write(path: Path, num_batches: int, seed: int = 0) -> Path:
-    """Parquet, its row groups three batches and a half long."""
+    """Write a Parquet file whose row groups are three and a half batches long."""
     rng = np.random.default_rng(seed)
     n = num_batches * BATCH
 
@@ -80,7 +80,7 @@ class Working:
         self.host.close()
 
     def restart(self) -> None:
-        """Another at the same address, which knows nothing."""
+        """Replace it by another one at the same address, without any state."""
         self.close()
         self.__init__(self.address)  # type: ignore[misc]
 
@@ -97,7 +97,7 @@ def working(num_workers: int = 1) -> Iterator[list[Working]]:
 
 
 class KillableWorker(Killable):
-    """A worker process; started again at the same address."""
+    """A worker process that can be restarted at the same address."""
 
     def __init__(self, *options: str) -> None:
         super().__init__(Path(), options=options)
@@ -108,14 +108,14 @@ class KillableWorker(Killable):
 
 @contextmanager
 def dying(victims: list[Killable], seed: int, num_kills: int) -> Iterator[threading.Event]:
-    """Kills one of them after another at random moments and starts it again; what is set when that is over."""
+    """Kill and restart one of them at a time at random moments. Yields an event that is set when that is over."""
     with ending(victims), at_random([kill(each) for each in victims], seed, num=num_kills, gap=0.4) as over:
         yield over
 
 
 @contextmanager
 def ending(processes: list[Killable]) -> Iterator[None]:
-    """Ends them when it is over."""
+    """Stop the processes at the end of the `with` block."""
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def ending(processes: list[Killable]) -> Iterator[None]:
 
 
 class Net(torch.nn.Module):
-    """Uses everything that a batch has."""
+    """A model that uses everything that a batch has."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Net(torch.nn.Module):
 
 @contextmanager
 def made(of: Mapping[str, Table | Feature], **options: Any) -> Iterator[Embeddings]:
-    """Embeddings, their connections closed in the end."""
+    """Create embeddings, and close their connections in the end."""
     embeddings = Embeddings(dict(of), num_threads=1, **options)
     try:
         yield embeddings
@@ -152,7 +152,7 @@ def made(of: Mapping[str, Table | Feature], **options: Any) -> Iterator[Embeddin
 
 @contextmanager
 def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
-    """A job, its connections closed in the end."""
+    """Create a job, and close its connections in the end."""
     torch.manual_seed(0)
     of = features()
     with made(of, **options) as embeddings:
@@ -161,7 +161,7 @@ def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
 
 
 def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLINE_SECONDS) -> None:
-    """Gives a job with servers the worker at the address, and calls it again soon if no answer comes."""
+    """Connect a job with servers to the worker at the address, with short retries."""
     near = embeddings.worker
     assert isinstance(near, ShardedWorker)
     near.servers.begin()
@@ -172,7 +172,8 @@ def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLIN
 def train(
     job: tuple[Embeddings, Net, Any], data: Any, at: Any = lambda *_: None, first: int = 1, **options: Any
 ) -> list[Any]:
-    """Of each batch what was seen; every seventh is dropped. `at` is called in between: at("looked up", number).
+    """Train, and return what each batch showed; every seventh batch is dropped. `at("looked up", number)` and
+    `at("updated", number)` are called in between.
 
     first: the number of the first batch.
     """
@@ -194,7 +195,7 @@ def train(
 
 
 def evaluate(job: tuple[Embeddings, Net, Any], data: Any) -> list[Any]:
-    """Scores of a source, as bits."""
+    """Return the scores of a source, as bits."""
     embeddings, model, _ = job
     embeddings.eval()
     with embeddings.stream(data) as stream, torch.no_grad():
@@ -204,7 +205,7 @@ def evaluate(job: tuple[Embeddings, Net, Any], data: Any) -> list[Any]:
 
 
 def bits(job: tuple[Embeddings, Net, Any]) -> list[bytes]:
-    """Every parameter and every row."""
+    """Return every parameter and every row, as bits."""
     embeddings, model, _ = job
     embeddings.drain()
     dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]

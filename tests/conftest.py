@@ -116,13 +116,13 @@ def _children() -> set[str]:
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return set()
-    found: set[str] = set()
+    children: set[str] = set()
     for task in tasks.iterdir():
         try:
-            found.update((task / "children").read_text().split())
+            children.update((task / "children").read_text().split())
         except FileNotFoundError:  # the thread has ended
             continue
-    return found
+    return children
 
 
 _END_SECONDS = 10.0

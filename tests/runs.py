@@ -107,5 +107,7 @@ def num_checkpoints(folder: Path) -> int:
 
 
 def assert_same_result(folder: Path, expected: dict[str, np.ndarray]) -> None:
-    with np.load(folder / "end.npz") as found:
-        assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
+    with np.load(folder / "end.npz") as result:
+        assert result.keys() == expected.keys() and all(
+            np.array_equal(result[name], expected[name]) for name in expected
+        )

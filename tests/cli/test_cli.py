@@ -49,16 +49,27 @@ def test_the_processes_of_a_role_share_the_cores(tmp_path: Path, monkeypatch: py
     for workers, threads in (("0", 12), ("2", 6), ("50", 1)):
         options = ["--servers", "4", "--workers", workers, "--trainers", "3", "--folder", str(tmp_path / workers)]
         main(["run", str(script), *options])
-        found = scripts[0]
-        assert (found.trainer_threads, found.worker_threads, found.server_threads) == (4, threads, 3)
+        script_run = scripts[0]
+        assert (script_run.trainer_threads, script_run.worker_threads, script_run.server_threads) == (4, threads, 3)
 
 
 def test_the_command_is_installed() -> None:
     command = os.path.join(os.path.dirname(sys.executable), "satrap")
-    found = subprocess.run([command, "doctor", "--no-run"], capture_output=True, text=True, timeout=300, check=True)
-    assert found.stdout.startswith("python ")
-    found = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=300, check=True)
-    assert found.stdout == f"satrap {__version__}\n"
+    done = subprocess.run([command, "doctor", "--no-run"], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.startswith("python ")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == f"satrap {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["run", "scale", "server", "worker", "move", "keys", "doctor"])
+def test_every_option_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    options = re.findall(r"^  (?:-h, )?(--[a-z-]+.*|[A-Z]+ .*)$(?:\n {10,}(.*))?", text, re.MULTILINE)
+    assert done.value.code == 0 and "options:" in text and options
+    for option, next_line in options:
+        assert next_line or re.search(r"\S {2,}\S", option), f"{option} has no help"
 
 
 @pytest.mark.parametrize("arguments", [[], ["cure"], ["doctor", "--dim", "x"]])

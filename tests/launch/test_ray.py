@@ -68,8 +68,8 @@ def one_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
     with start_run(folder, JOB, *SIZES, arguments=(str(folder), "100")) as run:
         status, _, err = wait_for_exit(run)
     assert status == 0, err
-    with np.load(folder / "end.npz") as found:
-        return dict(found)
+    with np.load(folder / "end.npz") as results:
+        return dict(results)
 
 
 def on_cluster(cluster: Any, *options: str) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def name_of(folder: Path) -> str:
 
 def children(folder: Path) -> dict[str, int]:
     """Returns the process ids of the run by name, on all nodes."""
-    found = {}
+    pids = {}
     for each in Path("/proc").glob("[0-9]*"):
         try:
             words = (each / "cmdline").read_bytes().decode().split("\0")
@@ -93,10 +93,10 @@ def children(folder: Path) -> dict[str, int]:
         if "--die-with" not in words or f"satrap-{name_of(folder)}-" not in " ".join(words):
             continue
         if "trainer" in words:
-            found[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(each.name)
+            pids[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(each.name)
         elif "--shared" in words:
-            found[f"server {words[words.index('--shared') + 1][-1]}"] = int(each.name)
-    return found
+            pids[f"server {words[words.index('--shared') + 1][-1]}"] = int(each.name)
+    return pids
 
 
 def servers_of(folder: Path) -> set[str]:

@@ -45,19 +45,19 @@ ASYNC = JOB.with_name("async_job.py")
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
     """Returns the process ids of a run by name: "server 0", "trainer 1"."""
-    found = {}
+    pids = {}
     for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
         if "trainer" in words:
-            found[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(pid)
+            pids[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(pid)
         elif "server" in words:
-            found[f"server {words[words.index('--shared') + 1][-1]}"] = int(pid)
+            pids[f"server {words[words.index('--shared') + 1][-1]}"] = int(pid)
         elif "worker" in words:
-            found["worker"] = int(pid)
-    return found
+            pids["worker"] = int(pid)
+    return pids
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
     assert (status, out) == (0, "began\n"), err
     assert "launch 1: starting 2 trainers" in err
     assert_nothing_is_left(folder, [])
-    with np.load(folder / "end.npz") as found:
-        return dict(found)
+    with np.load(folder / "end.npz") as results:
+        return dict(results)
 
 
 def test_a_run_with_killed_processes_ends_with_the_same_bits(
@@ -204,9 +204,11 @@ def test_workers_read_and_one_is_killed_and_then_a_server_is_lost(tmp_path: Path
             status, _, err = wait_for_exit(run)
         assert status == 0, err
         assert_nothing_is_left(folder, [])
-        with np.load(folder / "end.npz") as found:
-            expected = expected or dict(found)
-            assert int(found["step"]) == 40 and all(np.array_equal(found[name], expected[name]) for name in expected)
+        with np.load(folder / "end.npz") as results:
+            expected = expected or dict(results)
+            assert int(results["step"]) == 40 and all(
+                np.array_equal(results[name], expected[name]) for name in expected
+            )
 
 
 def test_a_trainer_that_finishes_early_joins_the_others_checkpoints(tmp_path: Path, seed: int) -> None:
@@ -361,7 +363,7 @@ def test_a_checkpoint_that_only_some_trainers_see_is_an_error(tmp_path: Path) ->
 
 
 def test_compressed_gradients(tmp_path: Path) -> None:
-    found = {}
+    results = {}
     for how in (None, "float16"):
         folder = tmp_path / str(how)
         folder.mkdir()
@@ -370,10 +372,10 @@ def test_compressed_gradients(tmp_path: Path) -> None:
             status, _, err = wait_for_exit(run)
         assert status == 0, err
         with np.load(folder / "end.npz") as loaded:
-            found[how] = dict(loaded)
-    for name, values in found[None].items():
-        np.testing.assert_allclose(found["float16"][name], values, atol=0.02)
-        assert (name == "step") == np.array_equal(found["float16"][name], values), "some gradient was rounded"
+            results[how] = dict(loaded)
+    for name, values in results[None].items():
+        np.testing.assert_allclose(results["float16"][name], values, atol=0.02)
+        assert (name == "step") == np.array_equal(results["float16"][name], values), "some gradient was rounded"
 
 
 @pytest.mark.parametrize(

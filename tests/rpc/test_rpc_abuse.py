@@ -118,8 +118,8 @@ def small() -> Iterator[tuple[Service, Served]]:
     [
         ([b""], "a frame of 0 bytes; expected a header of 64"),
         ([b"x" * 64], "the peer is not Satrap"),
-        ([*request("add", 1), b"more"], "a message of 2 frames"),
-        (request("add", 1)[:1], "a message of 0 frames and 0 bytes; its header says 1 and"),
+        ([*request("add", 1), b"more"], "a message has 2 frames"),
+        (request("add", 1)[:1], "a message has 0 frames and 0 bytes; its header declares 1 and"),
         ([*request("add", 1), *[b"x"] * 500], "more than 4 frames: send fewer, larger arrays"),
         ([Header(kind=Kind.REPLY, method=0, client=1, call=1).pack()], None),
         ([Header(kind=Kind.REQUEST, method=5, client=1, call=1, deadline_ms=9).pack()], "the method is unknown here"),

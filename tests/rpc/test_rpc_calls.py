@@ -150,7 +150,7 @@ def test_a_connection_lost_during_a_call_warns(monkeypatch: pytest.MonkeyPatch) 
         pending = client.begin("wait", 1, deadline=3.0)
         assert not pending.wait(0.2)
         process.kill()
-        message = f"wait at {address}: there is no connection any more. Another is waited for until 3 s are over"
+        message = f"wait at {address}: the connection was lost. A new one is waited for until 3 s have passed"
         with pytest.warns(UserWarning, match=message) as warned, pytest.raises(DeadlineError, match="was a connection"):
             pending.result()
         assert len(warned) == 1
@@ -304,8 +304,8 @@ def test_futures_that_fail(how: str) -> None:
         if how == "done":
             assert client.call.meet(1) == 4
         else:
-            wanted = {"raises": errors.CapacityError, "cancelled": RpcError, "wrong": RpcError}[how]
-            with pytest.raises(wanted, match=r"full|was cancelled|the result is 'x' \(str\); expected int"):
+            error = {"raises": errors.CapacityError, "cancelled": RpcError, "wrong": RpcError}[how]
+            with pytest.raises(error, match=r"full|was cancelled|the result is 'x' \(str\); expected int"):
                 client.call.meet(1)
 
 
@@ -395,10 +395,10 @@ def test_a_closed_client() -> None:
             waits = pool.submit(client.call.wait, 1)
             eventually(lambda: service.counts()["running"] == 1)
             client.close()
-            with pytest.raises(RpcError, match="is closed; make another"):
+            with pytest.raises(RpcError, match="is closed; create another"):
                 waits.result()
         client.close()
-        with pytest.raises(RpcError, match="is closed; make another"):
+        with pytest.raises(RpcError, match="is closed; create another"):
             client.call.add(1)
         served.go.set()
 
@@ -459,7 +459,7 @@ def test_the_limits_of_a_call() -> None:
         Service(Served(), Calls, ANYWHERE, limits=Limits(max_bytes=1000)) as service,
         Client(Calls, service.address) as client,
     ):
-        with pytest.raises(RpcError, match="a request of 8006 bytes; this server takes 1000"):
+        with pytest.raises(RpcError, match="a request has 8006 bytes; this server accepts at most 1000"):
             client.call.double(np.zeros(1000, np.uint64))
         assert client.call.double(np.zeros(100, np.uint64)).size == 100
 

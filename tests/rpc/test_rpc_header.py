@@ -72,9 +72,9 @@ def test_a_flipped_bit_is_refused_or_means_another_header(header: Header, bit: i
         with pytest.raises(RpcError):
             Header.unpack(bytes(mutated))
         return
-    found = Header.unpack(bytes(mutated))
-    assert found != header
-    assert found.pack() == bytes(mutated)
+    unpacked = Header.unpack(bytes(mutated))
+    assert unpacked != header
+    assert unpacked.pack() == bytes(mutated)
 
 
 @pytest.mark.parametrize(

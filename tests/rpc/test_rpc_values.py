@@ -57,9 +57,9 @@ def test_values_make_a_round_trip(given: list[tuple[ValueType, Any]], shift: int
     for each in (frames, pieces):
         # A frame may start anywhere in the receive buffer.
         moved = [memoryview(b" " * shift + bytes(frame))[shift:] for frame in each]
-        found = decode(kinds, moved, name)
-        assert all(map(same, found, values))
-        for value in found:
+        decoded = decode(kinds, moved, name)
+        assert all(map(same, decoded, values))
+        for value in decoded:
             assert not isinstance(value, np.ndarray) or (value.flags.aligned and not value.flags.writeable)
 
 
@@ -70,11 +70,11 @@ def test_damaged_frames_are_refused_or_mean_other_values(given: list[tuple[Value
     at = data.draw(st.integers(0, len(frames) - 1))
     frames[at] = data.draw(st.binary(max_size=90) | st.just(frames[at] + b"\0") | st.just(frames[at][:-1]))
     try:
-        found = decode(kinds, [memoryview(frame) for frame in frames], name)
+        decoded = decode(kinds, [memoryview(frame) for frame in frames], name)
     except RpcError:
         return
-    again = encode(kinds, found, name, InputError)
-    assert all(map(same, decode(kinds, again, name), found))
+    again = encode(kinds, decoded, name, InputError)
+    assert all(map(same, decode(kinds, again, name), decoded))
 
 
 @pytest.mark.parametrize(
@@ -287,9 +287,9 @@ def test_protocols_that_cannot_be_served(protocol: Any, words: str) -> None:
 
 
 def test_satrap_errors_keep_their_class_and_others_their_name() -> None:
-    found = decode_error(encode_error(CapacityError("full")), "Calls.add", "tcp://a:1")
-    assert type(found) is CapacityError and str(found) == "full"
-    assert found.__notes__ == ["raised by Calls.add at tcp://a:1"]
+    decoded = decode_error(encode_error(CapacityError("full")), "Calls.add", "tcp://a:1")
+    assert type(decoded) is CapacityError and str(decoded) == "full"
+    assert decoded.__notes__ == ["raised by Calls.add at tcp://a:1"]
     assert type(decode_error(encode_error(DeadlineError("x")), "m", "a")) is DeadlineError
     other = decode_error(encode_error(KeyError("item")), "Calls.add", "tcp://a:1")
     assert type(other) is RpcError and str(other) == "Calls.add at tcp://a:1 failed with KeyError: 'item'"

@@ -145,6 +145,6 @@ for work, *given in tries:
 """
     served = Served()
     with Service(served, Calls, f"ipc://{folder}/0") as service, Client(Calls, service.address) as client:
-        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert found.stdout.split() == ["refused"] * 4, found
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["refused"] * 4, done
         assert client.call.add(2) == 2 and served.num_runs == 1

@@ -205,8 +205,8 @@ class RayLauncher:
     def close(self) -> None:
         for record in self._records.values():
             ray.kill(record.actor)
-        if gone := [record.actor.poll.remote() for record in self._records.values()]:
-            ray.wait(gone, num_returns=len(gone), timeout=GRACE_SECONDS)
+        if refs := [record.actor.poll.remote() for record in self._records.values()]:
+            ray.wait(refs, num_returns=len(refs), timeout=GRACE_SECONDS)
         for group in {*self._groups.values(), *(group for group, _ in self._bundles.values())}:
             with suppress(RayError):
                 remove_placement_group(group)

@@ -1,4 +1,4 @@
-"""What every test gets: a seed that is printed, stores that are checked at the end, and a failure for whatever leaks.
+"""Fixtures of all tests: a printed seed, stores that are checked at the end, and a failure for every leak.
 
 `pytest --seed N` repeats a run's random draws (hypothesis has its own `--hypothesis-seed`); without it each run draws
 a new seed and prints it in the header. `open_store` makes stores and calls `check()` on each when the test ends. No
@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws the run's seed. Under `-n` the first process draws it, and each worker is given that one."""
+    """Draws the run's seed. Under `-n` the first process draws it and passes it to each worker."""
     given = getattr(config, "workerinput", {}).get("satrap_seed", config.getoption("--seed"))
     config.stash[SEED] = random.SystemRandom().randrange(1 << 32) if given is None else given
 
@@ -80,14 +80,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, so that no worker of `-n` is left with one at the end; the tests of a
-    file stay together and in order, for the fixtures that they share."""
+    """Puts the slowest files first, so that no worker of `-n` starts one at the end. The tests of a file stay together
+    and in order, because they share fixtures."""
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed of this test's own: of the run's seed and the test's name, so that tests can be run alone."""
+    """A seed for each test, from the run's seed and the test's name, so that tests can be repeated alone."""
     own = zlib.crc32(request.node.nodeid.encode(), request.config.stash[SEED] & 0xFFFFFFFF)
     print(f"seed {own} (repeat with --seed {request.config.stash[SEED]})")
     return own
@@ -100,7 +100,7 @@ def rng(seed: int) -> np.random.Generator:
 
 @pytest.fixture
 def open_store() -> Iterator[Callable[..., Store]]:
-    """Store(...), checked when the test ends."""
+    """Creates stores, and checks them when the test ends."""
     stores: list[Store] = []
 
     def open_(table: Table, **options: Any) -> Store:
@@ -116,17 +116,17 @@ def _children() -> set[str]:
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return set()
-    found: set[str] = set()
+    children: set[str] = set()
     for task in tasks.iterdir():
         try:
-            found.update((task / "children").read_text().split())
-        except FileNotFoundError:  # the thread ended meanwhile
+            children.update((task / "children").read_text().split())
+        except FileNotFoundError:  # the thread has ended
             continue
-    return found
+    return children
 
 
 _END_SECONDS = 10.0
-_LASTING_THREADS = {"satrap-collected", "tqdm_monitor"}  # the latter is of tqdm, which torch uses
+_LASTING_THREADS = {"satrap-collected", "tqdm_monitor"}  # the latter belongs to tqdm, which torch uses
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def nothing_leaks() -> Iterator[None]:
     until = time.monotonic() + _END_SECONDS
     while left := [each for each in threading.enumerate() if each not in threads and each.name not in _LASTING_THREADS]:
         assert time.monotonic() < until, f"leaked threads: {[each.name for each in left]}"
-        gc.collect()  # what was dropped is closed by a thread of its own
+        gc.collect()  # collected objects are closed by a thread
         left[0].join(0.1)
     assert not _children() - children, f"leaked processes: {_children() - children}"
     assert os.getcwd() == directory

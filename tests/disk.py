@@ -1,4 +1,4 @@
-"""A small file system of a test's own, which can be full: tmpfs, mounted for as long as it is wanted."""
+"""A small file system for tests of full disks: a tmpfs, mounted while a context is open."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 
 class Disk:
-    """A mounted file system; see `small_disk`."""
+    """A mounted file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def fill(self, *, leaving: int) -> None:
-        """Until only so many bytes are free, in one file."""
+        """Fills the file system with one file, until only so many bytes are free."""
         free = shutil.disk_usage(self.path).free
         with open(self.path / "filling", "xb") as file:
             os.posix_fallocate(file.fileno(), 0, free - leaving)
@@ -33,7 +33,7 @@ class Disk:
 
 @contextmanager
 def small_disk(path: Path, num_bytes: int) -> Iterator[Disk]:
-    """Skips the test where nothing can be mounted."""
+    """Mounts a small file system; skips the test where that is not possible."""
     path.mkdir(parents=True)
     try:
         _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},huge=never", "satrap-test", str(path))

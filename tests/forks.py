@@ -1,4 +1,4 @@
-"""What the tests of forks share: a body that runs in one, and what it must be told there."""
+"""Parts of the tests of forks: runs a body in a fork, and checks that the fork is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_SECONDS = 240
 
 
 def in_fork(body: Callable[[], None]) -> None:
-    """Runs the body in a fork and fails if it failed, or hung; its traceback goes to stderr."""
+    """Runs the body in a fork, and fails if the body failed or hung. Its traceback goes to stderr."""
     child = os.fork()
     if child == 0:
         status = 1

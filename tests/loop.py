@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster import serving
 from satrap import SGD, Embeddings, Inputs, Table, Zeros
 from satrap.train.optimizer import HybridOptimizer
 from satrap.worker.sharded_rows import ShardedWorker
@@ -145,6 +144,8 @@ def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
     """A job with as many new servers; 0: with its rows here."""
     with ExitStack() as stack:
         if num_servers:
+            from cluster import serving  # not at the top: scripts of `satrap run` have a copy of this file only
+
             options["servers"] = [each.address for each in stack.enter_context(serving(num_servers))]
         embeddings, model, optimizer = job(**options)
         if isinstance(embeddings.worker, ShardedWorker):

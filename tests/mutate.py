@@ -1,10 +1,10 @@
-"""Changes a module of ours, one place at a time, and asks its tests whether they notice.
+"""Mutation testing: changes a module in one place at a time, and checks whether its tests notice.
 
     .venv/bin/python tests/mutate.py satrap.sharding.autoscaler tests/sharding/test_autoscaler.py
 
-Prints each change that no test noticed, with its line; a person judges whether it means anything (a change of a bound
-that only saves time does not). No file is changed: each change runs in a fork of its own, which imports the module from
-the changed tree. For pure modules, whose tests are quick; it is no test itself.
+Prints each change that no test noticed, with its line. A person judges whether it matters (a change of a limit that
+only saves time does not). No file is changed: each change runs in a fork, which imports the module from the changed
+tree. For pure modules with quick tests. It is not a test itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def changes_of(node: Any) -> Iterator[tuple[str, Any]]:
-    """What may stand in a node's place, each with a word for it."""
+    """Yields the possible changes of a node, each with a description."""
     other: Any
     if isinstance(node, ast.Compare):
         for i, op in enumerate(node.ops):
@@ -84,14 +84,16 @@ def changes_of(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Replace(ast.NodeTransformer):
-    """Puts the change of that number into its place."""
+    """Applies the change of that number to a tree."""
 
     def __init__(self, number: int) -> None:
         self.number, self.count = number, 0
         self.what = ""
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.keyword) and node.arg == "strict":  # of a zip: for our own mistakes
+        if (
+            isinstance(node, ast.keyword) and node.arg == "strict"
+        ):  # an argument of zip that only guards against our own mistakes
             return node
         if isinstance(node, ast.Assert):
             return node
@@ -103,14 +105,14 @@ class Replace(ast.NodeTransformer):
             if self.count == self.number:
                 self.what = f"line {node.lineno}: {what}"  # type: ignore[attr-defined]
                 return ast.copy_location(other, node)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):  # not its annotations, defaults and decorators
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):  # annotations, defaults and decorators are not changed
             node.body = [each for each in map(self.visit, node.body) if each is not None]
             return node
         return self.generic_visit(node)
 
 
 class Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports one module from a tree."""
+    """Imports one module from a changed tree."""
 
     def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
         self._name, self._path, self._tree = name, path, tree
@@ -128,7 +130,7 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 def noticed(name: str, path: Path, tree: ast.Module, tests: Sequence[str]) -> bool:
-    """Runs the tests in a fork that has the changed module."""
+    """Runs the tests in a fork that has the changed module. Returns whether one failed, or hung."""
     import pytest
 
     child = os.fork()
@@ -160,7 +162,7 @@ def main(name: str, tests: Sequence[str]) -> int:
     path = Path("src", *name.split(".")).with_suffix(".py")
     source = path.read_text()
     if noticed(name, path, ast.parse(source), tests):
-        raise SystemExit(f"{' '.join(tests)} fail without any change; wanted green tests of {name}")
+        raise SystemExit(f"{' '.join(tests)} fail without any change; expected green tests of {name}")
     lines, number, num_left = source.splitlines(), 0, 0
     while True:
         number += 1

@@ -1,9 +1,9 @@
-"""A network of a test's own: two namespaces, each with one interface, and a wire between them that can be cut, and that
-loses, doubles, delays and reorders packets as it is told.
+"""An emulated network for tests: two namespaces with one interface each, and a wire between them that can be cut and
+that can lose, duplicate, delay and reorder packets.
 
-The kernel's TCP runs at both ends; the wire is a thread here that reads IP packets from one end's tun device and writes
-them to the other's. So it needs neither a queueing discipline nor a firewall of the kernel, and a cut is silent, as
-that of a cable: no end is told. The namespaces and devices have no names outside and go with the last process in them.
+The kernel's TCP runs at both ends; the wire is a thread that reads IP packets from one end's tun device and writes them
+to the other's. So it needs neither a queueing discipline nor a firewall of the kernel, and a cut is silent, like that
+of a cable. The namespaces and devices have no names outside and disappear with the last process in them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Weather:
-    """What happens to a packet, by chance; seconds that it is held, at least and at most."""
+    """Probabilities of packet loss and duplication, and the range of the delay in seconds."""
 
     drop: float = 0.0
     repeat: float = 0.0
@@ -46,11 +46,11 @@ CALM, CUT = Weather(), Weather(drop=1.0)
 
 
 class Network:
-    """Two namespaces and the wire; see `network`."""
+    """Two namespaces and the wire between them."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._weather = CALM, CALM  # of what comes from the one end, and from the other
+        self._weather = CALM, CALM  # for packets of each end
         self._namespaces: list[int] = []
         self._devices: list[int] = []
         self._held: list[tuple[float, int, int, bytes]] = []
@@ -59,7 +59,7 @@ class Network:
         self._wire = threading.Thread(target=self._carry, name="wire")
 
     def open(self) -> None:
-        """Makes both ends; OSError if this process may not."""
+        """Creates both ends; OSError if this process may not."""
         with _home():
             for address in ADDRESSES:
                 _require(_libc.unshare(_CLONE_NEWNET))
@@ -79,17 +79,17 @@ class Network:
 
     @contextmanager
     def inside(self, end: int) -> Iterator[None]:
-        """This thread, and the threads and processes that it starts, have that end's network."""
+        """Moves this thread, and the threads and processes that it starts, into the network of one end."""
         with _home():
             _require(_libc.setns(self._namespaces[end], _CLONE_NEWNET))
             yield
 
     def be(self, from_trainer: Weather, from_servers: Weather) -> None:
-        """From now on."""
+        """Sets the weather of both directions."""
         self._weather = from_trainer, from_servers
 
     def link(self, end: int, state: str) -> None:
-        """The interface of one end goes "down", which its own system notices, or "up"."""
+        """Sets the interface of one end "up" or "down", which the system of that end notices."""
         with self.inside(end):
             _ip(f"link set wire {state}")
 
@@ -123,23 +123,23 @@ class Network:
 
 @contextmanager
 def network(seed: int) -> Iterator[Network]:
-    """A network; skips the test where none can be made."""
+    """Opens a network; skips the test where that is not possible."""
     if shutil.which("ip") is None:
-        pytest.skip("there is no command `ip`, which gives interfaces their addresses")
-    made = Network(seed)
+        pytest.skip("the command `ip` is missing, which configures interfaces")
+    emulated = Network(seed)
     try:
         try:
-            made.open()
+            emulated.open()
         except OSError as error:
-            pytest.skip(f"no network namespace or tun device can be made here: {error}")
-        yield made
+            pytest.skip(f"no network namespace or tun device can be created here: {error}")
+        yield emulated
     finally:
-        made.close()
+        emulated.close()
 
 
 @contextmanager
 def _home() -> Iterator[None]:
-    """Brings this thread back to the namespace that it was in."""
+    """Returns this thread to its namespace when the context ends."""
     before = _own_namespace()
     try:
         yield

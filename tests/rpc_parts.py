@@ -1,4 +1,4 @@
-"""What the tests of satrap.rpc share: a Protocol, an object that satisfies it, a raw peer, networks that misbehave."""
+"""Parts of the tests of satrap.rpc: a Protocol, an object that satisfies it, a raw peer and a faulty network."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ DEADLINE_SECONDS = 240.0
 Ids = NDArray[np.uint64]
 Floats = NDArray[np.float32]
 
-_SOCKETS = Path(tempfile.gettempdir(), f"satrap-test-{secrets.token_hex(4)}")  # whoever listens there makes it
+_SOCKETS = Path(tempfile.gettempdir(), f"satrap-test-{secrets.token_hex(4)}")
 ANYWHERE = f"ipc://{_SOCKETS}/*"
-"""A Unix socket of any free name, in a folder of this process's own."""
+"""A Unix socket with any free name, in a folder of this process."""
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
 def _remove_sockets(process: int) -> None:
-    if os.getpid() == process:  # and not in its forks
+    if os.getpid() == process:  # not in its forks
         shutil.rmtree(_SOCKETS, ignore_errors=True)
 
 
 atexit.register(_remove_sockets, os.getpid())
 
-# pyzmq frees what was sent in a thread that it starts once and keeps; it is not a test's own.
+# pyzmq frees sent frames in a thread that it starts once and keeps. Start it before the tests count their threads.
 garbage.gc.start()
 
 
@@ -95,7 +95,7 @@ class Calls(Protocol):
 
 
 class Served:
-    """Satisfies `Calls`. `wait` returns once `go` is set, `meet` once `num_meeting` callers are there."""
+    """Satisfies `Calls`. `wait` returns once `go` is set, `meet` once `num_meeting` callers have arrived."""
 
     def __init__(self, num_meeting: int = 2) -> None:
         self.go, self.num_meeting = threading.Event(), num_meeting
@@ -140,7 +140,7 @@ class Served:
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    """Returns once the condition holds; fails if it never does."""
+    """Waits until the condition holds; fails at a deadline."""
     pause, until = threading.Event(), time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < until, "the condition never held"
@@ -148,7 +148,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def request(name: str, *arguments: object, client: int = 1, call: int = 1, seconds: float = 60.0) -> list[bytes]:
-    """The frames of a request, as a Client sends them."""
+    """Returns the frames of a request, as a Client sends them."""
     method = methods_of(Calls)[name]
     origin, frames = method.encode_arguments(arguments, {})
     header = Header(
@@ -166,7 +166,7 @@ def request(name: str, *arguments: object, client: int = 1, call: int = 1, secon
 
 @contextmanager
 def raw_peer(address: str) -> Iterator[zmq.Socket[bytes]]:
-    """A DEALER that sends whatever it likes."""
+    """Opens a DEALER socket, for arbitrary messages."""
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
     peer.linger = 0
@@ -181,7 +181,7 @@ def raw_peer(address: str) -> Iterator[zmq.Socket[bytes]]:
 
 @contextmanager
 def server_process(address: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves `Served`, and its address. Killed at the end, if it still lives."""
+    """Starts a process that serves `Served`, and returns it with its address. It is killed when the context ends."""
     child = Path(__file__).with_name("rpc_server_child.py")
     process = subprocess.Popen(
         [sys.executable, str(child), address, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -202,7 +202,7 @@ def resident_bytes(process: int) -> int:
 
 
 class FrameProxy:
-    """Stands between clients and a server, message by message: drops, duplicates and holds back, by chance."""
+    """A proxy between clients and a server that randomly drops, duplicates and delays messages."""
 
     def __init__(self, address: str, seed: int, drop: float, repeat: float, hold: float) -> None:
         self._random, self._chances = random.Random(seed), (drop, repeat, hold)

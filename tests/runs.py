@@ -1,4 +1,4 @@
-"""Runs for tests: `satrap run` as a process, watched from outside, and what it must leave behind."""
+"""Runs for tests: starts `satrap run` as a process, watches it, and checks that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ JOB = Path(__file__).with_name("run_job.py")
 SATRAP = Path(sys.executable).with_name("satrap")
 
 
-def changed_job(folder: Path, *changes: tuple[str, str]) -> Path:
-    """The job with some of its text replaced, in the folder."""
+def write_changed_job(folder: Path, *changes: tuple[str, str]) -> Path:
+    """Writes the job, with some of its text replaced, into the folder and returns its path."""
     text = JOB.read_text()
     for before, after in changes:
         assert before in text, f"{JOB.name} has no {before!r} any more"
@@ -31,10 +31,10 @@ def changed_job(folder: Path, *changes: tuple[str, str]) -> Path:
 
 
 @contextmanager
-def started(
+def start_run(
     folder: Path, script: Path, *options: str, arguments: tuple[str, ...] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run in the folder, its rows in the folder, too. Killed if the test leaves it."""
+    """Starts a run whose directory and rows are in the folder. It is killed when the context ends."""
     (folder / "memory").mkdir(exist_ok=True)
     command = [str(SATRAP), "run", str(script), "--folder", str(folder / "run"), "--memory", str(folder / "memory")]
     process = subprocess.Popen(
@@ -47,65 +47,67 @@ def started(
         process.communicate()
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
     return process.returncode, out, err
 
 
-def until(what: Callable[[], object], of: subprocess.Popen[str] | None = None) -> None:
-    """Returns once it is so."""
+def wait_until(condition: Callable[[], object], run: subprocess.Popen[str] | None = None) -> None:
+    """Waits until the condition holds, while the run is alive."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not what():
-        assert time.monotonic() < deadline, "it took too long"
-        assert of is None or of.poll() is None, finished(of)
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not hold in time"
+        assert run is None or run.poll() is None, wait_for_exit(run)
         time.sleep(0.01)
 
 
-def scale(folder: Path, servers: int) -> None:
+def request_scale(folder: Path, servers: int) -> None:
     command = [str(SATRAP), "scale", "--servers", str(servers), "--folder", str(folder / "run")]
-    assert "asked for" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "requested" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def scaled(folder: Path, run: subprocess.Popen[str], servers: int) -> None:
-    """Returns once it has as many."""
-    scale(folder, servers)
-    said(run, f"buckets are moved: {servers} server")
+def scale_to(folder: Path, run: subprocess.Popen[str], servers: int) -> None:
+    """Requests this number of servers and waits until the run has them."""
+    request_scale(folder, servers)
+    wait_for_output(run, f"buckets moved: the run has {servers} server")
 
 
-def said(run: subprocess.Popen[str], text: str) -> None:
-    """Returns once it has said so."""
+def wait_for_output(run: subprocess.Popen[str], text: str) -> None:
+    """Waits until a line of the run's standard error contains the text."""
     assert run.stderr is not None
-    late = threading.Timer(DEADLINE_SECONDS, run.kill)
-    late.start()
+    timer = threading.Timer(DEADLINE_SECONDS, run.kill)
+    timer.start()
     try:
         while text not in (line := run.stderr.readline()):
-            assert line, f"{text!r} was not said; {finished(run)}"
+            assert line, f"{text!r} was not printed; {wait_for_exit(run)}"
     finally:
-        late.cancel()
-        late.join()
+        timer.cancel()
+        timer.join()
 
 
-def is_left(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
 
 
-def nothing_is_left(folder: Path, pids: list[int]) -> None:
-    until(lambda: not any(map(is_left, pids)))
+def assert_nothing_is_left(folder: Path, pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)))
     assert not list((folder / "memory").iterdir()), "rows in shared memory"
-    assert not list((folder / "run").glob("meeting*"))
+    assert not list((folder / "run").glob("rendezvous*"))
     name = json.loads((folder / "run" / "run.json").read_text())["name"]
     assert not (Path(tempfile.gettempdir()) / f"satrap-{name}").exists(), "the run's sockets"
 
 
 def num_checkpoints(folder: Path) -> int:
-    """How many were ever saved."""
+    """Returns the number of checkpoints that were ever saved."""
     names = sorted(each.name for each in (folder / "checkpoints").glob("[0-9]*-step-*"))
     return int(names[-1].partition("-")[0]) if names else 0
 
 
-def same(folder: Path, wanted: dict[str, np.ndarray]) -> None:
-    with np.load(folder / "end.npz") as found:
-        assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in wanted)
+def assert_same_result(folder: Path, expected: dict[str, np.ndarray]) -> None:
+    with np.load(folder / "end.npz") as result:
+        assert result.keys() == expected.keys() and all(
+            np.array_equal(result[name], expected[name]) for name in expected
+        )

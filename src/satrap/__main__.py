@@ -1,4 +1,4 @@
-"""`python -m satrap`: the command `satrap`, for where only the interpreter is known."""
+"""`python -m satrap`: the command `satrap` where only the interpreter is known."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Where this process stands in a run that `satrap run` started: what it was told, so that its script need not say it.
+"""The context of a process that `satrap run` started: its rank, and the addresses that its script leaves out.
 
-A script is the same alone and on a cluster. Alone there is no place; in a run, what the script leaves out (servers,
-workers, keys) is the run's. Values only; who starts a trainer sets them before its script begins.
+A script is the same alone and on a cluster. Alone there is no context; in a run, the script uses the run's servers,
+workers and keys unless it names its own. Values only; the trainer's main program sets them before the script starts.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,34 +13,34 @@ from satrap.config.validation import check_integer, known_keys, set_field
 from satrap.errors import ConfigError
 
 MOST_LAUNCHES = 2**16 - 2
-"""Each has 2^16 attempts of its own (`satrap.worker.server_group`), which are 32-bit numbers."""
+"""Each launch has 2^16 attempts (`satrap.worker.server_group`), which are 32-bit numbers."""
 PATIENCE = timedelta(days=7)
-"""With what takes one trainer longer than the others; torch's own is half an hour."""
+"""Timeout of a collective in which one trainer may take much longer than the others. torch's own is half an hour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """A trainer's place in its run."""
+    """The context of one trainer."""
 
     rank: int
     world: int
-    """How many trainers there are."""
+    """Number of trainers."""
     launch: int
-    """How often the trainers were started, this time included."""
+    """Number of times that the trainers were launched, including this one."""
     servers: tuple[str, ...]
-    """Their addresses, in order."""
+    """Addresses of the servers, in order."""
     first_launch: int = 1
-    """Of this run: a later one goes on from a checkpoint, if there is one."""
+    """The first launch of this run. A later one resumes a checkpoint, if there is one."""
     workers: tuple[str, ...] = ()
-    """Those of the embedding workers; none: each trainer is its own."""
+    """Addresses of the embedding workers; if empty, each trainer is its own worker."""
     is_copy: bool = False
-    """It runs in a copy of its folder, which goes away with the run."""
+    """Whether the script runs in a copy of its directory, which is deleted after the run."""
     keys: str | None = None
-    """The client's key file."""
-    meeting: str | None = None
-    """Where several trainers find each other, as torch.distributed writes it: "tcp://host:port", "file:///path"."""
+    """Path of the client's key file."""
+    rendezvous: str | None = None
+    """URL at which several trainers find each other, as in torch.distributed: "tcp://host:port", "file:///path"."""
     num_threads: int | None = None
-    """Of torch; None: as torch chooses."""
+    """Threads of torch; None: torch's default."""
 
     def __post_init__(self) -> None:
         check_integer("RunContext", "world", self.world, 1, 2**32 - 1)
@@ -50,17 +50,17 @@ class RunContext:
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not self.servers:
-            raise ConfigError("RunContext: servers is empty; wanted at least one address")
-        if self.world > 1 and self.meeting is None:
-            raise ConfigError(f"RunContext: {self.world} trainers and no meeting; wanted where they find each other")
+            raise ConfigError("RunContext: servers is empty; expected at least one address")
+        if self.world > 1 and self.rendezvous is None:
+            raise ConfigError(f"RunContext: {self.world} trainers need a rendezvous, and there is none; give its URL")
 
     def to_dict(self) -> dict[str, Any]:
-        """This place as plain JSON types."""
+        """Returns the context as plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The place that `to_dict` wrote."""
+        """Returns the context that `to_dict` wrote."""
         return cls(**known_keys(cls, "RunContext", data))
 
 
@@ -69,23 +69,23 @@ _before_end: list[Callable[[], None]] = []
 
 
 def current() -> RunContext | None:
-    """This process's place; None if it was not started by a run."""
+    """Returns this process's context; None if `satrap run` did not start it."""
     return _here
 
 
-def enter(place: RunContext) -> None:
-    """This process stands there from now on."""
+def enter(context: RunContext) -> None:
+    """Sets this process's context."""
     global _here
-    _here = place
+    _here = context
 
 
-def before_end(work: Callable[[], None]) -> None:
-    """Have it done when the script is over; whoever is in no run ends without."""
+def before_end(hook: Callable[[], None]) -> None:
+    """Registers a hook to run after the script. Without a run, does nothing."""
     if _here is not None:
-        _before_end.append(work)
+        _before_end.append(hook)
 
 
 def end() -> None:
-    """The script is over."""
-    for work in _before_end:
-        work()
+    """Runs the hooks. Called when the script has ended."""
+    for hook in _before_end:
+        hook()

@@ -18,7 +18,7 @@ import pytest
 from cluster import DEADLINE_SECONDS, Killable, batch, contents, one_table, remote, serving
 from disk import small_disk
 from loop import batches, bits, loss_of, running
-from runs import JOB, finished, started
+from runs import JOB, start_run, wait_for_exit
 from satrap import Checkpoint, _core
 from satrap.errors import SharedMemoryError, SnapshotError
 from satrap.worker.local_rows import LocalWorker
@@ -37,14 +37,14 @@ def test_a_full_disk_for_logs_ends_no_run(tmp_path: Path) -> None:
     said.touch()
     with small_disk(tmp_path / "disk", MEGABYTE) as disk:
         (tmp_path / "run").symlink_to(disk.path)
-        with started(tmp_path, job) as run:
+        with start_run(tmp_path, job) as run:
             assert run.stderr is not None and run.stdout is not None
             assert len(run.stdout.readline()) > 4 * MEGABYTE, "the line is shown all the same"
             while "trainer-0.log cannot be written (No space left" not in run.stderr.readline():
                 assert run.poll() is None
             disk.grow(2 * MEGABYTE)
             said.unlink()
-            status, out, err = finished(run)
+            status, out, err = wait_for_exit(run)
         assert (status, out) == (0, "the end\n"), err
         log = (disk.path / "logs" / "trainer-0.log").read_text()
         assert re.search(r"up to \d+ bytes are missing here: they could not be written\nthe end\n$", log)
@@ -54,9 +54,9 @@ def test_a_run_that_cannot_be_recorded_does_not_start(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTE) as disk:
         (tmp_path / "run").symlink_to(disk.path)
         disk.fill(leaving=0)
-        with started(tmp_path, JOB) as run:
-            status, _, err = finished(run)
-    assert status == 1 and "run.json cannot be written (No space left on device), and no launch begins" in err
+        with start_run(tmp_path, JOB) as run:
+            status, _, err = wait_for_exit(run)
+    assert status == 1 and "run.json cannot be written (No space left on device), and no launch can start" in err
 
 
 @pytest.mark.parametrize("full_every", [1, 3])

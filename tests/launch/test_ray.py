@@ -1,8 +1,8 @@
-"""`satrap run --cluster ray`: the run of one machine, placed by Ray on two nodes; whoever is killed, a whole node, too,
-it ends in the bits of one machine, and leaves nothing.
+"""`satrap run --cluster ray`: a run that Ray places on two nodes. It ends with the bits of a run on one machine when
+processes or a whole node are killed, and leaves nothing behind.
 
-The nodes are a Ray cluster's on this machine, so they share its memory and files; who is where is told by the nodes'
-ids. One Ray serves all tests but those that ask `satrap run` to start one.
+Both nodes are on this machine, so they share its memory and files, and node ids tell where a process is. One Ray serves
+all tests except those that have `satrap run` start a private one.
 """
 
 from __future__ import annotations
@@ -19,25 +19,42 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runs import JOB, SATRAP, changed_job, finished, is_left, num_checkpoints, said, same, scale, scaled, started, until
+from runs import (
+    JOB,
+    SATRAP,
+    assert_same_result,
+    is_running,
+    num_checkpoints,
+    request_scale,
+    scale_to,
+    start_run,
+    wait_for_exit,
+    wait_for_output,
+    wait_until,
+    write_changed_job,
+)
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ray>=2.52'", allow_module_level=True)
 
 SIZES = ("--servers", "2", "--trainers", "2")
-ON_HEAD = ("--trainer-gpus", "1")  # which the other node has none of
+ON_HEAD = ("--trainer-gpus", "1")  # the other node has no GPUs
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes. Only the first has what Ray takes for GPUs."""
+    """A Ray cluster of two nodes. Only the first one claims to have GPUs."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    quick = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}  # to see that a node is gone
-    how: dict[str, Any] = {"object_store_memory": 100 << 20, "include_dashboard": False, "_system_config": quick}
+    health_checks = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}  # to notice a lost node
+    node_options: dict[str, Any] = {
+        "object_store_memory": 100 << 20,
+        "include_dashboard": False,
+        "_system_config": health_checks,
+    }
     try:
-        cluster.add_node(num_cpus=4, num_gpus=2, **how)
+        cluster.add_node(num_cpus=4, num_gpus=2, **node_options)
         cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20)
         yield cluster
     finally:
@@ -46,16 +63,16 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def one_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """What the job ends in without Ray."""
+    """The result of the job without Ray."""
     folder = tmp_path_factory.mktemp("one_machine")
-    with started(folder, JOB, *SIZES, arguments=(str(folder), "100")) as run:
-        status, _, err = finished(run)
+    with start_run(folder, JOB, *SIZES, arguments=(str(folder), "100")) as run:
+        status, _, err = wait_for_exit(run)
     assert status == 0, err
-    with np.load(folder / "end.npz") as found:
-        return dict(found)
+    with np.load(folder / "end.npz") as results:
+        return dict(results)
 
 
-def on(cluster: Any, *options: str) -> tuple[str, ...]:
+def on_cluster(cluster: Any, *options: str) -> tuple[str, ...]:
     return ("--cluster", "ray", "--address", cluster.address, *options)
 
 
@@ -66,8 +83,8 @@ def name_of(folder: Path) -> str:
 
 
 def children(folder: Path) -> dict[str, int]:
-    """The processes of the run by name, wherever they are."""
-    found = {}
+    """Returns the process ids of the run by name, on all nodes."""
+    pids = {}
     for each in Path("/proc").glob("[0-9]*"):
         try:
             words = (each / "cmdline").read_bytes().decode().split("\0")
@@ -76,10 +93,10 @@ def children(folder: Path) -> dict[str, int]:
         if "--die-with" not in words or f"satrap-{name_of(folder)}-" not in " ".join(words):
             continue
         if "trainer" in words:
-            found[f"trainer {json.loads(words[words.index('--place') + 1])['rank']}"] = int(each.name)
+            pids[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(each.name)
         elif "--shared" in words:
-            found[f"server {words[words.index('--shared') + 1][-1]}"] = int(each.name)
-    return found
+            pids[f"server {words[words.index('--shared') + 1][-1]}"] = int(each.name)
+    return pids
 
 
 def servers_of(folder: Path) -> set[str]:
@@ -90,19 +107,19 @@ def actor_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def nothing_of_it_is_left(folder: Path, pids: list[int]) -> None:
-    until(lambda: not any(map(is_left, pids)))
+def assert_nothing_is_left(folder: Path, pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)))
     assert not list((folder / "memory").iterdir()), "rows and keys"
     assert not list((folder / "run").glob("*.key"))
 
 
-def test_whoever_is_killed_it_ends_in_the_bits_of_one_machine(
+def test_a_run_with_killed_processes_ends_with_the_bits_of_one_machine(
     tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
 ) -> None:
-    # Ray reserves places at once, and takes far longer than two seconds to start six processes there.
-    options = (*SIZES, "--workers", "1", "--placement-seconds", "2", *on(cluster))
-    with started(tmp_path, JOB, *options, arguments=(str(tmp_path), "100")) as run:
-        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+    # Ray reserves the bundles at once, but takes far longer than two seconds to start six processes in them.
+    options = (*SIZES, "--workers", "1", "--placement-seconds", "2", *on_cluster(cluster))
+    with start_run(tmp_path, JOB, *options, arguments=(str(tmp_path), "100")) as run:
+        wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
         keys = list((tmp_path / "memory").glob("*.keys/*.key"))
         assert len(keys) == 6 and all(key.stat().st_mode & 0o777 == 0o600 for key in keys)
         pids = children(tmp_path)
@@ -111,15 +128,17 @@ def test_whoever_is_killed_it_ends_in_the_bits_of_one_machine(
         assert {node for node in nodes for words in servers if node[:12] in words} == nodes, "servers are spread"
         os.kill(pids["server 0"], signal.SIGKILL)
         os.kill(actor_of(pids["server 1"]), signal.SIGKILL)
-        until(lambda: num_checkpoints(tmp_path) >= 3, run)
+        wait_until(lambda: num_checkpoints(tmp_path) >= 3, run)
         os.kill(pids["trainer 1"], signal.SIGKILL)
-        status, out, err = finished(run)
+        status, out, err = wait_for_exit(run)
     assert status == 0, err
-    assert out == "began\nresumed\n", "the first trainer's lines"
-    assert "server 0 was ended by signal 9: it is started again" in err and "server 1: its actor is gone" in err
-    assert "launch 2: 2 trainers" in err and "launch 3" not in err, "servers that find their rows end no launch"
-    same(tmp_path, one_machine)
-    nothing_of_it_is_left(tmp_path, list(pids.values()))
+    assert out == "began\nresumed\n", "the first trainer's output"
+    assert "server 0 was killed by signal 9; restarting it" in err and "server 1: its Ray actor died" in err
+    assert "launch 2: starting 2 trainers" in err and "launch 3" not in err, (
+        "servers that find their rows do not end a launch"
+    )
+    assert_same_result(tmp_path, one_machine)
+    assert_nothing_is_left(tmp_path, list(pids.values()))
     secrets = [
         each for log in (tmp_path / "run/logs").iterdir() for each in ("secret", "public") if each in log.read_text()
     ]
@@ -127,129 +146,129 @@ def test_whoever_is_killed_it_ends_in_the_bits_of_one_machine(
 
 
 def test_servers_join_and_leave(tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]) -> None:
-    """Two of them take all that the nodes have beside the trainers; so a third is refused, while training goes on, and
-    one that comes after one has left has its place."""
+    """Two servers take all CPUs that the trainers leave. So a third one is refused, while training continues, and a
+    server that joins after one has left gets its bundle."""
     (tmp_path / "job").mkdir()
     holds = ('"hold"', 'f"hold-{embeddings.step}"')
-    script = changed_job(tmp_path / "job", ("step == 30", "step in (20, 35)"), holds)
+    script = write_changed_job(tmp_path / "job", ("step == 30", "step in (20, 35)"), holds)
     for step in (20, 35):
         (tmp_path / f"hold-{step}").touch()
-    options = on(cluster, "--trainers", "2", "--server-cpus", "2", "--placement-seconds", "10")
-    with started(tmp_path, script, *options, arguments=(str(tmp_path), "100")) as run:
-        until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        scaled(tmp_path, run, 2)
-        scale(tmp_path, 3)
-        said(run, "3 servers instead of 2: asked for by satrap scale")
+    options = on_cluster(cluster, "--trainers", "2", "--server-cpus", "2", "--placement-seconds", "10")
+    with start_run(tmp_path, script, *options, arguments=(str(tmp_path), "100")) as run:
+        wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        scale_to(tmp_path, run, 2)
+        request_scale(tmp_path, 3)
+        wait_for_output(run, "scaling to 3 servers from 2: requested by satrap scale")
         (tmp_path / "hold-20").unlink()
-        until(lambda: num_checkpoints(tmp_path) >= 7, run)
-        said(run, "Ray found no place for server 2 with 2 CPU, within 10 s")
-        scaled(tmp_path, run, 1)
-        scaled(tmp_path, run, 2)
-        until(lambda: len(list((tmp_path / "memory").glob("*-server-[0-9]"))) == 2, run)
+        wait_until(lambda: num_checkpoints(tmp_path) >= 7, run)
+        wait_for_output(run, "Ray could not place server 2 with 2 CPU within 10 s")
+        scale_to(tmp_path, run, 1)
+        scale_to(tmp_path, run, 2)
+        wait_until(lambda: len(list((tmp_path / "memory").glob("*-server-[0-9]"))) == 2, run)
         pids = children(tmp_path)
         assert "server 3" in pids
         os.kill(pids["server 3"], signal.SIGKILL)
         (tmp_path / "hold-35").unlink()
-        status, out, err = finished(run)
+        status, out, err = wait_for_exit(run)
     assert (status, out) == (0, "began\n"), err
-    assert "server 3 was ended by signal 9: it is started again" in err and "no longer where it was" not in err
-    same(tmp_path, one_machine)
-    nothing_of_it_is_left(tmp_path, list(pids.values()))
+    assert "server 3 was killed by signal 9; restarting it" in err and "came back at another address" not in err
+    assert_same_result(tmp_path, one_machine)
+    assert_nothing_is_left(tmp_path, list(pids.values()))
 
 
-def test_a_node_that_is_lost_takes_its_server_and_the_run_goes_on_from_the_checkpoint(
+def test_a_run_that_loses_a_node_with_a_server_resumes_its_checkpoint(
     tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
 ) -> None:
     head, lost = cluster.head_node, next(iter(cluster.worker_nodes))
-    options = on(cluster, *ON_HEAD)
+    options = on_cluster(cluster, *ON_HEAD)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.json").write_text('{"name": "before", "launch": 4}')
     (tmp_path / "memory").mkdir()
-    (tmp_path / "memory/satrap-before-0-server-0").write_text("of a driver that was killed")
+    (tmp_path / "memory/satrap-before-0-server-0").write_text("left by a driver that was killed")
     (tmp_path / "hold").touch()
-    with started(tmp_path, JOB, *SIZES, *options, arguments=(str(tmp_path), "100")) as run:
-        until(lambda: num_checkpoints(tmp_path) >= 2, run)
+    with start_run(tmp_path, JOB, *SIZES, *options, arguments=(str(tmp_path), "100")) as run:
+        wait_until(lambda: num_checkpoints(tmp_path) >= 2, run)
         for number in (3, 1, 2):
-            scaled(tmp_path, run, number)
-        until(lambda: {"server 0", "server 3"} == servers_of(tmp_path), run)
+            scale_to(tmp_path, run, number)
+        wait_until(lambda: {"server 0", "server 3"} == servers_of(tmp_path), run)
         pids = children(tmp_path)
         on_lost = [each for each in (tmp_path / "memory").iterdir() if lost.node_id[:12] in each.name]
-        assert sorted(each.suffix for each in on_lost) == ["", ".keys"], "one server, in the place of one that left"
+        assert sorted(each.suffix for each in on_lost) == ["", ".keys"], "one server, in the bundle of one that left"
         trainers = [Path(f"/proc/{pids[name]}/environ").read_text() for name in ("trainer 0", "trainer 1")]
         assert sorted(each.partition("CUDA_VISIBLE_DEVICES=")[2][0] for each in trainers) == ["0", "1"]
         servers = [pids[name] for name in ("server 0", "server 3")]
         (server,) = (pid for pid in servers if lost.node_id[:12] in Path(f"/proc/{pid}/cmdline").read_text())
-        os.kill(actor_of(server), signal.SIGKILL)  # a machine takes all of its processes at once
+        os.kill(actor_of(server), signal.SIGKILL)  # all processes of a machine die at the same time
         cluster.remove_node(lost, allow_graceful=False)
         (tmp_path / "hold").unlink()
-        status, out, err = finished(run)
+        status, out, err = wait_for_exit(run)
     assert status == 0, err
-    assert "is no longer where it was: the trainers start again from the last checkpoint" in err
-    assert out == "began\nresumed\n" and "launch 6: 2 trainers" in err
+    assert "came back at another address; restarting the trainers from the last checkpoint" in err
+    assert out == "began\nresumed\n" and "launch 6: starting 2 trainers" in err
     assert len(cluster.list_all_nodes()) == 1 and cluster.head_node == head
-    same(tmp_path, one_machine)
-    nothing_of_it_is_left(tmp_path, list(pids.values()))
+    assert_same_result(tmp_path, one_machine)
+    assert_nothing_is_left(tmp_path, list(pids.values()))
 
 
 @pytest.mark.parametrize("whose", ["the cluster's", "its own"])
-def test_a_run_that_is_ended_leaves_nothing(tmp_path: Path, cluster: Any, whose: str) -> None:
-    told, killed = (tmp_path / name for name in ("told", "killed"))
-    options = on(cluster) if whose == "the cluster's" else ("--cluster", "ray")
+def test_a_stopped_run_leaves_nothing_behind(tmp_path: Path, cluster: Any, whose: str) -> None:
+    stopped, killed = (tmp_path / name for name in ("told", "killed"))
+    options = on_cluster(cluster) if whose == "the cluster's" else ("--cluster", "ray")
     number = signal.SIGINT if whose == "the cluster's" else signal.SIGTERM
-    for folder in (told, killed):
+    for folder in (stopped, killed):
         folder.mkdir()
     with (
-        started(told, JOB, *options, arguments=(str(told), "20000", "4")) as first,
-        started(killed, JOB, *options, arguments=(str(killed), "20000", "4")) as second,
+        start_run(stopped, JOB, *options, arguments=(str(stopped), "20000", "4")) as first,
+        start_run(killed, JOB, *options, arguments=(str(killed), "20000", "4")) as second,
     ):
-        until(lambda: num_checkpoints(told) >= 1, first)
-        until(lambda: num_checkpoints(killed) >= 1, second)
-        pids = processes(first, told) + processes(second, killed)
-        assert len(pids) >= 8 + 2 * (whose == "its own"), "Ray's own, too"
+        wait_until(lambda: num_checkpoints(stopped) >= 1, first)
+        wait_until(lambda: num_checkpoints(killed) >= 1, second)
+        pids = processes(first, stopped) + processes(second, killed)
+        assert len(pids) >= 8 + 2 * (whose == "its own"), "including Ray's own"
         first.send_signal(number)
         second.kill()
-        status, _, err = finished(first)
+        status, _, err = wait_for_exit(first)
     assert status == 130
-    assert f"{number.name}: the run ends" in err
-    nothing_of_it_is_left(told, pids)
+    assert f"{number.name}: stopping the run" in err
+    assert_nothing_is_left(stopped, pids)
 
 
 def processes(run: subprocess.Popen[str], folder: Path) -> list[int]:
-    """Those of the run, their actors, and of Ray what the run started."""
+    """Returns the ids of the run's processes, of their actors, and of the Ray processes that the run started."""
     pids = list(children(folder).values())
     own = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     return [*pids, *(actor_of(pid) for pid in pids), *map(int, own)]
 
 
-def test_what_the_cluster_does_not_have_is_refused(tmp_path: Path, cluster: Any) -> None:
-    options = on(cluster, "--placement-seconds", "1", "--trainer-cpus", "64", "--server-memory", "2GiB")
-    with started(tmp_path, JOB, *SIZES, *options) as run:
-        status, _, err = finished(run)
+def test_resources_that_the_cluster_lacks_are_refused(tmp_path: Path, cluster: Any) -> None:
+    options = on_cluster(cluster, "--placement-seconds", "1", "--trainer-cpus", "64", "--server-memory", "2GiB")
+    with start_run(tmp_path, JOB, *SIZES, *options) as run:
+        status, _, err = wait_for_exit(run)
     assert status == 1
-    assert "Ray found no place for 2 x server with 1 CPU, 2.0 GiB memory, 2 x trainer with 64 CPU, within 1 s" in err
+    assert "Ray could not place 2 x server with 1 CPU, 2.0 GiB memory, 2 x trainer with 64 CPU within 1 s" in err
     assert "2 GPU" in err and "Traceback" not in err
 
 
-def test_a_node_without_the_folder_for_rows(tmp_path: Path, cluster: Any) -> None:
-    with started(tmp_path, JOB, *on(cluster, "--memory", str(tmp_path / "nowhere"))) as run:
-        status, _, err = finished(run)
-    assert status == 1 and "nowhere', which cannot be written to at " in err
+def test_a_node_without_the_directory_for_rows(tmp_path: Path, cluster: Any) -> None:
+    with start_run(tmp_path, JOB, *on_cluster(cluster, "--memory", str(tmp_path / "nowhere"))) as run:
+        status, _, err = wait_for_exit(run)
+    assert status == 1 and "nowhere', which cannot be written to on node " in err
     assert "Traceback" not in err
 
 
-def test_a_place_that_is_lost_and_not_found_again_ends_the_run(tmp_path: Path, cluster: Any) -> None:
-    """With the only node that has room for the server."""
+def test_a_server_that_cannot_be_placed_again_ends_the_run(tmp_path: Path, cluster: Any) -> None:
+    """The only node with room for the server is lost."""
     node = cluster.add_node(num_cpus=6, num_gpus=0, object_store_memory=100 << 20)
-    options = on(cluster, *ON_HEAD, "--server-cpus", "5", "--placement-seconds", "5")
+    options = on_cluster(cluster, *ON_HEAD, "--server-cpus", "5", "--placement-seconds", "5")
     (tmp_path / "hold").touch()
-    with started(tmp_path, JOB, *options, arguments=(str(tmp_path), "100")) as run:
-        until(lambda: num_checkpoints(tmp_path) >= 1, run)
+    with start_run(tmp_path, JOB, *options, arguments=(str(tmp_path), "100")) as run:
+        wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
         pids = children(tmp_path)
         os.kill(actor_of(pids["server 0"]), signal.SIGKILL)
         cluster.remove_node(node, allow_graceful=False)
-        status, _, err = finished(run)
-    assert status == 1 and "Ray found no place for server 0 with 5 CPU, within 5 s" in err, err
-    nothing_of_it_is_left(tmp_path, list(pids.values()))
+        status, _, err = wait_for_exit(run)
+    assert status == 1 and "Ray could not place server 0 with 5 CPU within 5 s" in err, err
+    assert_nothing_is_left(tmp_path, list(pids.values()))
 
 
 @pytest.mark.parametrize(
@@ -257,11 +276,14 @@ def test_a_place_that_is_lost_and_not_found_again_ends_the_run(tmp_path: Path, c
     [
         (["--server-cpus", "4"], "--server-cpus requires --cluster ray"),
         (["--address", "auto"], "--address requires --cluster ray"),
-        (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; wanted a whole number of bytes, KiB"),
+        (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; expected a whole number of bytes, KiB"),
         (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; wanted"),
-        (["--cluster", "ray", "--address", "ray://127.0.0.1:1"], "wanted host:port of the cluster's head, or auto"),
+        (
+            ["--cluster", "ray", "--address", "ray://127.0.0.1:1"],
+            "expected host:port of the cluster's head node, or auto",
+        ),
         (["--cluster", "ray", "--address", "127.0.0.1:1"], "'127.0.0.1:1', where no Ray answers"),
-        (["--cluster", "ray", "--placement-seconds", "0"], "placement-seconds is 0.0; wanted more"),
+        (["--cluster", "ray", "--placement-seconds", "0"], "placement-seconds is 0.0; expected more"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, options: list[str], message: str) -> None:

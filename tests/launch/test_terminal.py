@@ -1,4 +1,4 @@
-"""What a run shows reaches whoever reads it, however slowly; what does not is counted."""
+"""The terminal output of a run reaches a slow reader; output that is not read is counted."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ TEXT = bytes(range(256)) * 4096
 
 
 class Reader:
-    """Of a pipe, a little at a time, until everybody who writes has closed it."""
+    """Reads a pipe in small pieces, until all writers have closed it."""
 
     def __init__(self) -> None:
-        self.found = b""
-        self._own, fd = os.pipe()
+        self.received = b""
+        self._read_fd, fd = os.pipe()
         self.stream = os.fdopen(fd, "w")
         self._thread = threading.Thread(target=self._read)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._thread.start()
 
-    def all(self) -> bytes:
+    def read_all(self) -> bytes:
         self.stream.close()
         self._thread.join()
-        os.close(self._own)
-        return self.found
+        os.close(self._read_fd)
+        return self.received
 
     def _read(self) -> None:
-        while more := os.read(self._own, 1000):
-            self.found += more
+        while more := os.read(self._read_fd, 1000):
+            self.received += more
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_all_that_is_read_is_shown(blocking: bool) -> None:
+def test_everything_is_written_to_a_slow_reader(blocking: bool) -> None:
     reader = Reader()
     os.set_blocking(reader.stream.fileno(), blocking)
     terminal = Terminal(reader.stream)
-    reader.begin()
+    reader.start()
     terminal.write(TEXT)
     assert terminal.close() == 0
-    assert reader.all() == TEXT
+    assert reader.read_all() == TEXT
 
 
-def test_what_is_not_read_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is shown yet to whoever reads while this process is there."""
+def test_unread_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes later, while the process exists, still gets them."""
     monkeypatch.setattr("satrap.launch.terminal._STALL_SECONDS", 0.1)
     reader = Reader()
     terminal = Terminal(reader.stream)
     terminal.write(TEXT)
     left = terminal.close()
-    assert 0 < left < len(TEXT), "a part is in the pipe"
-    reader.begin()
+    assert 0 < left < len(TEXT), "the pipe holds a part"
+    reader.start()
     monkeypatch.setattr("satrap.launch.terminal._STALL_SECONDS", 5.0)
     assert terminal.close() == 0
-    assert reader.all() == TEXT
+    assert reader.read_all() == TEXT
 
 
-def test_what_finds_no_room_is_counted() -> None:
+def test_bytes_that_do_not_fit_on_the_disk_are_counted() -> None:
     with Path("/dev/full").open("w") as stream:
         terminal = Terminal(stream)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a live server makes of peers that send anything, or too much, or never read: it stays up, and within bounds."""
+"""Peers that send garbage, send too much or never read: a live server stays up and within its limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from satrap.rpc.header import Header, Kind
 
 
 def mutated(rng: random.Random) -> list[bytes]:
-    """Random frames, or a good request that is damaged somewhere."""
+    """Returns random frames, or a valid request with some damage."""
     if rng.random() < 0.2:
         return [rng.randbytes(rng.choice((0, 1, 63, 64, 65, 300))) for _ in range(rng.randrange(1, 5))]
     ids = np.arange(rng.randrange(50), dtype=np.uint64)
@@ -59,7 +59,7 @@ def mutated(rng: random.Random) -> list[bytes]:
     return frames
 
 
-def test_a_server_under_mutated_frames_answers_a_good_client_and_does_not_grow(seed: int) -> None:
+def test_a_server_that_gets_mutated_frames_serves_a_good_client_in_bounded_memory(seed: int) -> None:
     rng = random.Random(seed)
     with (
         server_process(LOOPBACK, "max_requests=64") as (process, address),
@@ -84,8 +84,8 @@ def test_a_server_under_mutated_frames_answers_a_good_client_and_does_not_grow(s
         assert process.poll() is None
 
 
-def test_a_flood_that_nobody_reads_is_bounded() -> None:
-    """Large requests whose replies are never taken: some are refused as busy, replies are dropped, memory stays."""
+def test_replies_that_are_never_read_take_bounded_memory() -> None:
+    """Large requests whose replies are never read: some are refused as busy, replies are dropped, memory is bounded."""
     with (
         server_process(LOOPBACK, "max_requests=8", f"max_bytes={4 << 20}") as (process, address),
         Client(Calls, address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client,
@@ -116,13 +116,13 @@ def small() -> Iterator[tuple[Service, Served]]:
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
-        ([b""], "a frame of 0 bytes; wanted a header of 64"),
+        ([b""], "a frame of 0 bytes; expected a header of 64"),
         ([b"x" * 64], "the peer is not Satrap"),
-        ([*request("add", 1), b"more"], "a message of 2 frames"),
-        (request("add", 1)[:1], "a message of 0 frames and 0 bytes; its header says 1 and"),
+        ([*request("add", 1), b"more"], "a message has 2 frames"),
+        (request("add", 1)[:1], "a message has 0 frames and 0 bytes; its header declares 1 and"),
         ([*request("add", 1), *[b"x"] * 500], "more than 4 frames: send fewer, larger arrays"),
         ([Header(kind=Kind.REPLY, method=0, client=1, call=1).pack()], None),
-        ([Header(kind=Kind.REQUEST, method=5, client=1, call=1, deadline_ms=9).pack()], "there is no such method here"),
+        ([Header(kind=Kind.REQUEST, method=5, client=1, call=1, deadline_ms=9).pack()], "the method is unknown here"),
     ],
 )
 def test_bad_messages_are_answered_and_counted(
@@ -143,7 +143,7 @@ def test_bad_messages_are_answered_and_counted(
     assert served.num_runs == 1
 
 
-def test_a_body_that_does_not_fit_never_reaches_the_object(small: tuple[Service, Served]) -> None:
+def test_a_body_that_does_not_match_never_reaches_the_object(small: tuple[Service, Served]) -> None:
     service, served = small
     good = request("add", 1)
     with raw_peer(service.address) as peer:
@@ -154,18 +154,18 @@ def test_a_body_that_does_not_fit_never_reaches_the_object(small: tuple[Service,
     assert served.num_runs == 0
 
 
-def test_another_protocol_of_the_same_name_is_refused_with_both_named(small: tuple[Service, Served]) -> None:
+def test_a_different_protocol_of_the_same_name_is_refused(small: tuple[Service, Served]) -> None:
     class Calls(Protocol):
         def add(self, amount: float) -> int: ...
 
     service, _ = small
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS) as client:
-        with pytest.raises(RuntimeError, match="there is no such method here, which serves Calls: another") as e:
+        with pytest.raises(RuntimeError, match="the method is unknown here; this server serves Calls: check") as e:
             client.call.add(1.0)
         assert "raised by Calls.add" in e.value.__notes__[0]
 
 
-def test_a_frame_beyond_the_limit_cuts_the_connection_only(small: tuple[Service, Served]) -> None:
+def test_a_frame_beyond_the_limit_closes_only_its_connection(small: tuple[Service, Served]) -> None:
     service, _ = small
     with Client(Calls, service.address, retry_seconds=0.1) as client:
         with pytest.raises(DeadlineError):
@@ -181,7 +181,7 @@ def test_a_peer_that_does_not_speak_zeromq(small: tuple[Service, Served]) -> Non
         assert client.within(DEADLINE_SECONDS).add(1) == 1
 
 
-def test_a_busy_server_is_asked_again_until_it_has_room(small: tuple[Service, Served]) -> None:
+def test_a_call_is_retried_until_a_busy_server_has_room(small: tuple[Service, Served]) -> None:
     service, served = small
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=DEADLINE_SECONDS) as client:
         filling = [client.begin("wait", number) for number in range(3)]
@@ -196,7 +196,7 @@ def test_a_busy_server_is_asked_again_until_it_has_room(small: tuple[Service, Se
         assert [each.result() for each in filling] == [0, 1, 2]
 
 
-def test_a_peer_that_never_reads_loses_its_replies_and_holds_nobody_up(small: tuple[Service, Served]) -> None:
+def test_a_peer_that_never_reads_loses_its_replies_and_delays_no_other(small: tuple[Service, Served]) -> None:
     service, _ = small
     context = zmq.Context()
     deaf = context.socket(zmq.DEALER)
@@ -213,7 +213,7 @@ def test_a_peer_that_never_reads_loses_its_replies_and_holds_nobody_up(small: tu
     context.term()
 
 
-def test_a_reply_to_a_peer_that_is_gone_is_dropped(small: tuple[Service, Served]) -> None:
+def test_a_reply_to_a_disconnected_peer_is_dropped(small: tuple[Service, Served]) -> None:
     service, served = small
     with raw_peer(service.address) as peer:
         peer.send_multipart(request("wait", 1))

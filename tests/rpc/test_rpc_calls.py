@@ -1,4 +1,4 @@
-"""Calls of a live service: values, errors, deadlines, duplicates, Futures, threads, forks, and how it ends."""
+"""Calls of a live service: values, errors, deadlines, duplicates, Futures, threads, forks and shutdown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from satrap.rpc.header import Header, Kind
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Client[Calls]]:
-    """A client of a service that lives as long as the file's tests."""
+    """A client of a service that all tests of this file share."""
     with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address, deadline=60) as client:
         yield client
 
@@ -49,7 +49,7 @@ def shared() -> Iterator[Client[Calls]]:
     st.tuples(INTS, REALS, st.booleans(), st.text(), st.none() | st.text(), st.none() | st.lists(INTS, max_size=3)),
     st.none() | st.dictionaries(st.text(), JSON, max_size=3),
 )
-def test_every_type_goes_there_and_back(
+def test_every_type_makes_a_round_trip(
     shared: Client[Calls], origin: Origin, some: Any, more: Any, plain: Any, options: Any
 ) -> None:
     fields, *values, back = shared.call.echo(origin, *some, *more, *plain, options=options)
@@ -65,7 +65,7 @@ def test_a_client_interrupted_while_it_connects_can_be_closed(monkeypatch: pytes
     with Service(Served(), Calls, ANYWHERE) as service:
         client = Client(Calls, service.address)
         monkeypatch.setattr("satrap.rpc.channel.is_unix", interrupted)
-        with pytest.raises(KeyboardInterrupt) as caught:  # whose frames hold what was half made
+        with pytest.raises(KeyboardInterrupt) as caught:  # its frames refer to the half-created client
             client.call.nothing()
         closing = threading.Thread(target=client.close, daemon=True)
         closing.start()
@@ -81,7 +81,7 @@ def test_large_arrays_are_read_only_views(shared: Client[Calls]) -> None:
         doubled[0] = 1
 
 
-def test_the_same_class_is_raised_at_the_caller(shared: Client[Calls]) -> None:
+def test_exceptions_keep_their_class_at_the_caller(shared: Client[Calls]) -> None:
     for name in sorted(name for name, value in vars(errors).items() if isinstance(value, type)):
         with pytest.raises(getattr(errors, name), match="item: id 7") as caught:
             shared.call.fail(name, "item: id 7")
@@ -93,17 +93,17 @@ def test_the_same_class_is_raised_at_the_caller(shared: Client[Calls]) -> None:
             shared.call.fail(name, "gone")
 
 
-def test_what_cannot_be_sent_is_told_here(shared: Client[Calls]) -> None:
-    with pytest.raises(InputError, match=r"Calls\.double: ids is int64 of shape \(2,\); wanted uint64\[\]"):
+def test_arguments_that_cannot_be_sent_fail_at_the_caller(shared: Client[Calls]) -> None:
+    with pytest.raises(InputError, match=r"Calls\.double: ids is int64 of shape \(2,\); expected uint64\[\]"):
         shared.call.double(np.zeros(2, np.int64))
     with pytest.raises(InputError, match="no method 'duble'; the nearest known one is 'double'"):
         shared.begin("duble")
     for seconds in (0.0, 1e9):
-        with pytest.raises(ConfigError, match=r"deadline is .*; wanted 0\.001 to 4294967 seconds"):
+        with pytest.raises(ConfigError, match=r"deadline is .*; expected 0\.001 to 4294967 seconds"):
             shared.within(seconds)
 
 
-def test_one_thread_asks_many_and_then_collects() -> None:
+def test_one_thread_starts_many_calls_and_collects_their_results() -> None:
     with (
         Service(Served(3), Calls, ANYWHERE) as one,
         Service(Served(), Calls, ANYWHERE) as two,
@@ -111,17 +111,17 @@ def test_one_thread_asks_many_and_then_collects() -> None:
         Client(Calls, two.address) as second,
     ):
         meeting = [first.begin("meet", number, deadline=DEADLINE_SECONDS) for number in range(3)]
-        asked = [second.begin("add", 1, deadline=DEADLINE_SECONDS) for _ in range(50)]
-        assert sorted(each.result() for each in reversed(asked)) == list(range(1, 51))
+        others = [second.begin("add", 1, deadline=DEADLINE_SECONDS) for _ in range(50)]
+        assert sorted(each.result() for each in reversed(others)) == list(range(1, 51))
         assert len({each.result() for each in meeting}) == 1
-        assert meeting[0].result() == meeting[1].result(), "a result can be asked for again"
+        assert meeting[0].result() == meeting[1].result(), "a result can be read again"
         assert one.counts()["arrived"] == 3
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_deadline_without_a_server_says_so() -> None:
+def test_the_error_of_a_deadline_without_a_connection() -> None:
     with Service(Served(), Calls, ANYWHERE) as service:
         address = service.address
     with Client(Calls, address) as client, pytest.raises(DeadlineError) as caught:
@@ -129,34 +129,34 @@ def test_a_deadline_without_a_server_says_so() -> None:
     assert str(caught.value).startswith(f"Calls.add at {address}: no connection within 0.2 s; is a server running")
 
 
-def test_one_that_waits_long_for_a_server_is_told_so_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.rpc.channel._NOTICE_SECONDS", 0.1)
+def test_a_long_wait_for_a_connection_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.rpc.channel._WARN_SECONDS", 0.1)
     monkeypatch.setattr("satrap.rpc.client._CONNECT_SECONDS", 0.1)
     with Service(Served(), Calls, ANYWHERE) as service:
         address = service.address
-    told = r"no connection within 0\.1 s; is a server running there, .* It is waited for until 0\.5 s are over"
+    message = r"no connection within 0\.1 s; is a server running there, .* It is waited for until 0\.5 s have passed"
     with (
         Client(Calls, address) as client,
-        pytest.warns(UserWarning, match=told) as warned,
+        pytest.warns(UserWarning, match=message) as warned,
         pytest.raises(DeadlineError, match=r"no connection within 0\.5 s"),
     ):
         client.within(0.5).add(1)
     assert len(warned) == 1
 
 
-def test_one_whose_server_went_in_the_middle_is_told_so_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.rpc.channel._NOTICE_SECONDS", 0.2)
+def test_a_connection_lost_during_a_call_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.rpc.channel._WARN_SECONDS", 0.2)
     with server_process(ANYWHERE) as (process, address), Client(Calls, address, retry_seconds=0.05) as client:
         pending = client.begin("wait", 1, deadline=3.0)
         assert not pending.wait(0.2)
         process.kill()
-        told = f"wait at {address}: there is no connection any more. Another is waited for until 3 s are over"
-        with pytest.warns(UserWarning, match=told) as warned, pytest.raises(DeadlineError, match="was a connection"):
+        message = f"wait at {address}: the connection was lost. A new one is waited for until 3 s have passed"
+        with pytest.warns(UserWarning, match=message) as warned, pytest.raises(DeadlineError, match="was a connection"):
             pending.result()
         assert len(warned) == 1
 
 
-def test_a_deadline_with_a_server_says_so() -> None:
+def test_the_error_of_a_deadline_with_a_connection() -> None:
     served = Served()
     with Service(served, Calls, ANYWHERE, num_threads=1) as service, Client(Calls, service.address) as client:
         assert client.within(DEADLINE_SECONDS).add(0) == 0
@@ -169,11 +169,11 @@ def test_a_deadline_with_a_server_says_so() -> None:
         served.go.set()
         assert running.result() == 5
         eventually(lambda: service.counts()["expired"] == 1)
-        assert served.total == 0, "nobody waited for it any more"
+        assert served.total == 0, "its deadline had passed"
 
 
-def test_a_patient_call_takes_as_long_as_the_server_works_and_no_longer() -> None:
-    """Its deadline passes many times while the server says that it runs; killed, it is silent and given up."""
+def test_a_patient_call_waits_while_the_server_reports_it_as_running() -> None:
+    """Its deadline passes many times while the server reports it as running. A killed server ends it."""
     with (
         server_process(ANYWHERE) as (process, address),
         Client(Calls, address, deadline=DEADLINE_SECONDS, retry_seconds=0.05) as client,
@@ -184,7 +184,7 @@ def test_a_patient_call_takes_as_long_as_the_server_works_and_no_longer() -> Non
         assert not working.wait(4.0) and time.monotonic() - began > 2 * 1.5
         process.kill()
         with pytest.raises(
-            DeadlineError, match=rf"wait at {address}: .*nothing was heard for 1\.5 s .*told that it runs"
+            DeadlineError, match=rf"wait at {address}: .*nothing was received for 1\.5 s .*reported as running"
         ):
             working.result()
         impatient = client.begin("wait", 1, deadline=0.2)
@@ -206,8 +206,8 @@ def test_a_patient_call_that_is_answered() -> None:
         assert served.num_runs == 1
 
 
-def test_a_server_that_comes_late_and_one_that_was_killed() -> None:
-    """The call is begun, its server is killed while it runs, and another at the same address answers it."""
+def test_a_server_that_starts_late_and_one_that_was_killed() -> None:
+    """The server is killed while the call runs, and another one at the same address answers it."""
     with (
         server_process(ANYWHERE) as (first, address),
         Client(Calls, address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client,
@@ -226,7 +226,7 @@ def test_a_server_that_comes_late_and_one_that_was_killed() -> None:
 # -- at least once -----------------------------------------------------------------------------------------------------
 
 
-def test_a_duplicate_runs_once_while_it_is_open_and_its_newest_route_is_answered() -> None:
+def test_a_duplicate_of_an_open_call_runs_once_and_is_answered_on_its_newest_route() -> None:
     served = Served()
     with (
         Service(served, Calls, ANYWHERE, num_threads=1) as service,
@@ -238,9 +238,9 @@ def test_a_duplicate_runs_once_while_it_is_open_and_its_newest_route_is_answered
         eventually(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
         for call in (1, 2, 2, 1):
             new.send_multipart(request("wait", call, client=9, call=call))
-        for call in (1, 2, 2, 1):  # whoever asks again hears that it is known
-            (told,) = map(Header.unpack, new.recv_multipart())
-            assert (told.kind, told.call) == (Kind.WORKING, call)
+        for call in (1, 2, 2, 1):  # each duplicate gets the reply "working"
+            (message,) = map(Header.unpack, new.recv_multipart())
+            assert (message.kind, message.call) == (Kind.WORKING, call)
         assert service.counts()["duplicates"] == 4
         served.go.set()
         for call in (1, 2):
@@ -250,10 +250,10 @@ def test_a_duplicate_runs_once_while_it_is_open_and_its_newest_route_is_answered
         assert not old.poll(0)
         new.send_multipart(request("wait", 1, client=9, call=1))
         assert Header.unpack(new.recv_multipart()[0]).kind == Kind.REPLY
-        assert served.num_runs == 3, "a call that was answered is not remembered"
+        assert served.num_runs == 3, "answered calls are forgotten"
 
 
-def test_a_caller_that_asks_again_gets_one_answer() -> None:
+def test_a_call_that_is_retried_gets_one_answer() -> None:
     served = Served()
     with (
         Service(served, Calls, ANYWHERE) as service,
@@ -270,11 +270,11 @@ def test_a_caller_that_asks_again_gets_one_answer() -> None:
         assert pending.result() == 3
         helper.join()
         assert served.num_runs == 1
-        for _ in range(20):  # whatever late answers there are belong to nobody
+        for _ in range(20):  # late answers are ignored
             client.call.nothing()
 
 
-def test_a_future_is_waited_for_by_no_thread() -> None:
+def test_no_thread_waits_for_a_future() -> None:
     served = Served(num_meeting=40)
     with (
         Service(served, Calls, ANYWHERE, num_threads=1) as service,
@@ -288,7 +288,7 @@ def test_a_future_is_waited_for_by_no_thread() -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "cancelled", "wrong", "done"])
-def test_futures_that_end_otherwise(how: str) -> None:
+def test_futures_that_fail(how: str) -> None:
     class Ends(Served):
         def meet(self, number: int) -> Future[int]:
             future: Future[Any] = Future()
@@ -304,8 +304,8 @@ def test_futures_that_end_otherwise(how: str) -> None:
         if how == "done":
             assert client.call.meet(1) == 4
         else:
-            wanted = {"raises": errors.CapacityError, "cancelled": RpcError, "wrong": RpcError}[how]
-            with pytest.raises(wanted, match=r"full|was cancelled|the result is 'x' \(str\); wanted int"):
+            error = {"raises": errors.CapacityError, "cancelled": RpcError, "wrong": RpcError}[how]
+            with pytest.raises(error, match=r"full|was cancelled|the result is 'x' \(str\); expected int"):
                 client.call.meet(1)
 
 
@@ -328,12 +328,12 @@ def test_many_threads_share_one_client() -> None:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(work, range(16)))
         assert served.total == 320
-        eventually(lambda: not client._channels._open)  # threads that ended leave none
+        eventually(lambda: not client._channels._open)  # the channels of ended threads are closed
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_no_call_is_overlooked(num_threads: int) -> None:
-    """Whatever order requests, ends of methods and ends of Futures come in, none waits for being sent again."""
+    """In any order of requests, ends of methods and ends of Futures, no call has to be sent again."""
     settlers = ThreadPoolExecutor(2)
 
     class Mixed(Served):
@@ -365,7 +365,7 @@ def test_a_pending_call_stays_in_its_thread(shared: Client[Calls]) -> None:
     assert pending.result() is None
 
 
-def test_a_fork_is_told_and_the_parent_goes_on() -> None:
+def test_a_fork_cannot_use_a_client_and_the_parent_continues() -> None:
     with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
         pending = client.begin("add", 1)
 
@@ -395,15 +395,15 @@ def test_a_closed_client() -> None:
             waits = pool.submit(client.call.wait, 1)
             eventually(lambda: service.counts()["running"] == 1)
             client.close()
-            with pytest.raises(RpcError, match="is closed; make another"):
+            with pytest.raises(RpcError, match="is closed; create another"):
                 waits.result()
         client.close()
-        with pytest.raises(RpcError, match="is closed; make another"):
+        with pytest.raises(RpcError, match="is closed; create another"):
             client.call.add(1)
         served.go.set()
 
 
-def test_close_finishes_what_runs_and_drops_the_rest() -> None:
+def test_close_finishes_running_calls_and_drops_the_others() -> None:
     served = Served()
     service = Service(served, Calls, ANYWHERE, num_threads=1)
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client:
@@ -418,7 +418,7 @@ def test_close_finishes_what_runs_and_drops_the_rest() -> None:
         assert (counts["replied"], counts["dropped"], served.total) == (1, 1, 0)
         again = Service(served, Calls, service.address)
         assert running.result() == 1
-        assert queued.result() == 1, "the next server does it"
+        assert queued.result() == 1, "the next server answers it"
         again.close()
         again.close()
 
@@ -434,7 +434,7 @@ def test_close_does_not_wait_for_a_future() -> None:
             pending.result()
 
 
-def test_a_method_that_does_not_end_is_told() -> None:
+def test_close_reports_a_method_that_does_not_end() -> None:
     served, before = Served(), set(threading.enumerate())
     service = Service(served, Calls, ANYWHERE, close_seconds=0.05)
     with Client(Calls, service.address) as client:
@@ -454,17 +454,17 @@ def test_an_object_that_lacks_a_method_is_refused() -> None:
         Service(Served(), Calls, ANYWHERE, num_threads=0)
 
 
-def test_limits_of_a_call_are_told() -> None:
+def test_the_limits_of_a_call() -> None:
     with (
         Service(Served(), Calls, ANYWHERE, limits=Limits(max_bytes=1000)) as service,
         Client(Calls, service.address) as client,
     ):
-        with pytest.raises(RpcError, match="a request of 8006 bytes; this server takes 1000"):
+        with pytest.raises(RpcError, match="a request has 8006 bytes; this server accepts at most 1000"):
             client.call.double(np.zeros(1000, np.uint64))
         assert client.call.double(np.zeros(100, np.uint64)).size == 100
 
 
-def test_the_sockets_are_gone_when_all_is_closed() -> None:
+def test_close_leaves_no_open_sockets() -> None:
     with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
         assert client.call.add(1) == 1
     assert client._channels._context.closed and service._context.closed

@@ -1,4 +1,4 @@
-"""Connections that bring nothing, or half a message: bounded in number and bytes, while honest clients are served."""
+"""Silent connections and incomplete messages: limited in number and bytes, while honest clients are served."""
 
 from __future__ import annotations
 
@@ -24,110 +24,110 @@ from satrap.rpc.keys import make_keys
 MB = 1 << 20
 
 
-def connections(**options: int) -> Connections:
-    return Connections(**{"most": 10, "most_silent": 4, "most_bytes": 10 * MB} | options)
+def new_connections(**options: int) -> Connections:
+    return Connections(**{"max_connections": 10, "max_silent": 4, "max_unfinished_bytes": 10 * MB} | options)
 
 
-def test_of_silent_connections_the_oldest_go() -> None:
-    these = connections()
+def test_the_oldest_silent_connections_are_closed() -> None:
+    connections = new_connections()
     for fd in range(4):
-        these.accepted(fd, 100 + fd)
-    assert these.to_end(0.0) == {}
-    these.took(0, 10)
-    these.accepted(4, 104)
-    assert these.to_end(0.1) == {} and len(these) == 5
+        connections.record_accepted(fd, 100 + fd)
+    assert connections.select_to_close(0.0) == {}
+    connections.record_message(0, 10)
+    connections.record_accepted(4, 104)
+    assert connections.select_to_close(0.1) == {} and len(connections) == 5
     for fd in (5, 6):
-        these.accepted(fd, 100 + fd)
-    assert these.to_end(0.2) == {1: 101, 2: 102} and len(these) == 5
-    these.closed(3)
-    assert these.to_end(0.3) == {} and these.file(3) is None and these.file(0) == 100
+        connections.record_accepted(fd, 100 + fd)
+    assert connections.select_to_close(0.2) == {1: 101, 2: 102} and len(connections) == 5
+    connections.record_closed(3)
+    assert connections.select_to_close(0.3) == {} and connections.inode(3) is None and connections.inode(0) == 100
 
 
-def test_where_all_have_spoken_the_newest_go() -> None:
-    these = connections(most=3)
+def test_the_newest_connections_are_closed_if_all_have_sent() -> None:
+    connections = new_connections(max_connections=3)
     for fd in range(5):
-        these.accepted(fd, fd)
-        these.took(fd, 1)
-    assert set(these.to_end(0.0)) == {3, 4}
+        connections.record_accepted(fd, fd)
+        connections.record_message(fd, 1)
+    assert set(connections.select_to_close(0.0)) == {3, 4}
 
 
 def test_overhead_and_heartbeats_do_not_add_up() -> None:
-    these = connections()
-    these.accepted(1, 1)
+    connections = new_connections()
+    connections.record_accepted(1, 1)
     for i in range(1, 10_000):
-        these.took(1, 1000)
-        these.received(1, i * 1100)
-        assert these.to_end(float(i)) == {} and not these.is_waiting()
-    assert these.unfinished_bytes == 0
+        connections.record_message(1, 1000)
+        connections.record_received(1, i * 1100)
+        assert connections.select_to_close(float(i)) == {} and not connections.is_waiting()
+    assert connections.unfinished_bytes == 0
 
 
-def test_a_message_that_stands_still_is_given_up() -> None:
-    these = connections()
-    these.accepted(1, 1)
-    these.received(1, MB)
+def test_a_stalled_message_is_dropped() -> None:
+    connections = new_connections()
+    connections.record_accepted(1, 1)
+    connections.record_received(1, MB)
     now = 0.0
     for now in np.arange(0, 9.9, 0.3):
-        assert these.is_waiting() and these.to_end(float(now)) == {}
-    these.received(1, MB + (64 << 10))  # some of it comes
+        assert connections.is_waiting() and connections.select_to_close(float(now)) == {}
+    connections.record_received(1, MB + (64 << 10))  # progress
     for now in np.arange(10, 19.5, 0.3):
-        these.received(1, MB + (64 << 10) + 100)  # heartbeats are none of it
-        assert these.to_end(float(now)) == {}
-    assert these.to_end(now + 1) == {1: 1} and not these.is_waiting()
+        connections.record_received(1, MB + (64 << 10) + 100)  # heartbeats are not progress
+        assert connections.select_to_close(float(now)) == {}
+    assert connections.select_to_close(now + 1) == {1: 1} and not connections.is_waiting()
 
 
-def test_time_in_which_nobody_looked_does_not_count() -> None:
-    these = connections()
-    these.accepted(1, 1)
-    these.received(1, MB)
-    assert these.to_end(0.0) == {} and these.to_end(1000.0) == {}
+def test_time_that_was_not_observed_does_not_count() -> None:
+    connections = new_connections()
+    connections.record_accepted(1, 1)
+    connections.record_received(1, MB)
+    assert connections.select_to_close(0.0) == {} and connections.select_to_close(1000.0) == {}
 
 
-def test_under_pressure_those_that_stand_still_go_first_and_then_the_last(seed: int) -> None:
-    these = connections(most=100, most_silent=100)
+def test_under_pressure_stalled_messages_are_dropped_first_and_then_the_last_ones(seed: int) -> None:
+    connections = new_connections(max_connections=100, max_silent=100)
     for fd in range(4):
-        these.accepted(fd, fd)
-        these.took(fd, 1)
-        these.received(fd, 2 * MB)
-        assert these.to_end(fd / 10) == {}
+        connections.record_accepted(fd, fd)
+        connections.record_message(fd, 1)
+        connections.record_received(fd, 2 * MB)
+        assert connections.select_to_close(fd / 10) == {}
     for fd in (0, 2, 3):
-        these.received(fd, 3 * MB)
-    assert these.to_end(1.2) == {1: 1}, "it stood still"
-    these.received(0, 5 * MB)
-    assert set(these.to_end(1.3)) == {3}, "the last to begin"
-    assert these.unfinished_bytes <= 10 * MB
+        connections.record_received(fd, 3 * MB)
+    assert connections.select_to_close(1.2) == {1: 1}, "it stalled"
+    connections.record_received(0, 5 * MB)
+    assert set(connections.select_to_close(1.3)) == {3}, "the last one to start"
+    assert connections.unfinished_bytes <= 10 * MB
 
 
-def test_whatever_comes_the_sum_is_bounded_and_the_first_message_ends(seed: int) -> None:
-    """Whoever began first is not ended while it goes on."""
+def test_unfinished_bytes_are_bounded_and_the_first_message_finishes(seed: int) -> None:
+    """The connection whose message started first is not closed while it makes progress."""
     rng = random.Random(seed)
     for _ in range(30):
-        these = connections(most=1000, most_silent=1000)
-        these.accepted(0, 0)
-        these.took(0, 1)
-        got = {0: 200_000}
-        these.received(0, got[0])
+        connections = new_connections(max_connections=1000, max_silent=1000)
+        connections.record_accepted(0, 0)
+        connections.record_message(0, 1)
+        sent_bytes = {0: 200_000}
+        connections.record_received(0, sent_bytes[0])
         for step in range(60):
             now = step * 0.02
             fd = rng.randrange(1, 20)
-            if these.file(fd) is None:
-                these.accepted(fd, fd)
-                got[fd] = 0
-            got[fd] += rng.randrange(2 * MB)
-            these.received(fd, got[fd])
-            got[0] += 150_000
-            these.received(0, got[0])
-            assert 0 not in these.to_end(now)
-            assert these.unfinished_bytes <= 10 * MB
+            if connections.inode(fd) is None:
+                connections.record_accepted(fd, fd)
+                sent_bytes[fd] = 0
+            sent_bytes[fd] += rng.randrange(2 * MB)
+            connections.record_received(fd, sent_bytes[fd])
+            sent_bytes[0] += 150_000
+            connections.record_received(0, sent_bytes[0])
+            assert 0 not in connections.select_to_close(now)
+            assert connections.unfinished_bytes <= 10 * MB
 
 
 # -- live ------------------------------------------------------------------------------------------------------------
 
 
-def half_sent(address: str, num_bytes: int, mechanism: bytes = b"NULL") -> socket.socket:
-    """A connection on which so many bytes of a frame have come that is longer."""
+def send_half(address: str, num_bytes: int, mechanism: bytes = b"NULL") -> socket.socket:
+    """Returns a connection that has sent so many bytes of a frame of twice that length."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     peer = socket.create_connection((host, int(port)), DEADLINE_SECONDS)
-    with suppress(OSError):  # it was ended
+    with suppress(OSError):  # the server closed it
         peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
         peer.recv(64, socket.MSG_WAITALL)
         if mechanism == b"NULL":
@@ -155,9 +155,9 @@ def peak_bytes(process: int) -> int:
 
 @pytest.mark.parametrize("secured", [False, True])
 def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) -> None:
-    """Eight strangers send 25 MB each of a frame of 50; with keys, before they have shown one."""
+    """Eight strangers send 25 MB each of a frame of 50 MB; with keys, before they are authenticated."""
     server, client = make_keys(tmp_path)
-    limit = 8 * 5 * MB if secured else 64 * MB  # before a key is shown a frame has 4 MiB at most
+    limit = 8 * 5 * MB if secured else 64 * MB  # before authentication a frame has at most 4 MiB
     options = ("files=256", *([f"keys={server}"] if secured else [f"max_partial_bytes={limit}"]))
     peers: list[socket.socket] = []
     with (
@@ -168,7 +168,7 @@ def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) 
         assert honest.call.add(1) == 1
         before = resident_bytes(process.pid)
         with ThreadPoolExecutor(8) as pool:
-            sent = [pool.submit(half_sent, address, 25 * MB, b"CURVE" if secured else b"NULL") for _ in range(8)]
+            sent = [pool.submit(send_half, address, 25 * MB, b"CURVE" if secured else b"NULL") for _ in range(8)]
             peers += [each.result() for each in sent]
         assert honest.call.add(1) == 2
         assert peak_bytes(process.pid) < before + limit + 40 * MB
@@ -177,8 +177,8 @@ def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) 
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_silent_connections_shut_nobody_out(tmp_path: Path, secured: bool) -> None:
-    """More of them than the server may have file descriptors."""
+def test_silent_connections_do_not_shut_out_others(tmp_path: Path, secured: bool) -> None:
+    """There are more of them than the server may have file descriptors."""
     server, client = make_keys(tmp_path)
     options = ("files=256", *([f"keys={server}"] if secured else []))
     peers: list[socket.socket] = []
@@ -187,11 +187,11 @@ def test_silent_connections_shut_nobody_out(tmp_path: Path, secured: bool) -> No
         for _ in range(400):
             peers.append(socket.create_connection((host, int(port)), DEADLINE_SECONDS))
         with Client(Calls, address, Keys.read(client) if secured else None) as honest:
-            assert honest.within(8.0).add(1) == 1, "sooner than a handshake is given up"
+            assert honest.within(8.0).add(1) == 1, "before the handshake timeout"
         files = f"/proc/{process.pid}/fd"
         eventually(lambda: len(os.listdir(files)) < 128)
         before = _cpu_seconds(process.pid)
-        threading.Event().wait(1.0)  # an idle server idles
+        threading.Event().wait(1.0)  # an idle server uses no CPU
         assert _cpu_seconds(process.pid) - before < 0.2
 
 
@@ -200,7 +200,7 @@ def _cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_honest_clients_that_send_more_together_than_there_may_be_are_all_served() -> None:
+def test_honest_clients_that_exceed_the_limit_together_are_all_served() -> None:
     served = Served()
     limits = Limits(max_partial_bytes=12 * MB)
     with ExitStack() as stack:
@@ -218,9 +218,9 @@ def test_honest_clients_that_send_more_together_than_there_may_be_are_all_served
             assert all(pool.map(call, clients))
 
 
-def test_a_message_that_no_server_takes_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.rpc.client._MOST_MESSAGE_BYTES", 1000)
-    words = r"arrays of 16\d\d bytes; a server takes at most 1000 together"
+def test_a_message_beyond_every_servers_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.rpc.client._MAX_MESSAGE_BYTES", 1000)
+    words = r"arrays of 16\d\d bytes; a server accepts at most 1000 bytes in one call"
     with Client(Calls, "tcp://127.0.0.1:1") as client, pytest.raises(InputError, match=words):
         client.call.double(np.zeros(200, np.uint64))
 

@@ -1,4 +1,4 @@
-"""The 64 bytes before every message: what was packed is unpacked, and nothing else is."""
+"""The 64-byte header: packed headers are unpacked, and any other bytes are refused."""
 
 import struct
 from dataclasses import replace
@@ -28,14 +28,14 @@ HEADER = Header(kind=Kind.REQUEST, method=1, client=2, call=3, num_frames=1, bod
 
 
 @given(HEADERS)
-def test_what_was_packed_is_unpacked(header: Header) -> None:
+def test_a_header_makes_a_round_trip(header: Header) -> None:
     packed = header.pack()
     assert len(packed) == HEADER_BYTES
     assert Header.unpack(packed) == header
     assert Header.unpack(memoryview(packed)).pack() == packed
 
 
-def test_the_layout_is_the_one_written_down() -> None:
+def test_the_layout_is_the_documented_one() -> None:
     origin = Origin(attempt=7, trainer=8, step=9, map_version=10)
     packed = replace(HEADER, kind=Kind.BUSY, origin=origin).pack()
     assert packed[:8] == b"STRP" + bytes([1, 4, 1, 0])
@@ -43,7 +43,7 @@ def test_the_layout_is_the_one_written_down() -> None:
     assert struct.unpack_from("<6I", packed, 40) == (5, 7, 8, 9, 10, 0)
 
 
-def test_the_kinds_and_limits_are_those_written_down() -> None:
+def test_the_kinds_and_limits_are_the_documented_ones() -> None:
     assert {int(kind): kind.name for kind in Kind} == {1: "REQUEST", 2: "REPLY", 3: "ERROR", 4: "BUSY", 5: "WORKING"}
     assert (MAX_FRAMES, MAX_DEADLINE_MS) == (2**16 - 1, 2**32 - 1)
     plain = Header(kind=Kind.REPLY, method=1, client=2, call=3)
@@ -67,45 +67,45 @@ def test_a_flipped_bit_is_refused_or_means_another_header(header: Header, bit: i
     mutated = bytearray(header.pack())
     mutated[bit // 8] ^= 1 << bit % 8
     kind, (deadline_ms,) = mutated[5], struct.unpack_from("<I", mutated, 40)
-    fixed = bit // 8 in (*range(5), *range(60, 64))  # magic and version, the reserved bytes
+    fixed = bit // 8 in (*range(5), *range(60, 64))  # magic, version and reserved bytes
     if fixed or not 1 <= kind <= 5 or (kind == Kind.REQUEST and deadline_ms == 0):
         with pytest.raises(RpcError):
             Header.unpack(bytes(mutated))
         return
-    found = Header.unpack(bytes(mutated))
-    assert found != header
-    assert found.pack() == bytes(mutated)
+    unpacked = Header.unpack(bytes(mutated))
+    assert unpacked != header
+    assert unpacked.pack() == bytes(mutated)
 
 
 @pytest.mark.parametrize(
     ("at", "value", "words"),
     [
-        (0, b"HTTP", "begins with b'HTTP'; wanted b'STRP': the peer is not Satrap"),
-        (4, b"\2", "version 2; wanted 1: run one release"),
-        (5, b"\0", r"kind 0; wanted one of 1 \(REQUEST\)"),
+        (0, b"HTTP", "starts with b'HTTP'; expected b'STRP': the peer is not Satrap"),
+        (4, b"\2", "version 2; expected 1: run one release"),
+        (5, b"\0", r"kind 0; expected one of 1 \(REQUEST\)"),
         (5, b"\6", "kind 6"),
-        (40, b"\0\0\0\0", "0 ms are left"),
-        (60, b"\1\0\0\0", "reserved bytes are 0x00000001; wanted zeros"),
+        (40, b"\0\0\0\0", "a request has 0 ms until its deadline"),
+        (60, b"\1\0\0\0", "reserved bytes 0x00000001; expected zeros"),
     ],
 )
-def test_what_is_wrong_is_told(at: int, value: bytes, words: str) -> None:
+def test_errors_name_the_wrong_field(at: int, value: bytes, words: str) -> None:
     packed = bytearray(HEADER.pack())
     packed[at : at + len(value)] = value
     with pytest.raises(RpcError, match=words):
         Header.unpack(bytes(packed))
-    with pytest.raises(RpcError, match="a frame of 63 bytes; wanted a header of 64"):
+    with pytest.raises(RpcError, match="a frame of 63 bytes; expected a header of 64"):
         Header.unpack(HEADER.pack()[:-1])
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [3], [1, 1], [2, 0]])
-def test_frames_that_are_not_those_of_the_header(sizes: list[int]) -> None:
+def test_frames_that_do_not_match_the_header(sizes: list[int]) -> None:
     HEADER.check_frames([2])
-    with pytest.raises(RpcError, match=f"{len(sizes)} frames and {sum(sizes)} bytes; its header says 1 and 2"):
+    with pytest.raises(RpcError, match=f"{len(sizes)} frames and {sum(sizes)} bytes; its header declares 1 and 2"):
         HEADER.check_frames(sizes)
 
 
 @pytest.mark.parametrize("name", ["attempt", "trainer", "step", "map_version"])
 @pytest.mark.parametrize("value", [-1, 2**32, 1.0, True, None])
-def test_an_origin_has_32_bits_of_each(name: str, value: object) -> None:
+def test_the_fields_of_an_origin_have_32_bits(name: str, value: object) -> None:
     with pytest.raises(InputError, match=f"Origin: {name} is"):
         Origin(**{name: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Key files: readable by their owner only, never replaced, refused if damaged. And the addresses that need them."""
+"""Key files: readable by their owner only, never replaced, refused if damaged. And the addresses that require them."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_each_file_holds_its_own_pair_and_the_others_public_key(tmp_path: Path) 
 @pytest.mark.parametrize("there", ["server.key", "client.key"])
 def test_no_file_is_ever_replaced(tmp_path: Path, there: str) -> None:
     (tmp_path / there).symlink_to("nowhere")
-    with pytest.raises(ConfigError, match=f"{there} is there already; name another folder"):
+    with pytest.raises(ConfigError, match=f"{there} already exists; choose another folder"):
         make_keys(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [there]
 
@@ -42,7 +42,7 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [Path(line.partition(":")[0]).name for line in out] == ["server.key", "client.key"]
     assert Keys.read(tmp_path / "client.key").role == "client"
     assert main(["keys", str(tmp_path)]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["keys", str(tmp_path / "client.key" / "x")]) == 1
     assert "cannot be written" in capsys.readouterr().err
 
@@ -51,22 +51,22 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_key_that_others_may_read(tmp_path: Path, mode: int) -> None:
     path, _ = make_keys(tmp_path)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"others may read it \\(mode {mode:o}\\); make new keys, or chmod 600"):
+    with pytest.raises(ConfigError, match=f"other users may read it \\(mode {mode:o}\\); create new keys, or chmod"):
         Keys.read(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_key_that_another_user_made(tmp_path: Path) -> None:
+def test_a_key_of_another_user(tmp_path: Path) -> None:
     path, _ = make_keys(tmp_path)
     os.chown(path, 65534, -1)
-    with pytest.raises(ConfigError, match="user 65534 made it, who has its secret; make new keys"):
+    with pytest.raises(ConfigError, match="it belongs to user 65534, who may know its secret; create new keys"):
         Keys.read(path)
 
 
 def test_a_torn_key(tmp_path: Path) -> None:
     path, _ = make_keys(tmp_path)
     whole = path.read_bytes()
-    for size in range(len(whole) - 2):  # the last two close it: "}" and the end of the line
+    for size in range(len(whole) - 2):  # the last two bytes are "}" and a newline
         path.write_bytes(whole[:size])
         with pytest.raises(ConfigError, match="not a key file, or a damaged one"):
             Keys.read(path)
@@ -83,8 +83,8 @@ def test_a_changed_field(tmp_path: Path, name: str) -> None:
             Keys.read(path)
 
 
-def test_what_is_no_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read: .*; `satrap keys FOLDER` makes keys"):
+def test_files_that_are_not_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*; create keys with `satrap keys DIR`"):
         Keys.read(tmp_path / "missing")
     with pytest.raises(ConfigError, match="cannot be read"):
         Keys.read(tmp_path)
@@ -97,9 +97,9 @@ def test_what_is_no_key(tmp_path: Path) -> None:
 
 def test_a_key_of_the_wrong_side(tmp_path: Path) -> None:
     server, client = (Keys.read(path) for path in make_keys(tmp_path))
-    with pytest.raises(ConfigError, match=r"keys of a client; wanted those of a server: read server\.key"):
+    with pytest.raises(ConfigError, match=r"keys of a client, expected those of a server; read server\.key"):
         Service(Served(), Calls, LOOPBACK, client)
-    with pytest.raises(ConfigError, match="keys of a server; wanted those of a client"):
+    with pytest.raises(ConfigError, match="keys of a server, expected those of a client"):
         Client(Calls, "tcp://127.0.0.1:5", server)
 
 
@@ -110,12 +110,12 @@ def test_a_key_of_the_wrong_side(tmp_path: Path) -> None:
     "text", ["tcp://0.0.0.0:0", "tcp://*:*", "tcp://[::]:0", "tcp://192.0.2.7:5555", LOOPBACK, "tcp://localhost:0"]
 )
 def test_tcp_without_keys_is_refused_on_loopback_too(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"without keys: .*listen at ipc:///.*`satrap keys FOLDER`.*--insecure"):
+    with pytest.raises(ConfigError, match=r"without keys: .*listen at ipc:///.*`satrap keys DIR`.*--insecure"):
         Service(Served(), Calls, text)
 
 
 @pytest.mark.parametrize("text", [LOOPBACK, "tcp://127.0.0.1:*", "tcp://localhost:0", "tcp://127.9.9.9:0", "tcp://*:0"])
-def test_tcp_without_keys_that_was_asked_for(text: str) -> None:
+def test_insecure_tcp_without_keys(text: str) -> None:
     with Service(Served(), Calls, text, insecure=True) as service:
         _, port = split_address(service.address)
         assert port > 0
@@ -123,7 +123,7 @@ def test_tcp_without_keys_that_was_asked_for(text: str) -> None:
             assert client.call.add(2) == 2
 
 
-def test_the_sixth_version_of_ip() -> None:
+def test_ipv6() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
@@ -134,15 +134,15 @@ def test_the_sixth_version_of_ip() -> None:
 
 
 @pytest.mark.parametrize("command", ["server", "worker"])
-def test_the_commands_ask_for_keys(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_require_keys(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--listen", LOOPBACK]) == 1
     assert "--insecure" in capsys.readouterr().err
     server, _ = make_keys(tmp_path)
     assert main([command, "--listen", LOOPBACK, "--insecure", "--keys", str(server)]) == 1
-    assert "there are --keys and --insecure; wanted one of the two" in capsys.readouterr().err
+    assert "both --keys and --insecure were given; expected one of them" in capsys.readouterr().err
 
 
-def test_every_address_with_keys(tmp_path: Path) -> None:
+def test_keys_work_at_every_address(tmp_path: Path) -> None:
     server, client = (Keys.read(path) for path in make_keys(tmp_path))
     with Service(Served(), Calls, "tcp://*:0", server) as service:
         host, port = split_address(service.address)
@@ -170,8 +170,8 @@ def test_every_address_with_keys(tmp_path: Path) -> None:
         "inproc://x",
     ],
 )
-def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"the address is .*; wanted .*e\.g\. tcp://10\.0\.0\.5:5555"):
+def test_invalid_addresses(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"the address is .*; expected .*e\.g\. tcp://10\.0\.0\.5:5555"):
         Service(Served(), Calls, text)
 
 
@@ -182,9 +182,9 @@ def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     for keys in (None, server):
         with (
             Service(Served(), Calls, LOOPBACK, keys, insecure=keys is None) as service,
-            pytest.raises(ConfigError, match=r"cannot be served: .*; give a free port"),
+            pytest.raises(ConfigError, match=r"cannot be served: .*; use a free port"),
         ):
             Service(Served(), Calls, service.address, keys, insecure=keys is None)
     for text in ("tcp://*:5", "tcp://127.0.0.1:0", "tcp://0.0.0.0:5", f"ipc://{tmp_path}/*"):
-        with pytest.raises(ConfigError, match="wanted that of one server"):
+        with pytest.raises(ConfigError, match="expected that of one server"):
             Client(Calls, text)

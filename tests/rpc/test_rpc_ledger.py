@@ -1,4 +1,4 @@
-"""The server's book-keeping and the caller's schedule, without a socket or a clock: against plain models."""
+"""The service's ledger and the caller's schedule against plain models, without a socket or a clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from satrap.errors import ConfigError
 from satrap.rpc.header import Header, Kind
-from satrap.rpc.ledger import Ledger, Limits, Request, Verdict
+from satrap.rpc.ledger import Admission, Ledger, Limits, Request
 from satrap.rpc.schedule import Schedule
 
 LIMITS = Limits(max_requests=4, max_bytes=100)
@@ -19,8 +19,8 @@ def header(client: int, call: int, num_bytes: int = 1, deadline_ms: int = 1000) 
     return Header(kind=Kind.REQUEST, method=0, client=client, call=call, body_bytes=num_bytes, deadline_ms=deadline_ms)
 
 
-class Books(RuleBasedStateMachine):
-    """The model keeps lists and looks everything up in them."""
+class LedgerMachine(RuleBasedStateMachine):
+    """A model of the ledger that searches plain lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,24 +39,24 @@ class Books(RuleBasedStateMachine):
         self.num_routes += 1
         self.routes[client] = route = b"%d" % self.num_routes
         name, until = (client, call), self.now + ms / 1000
-        verdict = self.ledger.arrive(header(client, call, num_bytes, ms), (), route, self.now)
+        admission = self.ledger.arrive(header(client, call, num_bytes, ms), (), route, self.now)
         if name in self.running:
-            assert verdict is Verdict.DUPLICATE
+            assert admission is Admission.DUPLICATE
         elif any(each == name for each, _, _ in self.queued):
-            assert verdict is Verdict.DUPLICATE
+            assert admission is Admission.DUPLICATE
             self.queued = [(n, b, max(u, until)) if n == name else (n, b, u) for n, b, u in self.queued]
         else:
             if self.is_full(num_bytes):
                 self.queued = [each for each in self.queued if self.now < each[2]]
-            assert verdict is (Verdict.BUSY if self.is_full(num_bytes) or self.ledger.closed else Verdict.QUEUED)
-            if verdict is Verdict.QUEUED:
+            assert admission is (Admission.BUSY if self.is_full(num_bytes) or self.ledger.closed else Admission.QUEUED)
+            if admission is Admission.QUEUED:
                 self.queued.append((name, num_bytes, until))
 
     @rule()
-    def begin(self) -> None:
+    def start_next(self) -> None:
         while self.queued and self.queued[0][2] <= self.now:
             del self.queued[0]
-        request = self.ledger.begin(self.now)
+        request = self.ledger.start_next(self.now)
         assert (request is None) == (not self.queued)
         if request is not None:
             name, num_bytes, _ = self.queued.pop(0)
@@ -71,7 +71,7 @@ class Books(RuleBasedStateMachine):
         assert self.ledger.finish(request) == self.routes[name[0]]
         assert self.ledger.finish(request) is None
         if not sent:
-            self.ledger.unsent()
+            self.ledger.record_unsent()
 
     @rule(ms=st.integers(1, 30))
     def time_passes(self, ms: int) -> None:
@@ -97,14 +97,14 @@ class Books(RuleBasedStateMachine):
         assert all(self.ledger.finish(request) is None for request, _ in self.running.values())
 
 
-TestBooks = Books.TestCase
+TestLedger = LedgerMachine.TestCase
 
 
-def test_an_expired_request_gives_its_place_to_another() -> None:
+def test_an_expired_request_makes_room_for_another() -> None:
     ledger = Ledger(Limits(max_requests=1))
-    assert ledger.arrive(header(1, 1, deadline_ms=10), (), b"a", 0.0) is Verdict.QUEUED
-    assert ledger.arrive(header(2, 1), (), b"b", 0.005) is Verdict.BUSY
-    assert ledger.arrive(header(2, 1), (), b"b", 0.010) is Verdict.QUEUED
+    assert ledger.arrive(header(1, 1, deadline_ms=10), (), b"a", 0.0) is Admission.QUEUED
+    assert ledger.arrive(header(2, 1), (), b"b", 0.005) is Admission.BUSY
+    assert ledger.arrive(header(2, 1), (), b"b", 0.010) is Admission.QUEUED
     assert ledger.counts.expired == 1
 
 
@@ -120,7 +120,7 @@ def test_limits_are_checked(name: str, value: float) -> None:
     st.floats(0.1, 20.0),
     st.floats(0.01, 5.0),
 )
-def test_a_schedule_keeps_its_promises(events: list[tuple[str, float]], deadline: float, retry: float) -> None:
+def test_a_schedule_keeps_its_invariants(events: list[tuple[str, float]], deadline: float, retry: float) -> None:
     schedule, now = Schedule(deadline=deadline, retry_seconds=retry, due=0.0), 0.0
     last_sent, refused, pauses = -1e9, False, []
     assert schedule.is_due(0.0)
@@ -128,66 +128,66 @@ def test_a_schedule_keeps_its_promises(events: list[tuple[str, float]], deadline
         if kind == "pass":
             now += schedule.wait(now) * 1.0001 if amount > 0.5 else amount
         elif kind == "busy" and schedule.num_sent:
-            schedule.busy(now, amount)
+            schedule.record_busy(now, amount)
             refused = True
             pauses.append((schedule.due - now) / (0.5 + amount))
         elif kind == "working":
-            schedule.working(now)
+            schedule.record_working(now)
         elif schedule.is_due(now):
             assert refused or now >= last_sent + retry
-            schedule.sent(now)
+            schedule.record_sent(now)
             last_sent, refused = now, False
             assert not schedule.is_due(now)
-        assert not (schedule.is_due(now) and schedule.is_over(now))
+        assert not (schedule.is_due(now) and schedule.is_expired(now))
         assert 0.0 <= schedule.wait(now) <= max(0.0, deadline - now)
-    assert schedule.is_over(now) == (now >= deadline)
+    assert schedule.is_expired(now) == (now >= deadline)
     assert pauses == pytest.approx([min(0.005 * 2**i, 0.5) for i in range(len(pauses))])
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 1.9)), max_size=40), st.floats(2.0, 20.0))
-def test_patience_ends_after_silence_and_not_before(events: list[tuple[bool, float]], patience: float) -> None:
-    """The model is the time of the last sign of life."""
-    now, heard = 0.0, 0.0
+def test_a_patient_call_ends_after_silence_and_not_before(events: list[tuple[bool, float]], patience: float) -> None:
+    """The model is the time of the last reply."""
+    now, last_reply = 0.0, 0.0
     patient = Schedule(deadline=patience, retry_seconds=1.0, due=0.0, patience=patience)
     other = Schedule(deadline=patience, retry_seconds=1.0, due=0.0)
-    for speaks, seconds in events:
+    for replies, seconds in events:
         now += seconds
         for each in (patient, other):
-            each.look(now)
-        if patient.is_over(now):
+            each.observe(now)
+        if patient.is_expired(now):
             break
-        if speaks:
-            patient.working(now)
-            other.working(now)
-            heard = now
-    assert patient.deadline == pytest.approx(heard + patience)
+        if replies:
+            patient.record_working(now)
+            other.record_working(now)
+            last_reply = now
+    assert patient.deadline == pytest.approx(last_reply + patience)
     assert other.deadline == patience
 
 
-def test_a_schedule_counts_and_its_pauses_double_up_to_half_a_second() -> None:
+def test_busy_pauses_double_up_to_half_a_second() -> None:
     schedule, pauses = Schedule(deadline=100.0, retry_seconds=1.0, due=0.0), []
     assert (schedule.num_sent, schedule.num_busy, schedule.num_working) == (0, 0, 0)
-    schedule.sent(0.0)
-    schedule.working(0.0)
+    schedule.record_sent(0.0)
+    schedule.record_working(0.0)
     for _ in range(9):
-        schedule.busy(0.0, 0.5)
+        schedule.record_busy(0.0, 0.5)
         pauses.append(schedule.due)
     assert pauses == pytest.approx([0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5])
     assert (schedule.num_sent, schedule.num_busy, schedule.num_working) == (1, 9, 1)
 
 
 @pytest.mark.parametrize(("away", "deadline"), [(2.0, 10.0), (2.25, 12.25)])
-def test_two_seconds_between_looks_are_waiting(away: float, deadline: float) -> None:
+def test_gaps_of_up_to_two_seconds_count_as_waiting(away: float, deadline: float) -> None:
     schedule = Schedule(deadline=10.0, retry_seconds=2.0, due=0.0)
-    schedule.look(1.0)
-    schedule.look(1.0 + away)
+    schedule.observe(1.0)
+    schedule.observe(1.0 + away)
     assert schedule.deadline == deadline
 
 
-def test_time_in_which_nobody_looked_does_not_count() -> None:
-    """The caller was stopped for 100 s, and its answer may be on the way."""
+def test_time_that_was_not_observed_does_not_count() -> None:
+    """The caller was suspended for 100 s, and its answer may be in flight."""
     schedule = Schedule(deadline=10.0, retry_seconds=2.0, due=0.0)
     for now in (0.0, 1.0, 2.5, 102.5):
-        schedule.look(now)
-    assert not schedule.is_over(102.5) and schedule.is_over(110.0)
+        schedule.observe(now)
+    assert not schedule.is_expired(102.5) and schedule.is_expired(110.0)
     assert schedule.wait(102.5) == 0.0 and schedule.is_due(102.5)

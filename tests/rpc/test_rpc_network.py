@@ -1,4 +1,4 @@
-"""Networks that lose, repeat, delay and listen: no call is lost, and with keys nobody else is heard or understood."""
+"""Networks that lose, repeat and delay messages or eavesdrop: no call is lost, and keys keep strangers out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MARK = b"the ids of this batch, sixty-four bytes that nobody should see!!"
 
 
 class Listener(CountingProxy):
-    """Keeps what it hears."""
+    """A proxy that records all bytes."""
 
     def __init__(self, address: str) -> None:
-        self.heard = bytearray()
+        self.recorded = bytearray()
         super().__init__(address)
 
     def note(self, direction: str, data: memoryview) -> None:
-        self.heard += data
+        self.recorded += data
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_no_call_is_lost_in_a_network_that_loses(seed: int, drop: float, repeat:
         def work(number: int) -> None:
             for step in range(15):
                 ids = np.arange(number * 100 + step, dtype=np.uint64)
-                begun = [client.begin("double", ids), client.begin("add", 1)]
-                assert np.array_equal(begun[0].result(), 2 * ids)
-                assert begun[1].result() > 0
+                pending_calls = [client.begin("double", ids), client.begin("add", 1)]
+                assert np.array_equal(pending_calls[0].result(), 2 * ids)
+                assert pending_calls[1].result() > 0
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
@@ -55,7 +55,7 @@ def test_no_call_is_lost_in_a_network_that_loses(seed: int, drop: float, repeat:
 
 
 @pytest.mark.parametrize("secured", [True, False])
-def test_what_a_listener_sees(tmp_path: Path, secured: bool) -> None:
+def test_what_an_eavesdropper_sees(tmp_path: Path, secured: bool) -> None:
     keys = [Keys.read(path) for path in make_keys(tmp_path)] if secured else [None, None]
     ids = np.frombuffer(MARK * 2000, np.uint64)
     with (
@@ -64,9 +64,9 @@ def test_what_a_listener_sees(tmp_path: Path, secured: bool) -> None:
         Client(Calls, proxy.address, keys[1], deadline=DEADLINE_SECONDS) as client,
     ):
         assert np.array_equal(client.call.double(ids), 2 * ids)
-        assert len(proxy.heard) > 2 * ids.nbytes
+        assert len(proxy.recorded) > 2 * ids.nbytes
         for secret in (MARK, (2 * ids[:8]).tobytes(), b"STRP"):
-            assert (secret in proxy.heard) == (not secured)
+            assert (secret in proxy.recorded) == (not secured)
 
 
 def test_arrays_of_all_lengths_cross_in_pieces(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_arrays_of_all_lengths_cross_in_pieces(tmp_path: Path) -> None:
             assert np.array_equal(client.call.double(ids), 2 * ids)
 
 
-def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
+def test_only_the_client_key_is_accepted(tmp_path: Path) -> None:
     server, client = (Keys.read(path) for path in make_keys(tmp_path / "ours"))
     foreign, stranger = (Keys.read(path) for path in make_keys(tmp_path / "theirs"))
     knows_the_server = Keys(role="client", secret=stranger.secret, public=stranger.public, peer=server.public)
@@ -91,7 +91,7 @@ def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
         with Client(Calls, service.address, client, deadline=DEADLINE_SECONDS) as good:
             assert good.call.add(1) == 1
             refusals = {
-                "no connection: what listens there has keys and this client has none": None,
+                "no connection: only one of the two has keys": None,
                 "no connection: the server there does not know this client's key": knows_the_server,
                 r"no connection within 0\.4 s; .*keys of the same": stranger,
                 r"no connection within 0\.4 s; .*keys of the same `satrap keys`": takes_another,
@@ -106,28 +106,28 @@ def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
         assert served.num_runs == 2
 
 
-def test_one_that_was_refused_connects_to_who_comes_instead(tmp_path: Path) -> None:
+def test_a_client_that_was_refused_connects_to_the_next_server(tmp_path: Path) -> None:
     server, key = (Keys.read(path) for path in make_keys(tmp_path))
     with Service(Served(), Calls, LOOPBACK, insecure=True) as other:
         address = other.address
         client = Client(Calls, address, key, deadline=DEADLINE_SECONDS)
-        with pytest.raises(DeadlineError, match="the other way"):
+        with pytest.raises(DeadlineError, match="only one of the two has keys"):
             client.call.add(1)
     with client, Service(Served(), Calls, address, server):
         assert client.call.add(1) == 1
 
 
-def test_a_client_with_keys_does_not_talk_to_a_server_without(tmp_path: Path) -> None:
+def test_a_client_with_keys_refuses_a_server_without(tmp_path: Path) -> None:
     _, client = (Keys.read(path) for path in make_keys(tmp_path))
     served = Served()
     with Service(served, Calls, LOOPBACK, insecure=True) as service, Client(Calls, service.address, client) as refused:
-        with pytest.raises(DeadlineError, match="no connection: what listens there has keys and this client has none"):
+        with pytest.raises(DeadlineError, match="no connection: only one of the two has keys"):
             refused.within(DEADLINE_SECONDS).add(100)
         assert served.num_runs == 0 and service.counts()["bad"] == 0
 
 
-def test_a_server_that_comes_after_what_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeroMQ gives up whoever answers so, and says nothing."""
+def test_a_server_that_replaces_another_program_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ silently abandons a peer that gives such an answer."""
     monkeypatch.setattr("satrap.rpc.channel._RECONNECT_SECONDS", 0.5)
     server, key = (Keys.read(path) for path in make_keys(tmp_path))
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,4 +1,4 @@
-"""Values as frames, and methods as numbers, without a socket: what is encoded is decoded, and nothing else is."""
+"""Values as frames and methods as numbers, without a socket: encoded values are decoded, and other frames refused."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ PLAIN: list[tuple[Any, st.SearchStrategy[Any]]] = [
 
 
 def pairs() -> st.SearchStrategy[tuple[ValueType, Any]]:
-    """A type and a value of it."""
+    """Returns a strategy for a type and a value of it."""
     plain = [st.tuples(st.just(read_type("x", annotation)), value) for annotation, value in PLAIN]
     whole = [st.tuples(st.just(ArrayType(np.dtype(dtype))), arrays(dtype)) for dtype in DTYPES + FLOATS]
     absent = st.sampled_from(DTYPES).map(lambda dtype: (ArrayType(np.dtype(dtype), optional=True), None))
@@ -48,18 +48,18 @@ def name(i: int) -> str:
 
 
 @given(st.lists(pairs(), max_size=6), st.integers(0, 7), st.integers(1, 100))
-def test_what_is_encoded_is_decoded(given: list[tuple[ValueType, Any]], shift: int, most: int) -> None:
+def test_values_make_a_round_trip(given: list[tuple[ValueType, Any]], shift: int, most: int) -> None:
     kinds, values = [kind for kind, _ in given], [value for _, value in given]
     frames = encode(kinds, values, name, InputError)
     assert len(frames) == 1 + sum(isinstance(value, np.ndarray) for value in values)
     pieces = in_pieces(frames, most)
     assert pieces[0] == frames[0] and all(len(piece) <= most for piece in pieces[1:])
     for each in (frames, pieces):
-        # A frame may lie anywhere in what was received.
+        # A frame may start anywhere in the receive buffer.
         moved = [memoryview(b" " * shift + bytes(frame))[shift:] for frame in each]
-        found = decode(kinds, moved, name)
-        assert all(map(same, found, values))
-        for value in found:
+        decoded = decode(kinds, moved, name)
+        assert all(map(same, decoded, values))
+        for value in decoded:
             assert not isinstance(value, np.ndarray) or (value.flags.aligned and not value.flags.writeable)
 
 
@@ -70,11 +70,11 @@ def test_damaged_frames_are_refused_or_mean_other_values(given: list[tuple[Value
     at = data.draw(st.integers(0, len(frames) - 1))
     frames[at] = data.draw(st.binary(max_size=90) | st.just(frames[at] + b"\0") | st.just(frames[at][:-1]))
     try:
-        found = decode(kinds, [memoryview(frame) for frame in frames], name)
+        decoded = decode(kinds, [memoryview(frame) for frame in frames], name)
     except RpcError:
         return
-    again = encode(kinds, found, name, InputError)
-    assert all(map(same, decode(kinds, again, name), found))
+    again = encode(kinds, decoded, name, InputError)
+    assert all(map(same, decode(kinds, again, name), decoded))
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,19 @@ def test_json_that_is_not_the_value(text: str) -> None:
 def test_an_arrays_size_must_be_that_of_its_frame(size: str) -> None:
     kinds = [ArrayType(np.dtype(np.uint32))]
     assert decode(kinds, [b"[2]", bytes(8)], name)[0].size == 2
-    with pytest.raises(RpcError, match=r"value 0 has (a|no) frame|found 2 frames; wanted 1"):
+    with pytest.raises(RpcError, match=r"value 0 has (a|no) frame|found 2 frames; expected 1"):
         decode(kinds, [f"[{size}]".encode(), bytes(8)], name)
 
 
-def test_frames_too_many_and_too_few_and_no_bools() -> None:
+def test_wrong_numbers_of_frames_and_invalid_bools() -> None:
     kinds: list[ValueType] = [ArrayType(np.dtype(np.bool_))]
-    with pytest.raises(RpcError, match="found 3 frames; wanted 2"):
+    with pytest.raises(RpcError, match="found 3 frames; expected 2"):
         decode(kinds, [b"[1]", b"\1", b""], name)
     with pytest.raises(RpcError, match="value 0 has no frame"):
         decode(kinds, [b"[1]"], name)
-    with pytest.raises(RpcError, match="no list of values; wanted 1"):
+    with pytest.raises(RpcError, match="no list of values; expected 1"):
         decode(kinds, [], name)
-    with pytest.raises(RpcError, match="neither 0 nor 1; wanted bool\\[\\]"):
+    with pytest.raises(RpcError, match="neither 0 nor 1; expected bool\\[\\]"):
         decode(kinds, [b"[1]", b"\2"], name)
 
 
@@ -151,18 +151,18 @@ def test_frames_too_many_and_too_few_and_no_bools() -> None:
     ],
 )
 def test_values_that_do_not_fit_are_refused_before_they_are_sent(annotation: Any, value: object) -> None:
-    with pytest.raises(InputError, match=r"value 0 is .*; wanted "):
+    with pytest.raises(InputError, match=r"value 0 is .*; expected "):
         encode([read_type("x", annotation)], [value], name, InputError)
 
 
-def test_values_that_nest_without_end_or_are_too_many() -> None:
+def test_values_that_nest_too_deeply_or_are_too_many() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(InputError, match="wanted object"):
+    with pytest.raises(InputError, match="expected object"):
         encode([read_type("x", object)], [endless], name, InputError)
     with pytest.raises(InputError, match="at most 4194304: send arrays"):
         encode([read_type("x", str)], ["x" * (5 << 20)], name, InputError)
-    with pytest.raises(RpcError, match="wanted at most 4194304"):
+    with pytest.raises(RpcError, match="expected at most 4194304"):
         decode([read_type("x", str)], [json.dumps(["x" * (5 << 20)]).encode()], name)
 
 
@@ -190,7 +190,7 @@ def test_arrays_that_are_not_contiguous_arrive_in_order() -> None:
         Callable[[], int],
     ],
 )
-def test_annotations_that_cannot_travel(annotation: Any) -> None:
+def test_annotations_that_cannot_be_encoded(annotation: Any) -> None:
     with pytest.raises(ConfigError, match=r"x: found .*"):
         read_type("x", annotation)
 
@@ -198,7 +198,7 @@ def test_annotations_that_cannot_travel(annotation: Any) -> None:
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_method_is_named_by_its_whole_signature() -> None:
+def test_a_methods_number_depends_on_its_whole_signature() -> None:
     methods = methods_of(Calls)
     assert str(methods["double"]) == "Calls.double(ids: uint64[]) -> uint64[]"
     assert str(methods["nothing"]) == "Calls.nothing() -> None"
@@ -227,23 +227,23 @@ def test_arguments_by_position_by_name_and_by_default() -> None:
     bad: list[tuple[tuple[object, ...], dict[str, object]]]
     bad = [(whole[:1], {}), ((*whole, True), {}), (whole, {"trian": True})]
     for by_place, named in bad:
-        with pytest.raises(InputError, match=r"Named\.read: .*; wanted Named\.read\(Origin, table: int,"):
+        with pytest.raises(InputError, match=r"Named\.read: .*; expected Named\.read\(Origin, table: int,"):
             method.encode_arguments(by_place, named)
-    with pytest.raises(InputError, match=r"found int first; wanted Origin"):
+    with pytest.raises(InputError, match=r"the first argument has type int; expected Origin"):
         method.encode_arguments((1, 1, ids), {})
 
 
-def test_results_that_are_not_those_annotated() -> None:
+def test_results_that_do_not_match_the_annotation() -> None:
     methods = methods_of(Calls)
-    with pytest.raises(RpcError, match=r"Calls\.nothing gave a int; wanted None"):
+    with pytest.raises(RpcError, match=r"Calls\.nothing returned type int; expected None"):
         methods["nothing"].encode_result(1)
-    with pytest.raises(RpcError, match=r"Calls\.double: the result is float64 of shape \(2,\); wanted uint64\[\]"):
+    with pytest.raises(RpcError, match=r"Calls\.double: the result is float64 of shape \(2,\); expected uint64\[\]"):
         methods["double"].encode_result(np.zeros(2))
-    with pytest.raises(RpcError, match=r"Calls\.echo gave a list; wanted a tuple of 14"):
+    with pytest.raises(RpcError, match=r"Calls\.echo returned type list; expected a tuple of 14"):
         methods["echo"].encode_result([])
 
 
-class Bare(Protocol):
+class NotAnnotated(Protocol):
     def f(self, x) -> None: ...  # type: ignore[no-untyped-def]
 
 
@@ -251,7 +251,7 @@ class NoResult(Protocol):
     def f(self, x: int): ...  # type: ignore[no-untyped-def]
 
 
-class Many(Protocol):
+class VariableArguments(Protocol):
     def f(self, *x: int) -> None: ...
 
 
@@ -263,19 +263,19 @@ class Empty(Protocol):
     def _f(self) -> None: ...
 
 
-class NoProtocol:
+class NotAProtocol:
     def f(self) -> None: ...
 
 
 @pytest.mark.parametrize(
     ("protocol", "words"),
     [
-        (Bare, "Bare.f: x has no annotation"),
+        (NotAnnotated, "NotAnnotated.f: x has no annotation"),
         (NoResult, "NoResult.f: the result has no annotation"),
-        (Many, "takes any number of arguments"),
-        (Reserved, "deadline is what callers give"),
+        (VariableArguments, "takes any number of arguments"),
+        (Reserved, "deadline is reserved for callers"),
         (Empty, "has no public method"),
-        (NoProtocol, "wanted a class derived from typing.Protocol"),
+        (NotAProtocol, "expected a class derived from typing.Protocol"),
     ],
 )
 def test_protocols_that_cannot_be_served(protocol: Any, words: str) -> None:
@@ -286,10 +286,10 @@ def test_protocols_that_cannot_be_served(protocol: Any, words: str) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_our_errors_keep_their_class_and_others_their_name() -> None:
-    found = decode_error(encode_error(CapacityError("full")), "Calls.add", "tcp://a:1")
-    assert type(found) is CapacityError and str(found) == "full"
-    assert found.__notes__ == ["raised by Calls.add at tcp://a:1"]
+def test_satrap_errors_keep_their_class_and_others_their_name() -> None:
+    decoded = decode_error(encode_error(CapacityError("full")), "Calls.add", "tcp://a:1")
+    assert type(decoded) is CapacityError and str(decoded) == "full"
+    assert decoded.__notes__ == ["raised by Calls.add at tcp://a:1"]
     assert type(decode_error(encode_error(DeadlineError("x")), "m", "a")) is DeadlineError
     other = decode_error(encode_error(KeyError("item")), "Calls.add", "tcp://a:1")
     assert type(other) is RpcError and str(other) == "Calls.add at tcp://a:1 failed with KeyError: 'item'"
@@ -301,10 +301,10 @@ def test_our_errors_keep_their_class_and_others_their_name() -> None:
     "frames", [[], [b""], [b"[]"], [b'["A", 1]'], [b'["A"]'], [b"{}"], [b"[" * 10**5], [b"x", b"y"]]
 )
 def test_errors_that_cannot_be_read(frames: list[bytes]) -> None:
-    with pytest.raises(RpcError, match="its error cannot be read"):
+    with pytest.raises(RpcError, match="its error is not readable"):
         raise decode_error(frames, "m", "a")
 
 
-def test_a_name_of_no_error_of_ours_is_not_looked_up() -> None:
+def test_an_unknown_error_name_is_not_looked_up() -> None:
     for name in ("SystemExit", "__builtins__", "__doc__", "Exception"):
         assert type(decode_error([json.dumps([name, "x"]).encode()], "m", "a")) is RpcError

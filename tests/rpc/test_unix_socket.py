@@ -1,4 +1,4 @@
-"""Unix sockets: who may reach one, who may listen, and what a server that was killed leaves behind."""
+"""Unix sockets: who may connect, who may listen, and what happens to the socket of a killed server."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a short name, unlike tmp_path, and reachable for every user; not made yet."""
+    """A path with a short name, unlike tmp_path, that every user can reach. It does not exist yet."""
     place = Path(tempfile.mkdtemp(prefix="satrap-unix-"))
     place.chmod(0o755)
     yield place / "sockets"
     shutil.rmtree(place)
 
 
-def test_the_folder_is_made_for_this_user_alone(folder: Path) -> None:
+def test_the_folder_is_created_for_this_user_alone(folder: Path) -> None:
     with Service(Served(), Calls, f"ipc://{folder}/0") as service, Client(Calls, service.address) as client:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert service.address == f"ipc://{folder}/0" and client.call.add(2) == 2
@@ -81,19 +81,19 @@ def another(folder: Path) -> None:
     [
         (mode, r"may be used by others \(mode 710, 10 too many\)"),
         (link, "is a symbolic link"),
-        (file, "is no folder"),
+        (file, "is not a folder"),
         pytest.param(another, f"belongs to user {STRANGER}, and this is user 0", marks=needs_root),
     ],
 )
-def test_folders_that_are_not_this_users_alone(folder: Path, make: Callable[[Path], None], words: str) -> None:
+def test_folders_that_are_not_private(folder: Path, make: Callable[[Path], None], words: str) -> None:
     make(folder)
     address = f"ipc://{folder}/0"
     for what in (lambda: Service(Served(), Calls, address), lambda: Client(Calls, address)):
-        with pytest.raises(ConfigError, match=f"of a Unix socket, {words}; wanted .*`mkdir -m 700`"):
+        with pytest.raises(ConfigError, match=f"of a Unix socket {words}; expected .*`mkdir -m 700`"):
             what()
 
 
-def test_a_folder_that_cannot_be_made(folder: Path) -> None:
+def test_a_folder_that_cannot_be_created(folder: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be used: No such file or directory"):
         Client(Calls, f"ipc://{folder}/deeper/0")
 
@@ -102,20 +102,20 @@ def test_names_that_are_too_long(folder: Path) -> None:
     fits = "x" * (MOST_PATH_BYTES - len(str(folder)) - 1)
     with Service(Served(), Calls, f"ipc://{folder}/{fits}") as service, Client(Calls, service.address) as client:
         assert client.call.add(2) == 2
-    with pytest.raises(ConfigError, match=rf"a path of 108 bytes; a Unix socket's has at most {MOST_PATH_BYTES}"):
+    with pytest.raises(ConfigError, match=rf"a path of 108 bytes; a Unix socket's path has at most {MOST_PATH_BYTES}"):
         Service(Served(), Calls, f"ipc://{folder}/{fits}x")
 
 
 def test_two_live_servers_at_one_path(folder: Path) -> None:
     with Service(Served(), Calls, f"ipc://{folder}/0") as service, Client(Calls, service.address) as client:
-        with pytest.raises(ConfigError, match="another server listens there; end it, or give another name"):
+        with pytest.raises(ConfigError, match="another server listens there; stop it, or choose another name"):
             Service(Served(), Calls, service.address)
         assert client.call.add(2) == 2
     with Service(Served(), Calls, service.address):
         pass
 
 
-def test_a_server_takes_over_what_a_killed_one_left(folder: Path) -> None:
+def test_a_server_replaces_the_socket_of_a_killed_one(folder: Path) -> None:
     with (
         server_process(f"ipc://{folder}/0") as (process, address),
         Client(Calls, address, deadline=DEADLINE_SECONDS) as client,
@@ -129,8 +129,8 @@ def test_a_server_takes_over_what_a_killed_one_left(folder: Path) -> None:
 
 
 @needs_root
-def test_another_user_reaches_no_socket(folder: Path) -> None:
-    """Neither calls a server there, nor takes its place, nor is called by who looks for it."""
+def test_another_user_cannot_use_the_sockets(folder: Path) -> None:
+    """Another user can neither call a server there, nor replace it, nor receive calls for it."""
     program = f"""
 import os, socket
 os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})
@@ -145,6 +145,6 @@ for work, *given in tries:
 """
     served = Served()
     with Service(served, Calls, f"ipc://{folder}/0") as service, Client(Calls, service.address) as client:
-        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert found.stdout.split() == ["refused"] * 4, found
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["refused"] * 4, done
         assert client.call.add(2) == 2 and served.num_runs == 1

@@ -10,7 +10,7 @@ import torch
 
 import satrap
 from loop import DIM, batches, job, loss_of, rows
-from runs import JOB, finished, started
+from runs import JOB, start_run, wait_for_exit
 from satrap import SGD, Embeddings, Inputs, Table
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -112,8 +112,8 @@ def test_two_trainers_of_a_run_with_a_device_each(tmp_path: Path) -> None:
     for device in ("cpu", DEVICE):
         folder = tmp_path / device
         folder.mkdir()
-        with started(folder, JOB, "--trainers", "2", arguments=(str(folder), "40", "0", "", device)) as run:
-            status, _, err = finished(run)
+        with start_run(folder, JOB, "--trainers", "2", arguments=(str(folder), "40", "0", "", device)) as run:
+            status, _, err = wait_for_exit(run)
         assert status == 0, err
         with np.load(folder / "end.npz") as made:
             found[device] = dict(made)

@@ -1,6 +1,6 @@
-"""`satrap doctor`: what is installed, what the core runs on, and what bounds a short run here.
+"""`satrap doctor`: reports the installed packages, the hardware, and the bottleneck of a short training run.
 
-Yields plain lines. A number that was not measured here is in none of them.
+Yields plain lines. Every number in them was measured on this machine.
 """
 
 import importlib.metadata
@@ -24,7 +24,7 @@ _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
 def examine(dim: int, *, run: bool) -> Iterator[str]:
-    """What is here. dim: of the short run's embeddings; run: whether there is one."""
+    """Yields the report. dim: embedding dimension of the short run; run: whether to do it."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
     for package in _PACKAGES:
         yield f"{package:12} {_version(package)}"
@@ -35,7 +35,7 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
     yield f"memory       {memory / 2**30:.1f} GiB, {_available() / 2**30:.1f} GiB available"
     yield f"huge pages   {_huge_pages()}"
     if _version("torch") == "not installed":
-        yield "torch is not installed: tables work, training does not; pip install torch"
+        yield "torch is not installed, so only tables work; for training run pip install torch"
         return
     import torch
 
@@ -43,23 +43,21 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield f"devices      {', '.join(devices) or 'none'}"
-    beside = spare_cores()
-    how = f"{cores}, between the steps of the dense network" + (
-        f"; with staleness {beside} beside it" if beside else ""
-    )
-    yield f"threads      torch {torch.get_num_threads()}, tables {how}"
+    spare = spare_cores()
+    table_threads = f"{cores} between dense steps" + (f"; with staleness, {spare} during them" if spare else "")
+    yield f"threads      torch {torch.get_num_threads()}, tables {table_threads}"
     if run:
-        needed = (2 * _ROWS + 6 * _NUM_FEATURES * _BATCH) * 4 * dim  # rows and their states; a batch in all its forms
+        needed = (2 * _ROWS + 6 * _NUM_FEATURES * _BATCH) * 4 * dim  # rows, optimizer states, copies of a batch
         if needed > _available() / 2:
             raise ConfigError(
-                f"--dim {dim}: the short run would take some {needed / 2**30:.1f} GiB, and {_available() / 2**30:.1f} "
-                "are available; name a smaller dim, or --no-run"
+                f"--dim {dim}: the short run needs about {needed / 2**30:.1f} GiB, and {_available() / 2**30:.1f} GiB "
+                "are available; use a smaller --dim, or --no-run"
             )
         yield from _short_run(dim)
 
 
 def _short_run(dim: int) -> Iterator[str]:
-    """A few steps of a DLRM on random ids, stage by stage."""
+    """Trains a DLRM for a few steps on random ids, and yields the time of each stage."""
     import torch
 
     from satrap.models import DLRM
@@ -80,9 +78,9 @@ def _short_run(dim: int) -> Iterator[str]:
         )
         for _ in range(_STEPS)
     ]
-    for _ in range(2):  # the first pass meets new rows and cold caches
+    for _ in range(2):  # the first pass creates the rows and warms the caches
         seconds = {"forward and backward": 0.0, "dense optimizer": 0.0}
-        began = time.perf_counter()
+        run_start = time.perf_counter()
         with embeddings.stream(batches, overlap=False) as stream:
             for batch in stream:
                 start = time.perf_counter()
@@ -96,16 +94,16 @@ def _short_run(dim: int) -> Iterator[str]:
                 before = stream.seconds.update
                 optimizer.step()
                 seconds["dense optimizer"] += time.perf_counter() - middle - (stream.seconds.update - before)
-            took = stream.seconds
-            seconds |= {"read": took.read, "lookup": took.lookup, "update": took.update}
-        total = time.perf_counter() - began
+            stream_seconds = stream.seconds
+            seconds |= {"read": stream_seconds.read, "lookup": stream_seconds.lookup, "update": stream_seconds.update}
+        total = time.perf_counter() - run_start
     yield (
         f"short run    {_STEPS * _BATCH / total:,.0f} samples/s: DLRM, {_NUM_FEATURES} features of dim {dim}, "
         f"batches of {_BATCH}, ids in memory"
     )
     for stage, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         yield f"  {stage:22} {1000 * spent / _STEPS:7.1f} ms a step {100 * spent / total:5.0f} %"
-    yield f"bounded by {max(seconds, key=lambda stage: seconds[stage])}"
+    yield f"bottleneck   {max(seconds, key=lambda stage: seconds[stage])}"
 
 
 def _version(package: str) -> str:
@@ -126,6 +124,6 @@ def _huge_pages() -> str:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
             text = file.read()
     except OSError:
-        return "not known to this kernel"
+        return "not supported by this kernel"
     chosen = text.partition("[")[2].partition("]")[0]
-    return "never: large tables will be slower" if chosen == "never" else chosen
+    return "never (large tables will be slower)" if chosen == "never" else chosen

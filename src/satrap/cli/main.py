@@ -1,7 +1,7 @@
-"""The command `satrap`: what its commands are given, and what does them. `doctor` looks at this machine; `run` runs a
-script on a cluster, and `scale` changes how many servers it has; `keys`, `server`, `worker` and `move` do it by hand.
+"""The commands of `satrap`. `run` runs a script on a cluster, and `scale` changes its number of servers; `keys`,
+`server`, `worker` and `move` are for a cluster that is managed by hand; `doctor` checks this machine.
 
-The only file that reads the command line. Prints plain lines.
+Carries out the commands that `parser` reads, and prints plain lines.
 """
 
 import argparse
@@ -13,10 +13,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError, SatrapError
 from satrap.run_context import RunContext
@@ -24,52 +24,38 @@ from satrap.run_context import RunContext
 if TYPE_CHECKING:
     from satrap.launch.process_command import Script
     from satrap.launch.scaler import Scaler
-    from satrap.launch.supervisor import Plan
+    from satrap.launch.supervisor import RunConfig
     from satrap.rpc import Keys
 
 _RAY_OPTIONS = (
     *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
 )
-_RUN_USAGE = "satrap run SCRIPT [options] [-- ARGUMENTS]"
-_AGAIN = "; run again, it ends what it began"
-_MOST_FILES = 1 << 16  # open at a time; each connection of a server or worker is one
-_CONVERSATIONS = 4  # threads of a worker that take calls and hand them on
+_RERUN_HINT = "; run the same command again to finish the move"
+_MAX_OPEN_FILES = 1 << 16  # of a server or worker: one for each connection
+_NUM_CALL_THREADS = 4  # threads of a worker that receive calls and pass them to its sessions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="satrap", description="Train recommender models whose embeddings do not fit one machine."
-    )
-    parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
-    parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    doctor = commands.add_parser("doctor", help="check this installation and time a short training run")
-    doctor.add_argument("--dim", type=int, default=16, help="embedding dimension of the timed run (default: 16)")
-    doctor.add_argument("--no-run", action="store_true", help="check the installation only")
-    keys = commands.add_parser("keys", help="create the key files of a cluster: server.key and client.key")
-    keys.add_argument("folder", help="directory for the key files; existing files are never overwritten")
-    _add_server_and_worker(commands)
-    _add_run(commands)
-    _add_scale_and_move(commands)
-    own, script_arguments = _split(sys.argv[1:] if arguments is None else arguments)
-    given, unknown = parser.parse_known_args(own)
-    if unknown:
-        hint = "; put the script's own arguments after --" if given.command == "run" else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    """Runs one command and returns its exit status."""
+    parser = command_parser()
+    own_arguments, script_arguments = _split_arguments(sys.argv[1:] if arguments is None else arguments)
+    options, unrecognized = parser.parse_known_args(own_arguments)
+    if unrecognized:
+        hint = "; put the script's own arguments after --" if options.command == "run" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
     try:
-        if given.die_with is not None:
-            from satrap.launch.child_processes import die_with
+        if options.die_with is not None:
+            from satrap.launch.child_processes import die_with_parent
 
-            die_with(given.die_with)
-        if given.command == "run":
-            return _run(given, script_arguments)
-        if given.command != "trainer":  # whose script's errors are its own to show
-            for line in _lines(given):
+            die_with_parent(options.die_with)
+        if options.command == "run":
+            return _run(options, script_arguments)
+        if options.command != "trainer":  # a script's own errors are not caught here
+            for line in _output_lines(options):
                 print(line, flush=True)
             return 0
-    except OSError as error:  # `satrap doctor | head`: nobody reads on
+    except OSError as error:  # the reader has closed the pipe, as in `satrap doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             print(f"satrap: {error}", file=sys.stderr)
@@ -78,352 +64,212 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"satrap: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"satrap: interrupted{_AGAIN if given.command == 'move' else ''}", file=sys.stderr)
+        print(f"satrap: interrupted{_RERUN_HINT if options.command == 'move' else ''}", file=sys.stderr)
         return 130
-    from satrap.launch.trainer_main import train
+    from satrap.launch.trainer_main import run_trainer
 
-    train(RunContext.from_dict(json.loads(given.place)), given.script, script_arguments, given.listener)
+    run_trainer(RunContext.from_dict(json.loads(options.context)), options.script, script_arguments, options.listener)
     return 0
 
 
-def _lines(given: argparse.Namespace) -> Iterator[str]:
-    """What a command that prints lines has to say."""
-    match given.command:
+def _output_lines(options: argparse.Namespace) -> Iterator[str]:
+    """Returns the output of a command that prints lines."""
+    match options.command:
         case "doctor":
             from satrap.cli.doctor import examine
 
-            return examine(given.dim, run=not given.no_run)
+            return examine(options.dim, run=not options.no_run)
         case "keys":
-            return _keys(given.folder)
+            return _keys(options.folder)
         case "scale":
-            return _scale(given.folder, given.servers)
+            return _scale(options.folder, options.servers)
         case "move":
-            return _move(given.now, given.wanted, given.keys)
+            return _move(options.now, options.wanted, options.keys)
         case "worker":
-            return _worker(given)
+            return _worker(options)
         case _:
-            return _server(given)
+            return _server(options)
 
 
-def _add_server_and_worker(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    server = commands.add_parser("server", help="start an embedding parameter server; SIGTERM or Ctrl-C stops it")
-    _add_listen(server, "path of server.key; required for tcp://")
-    server.add_argument(
-        "--shared", metavar="FILE", help="keep rows in this shared-memory file, and attach to the rows it already has"
-    )
-    server.add_argument(
-        "--checkpoints",
-        action="append",
-        default=[],
-        metavar="DIR|URL",
-        help="allow checkpoints below this directory or URL only; repeat the option to allow more",
-    )
-    server.add_argument("--threads", type=int, metavar="N", help="threads per call (default: number of cores)")
-    worker = commands.add_parser("worker", help="start an embedding worker; SIGTERM or Ctrl-C stops it")
-    _add_listen(worker, "path of server.key, with client.key in the same directory; required for tcp://")
-    worker.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        metavar="DIR|URL",
-        help="allow training data below this directory or URL only; repeat the option to allow more",
-    )
-    worker.add_argument("--threads", type=int, metavar="N", help="threads per call (default: number of cores)")
-
-
-def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
-    command.add_argument(
-        "--listen",
-        required=True,
-        metavar="ADDRESS",
-        help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
-        "tcp://10.0.0.5:5555, where port 0 picks a free one",
-    )
-    command.add_argument("--keys", metavar="FILE", help=keys)
-    command.add_argument(
-        "--insecure",
-        action="store_true",
-        help="serve tcp:// without keys: anyone who can reach the port can read, change and end the job, and traffic "
-        "is not encrypted",
-    )
-
-
-def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    run = commands.add_parser("run", help="run a training script with servers, workers and trainers", usage=_RUN_USAGE)
-    run.add_argument("script", help="training script; arguments after -- are passed to it")
-    run.add_argument("--servers", type=int, default=1, metavar="N", help="number of parameter servers (default: 1)")
-    run.add_argument(
-        "--workers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of worker processes that read data and look up rows (default: 0, trainers do this themselves)",
-    )
-    run.add_argument(
-        "--trainers", type=int, default=1, metavar="N", help="number of processes that run the script (default: 1)"
-    )
-    _add_folder(run)
-    run.add_argument(
-        "--memory",
-        type=Path,
-        default=Path("/dev/shm"),
-        metavar="DIR",
-        help="directory for the shared-memory files of the servers' rows (default: /dev/shm)",
-    )
-    run.add_argument(
-        "--restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="give up after N consecutive failures soon after a start (default: 3)",
-    )
-    run.add_argument(
-        "--max-servers",
-        type=int,
-        metavar="N",
-        help="add servers when memory or work requires it, up to N (default: off)",
-    )
-    run.add_argument(
-        "--server-gib", type=float, metavar="GIB", help="memory for rows in each server (default: the machine's)"
-    )
-    also = "besides the script's directory and the paths in its arguments; repeat the option to allow more"
-    for name, what in (("checkpoints", "checkpoints"), ("data", "training data")):
-        run.add_argument(
-            f"--{name}",
-            action="append",
-            default=[],
-            metavar="DIR|URL",
-            help=f"also allow {what} below this directory or URL, {also}",
-        )
-    _add_cluster(run)
-    trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
-    trainer.add_argument("--place", required=True)
-    trainer.add_argument("--listener", type=int)
-    trainer.add_argument("script")
-
-
-def _add_scale_and_move(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    scale = commands.add_parser("scale", help="change the number of servers of a live run")
-    scale.add_argument("--servers", type=int, required=True, metavar="N", help="number of parameter servers to reach")
-    _add_folder(scale)
-    move = commands.add_parser("move", help="move rows between servers that were started by hand")
-    move.add_argument(
-        "--now",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="ADDRESS",
-        help="addresses of all current servers, in order",
-    )
-    move.add_argument(
-        "--wanted",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="ADDRESS",
-        help="addresses of the servers that are to hold the rows, in order",
-    )
-    move.add_argument("--keys", metavar="FILE", help="path of client.key; required for tcp:// servers with keys")
-
-
-def _add_folder(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("satrap-run"),
-        metavar="DIR",
-        help="directory for the run's state and logs; one run at a time uses it (default: satrap-run)",
-    )
-
-
-def _add_cluster(run: argparse.ArgumentParser) -> None:
-    run.add_argument(
-        "--cluster", choices=["local", "ray"], default="local", help="where to start the processes (default: local)"
-    )
-    ray = run.add_argument_group("options of --cluster ray")
-    ray.add_argument("--address", help="host:port of a Ray cluster, or auto (default: start Ray on this machine)")
-    ray.add_argument(
-        "--placement-seconds",
-        type=float,
-        metavar="S",
-        help="seconds to wait until Ray has placed a process (default: 60)",
-    )
-    for role in ("server", "worker", "trainer"):
-        ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"CPUs for each {role} (default: 1)")
-        ray.add_argument(f"--{role}-memory", metavar="SIZE", help=f"memory for each {role}, for example 64GiB")
-    ray.add_argument("--trainer-gpus", type=int, metavar="N", help="GPUs for each trainer (default: 0)")
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Before and after the first "--"."""
+def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments before and after the first "--"."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), list(arguments[at + 1 :])
 
 
-def _run(given: argparse.Namespace, arguments: list[str]) -> int:
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     from satrap.launch.local_launcher import LocalLauncher
     from satrap.launch.logs import RunLogs
-    from satrap.launch.run_loop import folder_of_one_run, run
-    from satrap.launch.supervisor import Plan
+    from satrap.launch.run_loop import lock_run_folder, run
+    from satrap.launch.supervisor import RunConfig
 
-    plan = Plan(
-        servers=given.servers,
-        workers=given.workers,
-        trainers=given.trainers,
-        restarts=given.restarts,
-        max_servers=given.max_servers,
+    run_config = RunConfig(
+        servers=options.servers,
+        workers=options.workers,
+        trainers=options.trainers,
+        restarts=options.restarts,
+        max_servers=options.max_servers,
     )
-    gib = given.server_gib
-    if gib is not None and (given.max_servers is None or not 0 < gib < math.inf):
-        why = f"server-gib is {gib}" if given.max_servers is not None else "there is --server-gib and no --max-servers"
-        raise ConfigError(f"run: {why}; wanted a size above 0, for --max-servers to add servers by")
-    if given.cluster == "ray":
-        return _run_on_ray(given, plan, arguments)
-    if alone := [name for name in _RAY_OPTIONS if getattr(given, name) is not None]:
-        raise ConfigError(f"--{alone[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
+    server_gib = options.server_gib
+    if server_gib is not None and (options.max_servers is None or not 0 < server_gib < math.inf):
+        problem = (
+            f"server-gib is {server_gib}"
+            if options.max_servers is not None
+            else "--server-gib was given without --max-servers"
+        )
+        raise ConfigError(f"run: {problem}; expected a size above 0, together with --max-servers")
+    if options.cluster == "ray":
+        return _run_on_ray(options, run_config, arguments)
+    if ray_only := [name for name in _RAY_OPTIONS if getattr(options, name) is not None]:
+        raise ConfigError(f"--{ray_only[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
     cores = len(os.sched_getaffinity(0))
-    counts = {"trainer": plan.trainers, "worker": plan.workers, "server": plan.servers}
-    script = _script(given, arguments, {role: max(1, cores // max(1, count)) for role, count in counts.items()})
-    with folder_of_one_run(given.folder), RunLogs(given.folder / "logs") as output:
-        launcher = LocalLauncher(given.folder, output, given.memory)
-        return run(script, plan, given.folder, launcher, output, _resizer(given))
+    counts = {"trainer": run_config.trainers, "worker": run_config.workers, "server": run_config.servers}
+    script = _script(options, arguments, {role: max(1, cores // max(1, count)) for role, count in counts.items()})
+    with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
+        launcher = LocalLauncher(options.folder, logs, options.memory)
+        return run(script, run_config, options.folder, launcher, logs, _scaler(options))
 
 
-def _script(given: argparse.Namespace, arguments: list[str], threads: Mapping[str, int]) -> "Script":
-    """threads: of each process of a role."""
+def _script(options: argparse.Namespace, arguments: list[str], threads: Mapping[str, int]) -> "Script":
+    """threads: number for each process, by role."""
     from satrap.launch.process_command import Script
 
     return Script(
-        path=Path(given.script),
+        path=Path(options.script),
         arguments=tuple(arguments),
-        checkpoints=tuple(given.checkpoints),
-        data=tuple(given.data),
+        checkpoints=tuple(options.checkpoints),
+        data=tuple(options.data),
         trainer_threads=threads["trainer"],
         worker_threads=threads["worker"],
         server_threads=threads["server"],
     )
 
 
-def _resizer(given: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Scaler":
-    """memory_bytes: that each server was given; 0: its machine's."""
+def _scaler(options: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Scaler":
+    """memory_bytes: memory reserved for each server; 0: its machine's."""
     from satrap.launch.scaler import Scaler
     from satrap.sharding.autoscaler import ScaleLimits
 
-    most = given.max_servers
-    bounds = None if most is None else ScaleLimits(min_servers=given.servers, max_servers=most)
-    limit = memory_bytes if given.server_gib is None else given.server_gib * 2**30
-    return Scaler(given.folder, keys, bounds, limit or None)
+    max_servers = options.max_servers
+    limits = None if max_servers is None else ScaleLimits(min_servers=options.servers, max_servers=max_servers)
+    limit = memory_bytes if options.server_gib is None else options.server_gib * 2**30
+    return Scaler(options.folder, keys, limits, limit or None)
 
 
 def _scale(folder: Path, servers: int) -> Iterator[str]:
-    from satrap.launch.scaler import ask_for
+    from satrap.launch.scaler import request_servers
 
-    ask_for(folder, check_integer("scale", "servers", servers, 1, 65535))
-    yield f"asked for {servers} server{'s'[: servers != 1]}; the run says what comes of it"
+    request_servers(folder, check_integer("scale", "servers", servers, 1, 65535))
+    yield f"requested {servers} server{'s'[: servers != 1]}; the output of the run reports the result"
 
 
-def _move(now: Sequence[str], wanted: Sequence[str], keys: str | None) -> Iterator[str]:
+def _move(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:
     from satrap.rpc import Keys
     from satrap.server.migration.coordinator import Migration
 
-    moved = Migration(now, wanted, keys=None if keys is None else Keys.read(keys)).run()
+    result = Migration(current, target, keys=None if keys is None else Keys.read(keys)).run()
     yield (
-        f"{moved.buckets} buckets, {moved.rows:,} rows, {moved.bytes / 2**20:,.0f} MiB in {moved.seconds:.1f} s; none "
-        f"was closed for more than {moved.longest_frozen_seconds:.2f} s"
+        f"moved {result.buckets} buckets ({result.rows:,} rows, {result.bytes / 2**20:,.0f} MiB) in "
+        f"{result.seconds:.1f} s; no bucket was frozen for more than {result.longest_frozen_seconds:.2f} s"
     )
 
 
-def _run_on_ray(given: argparse.Namespace, plan: "Plan", arguments: list[str]) -> int:
+def _run_on_ray(options: argparse.Namespace, run_config: "RunConfig", arguments: list[str]) -> int:
     try:
-        from satrap.launch.ray_launcher import on_ray
+        from satrap.launch.ray_launcher import open_ray_launcher
     except ImportError as error:
-        raise ConfigError(f"--cluster ray needs Ray ({error}): pip install 'ray>=2.52'") from error
+        raise ConfigError(f"--cluster ray requires Ray ({error}); run pip install 'ray>=2.52'") from error
     from satrap.launch.logs import RunLogs
-    from satrap.launch.resources import Needs, Resources, size_in_bytes
-    from satrap.launch.run_loop import folder_of_one_run, run
+    from satrap.launch.resources import Resources, RunResources, parse_size
+    from satrap.launch.run_loop import lock_run_folder, run
 
-    def resources(role: str) -> Resources:
-        memory = getattr(given, f"{role}_memory")
-        cpus, gpus = getattr(given, f"{role}_cpus"), getattr(given, f"{role}_gpus", None)
+    def resources_of(role: str) -> Resources:
+        memory = getattr(options, f"{role}_memory")
+        cpus, gpus = getattr(options, f"{role}_cpus"), getattr(options, f"{role}_gpus", None)
         return Resources(
             cpus=1 if cpus is None else cpus,
             gpus=gpus or 0,
-            memory_bytes=0 if memory is None else size_in_bytes(memory),
+            memory_bytes=0 if memory is None else parse_size(memory),
         )
 
-    needs = Needs(server=resources("server"), worker=resources("worker"), trainer=resources("trainer"))
-    threads = {"trainer": needs.trainer.cpus, "worker": needs.worker.cpus, "server": needs.server.cpus}
-    script = _script(given, arguments, threads)
-    where = {
-        "address": given.address,
-        "memory": given.memory,
-        "seconds": 60.0 if given.placement_seconds is None else given.placement_seconds,
-        "most_servers": given.max_servers or 0,
+    resources = RunResources(
+        server=resources_of("server"), worker=resources_of("worker"), trainer=resources_of("trainer")
+    )
+    threads = {"trainer": resources.trainer.cpus, "worker": resources.worker.cpus, "server": resources.server.cpus}
+    script = _script(options, arguments, threads)
+    ray_options = {
+        "address": options.address,
+        "memory": options.memory,
+        "placement_seconds": 60.0 if options.placement_seconds is None else options.placement_seconds,
+        "max_servers": options.max_servers or 0,
     }
-    with folder_of_one_run(given.folder), RunLogs(given.folder / "logs") as output:
+    with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
         try:
-            with on_ray(script, plan, needs, output, **where) as launcher:
-                resizer = _resizer(given, launcher.keys, needs.server.memory_bytes)
-                return run(script, plan, given.folder, launcher, output, resizer)
-        except KeyboardInterrupt:  # before it began
+            with open_ray_launcher(script, run_config, resources, logs, **ray_options) as launcher:
+                scaler = _scaler(options, launcher.keys, resources.server.memory_bytes)
+                return run(script, run_config, options.folder, launcher, logs, scaler)
+        except KeyboardInterrupt:  # before the run started
             return 130
 
 
 def _keys(folder: str) -> Iterator[str]:
     if not folder:
-        raise ConfigError("the folder is ''; wanted the name of one for the two key files")
+        raise ConfigError("the directory is ''; expected the path of a directory for the two key files")
     from satrap.rpc.keys import make_keys
 
     for path in make_keys(folder):
-        yield f"{path}: for every {path.stem}, readable by you only; copy it there over a safe way"
+        yield f"{path}: created, readable only by you; copy it to every {path.stem} over a secure channel"
 
 
-def _server(given: argparse.Namespace) -> Iterator[str]:
+def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.rpc import Keys, Limits, Service
     from satrap.server.protocol import ServerCalls
     from satrap.server.server import Server
 
-    wait_for_end = _told_to_end()
-    _prepare_to_listen(given)
-    keys = None if given.keys is None else Keys.read(given.keys)
-    server = Server(shared=given.shared, num_threads=given.threads, checkpoints=given.checkpoints)
-    limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait for the last one
-    with Service(server, ServerCalls, given.listen, keys, insecure=given.insecure, limits=limits) as service:
+    wait_for_stop = _install_stop_handler()
+    _prepare_to_listen(options)
+    keys = None if options.keys is None else Keys.read(options.keys)
+    server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
+    limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
+    with Service(server, ServerCalls, options.listen, keys, insecure=options.insecure, limits=limits) as service:
         yield f"satrap server: listening at {service.address}"
-        wait_for_end()
+        wait_for_stop()
 
 
-def _worker(given: argparse.Namespace) -> Iterator[str]:
+def _worker(options: argparse.Namespace) -> Iterator[str]:
     from satrap.rpc import Keys, Service
     from satrap.worker.remote.protocol import WorkerCalls
     from satrap.worker.remote.service import WorkerService
 
-    wait_for_end = _told_to_end()
-    _prepare_to_listen(given)
-    own = None if given.keys is None else Keys.read(given.keys)
-    client = None if given.keys is None else Keys.read(Path(given.keys).with_name("client.key"))
-    host = WorkerService(keys=client, num_threads=given.threads, data=given.data)
-    how: dict[str, Any] = {"insecure": given.insecure, "num_threads": _CONVERSATIONS}
+    wait_for_stop = _install_stop_handler()
+    _prepare_to_listen(options)
+    keys = None if options.keys is None else Keys.read(options.keys)
+    client_keys = None if options.keys is None else Keys.read(Path(options.keys).with_name("client.key"))
+    worker_service = WorkerService(keys=client_keys, num_threads=options.threads, data=options.data)
+    service_options: dict[str, Any] = {"insecure": options.insecure, "num_threads": _NUM_CALL_THREADS}
     try:
-        with Service(host, WorkerCalls, given.listen, own, **how) as service:
+        with Service(worker_service, WorkerCalls, options.listen, keys, **service_options) as service:
             yield f"satrap worker: listening at {service.address}"
-            wait_for_end()
+            wait_for_stop()
     finally:
-        host.close()
+        worker_service.close()
 
 
-def _prepare_to_listen(given: argparse.Namespace) -> None:
-    if given.insecure and given.keys is not None:
-        raise ConfigError("there are --keys and --insecure; wanted one of the two: leave --insecure out")
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
-    if files != resource.RLIM_INFINITY and files < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+def _prepare_to_listen(options: argparse.Namespace) -> None:
+    if options.insecure and options.keys is not None:
+        raise ConfigError("both --keys and --insecure were given; expected one of them: remove --insecure")
+    files, max_servers = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = _MAX_OPEN_FILES if max_servers == resource.RLIM_INFINITY else min(max_servers, _MAX_OPEN_FILES)
+    if files != resource.RLIM_INFINITY and files < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, max_servers))
 
 
-def _told_to_end() -> Callable[[], object]:
-    """Returns what waits until SIGTERM or Ctrl-C has come, from now on. A handler that sets an Event would not do: if
-    the signal comes just before the Event's waiter falls asleep, it sleeps on."""
+def _install_stop_handler() -> Callable[[], object]:
+    """Handles SIGTERM and Ctrl-C from now on, and returns a function that waits for the next one.
+
+    A handler that sets an Event would not be enough: if the signal arrives just before the waiter falls asleep, the
+    waiter does not wake up.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

@@ -1,7 +1,7 @@
-"""The children of one process of ours: starts them, watches them, ends them, and reports what they did.
+"""Child processes of this process: starts, watches and stops them, and reports their output and their exits.
 
-One thread waits for all of them: their pipes, and a file descriptor of each process that is readable once it is gone.
-A child dies with the thread that started it (`die_with`), so whoever is killed leaves no process behind.
+One thread waits for all of them: on their pipes, and on a pidfd of each, which is readable once the process has exited.
+A child dies with the thread that started it (`die_with_parent`), so a launcher that is killed leaves no process behind.
 """
 
 import ctypes
@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import IO, Literal
 
 from satrap.errors import ConfigError
-from satrap.launch.supervisor import How, Process, Ready, Role
+from satrap.launch.supervisor import Process, ProcessReady, Role, StopMode
 
 GRACE_SECONDS = 10.0
-"""A process that was told to end and is still there then is killed."""
+"""Grace period: a process that has not exited this long after it was stopped is killed."""
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
-_LISTENS = re.compile(rb"satrap (?:server|worker): listening at (\S+)\n")
+_LISTENING = re.compile(rb"satrap (?:server|worker): listening at (\S+)\n")
 
 Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True, slots=True)
-class OutputLine:
-    """A report: a process wrote this."""
+class ProcessOutput:
+    """Report: a process wrote this."""
 
     process: Process
     stream: Stream
@@ -40,46 +40,45 @@ class OutputLine:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessExited:
-    """A report, the last one of a process."""
+class ChildExited:
+    """Report, the last one of a process: it exited."""
 
     process: Process
     status: int
-    """See `satrap.launch.supervisor.Ended`."""
-    was_told: bool
-    """To end."""
+    """Exit status, as in `satrap.launch.supervisor.ProcessExited`."""
+    was_stopped: bool
+    """Whether it was stopped, rather than exited by itself."""
 
 
-Report = OutputLine | Ready | ProcessExited
+Report = ProcessOutput | ProcessReady | ChildExited
 
 
 @dataclass(slots=True, eq=False)
 class _Child:
     process: Process
     popen: subprocess.Popen[bytes]
-    fd: int
-    """Of the process."""
+    pidfd: int
     pipes: dict[Stream, IO[bytes]]
-    rows: Path
-    for_good: bool = False
-    said: bytes = b""
-    """The beginning of what a server or worker printed, until it says where it listens."""
-    listens: bool = False
+    rows_file: Path
+    release: bool = False
+    printed: bytes = b""
+    """First output of a server or worker, kept until the line with its address is complete."""
+    is_listening: bool = False
     kill_at: float | None = None
-    was_told: bool = False
+    was_stopped: bool = False
 
 
 class ChildProcesses:
-    """See the file's docstring."""
+    """The child processes of one thread."""
 
     def __init__(self) -> None:
         self._children: dict[Process, _Child] = {}
         self._selector = selectors.DefaultSelector()
 
-    def start(self, process: Process, arguments: Sequence[str], rows: Path, pass_fds: Sequence[int] = ()) -> None:
-        """Starts `satrap ARGUMENTS...`. Only one thread may call this, and it lives as long as they shall.
+    def start(self, process: Process, arguments: Sequence[str], rows_file: Path, pass_fds: Sequence[int] = ()) -> None:
+        """Starts `satrap ARGUMENTS...`. Always call it from the same thread, which must outlive the children.
 
-        rows: the shared-memory file that a server makes.
+        rows_file: shared-memory file that a server creates.
         """
         popen = subprocess.Popen(
             [sys.executable, "-u", "-m", "satrap", "--die-with", str(os.getpid()), *arguments],
@@ -87,54 +86,54 @@ class ChildProcesses:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is the supervisor's alone to hear
+            start_new_session=True,  # only the supervisor receives Ctrl-C
             pass_fds=pass_fds,
         )
         assert popen.stdout is not None and popen.stderr is not None
         pipes: dict[Stream, IO[bytes]] = {"stdout": popen.stdout, "stderr": popen.stderr}
-        child = _Child(process, popen, os.pidfd_open(popen.pid), pipes, rows)
+        child = _Child(process, popen, os.pidfd_open(popen.pid), pipes, rows_file)
         self._children[process] = child
-        self._selector.register(child.fd, selectors.EVENT_READ, (child, "gone"))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, (child, "exit"))
         for name, pipe in pipes.items():
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (child, name))
 
-    def end(self, process: Process, how: How, for_good: bool = False) -> None:
-        """Tells a process to end; kills it if it does not within some seconds. for_good: its rows are removed then."""
+    def stop(self, process: Process, mode: StopMode, release: bool = False) -> None:
+        """Signals a process to stop, and kills it after the grace period. release: remove its rows when it exits."""
         child = self._children.get(process)
         if child is None:
             return
-        child.was_told, child.for_good = True, child.for_good or for_good
-        child.popen.send_signal(_SIGNALS[how])
+        child.was_stopped, child.release = True, child.release or release
+        child.popen.send_signal(_SIGNALS[mode])
         if child.kill_at is None:
             child.kill_at = time.monotonic() + GRACE_SECONDS
 
-    def reports(self, timeout: float) -> list[Report]:
-        """What they did; waits that long for it."""
+    def poll(self, timeout: float) -> list[Report]:
+        """Returns new reports; waits at most `timeout` seconds for one."""
         self._kill_overdue()
-        found: list[Report] = []
-        gone: list[_Child] = []
+        reports: list[Report] = []
+        exited: list[_Child] = []
         for key, _ in self._selector.select(timeout):
-            child, what = key.data
-            if what == "gone":
-                gone.append(child)
+            child, source = key.data
+            if source == "exit":
+                exited.append(child)
             elif (data := self._read(key.fd)) is not None:
-                found += self._took(child, what, data)
-        return found + [report for child in gone for report in self._reap(child)]
+                reports += self._on_output(child, source, data)
+        return reports + [report for child in exited for report in self._reap(child)]
 
     def close(self) -> None:
-        """Kills what is left, and waits for it."""
+        """Kills the remaining children and waits for them."""
         for child in list(self._children.values()):
-            child.was_told = True
+            child.was_stopped = True
             child.popen.kill()
             child.popen.wait()
             self._reap(child)
         self._selector.close()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _read(self, fd: int) -> bytes | None:
-        """What is there; None if nothing is. A pipe that was closed is not watched any more."""
+        """Returns what the pipe holds; None if it is empty or at its end. A pipe at its end is unregistered."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -144,38 +143,38 @@ class ChildProcesses:
             return None
         return data
 
-    def _took(self, child: _Child, stream: Stream, data: bytes) -> list[Report]:
-        said = OutputLine(child.process, stream, data)
-        if child.process.role is Role.TRAINER or child.listens or stream == "stderr":
-            return [said]
-        child.said += data
-        if (line := _LISTENS.search(child.said)) is None:
-            return [said]
-        child.listens, child.said = True, b""
-        return [said, Ready(child.process, line[1].decode())]
+    def _on_output(self, child: _Child, stream: Stream, data: bytes) -> list[Report]:
+        output = ProcessOutput(child.process, stream, data)
+        if child.process.role is Role.TRAINER or child.is_listening or stream == "stderr":
+            return [output]
+        child.printed += data
+        if (line := _LISTENING.search(child.printed)) is None:
+            return [output]
+        child.is_listening, child.printed = True, b""
+        return [output, ProcessReady(child.process, line[1].decode())]
 
     def _reap(self, child: _Child) -> list[Report]:
-        """A child that is gone: its last words, its status, and what it left."""
-        found: list[Report] = []
+        """Reads a child's remaining output, kills its process group, and releases its descriptors and its rows."""
+        reports: list[Report] = []
         watched = self._selector.get_map()
         for name, pipe in child.pipes.items():
             fd = pipe.fileno()
             while fd in watched and (data := self._read(fd)) is not None:
-                found += self._took(child, name, data)
+                reports += self._on_output(child, name, data)
             if fd in watched:  # a grandchild holds it
                 self._selector.unregister(fd)
             pipe.close()
         status = child.popen.wait()
-        with suppress(ProcessLookupError):  # of its own children
+        with suppress(ProcessLookupError):  # it left no children
             os.killpg(child.popen.pid, signal.SIGKILL)
-        self._selector.unregister(child.fd)
-        os.close(child.fd)
-        if child.for_good:
-            child.rows.unlink(missing_ok=True)
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        if child.release:
+            child.rows_file.unlink(missing_ok=True)
         del self._children[child.process]
-        if child.was_told and status == -signal.SIGKILL:
+        if child.was_stopped and status == -signal.SIGKILL:
             status = -signal.SIGTERM
-        return [*found, ProcessExited(child.process, status, child.was_told)]
+        return [*reports, ChildExited(child.process, status, child.was_stopped)]
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -184,12 +183,14 @@ class ChildProcesses:
                 child.popen.kill()
 
 
-def die_with(parent: int) -> None:
-    """This process is killed when the thread that started it ends, which is one of the process `parent`. Until then it
-    hears the signals that end it, even if that one blocked them."""
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it exits; `parent` is that thread's process.
+
+    Unblocks SIGINT and SIGTERM, which the parent may have blocked.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise ConfigError(f"this system cannot end a process with its parent: {os.strerror(ctypes.get_errno())}")
+        raise ConfigError(f"this system cannot kill a process with its parent: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:
-        raise ConfigError(f"process {parent}, which started this one, is gone already")
+        raise ConfigError(f"process {parent}, which started this one, has already exited")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})

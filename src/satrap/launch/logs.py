@@ -1,7 +1,7 @@
-"""What the processes of a run write: all of it in a log file each, the first trainer's on the user's terminal as well.
+"""Output of a run's processes: each process has a log file, and the first trainer's output is also shown.
 
-The other trainers say the same again, and a server that runs well says nothing; of a process that failed the last
-lines are shown.
+The other trainers print the same lines, and a healthy server prints nothing. When a process fails, the last lines of
+its log are shown.
 """
 
 import sys
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from satrap.launch.child_processes import OutputLine, ProcessExited, Report, Stream
-from satrap.launch.supervisor import Ended, Event, Process, Role
+from satrap.launch.child_processes import ChildExited, ProcessOutput, Report, Stream
+from satrap.launch.supervisor import Event, Process, ProcessExited, Role
 from satrap.launch.terminal import Terminal
 
 _TAIL_LINES = 20
@@ -18,86 +18,95 @@ _TAIL_BYTES = 1 << 14
 
 
 class RunLogs:
-    """See the file's docstring. A context manager: at its end what was said is shown."""
+    """The log files and the terminal output of one run. A context manager: on exit it flushes the terminal."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: for the log files; each start of a process adds to the same one."""
+        """folder: directory for the log files. All incarnations of a process append to one file."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._stdout, self._stderr = Terminal(sys.stdout), Terminal(sys.stderr)
-        self._begins: dict[Process, int] = {}  # in its log file
-        self._missing: dict[Path, int] = {}  # bytes that a log file had no room for
+        self._start_offsets: dict[Process, int] = {}  # in its log file
+        self._unwritten_bytes: dict[Path, int] = {}  # of log files on a full disk
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if left := self._stdout.close():
-            self.say(f"{left} bytes of standard output were not read, or found no room; {self.folder} has them")
+        if unshown := self._stdout.close():
+            self.info(
+                f"{unshown} bytes of standard output were not read, or did not fit; the logs are in {self.folder}"
+            )
         self._stderr.close()
 
     def path(self, process: Process) -> Path:
-        """Of its log file."""
+        """Returns the path of a process's log file."""
         return self.folder / f"{process.role}-{process.number}.log"
 
-    def begin(self, process: Process) -> None:
-        """It is started."""
-        self._log(process, f"--- {process}, start {process.start}\n".encode())
+    def record_start(self, process: Process) -> None:
+        """Marks the start of a process in its log file."""
+        self._append(process, f"--- {process}, start {process.incarnation}\n".encode())
         path = self.path(process)
-        self._begins[process] = path.stat().st_size if path.exists() else 0
+        self._start_offsets[process] = path.stat().st_size if path.exists() else 0
 
-    def hear(self, reports: Iterable[Report]) -> list[Event]:
-        """Writes down what was reported; returns what the supervisor must know of it. Of processes that went together
-        the one that did not go by itself comes first: it took the others with it."""
-        found: list[Event] = []
-        ended: list[Ended] = []
+    def handle(self, reports: Iterable[Report]) -> list[Event]:
+        """Logs reports and returns the supervisor's events. Among processes that exited together, those killed by a
+        signal come first: they are the cause of the others' exits."""
+        events: list[Event] = []
+        exits: list[ProcessExited] = []
         for report in reports:
-            if isinstance(report, OutputLine):
-                self._take(report.process, report.stream, report.data)
-            elif isinstance(report, ProcessExited):
-                self._end(report.process, failed=report.status != 0 and not report.was_told)
-                ended.append(Ended(report.process, report.status))
+            if isinstance(report, ProcessOutput):
+                self._on_output(report.process, report.stream, report.data)
+            elif isinstance(report, ChildExited):
+                self._on_exit(report.process, failed=report.status != 0 and not report.was_stopped)
+                exits.append(ProcessExited(report.process, report.status))
             else:
-                found.append(report)
-        return found + sorted(ended, key=lambda event: event.status > 0)
+                events.append(report)
+        return events + sorted(exits, key=lambda event: event.status > 0)
 
-    def _take(self, process: Process, stream: Stream, data: bytes) -> None:
-        self._log(process, data)
+    def _on_output(self, process: Process, stream: Stream, data: bytes) -> None:
+        self._append(process, data)
         if _is_shown(process):
             (self._stdout if stream == "stdout" else self._stderr).write(data)
 
-    def _end(self, process: Process, *, failed: bool) -> None:
-        begin = self._begins.pop(process)
+    def _on_exit(self, process: Process, *, failed: bool) -> None:
+        start_offset = self._start_offsets.pop(process)
         if failed and not _is_shown(process):
-            for line in self._tail(process, begin):
-                self.say(f"{process} | {line}")
+            for line in self._tail(process, start_offset):
+                self.info(f"{process} | {line}")
         if failed:
-            self.say(f"{process}: its log is {self.path(process)}")
+            self.info(f"{process}: log file {self.path(process)}")
 
-    def _log(self, process: Process, data: bytes) -> None:
-        """A run does not end because a disk is full: what finds no room is counted, which is told here and there."""
+    def _append(self, process: Process, data: bytes) -> None:
+        """Appends to a process's log file. A full disk does not end the run: the bytes that did not fit are counted,
+        and both the terminal and the log file report them."""
         path = self.path(process)
-        missing = self._missing.pop(path, 0)
-        note = f"\n--- up to {missing} bytes are missing here: they could not be written\n".encode() if missing else b""
+        unwritten = self._unwritten_bytes.pop(path, 0)
+        gap = (
+            f"\n--- up to {unwritten} bytes are missing here: they could not be written\n".encode()
+            if unwritten
+            else b""
+        )
         try:
             with open(path, "ab") as file:
-                file.write(note + data)
+                file.write(gap + data)
         except OSError as error:
-            self._missing[path] = missing + len(data)
-            if not missing:
-                self.say(f"{path} cannot be written ({error.strerror}): until it can, what {process} says is not in it")
+            self._unwritten_bytes[path] = unwritten + len(data)
+            if not unwritten:
+                self.info(
+                    f"{path} cannot be written ({error.strerror}); output of {process} is not logged until it can"
+                )
 
-    def _tail(self, process: Process, begin: int) -> list[str]:
+    def _tail(self, process: Process, start_offset: int) -> list[str]:
         try:
             with open(self.path(process), "rb") as file:
                 size = file.seek(0, 2)
-                file.seek(max(begin, size - _TAIL_BYTES))
+                file.seek(max(start_offset, size - _TAIL_BYTES))
                 return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError:  # it was never written, or somebody removed it
+        except OSError:  # the file was never written, or was removed
             return []
 
-    def say(self, text: str) -> None:
-        """A line of the run's own."""
+    def info(self, text: str) -> None:
+        """Prints a line of the run itself on standard error."""
         self._stderr.write(f"satrap run: {text}\n".encode(errors="replace"))
 
 

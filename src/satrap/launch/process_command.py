@@ -1,6 +1,7 @@
-"""What a process of a run is: a command of `satrap`, which it becomes where it is started.
+"""The command line of a process of a run.
 
-A value that knows the run, and is told the spot: the address, the files and the script of the machine that it is on.
+A `ProcessSpec` knows the run; a `LaunchSite` adds what depends on the machine that the process starts on: its address,
+its files and the path of the script.
 """
 
 import json
@@ -11,104 +12,109 @@ from pathlib import Path
 from satrap.config.path_allowlist import is_url, without_glob
 from satrap.errors import ConfigError
 from satrap.launch.run_state import RunState
-from satrap.launch.supervisor import Plan, Process, Role
+from satrap.launch.supervisor import Process, Role, RunConfig
 from satrap.run_context import RunContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What the trainers run."""
+    """The script that the trainers run, and the threads and paths that its processes may use."""
 
     path: Path
     arguments: tuple[str, ...] = ()
     trainer_threads: int | None = None
-    """Of torch, of each trainer."""
+    """Threads of torch in each trainer."""
     worker_threads: int | None = None
     server_threads: int | None = None
     checkpoints: tuple[str, ...] = ()
-    """Below which servers write, besides what is named anyway."""
+    """Directories and URLs that servers may write below, besides those on the command line."""
     data: tuple[str, ...] = ()
-    """Below which workers read, besides what is named anyway."""
+    """Directories and URLs that workers may read below, besides those on the command line."""
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; wanted the path of a Python file")
+            raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; expected the path of a Python file")
 
     def named(self) -> list[str]:
-        """Folders, files and URLs that the command line names: the script's folder, and whatever among its arguments
-        may be one, "--path=A,B" and globs included, but for the root."""
+        """Returns the directories, files and URLs that the command line names: the script's directory and every
+        argument that may be a path, including "--path=A,B" and globs, except the root directory."""
         words = [word.partition("=")[2] if word.startswith("-") else word for word in self.arguments]
         pieces = [without_glob(piece) for word in words for piece in (word, *word.split(",")) if piece]
-        found = [piece if is_url(piece) else os.path.abspath(os.path.expanduser(piece)) for piece in pieces]
-        return list(dict.fromkeys([os.path.abspath(self.path.parent), *(each for each in found if each != "/")]))
+        paths = [piece if is_url(piece) else os.path.abspath(os.path.expanduser(piece)) for piece in pieces]
+        return list(dict.fromkeys([os.path.abspath(self.path.parent), *(path for path in paths if path != "/")]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSite:
-    """Where a process is started."""
+    """The machine-dependent part of a process's command line."""
 
     listen: str
-    """Where a server or worker listens."""
+    """Address for a server or worker to listen at."""
     rows: Path
-    """The shared-memory file of a server."""
+    """Shared-memory file of a server."""
     script: Path
     is_copy: bool = False
-    """The script's folder is one that was brought here."""
+    """Whether the script's directory is a copy that was made for the run."""
     keys: Path | None = None
-    """The server's, with the client's beside it for a worker; a trainer's is the client's."""
-    meeting: str | None = None
-    """Where several trainers find each other."""
+    """Key file: the server's, with the client's beside it for a worker; for a trainer the client's."""
+    rendezvous: str | None = None
+    """URL at which several trainers find each other."""
     listener: int | None = None
-    """The file descriptor of the first trainer that listens at the meeting already."""
+    """File descriptor with which the first trainer already listens at the rendezvous."""
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """One start of a process."""
+class ProcessSpec:
+    """What to start for one incarnation of a process."""
 
     process: Process
     address: str | None
-    """Where it was before; None: it finds nothing of what was before."""
+    """Address of the previous incarnation; None: the process starts empty."""
     script: Script
-    plan: Plan
-    membership: RunState
+    run_config: RunConfig
+    run_state: RunState
 
     def listen(self, folder: str, has_rows: bool) -> str:
-        """Where it listens, at a Unix socket in "ipc:///folder" or a port of "tcp://host": where it was, but a server
-        only with its rows: who finds it there finds them. One that listens elsewhere is to begin empty."""
-        known = self.address or ""
-        if known.startswith((f"{folder}/", f"{folder}:")) and (has_rows or self.process.role is not Role.SERVER):
-            return known
+        """Returns the address to listen at: a Unix socket in "ipc:///folder", or a port of "tcp://host".
+
+        It is the previous address, for a server only if it still has its rows: clients that find a server at its
+        address rely on them. A server at a new address must start empty.
+        """
+        previous = self.address or ""
+        if previous.startswith((f"{folder}/", f"{folder}:")) and (has_rows or self.process.role is not Role.SERVER):
+            return previous
         process = self.process
         return (
-            f"{folder}:0" if folder.startswith("tcp:") else f"{folder}/{process.role}-{process.number}.{process.start}"
+            f"{folder}:0"
+            if folder.startswith("tcp:")
+            else f"{folder}/{process.role}-{process.number}.{process.incarnation}"
         )
 
-    def arguments(self, spot: LaunchSite) -> list[str]:
-        """What follows `satrap`."""
+    def arguments(self, site: LaunchSite) -> list[str]:
+        """Returns the arguments of the command `satrap`."""
         script, role = self.script, self.process.role
         if role is Role.TRAINER:
-            listener = [] if spot.listener is None else ["--listener", str(spot.listener)]
-            place = ["--place", json.dumps(self._place(spot).to_dict())]
-            return ["trainer", *place, *listener, str(spot.script), "--", *script.arguments]
-        keys = [] if spot.keys is None else ["--keys", str(spot.keys)]
+            listener = [] if site.listener is None else ["--listener", str(site.listener)]
+            context = ["--context", json.dumps(self._run_context(site).to_dict())]
+            return ["trainer", *context, *listener, str(site.script), "--", *script.arguments]
+        keys = [] if site.keys is None else ["--keys", str(site.keys)]
         number = script.server_threads if role is Role.SERVER else script.worker_threads
         threads = [] if number is None else ["--threads", str(number)]
-        shared = ["--shared", str(spot.rows)] if role is Role.SERVER else []
-        flag, more = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
-        permitted = [f"{flag}={each}" for each in (os.path.abspath(spot.script.parent), *script.named(), *more)]
-        return [role.value, "--listen", spot.listen, *shared, *keys, *threads, *permitted]
+        shared = ["--shared", str(site.rows)] if role is Role.SERVER else []
+        flag, paths = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
+        allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named(), *paths)]
+        return [role.value, "--listen", site.listen, *shared, *keys, *threads, *allowed]
 
-    def _place(self, spot: LaunchSite) -> RunContext:
+    def _run_context(self, site: LaunchSite) -> RunContext:
         return RunContext(
             rank=self.process.number,
-            world=self.plan.trainers,
-            launch=self.process.start,
-            first_launch=self.membership.first_launch,
-            servers=self.membership.servers,
-            workers=self.membership.workers,
-            is_copy=spot.is_copy,
-            keys=None if spot.keys is None else str(spot.keys),
-            meeting=spot.meeting if self.plan.trainers > 1 else None,
+            world=self.run_config.trainers,
+            launch=self.process.incarnation,
+            first_launch=self.run_state.first_launch,
+            servers=self.run_state.servers,
+            workers=self.run_state.workers,
+            is_copy=site.is_copy,
+            keys=None if site.keys is None else str(site.keys),
+            rendezvous=site.rendezvous if self.run_config.trainers > 1 else None,
             num_threads=self.script.trainer_threads,
         )

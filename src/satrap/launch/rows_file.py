@@ -1,6 +1,7 @@
-"""The shared-memory file of a server of a run: its path, which stays the same while the server is started again.
+"""The shared-memory file of a server of a run. Its path stays the same when the server restarts.
 
-Folders of shared memory are everybody's, so another user may have made a file of that name: then it is another one.
+Directories of shared memory are open to all users, so a file of that name may belong to another user. The server then
+uses another name.
 """
 
 import os
@@ -10,40 +11,44 @@ from pathlib import Path
 
 from satrap.errors import ConfigError
 
-_MOST_NAMES = 100
+_MAX_NAMES = 100
 
 
 def rows_file(memory: Path, run: str, server: str) -> tuple[Path, str | None]:
-    """Where the rows of a server of the run are, or are to be; and a warning if that is not the first choice."""
-    paths = [memory / f"satrap-{run}-{again}{server}" for again in ("", *(f"{n}-" for n in range(1, _MOST_NAMES)))]
+    """Returns the path of a server's rows, which may not exist yet, and a warning if it is not the first choice."""
+    paths = [memory / f"satrap-{run}-{prefix}{server}" for prefix in ("", *(f"{n}-" for n in range(1, _MAX_NAMES)))]
     owners = [_owner(path) for path in paths]
-    for wanted in (os.geteuid(), None):
-        if wanted in owners:
-            at = owners.index(wanted)
-            other = f"{paths[0]} was made by another user, or others may use it: the rows are in {paths[at]}"
-            return paths[at], other if at else None
-    raise ConfigError(f"{paths[0]} and {_MOST_NAMES - 1} others were made by other users: name another --memory")
+    for owner in (os.geteuid(), None):
+        if owner in owners:
+            index = owners.index(owner)
+            warning = (
+                f"{paths[0]} belongs to another user or is accessible to others; using {paths[index]} for the rows"
+            )
+            return paths[index], warning if index else None
+    raise ConfigError(
+        f"{paths[0]} and {_MAX_NAMES - 1} alternatives belong to other users; choose another directory with --memory"
+    )
 
 
 def has_rows(path: Path) -> bool:
-    """Whether there are rows in it: one that is empty was truncated, or its server was killed at once."""
+    """Returns whether the file holds rows. An empty one was truncated, or its server was killed while it started."""
     return path.exists() and path.stat().st_size > 0
 
 
-def forget_rows(memory: Path, run: str) -> None:
-    """Removes what servers of the run left, and no other user's files."""
+def remove_rows(memory: Path, run: str) -> None:
+    """Removes the files of a run's servers, except those of other users."""
     for path in memory.glob(f"satrap-{run}-*"):
         with suppress(FileNotFoundError):
-            found = os.lstat(path)
-            if found.st_uid == os.geteuid() and not stat.S_ISDIR(found.st_mode):
+            status = os.lstat(path)
+            if status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode):
                 path.unlink()
 
 
 def _owner(path: Path) -> int | None:
-    """Return the file's owner: -1 if others may use it or it is no regular file; None if there is no file."""
+    """Returns the file's owner: -1 if others may use it or it is no regular file; None if there is no file."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
-    is_private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
-    return found.st_uid if is_private else -1
+    is_private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+    return status.st_uid if is_private else -1

@@ -1,6 +1,6 @@
-"""A run: one loop that hears what happened to its processes, asks the supervisor, and does what it says.
+"""The loop of a run: passes events to the supervisor and executes its commands.
 
-launcher.events, resizer.events ──> Supervisor.handle ──> membership on disk ──> launcher.start, .end, resizer.move
+launcher.poll, scaler.poll ──> Supervisor.handle ──> run.json on disk ──> launcher.start, launcher.stop, scaler.migrate
 """
 
 import fcntl
@@ -15,111 +15,124 @@ from typing import Protocol
 
 from satrap.errors import ConfigError
 from satrap.launch.logs import RunLogs
-from satrap.launch.process_command import Command, Script
+from satrap.launch.process_command import ProcessSpec, Script
 from satrap.launch.run_state import RunState
 from satrap.launch.scaler import Scaler
-from satrap.launch.supervisor import End, Event, Finish, How, Move, Plan, Process, Say, Start, Stop, Supervisor
+from satrap.launch.supervisor import (
+    Event,
+    ExitRun,
+    LogMessage,
+    MigrateBuckets,
+    Process,
+    RunConfig,
+    StartProcess,
+    StopMode,
+    StopProcess,
+    StopRequested,
+    Supervisor,
+)
 
-_EVENT_SECONDS = 0.5  # how late a Ctrl-C may be heard
+_POLL_SECONDS = 0.5  # the longest delay of a Ctrl-C
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run, somewhere."""
+    """Starts and stops the processes of a run, on this machine or on a cluster."""
 
-    def forget(self, name: str) -> None:
+    def remove_files(self, name: str) -> None:
         """Removes the files of the run of that name."""
 
-    def start(self, command: Command) -> None:
-        """Starts a process. It has the address that it had before, or its rows are gone."""
+    def start(self, spec: ProcessSpec) -> None:
+        """Starts a process. Afterwards it has its previous address, or its rows do not exist any more."""
 
-    def end(self, process: Process, how: How, for_good: bool) -> None:
-        """Tells a process to end; kills it if it does not within some seconds. for_good: its place and its rows are
-        given back."""
+    def stop(self, process: Process, mode: StopMode, release: bool) -> None:
+        """Stops a process, and kills it after the grace period. release: its placement and its rows are released."""
 
-    def events(self, timeout: float) -> list[Event]:
-        """What happened; waits that long for it."""
+    def poll(self, timeout: float) -> list[Event]:
+        """Returns new events; waits at most `timeout` seconds for one."""
 
     def close(self) -> None:
-        """Kills what is left, and waits for it."""
+        """Kills the remaining processes and waits for them."""
 
 
 @contextmanager
-def folder_of_one_run(folder: Path) -> Iterator[None]:
-    """The folder is made, and this process's alone."""
+def lock_run_folder(folder: Path) -> Iterator[None]:
+    """Creates the run's directory and locks it for this process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ConfigError(f"folder {os.fspath(folder)!r} cannot be used: {error.strerror}; name another") from error
+        raise ConfigError(
+            f"directory {os.fspath(folder)!r} cannot be used: {error.strerror}; choose another with --folder"
+        ) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"another run is in folder {os.fspath(folder)!r}: end it, or name another with --folder"
+                f"another run uses directory {os.fspath(folder)!r}; stop it, or choose another with --folder"
             ) from error
         yield
     finally:
         os.close(lock)
 
 
-def run(script: Script, plan: Plan, folder: Path, launcher: Launcher, output: RunLogs, resizer: Scaler) -> int:
-    """Runs the script to its end; returns the exit status. The folder is this run's: see `folder_of_one_run`."""
+def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher, logs: RunLogs, scaler: Scaler) -> int:
+    """Runs the script to its end and returns the exit status. The caller holds the lock of `lock_run_folder`."""
     file = folder / "run.json"
-    before = RunState.read(file)
-    launch = 0 if before is None else before.launch
-    membership = RunState(name=secrets.token_hex(4), launch=launch, first_launch=launch + 1)
-    membership.write(file)
-    if before is not None:
-        launcher.forget(before.name)
-    supervisor = Supervisor(plan, membership)
+    previous = RunState.read(file)
+    launch = 0 if previous is None else previous.launch
+    run_state = RunState(name=secrets.token_hex(4), launch=launch, first_launch=launch + 1)
+    run_state.write(file)
+    if previous is not None:
+        launcher.remove_files(previous.name)
+    supervisor = Supervisor(run_config, run_state)
     try:
-        with _stops() as stops:
-            resizer.watch(lambda: supervisor.membership.servers if supervisor.membership.launch else ())
-            orders = supervisor.begin(time.monotonic())
+        with _stop_signals() as stop_requests:
+            scaler.watch(lambda: supervisor.run_state.servers if supervisor.run_state.launch else ())
+            commands = supervisor.start(time.monotonic())
             while True:
-                if supervisor.membership != membership:
-                    membership = supervisor.membership
-                    membership.write(file)
-                for order in orders:
-                    match order:
-                        case Say(text):
-                            output.say(text)
-                        case Start(process, address):
-                            launcher.start(Command(process, address, script, plan, membership))
-                        case End(process, how, for_good):
-                            launcher.end(process, how, for_good)
-                        case Move(now, wanted):
-                            resizer.move(now, wanted)
-                        case Finish(status):
+                if supervisor.run_state != run_state:
+                    run_state = supervisor.run_state
+                    run_state.write(file)
+                for command in commands:
+                    match command:
+                        case LogMessage(text):
+                            logs.info(text)
+                        case StartProcess(process, address):
+                            launcher.start(ProcessSpec(process, address, script, run_config, run_state))
+                        case StopProcess(process, mode, release):
+                            launcher.stop(process, mode, release)
+                        case MigrateBuckets(current, target):
+                            scaler.migrate(current, target)
+                        case ExitRun(status):
                             return status
-                events = [*launcher.events(_EVENT_SECONDS), *resizer.events(), *_taken(stops)]
-                orders = [order for event in events for order in supervisor.handle(event, time.monotonic())]
+                events = [*launcher.poll(_POLL_SECONDS), *scaler.poll(), *_drain(stop_requests)]
+                commands = [command for event in events for command in supervisor.handle(event, time.monotonic())]
     finally:
-        resizer.close()
+        scaler.close()
         launcher.close()
-        launcher.forget(membership.name)
+        launcher.remove_files(run_state.name)
 
 
 @contextmanager
-def _stops() -> Iterator[list[Stop]]:
-    """What signals ask for, while inside."""
-    found: list[Stop] = []
+def _stop_signals() -> Iterator[list[StopRequested]]:
+    """Collects the signals that stop the run, while the context is open."""
+    requests: list[StopRequested] = []
 
-    def note(number: int, _: object) -> None:
-        found.append(Stop(signal.Signals(number).name))
+    def on_signal(number: int, _: object) -> None:
+        requests.append(StopRequested(signal.Signals(number).name))
 
-    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # whoever began this wants it to outlive the terminal
-    numbers = (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,)))
-    before = [signal.signal(number, note) for number in numbers]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup the run outlives the terminal
+    numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignores_hangup else (signal.SIGHUP,)))
+    handlers = [signal.signal(number, on_signal) for number in numbers]
     try:
-        yield found
+        yield requests
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
 
 
-def _taken(stops: list[Stop]) -> list[Stop]:
-    taken = stops[:]
-    del stops[: len(taken)]
-    return taken
+def _drain(requests: list[StopRequested]) -> list[StopRequested]:
+    drained = requests[:]
+    del requests[: len(drained)]
+    return drained

@@ -1,7 +1,7 @@
-"""Who belongs to a run, and which launch of its trainers this is: a value, and the file that it is kept in.
+"""The durable state of a run, in its file run.json: the addresses of its processes and the number of its launches.
 
-The file is on disk before anything is done that it says, so that a supervisor that was killed is followed by one that
-begins a later launch, and that knows which rows in shared memory are left over.
+The file is on disk before its content takes effect. So after a supervisor was killed, the next one starts a later
+launch and knows which files in shared memory are left over.
 """
 
 import json
@@ -17,16 +17,16 @@ from satrap.run_context import MOST_LAUNCHES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """See the file's docstring."""
+    """The addresses and the launch of a run."""
 
     name: str
-    """Of the run: what its files in shared memory are called."""
+    """Name of the run, in the names of its files in shared memory."""
     launch: int = 0
-    """How often trainers were started."""
+    """Number of launches so far, including those of earlier runs in the same directory."""
     first_launch: int = 1
-    """Of this run; those before it were of earlier ones in its folder."""
+    """The first launch of this run."""
     servers: tuple[str, ...] = ()
-    """Their addresses, in the order that trainers know; empty: not known yet."""
+    """Addresses of the servers, in the order that trainers know; "" if not known yet."""
     workers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -35,14 +35,14 @@ class RunState:
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not (isinstance(self.name, str) and self.name.isalnum()):
-            raise ConfigError(f"RunState: name is {self.name!r}; wanted letters and digits")
+            raise ConfigError(f"RunState: name is {self.name!r}; expected letters and digits")
 
     def next_launch(self) -> Self:
-        """With the trainers started once more."""
+        """Returns the state with one more launch."""
         return replace(self, launch=self.launch + 1)
 
     def write(self, path: Path) -> None:
-        """Into the file, whole or not at all, on disk when this returns."""
+        """Replaces the file atomically; it is on disk when this returns."""
         new = path.with_name(f".{path.name}.new")
         try:
             with open(new, "w") as file:
@@ -57,17 +57,19 @@ class RunState:
                 os.close(folder)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written ({error.strerror}), and no launch begins without it: make room, or name "
-                "another --folder"
+                f"{path} cannot be written ({error.strerror}), and no launch can start without it; free some disk "
+                "space, or choose another directory with --folder"
             ) from error
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """What the file says; None if there is none."""
+        """Returns the state in the file; None if there is no file."""
         try:
             data: Any = json.loads(path.read_bytes())
             return cls(**known_keys(cls, "RunState", data))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, ConfigError) as error:
-            raise ConfigError(f"{path} is no run's ({error}); name another folder, or remove it") from error
+            raise ConfigError(
+                f"{path} is not the state of a run ({error}); remove it, or choose another directory with --folder"
+            ) from error

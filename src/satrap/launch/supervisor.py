@@ -1,19 +1,20 @@
-"""What to start, end, and start again. Pure: events and the time in, orders out; `run` carries them out.
+"""The supervisor of a run: decides which processes to start, stop and restart. A pure state machine: events and the
+time in, commands out. `run_loop` executes the commands.
 
-    servers ──all ready──> workers ──all ready──> a launch of the trainers ──all ended well──> ending ──> Finish
+    servers ──all ready──> workers ──all ready──> launch of the trainers ──all exit with 0──> shutdown ──> ExitRun
                                                     │            ▲
-                                            one fails: the others are ended; once all are gone, the next launch
+                            one fails: the others are stopped; once all have exited, the next launch starts
 
-A server or worker that ends is started again at its address: a server finds its rows in shared memory, trainers wait
-for it. One that listens elsewhere then (its machine was lost) has no rows, and trainers do not know it: their launch
-ends. The other servers still name the lost one, and buckets may have moved, so all servers begin empty before the next
-launch: what they hold was to be replaced by the checkpoint anyway. A trainer that ends badly takes its launch with it,
-too, because the trainers' dense halves must stay alike: the next launch resumes the last checkpoint, once all servers
-and workers listen. Launches are counted, on disk before they begin; the servers refuse an older one's calls, so a
-process that was paused, or cut off, cannot write any more.
+A server or worker that exits is restarted at its address. The server finds its rows in shared memory; trainers wait for
+it. If it then listens at another address, its machine was lost: it has no rows, and the trainers do not know the new
+address, so their launch is stopped. The surviving servers still name the lost one, and buckets may have moved, so all
+servers restart empty before the next launch: the checkpoint would have replaced their rows anyway. A trainer that fails
+also ends its launch, because the trainers' dense parameters must stay equal. The next launch resumes the last
+checkpoint as soon as all servers and workers listen. Launches are numbered, and the number is on disk before the launch
+starts. Servers refuse calls of an older launch, so a process that was suspended or disconnected can no longer write.
 
-While trainers run, there may be more servers or fewer: new ones are started, then buckets are moved, then those that
-own none any more are ended.
+While trainers run, servers can be added or removed: new ones start, buckets migrate, then servers that own no buckets
+any more stop.
 """
 
 import signal
@@ -26,11 +27,11 @@ from typing import Literal
 from satrap.config.validation import check_integer
 from satrap.launch.run_state import RunState
 
-MOST_PROCESSES = 65535
+MAX_PROCESSES = 65535
 
 
 class Role(StrEnum):
-    """What a process is there for."""
+    """The role of a process in its run."""
 
     SERVER = "server"
     WORKER = "worker"
@@ -39,437 +40,455 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One start of one process. A second start of the same is another Process."""
+    """One incarnation of a process. After a restart it is another Process."""
 
     role: Role
     number: int
-    start: int
-    """Counts the starts of this role and number, from 1; of a trainer it is the launch."""
+    incarnation: int
+    """Counts the starts of this role and number, from 1. For a trainer it is the launch."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.number}"
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """An event: a server or worker listens."""
+class ProcessReady:
+    """Event: a server or worker listens."""
 
     process: Process
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """An event: a process is gone."""
+class ProcessExited:
+    """Event: a process exited."""
 
     process: Process
     status: int
-    """As subprocess has it: below 0 the signal that ended it. One that did not end when it was told to, and was killed
-    then, counts as ended by SIGTERM."""
+    """As subprocess reports it: negative if a signal killed the process. One that was killed because it did not stop in
+    time counts as killed by SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
-class NoPlace:
-    """An event: no machine has room for a process, which did not begin."""
+class PlacementFailed:
+    """Event: no machine has room for a process, so it did not start."""
 
     process: Process
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """An event: there should be as many servers."""
+class ScaleRequested:
+    """Event: the user or the autoscaler requests this number of servers."""
 
     servers: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """An event: the order `Move` was carried out, or failed and may be tried again."""
+class MigrationEnded:
+    """Event: a `MigrateBuckets` command succeeded, or failed and may be retried."""
 
     failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """An event: somebody wants the run to end. The second time processes are killed."""
+class StopRequested:
+    """Event: the run should stop. The second one kills its processes."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """An order: start this process."""
+class StartProcess:
+    """Command: start this process."""
 
     process: Process
     address: str | None = None
-    """Where it was, and listens again if what it had is still there. None: a new one, which finds nothing."""
+    """Where the previous incarnation listened, for this one to listen at if its rows exist; None: start empty."""
 
 
-How = Literal["interrupt", "terminate", "kill"]
+StopMode = Literal["interrupt", "terminate", "kill"]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """An order: end this process; one that does not within its time is killed."""
+class StopProcess:
+    """Command: stop this process. It is killed if it does not exit within the grace period."""
 
     process: Process
-    how: How
-    for_good: bool = False
-    """It is not started again while the run goes on: its place and its rows are given back."""
+    mode: StopMode
+    release: bool = False
+    """Whether its placement and its rows are released, because this run will not restart it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """An order: move the buckets of these servers to those; a `Moved` follows."""
+class MigrateBuckets:
+    """Command: migrate the buckets of the current servers to the target servers. A `MigrationEnded` follows."""
 
-    now: tuple[str, ...]
-    wanted: tuple[str, ...]
+    current: tuple[str, ...]
+    target: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
-    """An order: tell the user."""
+class LogMessage:
+    """Command: print a line for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """An order, the last one: nothing runs any more."""
+class ExitRun:
+    """Command, the last one: no process is left; exit with this status."""
 
     status: int
 
 
-Event = Ready | Ended | NoPlace | Wanted | Moved | Stop
-Order = Start | End | Move | Say | Finish
+Event = ProcessReady | ProcessExited | PlacementFailed | ScaleRequested | MigrationEnded | StopRequested
+Command = StartProcess | StopProcess | MigrateBuckets | LogMessage | ExitRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the user asked for."""
+class RunConfig:
+    """The sizes and limits of a run, as the user set them."""
 
     servers: int
     workers: int
     trainers: int
     restarts: int = 3
-    """How often in a row a process is started again that lived for less than `settled_seconds`."""
+    """Number of consecutive restarts of a process that each time lived for less than `settled_seconds`."""
     settled_seconds: float = 300.0
     max_servers: int | None = None
-    """To which the run's figures, or the user, may raise their number; None: to any."""
+    """Upper limit for the autoscaler and for the user's requests; None: no limit."""
     early_seconds: float = 60.0
-    """A launch that ends by itself within them is not tried again: it is the script, most likely."""
+    """A launch that fails by itself within this time is not retried: most likely the script is wrong."""
 
     def __post_init__(self) -> None:
         for name, low in (("servers", 1), ("workers", 0), ("trainers", 1), ("restarts", 0)):
-            check_integer("run", name, getattr(self, name), low, MOST_PROCESSES)
+            check_integer("run", name, getattr(self, name), low, MAX_PROCESSES)
         if self.max_servers is not None:
-            check_integer("run", "max_servers", self.max_servers, self.servers, MOST_PROCESSES)
+            check_integer("run", "max_servers", self.max_servers, self.servers, MAX_PROCESSES)
 
 
 class _Phase(Enum):
     STARTING = "servers and workers are starting"
-    TRAINING = "the trainers run"
-    REGROUPING = "a launch failed; it is being ended"
-    EMPTYING = "servers are being ended, to begin empty"
-    ENDING = "the run is ending"
+    TRAINING = "trainers are running"
+    STOPPING_TRAINERS = "a failed launch is being stopped"
+    RESETTING_SERVERS = "servers are being restarted empty"
+    SHUTTING_DOWN = "the run is stopping"
 
 
 @dataclass(slots=True)
-class _Alive:
+class _RunningProcess:
     process: Process
-    since: float
+    started_at: float
     address: str | None = None
-    """Where it was before."""
-    ready: bool = False
+    """Address of its previous incarnation."""
+    is_ready: bool = False
 
 
 @dataclass(slots=True)
-class _Trouble:
-    """How a launch failed."""
+class _LaunchFailure:
+    """Why a launch failed."""
 
-    lines: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
     status: int = 1
-    own: bool = True
-    """Each that failed ended by itself: no signal, no machine."""
-    done: list[str] = field(default_factory=list)
-    """Those that had ended well before: the others may have missed them."""
+    is_script_error: bool = True
+    """Whether every trainer that failed exited by itself: no signal, no lost machine."""
+    finished: list[str] = field(default_factory=list)
+    """Trainers that had exited with status 0 before; the others may have failed for lack of them."""
 
 
 class Supervisor:
-    """See the file's docstring."""
+    """State machine of one run."""
 
-    def __init__(self, plan: Plan, membership: RunState) -> None:
-        """membership: of the run before this one in the same folder, or a new one."""
-        self.membership = membership
-        """What is decided, to be on disk before the orders that came with it are carried out."""
-        self._plan = plan
+    def __init__(self, run_config: RunConfig, run_state: RunState) -> None:
+        """run_state: state of the previous run in the same folder, or a new one."""
+        self.run_state = run_state
+        """State to write to disk before the commands that came with it are executed."""
+        self._config = run_config
         self._phase = _Phase.STARTING
-        self._alive: dict[tuple[Role, int], _Alive] = {}
+        self._running: dict[tuple[Role, int], _RunningProcess] = {}
         self._addresses: dict[tuple[Role, int], str] = {}
-        self._members = list(range(plan.servers))  # servers by their numbers, in the order that trainers know
-        self._future: list[int] | None = None  # what they are to be, while that is being done
-        self._moving = False  # that was ordered
-        self._used = False  # servers have been given rows since they began empty
-        self._lost = False  # and one has come back without
-        self._failures = 0  # of moves, in a row
+        self._servers = list(range(run_config.servers))  # their numbers, in the order that trainers know
+        self._targets: list[int] | None = None  # their numbers after the scaling in progress
+        self._is_migrating = False
+        self._servers_have_rows = False  # since they last started empty
+        self._has_lost_rows = False  # a server restarted without its rows
+        self._migration_failures = 0  # consecutive
         self._starts: Counter[tuple[Role, int]] = Counter()
-        self._short: Counter[tuple[Role, int]] = Counter()  # short lives in a row
-        self._trouble = _Trouble()
-        self._status = 0
-        self._stopped = False
+        self._early_exits: Counter[tuple[Role, int]] = Counter()  # consecutive
+        self._failure = _LaunchFailure()
+        self._exit_status = 0
+        self._is_stopping = False
 
-    def begin(self, now: float) -> list[Order]:
-        """The first orders."""
-        return [self._start(Role.SERVER, number, now) for number in range(self._plan.servers)]
+    def start(self, now: float) -> list[Command]:
+        """Returns the first commands."""
+        return [self._start_process(Role.SERVER, number, now) for number in range(self._config.servers)]
 
-    def handle(self, event: Event, now: float) -> list[Order]:
-        """What an event makes necessary."""
-        if isinstance(event, Stop):
-            return self._stop(event.why)
-        if isinstance(event, Wanted):
-            return self._resize(event, now)
-        if isinstance(event, Moved):
-            return self._moved(event.failure)
-        alive = self._alive.get((event.process.role, event.process.number))
-        if alive is None or alive.process != event.process:
-            return []  # of an earlier start
-        if isinstance(event, Ready):
-            return self._ready(alive, event.address, now)
-        del self._alive[event.process.role, event.process.number]
-        if self._phase is _Phase.ENDING:
-            return self._wind_down()
-        if self._phase is _Phase.EMPTYING and event.process.role is Role.SERVER:
-            return self._begin_empty(now)
-        if isinstance(event, NoPlace):
-            return self._no_place(event, now)
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Returns the commands that an event makes necessary."""
+        if isinstance(event, StopRequested):
+            return self._on_stop_requested(event.reason)
+        if isinstance(event, ScaleRequested):
+            return self._on_scale_requested(event, now)
+        if isinstance(event, MigrationEnded):
+            return self._on_migration_ended(event.failure)
+        running = self._running.get((event.process.role, event.process.number))
+        if running is None or running.process != event.process:
+            return []  # the event is about an earlier incarnation
+        if isinstance(event, ProcessReady):
+            return self._on_ready(running, event.address, now)
+        del self._running[event.process.role, event.process.number]
+        if self._phase is _Phase.SHUTTING_DOWN:
+            return self._stop_remaining()
+        if self._phase is _Phase.RESETTING_SERVERS and event.process.role is Role.SERVER:
+            return self._restart_servers_empty(now)
+        if isinstance(event, PlacementFailed):
+            return self._on_placement_failed(event, now)
         if event.process.role is Role.TRAINER:
-            return self._trainer_ended(alive, event.status, now)
-        if event.process.role is Role.SERVER and event.process.number not in (*self._members, *(self._future or ())):
-            return []  # it owned nothing any more
-        return self._restart(alive, event.status, now)
+            return self._on_trainer_exited(running, event.status, now)
+        if event.process.role is Role.SERVER and event.process.number not in (*self._servers, *(self._targets or ())):
+            return []  # it owned no buckets any more
+        return self._restart(running, event.status, now)
 
     # -- servers and workers ------------------------------------------------------------------------------------------
 
-    def _ready(self, alive: _Alive, address: str, now: float) -> list[Order]:
-        alive.ready = True
-        process, elsewhere = alive.process, alive.address not in (None, address)
+    def _on_ready(self, running: _RunningProcess, address: str, now: float) -> list[Command]:
+        running.is_ready = True
+        process, has_moved = running.process, running.address not in (None, address)
         self._addresses[process.role, process.number] = address
-        self._know_members()
-        orders: list[Order] = [Say(f"{process} listens at {address}")]
-        if elsewhere and (process.role is Role.WORKER or process.number in self._members or self._moving):
-            self._lost |= process.role is Role.SERVER and self._used
-            orders += self._part(f"{process} is no longer where it was", now)
+        self._update_run_state()
+        commands: list[Command] = [LogMessage(f"{process}: listening at {address}")]
+        if has_moved and (process.role is Role.WORKER or process.number in self._servers or self._is_migrating):
+            self._has_lost_rows |= process.role is Role.SERVER and self._servers_have_rows
+            commands += self._abandon_launch(f"{process} came back at another address", now)
         elif self._phase is _Phase.STARTING:
-            orders += self._go_on(now)
-        if self._phase is not _Phase.ENDING and self._future is not None and not self._moving:
-            orders += self._move()
-        return orders
+            commands += self._advance(now)
+        if self._phase is not _Phase.SHUTTING_DOWN and self._targets is not None and not self._is_migrating:
+            commands += self._migrate()
+        return commands
 
-    def _part(self, why: str, now: float) -> list[Order]:
-        """Trainers cannot go on with the servers and workers that they know."""
+    def _abandon_launch(self, reason: str, now: float) -> list[Command]:
+        """Ends the launch, because its trainers know servers and workers that no longer exist."""
         if self._phase is _Phase.STARTING:
-            return self._go_on(now)
+            return self._advance(now)
         if self._phase is not _Phase.TRAINING:
             return []
-        self._trouble = _Trouble([why], own=False)
-        return self._regroup()
+        self._failure = _LaunchFailure([reason], is_script_error=False)
+        return self._stop_trainers()
 
-    def _know_members(self) -> None:
-        """What the trainers of the next launch are to know."""
+    def _update_run_state(self) -> None:
+        """Sets the addresses that the trainers of the next launch are given."""
         known = {
             role: tuple(self._addresses.get((role, number), "") for number in numbers)
-            for role, numbers in ((Role.SERVER, self._members), (Role.WORKER, range(self._plan.workers)))
+            for role, numbers in ((Role.SERVER, self._servers), (Role.WORKER, range(self._config.workers)))
         }
-        self.membership = replace(self.membership, servers=known[Role.SERVER], workers=known[Role.WORKER])
+        self.run_state = replace(self.run_state, servers=known[Role.SERVER], workers=known[Role.WORKER])
 
-    def _go_on(self, now: float) -> list[Order]:
-        """What servers and workers that are ready make possible."""
-        if self._lost:
-            return self._empty()
-        if not self._all_ready(Role.SERVER, self._members):
+    def _advance(self, now: float) -> list[Command]:
+        """Starts the workers once all servers are ready, and a launch once all workers are ready, too."""
+        if self._has_lost_rows:
+            return self._reset_servers()
+        if not self._all_ready(Role.SERVER, self._servers):
             return []
-        started = {number for role, number in self._alive if role is Role.WORKER}
-        orders = [self._start(Role.WORKER, each, now) for each in range(self._plan.workers) if each not in started]
-        return list(orders) or (self._launch(now) if self._all_ready(Role.WORKER, range(self._plan.workers)) else [])
-
-    def _empty(self) -> list[Order]:
-        """Ends all servers. As many as were wanted begin then: there is nothing to be moved."""
-        self._phase, self._failures = _Phase.EMPTYING, 0
-        self._members, self._future = self._future or self._members, None
-        orders = [
-            End(alive.process, "kill", for_good=alive.process.number not in self._members)
-            for alive in self._of(Role.SERVER)
+        started = {number for role, number in self._running if role is Role.WORKER}
+        commands = [
+            self._start_process(Role.WORKER, each, now) for each in range(self._config.workers) if each not in started
         ]
-        return [Say("rows of a server are lost: all servers begin empty"), *orders]
+        return list(commands) or (
+            self._start_launch(now) if self._all_ready(Role.WORKER, range(self._config.workers)) else []
+        )
 
-    def _begin_empty(self, now: float) -> list[Order]:
-        """Once all are gone."""
-        if any(self._of(Role.SERVER)):
+    def _reset_servers(self) -> list[Command]:
+        """Kills all servers. The requested number of servers starts afterwards: no buckets need to migrate."""
+        self._phase, self._migration_failures = _Phase.RESETTING_SERVERS, 0
+        self._servers, self._targets = self._targets or self._servers, None
+        commands = [
+            StopProcess(running.process, "kill", release=running.process.number not in self._servers)
+            for running in self._with_role(Role.SERVER)
+        ]
+        return [LogMessage("a server's rows are lost; restarting all servers empty"), *commands]
+
+    def _restart_servers_empty(self, now: float) -> list[Command]:
+        """Starts all servers once the last one of the old has exited."""
+        if any(self._with_role(Role.SERVER)):
             return []
-        self._phase, self._used, self._lost = _Phase.STARTING, False, False
-        return [self._start(Role.SERVER, number, now) for number in self._members]
+        self._phase, self._servers_have_rows, self._has_lost_rows = _Phase.STARTING, False, False
+        return [self._start_process(Role.SERVER, number, now) for number in self._servers]
 
     def _all_ready(self, role: Role, numbers: Iterable[int]) -> bool:
-        return all((role, each) in self._alive and self._alive[role, each].ready for each in numbers)
+        return all((role, each) in self._running and self._running[role, each].is_ready for each in numbers)
 
-    def _restart(self, alive: _Alive, status: int, now: float) -> list[Order]:
-        role, number = alive.process.role, alive.process.number
-        told = f"{alive.process} {_ending(status)}"
-        if self._gave_up(role, number, alive.since, now):
-            return self._fail(f"{told}, {self._short[role, number]} times soon after it began: giving up", 1)
+    def _restart(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
+        role, number = running.process.role, running.process.number
+        failure = f"{running.process} {_describe_exit(status)}"
+        if self._exceeds_restarts(role, number, running.started_at, now):
+            return self._fail(f"{failure}, {self._early_exits[role, number]} times soon after it started; giving up", 1)
         address = self._addresses.get((role, number))
-        return [Say(f"{told}: it is started again"), self._start(role, number, now, address)]
+        return [LogMessage(f"{failure}; restarting it"), self._start_process(role, number, now, address)]
 
-    def _gave_up(self, role: Role, number: int, since: float, now: float) -> bool:
-        """Counts a life that ended."""
+    def _exceeds_restarts(self, role: Role, number: int, started_at: float, now: float) -> bool:
+        """Counts an exit. Returns whether there were more consecutive early ones than restarts are allowed."""
         key = role, number
-        self._short[key] = self._short[key] + 1 if now - since < self._plan.settled_seconds else 0
-        return self._short[key] > self._plan.restarts
+        self._early_exits[key] = self._early_exits[key] + 1 if now - started_at < self._config.settled_seconds else 0
+        return self._early_exits[key] > self._config.restarts
 
-    def _start(self, role: Role, number: int, now: float, address: str | None = None) -> Start:
+    def _start_process(self, role: Role, number: int, now: float, address: str | None = None) -> StartProcess:
         self._starts[role, number] += 1
         process = Process(role, number, self._starts[role, number])
-        self._alive[role, number] = _Alive(process, now, address)
-        return Start(process, address)
+        self._running[role, number] = _RunningProcess(process, now, address)
+        return StartProcess(process, address)
 
-    # -- more servers, or fewer ---------------------------------------------------------------------------------------
+    # -- scaling ------------------------------------------------------------------------------------------------------
 
-    def _resize(self, wanted: Wanted, now: float) -> list[Order]:
-        have = len(self._members)
-        if self._phase is not _Phase.TRAINING or self._future is not None or self._moving:
-            return [Say(f"{_count(wanted.servers, 'server')} wanted: refused, {self._busy()}; ask again after that")]
-        if wanted.servers > (most := self._plan.max_servers or MOST_PROCESSES):
-            return [Say(f"{_count(wanted.servers, 'server')} wanted: refused, there may be {most} at most")]
-        if not 1 <= wanted.servers <= MOST_PROCESSES or wanted.servers == have:
-            return [Say(f"{_count(wanted.servers, 'server')} wanted, and there are {have}: nothing is done")]
+    def _on_scale_requested(self, event: ScaleRequested, now: float) -> list[Command]:
+        num_servers = len(self._servers)
+        if self._phase is not _Phase.TRAINING or self._targets is not None or self._is_migrating:
+            return [
+                LogMessage(f"request for {_count(event.servers, 'server')} refused: {self._busy_reason()}; retry later")
+            ]
+        if event.servers > (max_servers := self._config.max_servers or MAX_PROCESSES):
+            return [LogMessage(f"request for {_count(event.servers, 'server')} refused: the maximum is {max_servers}")]
+        if not 1 <= event.servers <= MAX_PROCESSES or event.servers == num_servers:
+            return [LogMessage(f"request for {_count(event.servers, 'server')} ignored: the run has {num_servers}")]
         number = max(each for role, each in self._starts if role is Role.SERVER) + 1
-        new = list(range(number, number + wanted.servers - have))
-        self._future = [*self._members, *new][: wanted.servers]
-        said = Say(f"{_count(wanted.servers, 'server')} instead of {have}: {wanted.why}")
-        return [said, *(self._start(Role.SERVER, each, now) for each in new), *([] if new else self._move())]
-
-    def _busy(self) -> str:
-        return "buckets are being moved" if self._future is not None or self._moving else self._phase.value
-
-    def _move(self) -> list[Order]:
-        """Once all that take part are there."""
-        assert self._future is not None
-        if self._lost or not all((Role.SERVER, each) in self._addresses for each in self._future):
-            return []
-        now, wanted = (
-            tuple(self._addresses[Role.SERVER, each] for each in numbers) for numbers in (self._members, self._future)
-        )
-        self._moving = True
-        return [Move(now, wanted)]
-
-    def _moved(self, failure: str | None) -> list[Order]:
-        self._moving = False
-        if self._phase is _Phase.ENDING or self._future is None or (failure is not None and self._lost):
-            return []
-        if failure is not None:
-            self._failures += 1
-            if self._failures > self._plan.restarts:
-                return self._fail(f"buckets could not be moved ({failure}): giving up", 1)
-            return [Say(f"buckets could not be moved ({failure}): it is tried again"), *self._move()]
-        gone = [each for each in self._members if each not in self._future]
-        self._members, self._future, self._failures = self._future, None, 0
-        self._know_members()
-        ended = [self._alive[Role.SERVER, each].process for each in gone if (Role.SERVER, each) in self._alive]
+        new = list(range(number, number + event.servers - num_servers))
+        self._targets = [*self._servers, *new][: event.servers]
+        message = LogMessage(f"scaling to {_count(event.servers, 'server')} from {num_servers}: {event.reason}")
         return [
-            Say(f"buckets are moved: {_count(len(self._members), 'server')}"),
-            *(End(process, "terminate", for_good=True) for process in ended),
+            message,
+            *(self._start_process(Role.SERVER, each, now) for each in new),
+            *([] if new else self._migrate()),
         ]
 
-    def _no_place(self, event: NoPlace, now: float) -> list[Order]:
-        """A server that was to come does not: training goes on without."""
-        if event.process.role is not Role.SERVER or event.process.number in self._members:
-            return self._fail(event.why, 1)
-        self._future = None
-        left = [alive.process for alive in self._of(Role.SERVER) if alive.process.number not in self._members]
-        stay = Say(f"{event.why}; it goes on with {_count(len(self._members), 'server')}")
-        orders: list[Order] = [stay, *(End(process, "terminate", for_good=True) for process in left)]
-        if self._moving:  # it was there, and has taken rows with it
-            self._lost = True
-            orders += self._part(f"{event.process} is gone", now)
-        return orders
+    def _busy_reason(self) -> str:
+        return "buckets are being moved" if self._targets is not None or self._is_migrating else self._phase.value
+
+    def _migrate(self) -> list[Command]:
+        """Starts the migration once all its servers listen."""
+        assert self._targets is not None
+        if self._has_lost_rows or not all((Role.SERVER, each) in self._addresses for each in self._targets):
+            return []
+        current, target = (
+            tuple(self._addresses[Role.SERVER, each] for each in numbers) for numbers in (self._servers, self._targets)
+        )
+        self._is_migrating = True
+        return [MigrateBuckets(current, target)]
+
+    def _on_migration_ended(self, failure: str | None) -> list[Command]:
+        self._is_migrating = False
+        if (
+            self._phase is _Phase.SHUTTING_DOWN
+            or self._targets is None
+            or (failure is not None and self._has_lost_rows)
+        ):
+            return []
+        if failure is not None:
+            self._migration_failures += 1
+            if self._migration_failures > self._config.restarts:
+                return self._fail(f"buckets could not be moved ({failure}); giving up", 1)
+            return [LogMessage(f"buckets could not be moved ({failure}); retrying"), *self._migrate()]
+        leaving = [each for each in self._servers if each not in self._targets]
+        self._servers, self._targets, self._migration_failures = self._targets, None, 0
+        self._update_run_state()
+        stopped = [self._running[Role.SERVER, each].process for each in leaving if (Role.SERVER, each) in self._running]
+        return [
+            LogMessage(f"buckets moved: the run has {_count(len(self._servers), 'server')}"),
+            *(StopProcess(process, "terminate", release=True) for process in stopped),
+        ]
+
+    def _on_placement_failed(self, event: PlacementFailed, now: float) -> list[Command]:
+        """Cancels the scaling if the process is a server that should join; otherwise ends the run."""
+        if event.process.role is not Role.SERVER or event.process.number in self._servers:
+            return self._fail(event.reason, 1)
+        self._targets = None
+        stopped = [
+            running.process for running in self._with_role(Role.SERVER) if running.process.number not in self._servers
+        ]
+        message = LogMessage(f"{event.reason}; continuing with {_count(len(self._servers), 'server')}")
+        commands: list[Command] = [message, *(StopProcess(process, "terminate", release=True) for process in stopped)]
+        if self._is_migrating:  # the server ran before, and its rows went with it
+            self._has_lost_rows = True
+            commands += self._abandon_launch(f"{event.process} is lost", now)
+        return commands
 
     # -- trainers -----------------------------------------------------------------------------------------------------
 
-    def _launch(self, now: float) -> list[Order]:
-        self._phase, self._trouble, self._used = _Phase.TRAINING, _Trouble(), True
-        self.membership = self.membership.next_launch()
-        launch, orders = self.membership.launch, list[Order]()
-        for number in range(self._plan.trainers):
+    def _start_launch(self, now: float) -> list[Command]:
+        self._phase, self._failure, self._servers_have_rows = _Phase.TRAINING, _LaunchFailure(), True
+        self.run_state = self.run_state.next_launch()
+        launch, commands = self.run_state.launch, list[Command]()
+        for number in range(self._config.trainers):
             process = Process(Role.TRAINER, number, launch)
-            self._alive[Role.TRAINER, number] = _Alive(process, now)
-            orders.append(Start(process))
-        return [Say(f"launch {launch}: {_count(self._plan.trainers, 'trainer')}"), *orders]
+            self._running[Role.TRAINER, number] = _RunningProcess(process, now)
+            commands.append(StartProcess(process))
+        return [LogMessage(f"launch {launch}: starting {_count(self._config.trainers, 'trainer')}"), *commands]
 
-    def _trainer_ended(self, alive: _Alive, status: int, now: float) -> list[Order]:
-        left = [each.process for each in self._of(Role.TRAINER)]
-        orders: list[Order] = []
+    def _on_trainer_exited(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
+        remaining = [each.process for each in self._with_role(Role.TRAINER)]
+        commands: list[Command] = []
         if self._phase is _Phase.TRAINING:
             if status == 0:
-                self._trouble.done.append(f"after {alive.process} had ended with status 0")
-                return [] if left else self._end(0)
-            self._note(alive, status)
-            orders = self._regroup()
+                self._failure.finished.append(f"after {running.process} had exited with status 0")
+                return [] if remaining else self._shut_down(0)
+            self._record_exit(running, status)
+            commands = self._stop_trainers()
         elif status not in (0, -signal.SIGTERM):
-            self._note(alive, status)  # by itself, just before it was told to
-        return orders if left else [*orders, *self._relaunch(alive.since, now)]
+            self._record_exit(running, status)  # it failed by itself, just before it was stopped
+        return commands if remaining else [*commands, *self._relaunch(running.started_at, now)]
 
-    def _regroup(self) -> list[Order]:
-        self._phase = _Phase.REGROUPING
-        return [End(alive.process, "terminate") for alive in self._of(Role.TRAINER)]
+    def _stop_trainers(self) -> list[Command]:
+        self._phase = _Phase.STOPPING_TRAINERS
+        return [StopProcess(running.process, "terminate") for running in self._with_role(Role.TRAINER)]
 
-    def _note(self, alive: _Alive, status: int) -> None:
-        if not self._trouble.lines or status < 0:
-            self._trouble.status = status if status > 0 else 128 - status
-        self._trouble.own &= status > 0
-        self._trouble.lines.append(f"{alive.process} {_ending(status)}")
+    def _record_exit(self, running: _RunningProcess, status: int) -> None:
+        if not self._failure.causes or status < 0:
+            self._failure.status = status if status > 0 else 128 - status
+        self._failure.is_script_error &= status > 0
+        self._failure.causes.append(f"{running.process} {_describe_exit(status)}")
 
-    def _relaunch(self, since: float, now: float) -> list[Order]:
-        told = ", ".join([*self._trouble.lines, *self._trouble.done])
-        if self._trouble.own and now - since < self._plan.early_seconds:
-            return self._fail(f"{told}, soon after it began: see above; the run ends", self._trouble.status)
-        if self._gave_up(Role.TRAINER, 0, since, now):
-            times = self._short[Role.TRAINER, 0]
-            return self._fail(f"{told}, {times} times soon after it began: giving up", self._trouble.status)
+    def _relaunch(self, started_at: float, now: float) -> list[Command]:
+        failure = ", ".join([*self._failure.causes, *self._failure.finished])
+        if self._failure.is_script_error and now - started_at < self._config.early_seconds:
+            return self._fail(
+                f"{failure}, soon after it started; stopping the run (see the error above)", self._failure.status
+            )
+        if self._exceeds_restarts(Role.TRAINER, 0, started_at, now):
+            times = self._early_exits[Role.TRAINER, 0]
+            return self._fail(f"{failure}, {times} times soon after it started; giving up", self._failure.status)
         self._phase = _Phase.STARTING
-        return [Say(f"{told}: the trainers start again from the last checkpoint"), *self._go_on(now)]
+        return [LogMessage(f"{failure}; restarting the trainers from the last checkpoint"), *self._advance(now)]
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- shutdown -----------------------------------------------------------------------------------------------------
 
-    def _stop(self, why: str) -> list[Order]:
-        if self._stopped:
-            return [End(alive.process, "kill") for alive in self._alive.values()]
-        self._stopped = True
-        return self._fail(f"{why}: the run ends; the same command goes on from what the script saved", 130)
+    def _on_stop_requested(self, reason: str) -> list[Command]:
+        if self._is_stopping:
+            return [StopProcess(running.process, "kill") for running in self._running.values()]
+        self._is_stopping = True
+        return self._fail(f"{reason}: stopping the run; the same command resumes from the last checkpoint", 130)
 
-    def _fail(self, why: str, status: int) -> list[Order]:
-        return [Say(why), *self._end(status)]
+    def _fail(self, reason: str, status: int) -> list[Command]:
+        return [LogMessage(reason), *self._shut_down(status)]
 
-    def _end(self, status: int) -> list[Order]:
-        self._phase, self._status = _Phase.ENDING, status
-        trainers = [End(alive.process, "interrupt") for alive in self._of(Role.TRAINER)]
-        return list(trainers) or self._wind_down()
+    def _shut_down(self, status: int) -> list[Command]:
+        self._phase, self._exit_status = _Phase.SHUTTING_DOWN, status
+        trainers = [StopProcess(running.process, "interrupt") for running in self._with_role(Role.TRAINER)]
+        return list(trainers) or self._stop_remaining()
 
-    def _wind_down(self) -> list[Order]:
-        """Those that are called by others end after them."""
-        if not self._alive:
-            return [Finish(self._status)]
-        if any(self._of(Role.TRAINER)):
+    def _stop_remaining(self) -> list[Command]:
+        """Stops servers and workers after the trainers, which call them."""
+        if not self._running:
+            return [ExitRun(self._exit_status)]
+        if any(self._with_role(Role.TRAINER)):
             return []
-        return [End(alive.process, "terminate") for alive in self._alive.values()]
+        return [StopProcess(running.process, "terminate") for running in self._running.values()]
 
-    def _of(self, role: Role) -> Iterable[_Alive]:
-        return [alive for (each, _), alive in self._alive.items() if each is role]
+    def _with_role(self, role: Role) -> Iterable[_RunningProcess]:
+        return [running for (each, _), running in self._running.items() if each is role]
 
 
-def _ending(status: int) -> str:
-    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+def _describe_exit(status: int) -> str:
+    return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,6 +1,8 @@
-"""What a run shows, written by a thread of its own: a terminal may be paused, and nobody may read a pipe. Who reads
-slowly is waited for; where nothing is read for some seconds, the run goes on. What it says then is not shown, which is
-told once somebody reads; the log files have all of it. What a file has no room for is told at the end.
+"""A terminal stream of a run, written by a thread: a terminal may be paused, and a pipe may have no reader.
+
+A slow reader is waited for. If nothing is read for some seconds, the run continues and drops its output; a line reports
+the dropped bytes as soon as something is read again, and the log files have all output. Bytes for which a file has no
+space are reported at the end.
 """
 
 import errno
@@ -9,86 +11,86 @@ import select
 import threading
 from typing import TextIO
 
-_MOST_BYTES = 1 << 20
-_PIECE_BYTES = 4096  # a pipe that has room takes it at once
-_STALL_SECONDS = 3.0  # in which some of it is read, or nobody reads
+_MAX_QUEUED_BYTES = 1 << 20
+_CHUNK_BYTES = 4096  # a pipe that has room accepts it at once
+_STALL_SECONDS = 3.0  # a stream of which nothing is read for this long has no reader
 
 
 class Terminal:
-    """One of the streams that this process was given."""
+    """Writes to standard output or standard error in the background."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        """stream: None, or a closed one: nothing is shown."""
+        """stream: if it is None or closed, nothing is written."""
         self._changed = threading.Condition(threading.Lock())
-        self._waiting: list[bytes] = []
-        self._waiting_bytes = self._missing = self._without_room = 0
-        self._is_ending = False
+        self._queue: list[bytes] = []
+        self._queued_bytes = self._dropped_bytes = self._no_space_bytes = 0
+        self._is_closing = False
         self._is_open = stream is not None and not stream.closed
         if stream is not None and self._is_open:
             stream.flush()
             self._file = stream.fileno()
-        self._thread = threading.Thread(target=self._write_on, name="satrap-terminal", daemon=True)
+        self._thread = threading.Thread(target=self._write_loop, name="satrap-terminal", daemon=True)
         self._thread.start()
 
     def write(self, data: bytes) -> None:
         with self._changed:
-            seconds = 0.0 if self._missing else _STALL_SECONDS
-            if not self._changed.wait_for(lambda: self._waiting_bytes < _MOST_BYTES, seconds):
-                self._missing += len(data)
+            seconds = 0.0 if self._dropped_bytes else _STALL_SECONDS
+            if not self._changed.wait_for(lambda: self._queued_bytes < _MAX_QUEUED_BYTES, seconds):
+                self._dropped_bytes += len(data)
                 return
-            self._tell_missing()
-            self._put(data)
+            self._report_dropped()
+            self._enqueue(data)
 
     def close(self) -> int:
-        """Returns once all is written, or nobody reads it: how many bytes are not."""
+        """Waits until everything is written or nothing is read any more. Returns the number of bytes not written."""
         with self._changed:
-            self._tell_missing()
-            self._is_ending = True
+            self._report_dropped()
+            self._is_closing = True
             self._changed.notify_all()
             before = 0
-            while self._waiting_bytes not in (0, before):
-                before = self._waiting_bytes
-                self._changed.wait_for(lambda: self._waiting_bytes < before, _STALL_SECONDS)  # noqa: B023  called here
-            left = self._waiting_bytes
-        if not left:  # else it waits for a reader that may never come
+            while self._queued_bytes not in (0, before):
+                before = self._queued_bytes
+                self._changed.wait_for(lambda: self._queued_bytes < before, _STALL_SECONDS)  # noqa: B023  called here
+            remaining = self._queued_bytes
+        if not remaining:  # otherwise the thread waits for a reader that may never come
             self._thread.join()
-        return left + self._without_room
+        return remaining + self._no_space_bytes
 
-    def _tell_missing(self) -> None:
-        if self._missing:
-            self._put(
-                f"\n--- {self._missing} bytes are not shown here: nobody read them; the logs have them\n".encode()
+    def _report_dropped(self) -> None:
+        if self._dropped_bytes:
+            self._enqueue(
+                f"\n--- {self._dropped_bytes} bytes are missing here: they were not read; see the logs\n".encode()
             )
-            self._missing = 0
+            self._dropped_bytes = 0
 
-    def _put(self, data: bytes) -> None:
-        self._waiting += [data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)]
-        self._waiting_bytes += len(data)
+    def _enqueue(self, data: bytes) -> None:
+        self._queue += [data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)]
+        self._queued_bytes += len(data)
         self._changed.notify_all()
 
-    def _write_on(self) -> None:
+    def _write_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_ending)
-                if not self._waiting:
+                self._changed.wait_for(lambda: self._queue or self._is_closing)
+                if not self._queue:
                     return
-                data = self._waiting.pop(0)
-            without_room = self._show(data)
+                data = self._queue.pop(0)
+            no_space_bytes = self._write_out(data)
             with self._changed:
-                self._without_room += without_room
-                self._waiting_bytes -= len(data)
+                self._no_space_bytes += no_space_bytes
+                self._queued_bytes -= len(data)
                 self._changed.notify_all()
 
-    def _show(self, data: bytes) -> int:
-        """Returns how much of it there was no room for."""
-        left = memoryview(data)
-        while self._is_open and left:
+    def _write_out(self, data: bytes) -> int:
+        """Writes the data. Returns the number of bytes for which the file has no space."""
+        remaining = memoryview(data)
+        while self._is_open and remaining:
             try:
-                left = left[os.write(self._file, left) :]
-            except BlockingIOError:  # somebody who has it, too, made it so
+                remaining = remaining[os.write(self._file, remaining) :]
+            except BlockingIOError:  # another process that shares the file made it non-blocking
                 select.select([], [self._file], [])
             except OSError as error:
                 if error.errno == errno.ENOSPC:
-                    return len(left)
-                self._is_open = False  # its reader is gone
+                    return len(remaining)
+                self._is_open = False  # the reader closed it
         return 0

@@ -1,4 +1,4 @@
-"""What a trainer's process does before the script: it takes its place, and joins the other trainers."""
+"""The main program of a trainer: sets the process up, joins the other trainers, and runs the script."""
 
 import runpy
 import sys
@@ -15,38 +15,39 @@ from satrap.run_context import PATIENCE, RunContext, end, enter
 _SETTLE_SECONDS = 0.5
 
 
-def train(place: RunContext, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
-    """Runs the script as Python would, in this place. Several trainers are a torch.distributed group then.
+def run_trainer(context: RunContext, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
+    """Runs the script as Python would, in this context. Several trainers form a torch.distributed group first.
 
-    listener: a file descriptor that listens at the meeting; of the first trainer, where the meeting is its own.
+    listener: file descriptor that already listens at the rendezvous; given to the first trainer if it hosts the
+        rendezvous.
     """
-    if place.num_threads is not None:
-        torch.set_num_threads(place.num_threads)
-    if place.world > 1:
+    if context.num_threads is not None:
+        torch.set_num_threads(context.num_threads)
+    if context.world > 1:
         if torch.cuda.is_available():
-            torch.cuda.set_device(place.rank % torch.cuda.device_count())
+            torch.cuda.set_device(context.rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        assert place.meeting is not None
-        store = _store(place, place.meeting, listener)
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=store)
-        everybody = dist.new_group(backend="gloo", timeout=PATIENCE)
-    enter(place)
+        assert context.rendezvous is not None
+        store = _rendezvous_store(context, context.rendezvous, listener)
+        dist.init_process_group(backend, rank=context.rank, world_size=context.world, store=store)
+        world_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    enter(context)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     try:
-        _run(script)
-        if place.world > 1 and dist.is_initialized():
+        _run_script(script)
+        if context.world > 1 and dist.is_initialized():
             end()
-            dist.all_reduce(torch.zeros(1), group=everybody)  # who is done first stays until nobody needs it
-    except KeyboardInterrupt:  # the run's end, which says so itself; where the script was is of no interest
+            dist.all_reduce(torch.zeros(1), group=world_group)  # the others may still need this trainer
+    except KeyboardInterrupt:  # the run is stopping and reports that itself, so the traceback is of no interest
         raise SystemExit(130) from None
     finally:
-        # torch's threads let go of a tensor with Python's lock in hand; one that asks for it after Python has ended
-        # aborts the process, as of torch 2.13.
-        time.sleep(_SETTLE_SECONDS if place.world > 1 else 0.0)
+        # torch's threads release tensors under the GIL. A thread that requests the GIL after the interpreter has shut
+        # down aborts the process, as of torch 2.13.
+        time.sleep(_SETTLE_SECONDS if context.world > 1 else 0.0)
 
 
-def _run(script: str) -> None:
+def _run_script(script: str) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit:
@@ -54,13 +55,14 @@ def _run(script: str) -> None:
             raise
 
 
-def _store(place: RunContext, meeting: str, listener: int | None) -> Any:
-    """Where the trainers find each other. A port was bound before anybody was told of it: nobody else can take it. A
-    file is named as it is: in a URL what follows a # or ? would be lost, and another run might meet there, too."""
-    if meeting.startswith("file://"):
-        store = dist.FileStore(meeting.removeprefix("file://"), place.world)  # type: ignore[attr-defined]
+def _rendezvous_store(context: RunContext, rendezvous: str, listener: int | None) -> Any:
+    """Returns the store at which the trainers find each other. A port was bound before its number was passed on, so no
+    other process can take it. A file is given by its path: a URL would lose what follows a # or ?, and another run
+    might use the same file."""
+    if rendezvous.startswith("file://"):
+        store = dist.FileStore(rendezvous.removeprefix("file://"), context.world)  # type: ignore[attr-defined]
         store.set_timeout(dist.default_pg_timeout)
         return store
-    host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
     first: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
-    return dist.TCPStore(host, int(port), place.world, **first)  # type: ignore[attr-defined]
+    return dist.TCPStore(host, int(port), context.world, **first)  # type: ignore[attr-defined]

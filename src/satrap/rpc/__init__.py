@@ -7,10 +7,10 @@
         with Client(Shard, service.address) as client:
             rows = client.call.lookup(Origin(trainer=0, step=1), ids)
 
-From what decides to what does: header, values, methods and faults are what travels; schedule and ledger decide when a
-call is sent and what becomes of a request; address, unix_socket and keys say where and with whom; connections and
-guard, which TCP connections stay. A service owns its sockets; a client has channels, one socket for each thread that
-calls. Delivery is at least once, so served methods must be idempotent.
+header, values, methods and faults define the messages; schedule and ledger decide when a call is sent and how a request
+is handled; address, unix_socket and keys define the endpoints; connections and guard limit the TCP connections. A
+service owns its sockets; a client has a channel, which is a socket, for each thread that calls. Delivery is at least
+once, so served methods must be idempotent.
 
 Needs pyzmq (`pip install pyzmq`).
 """

@@ -1,6 +1,6 @@
 """A `Channel`: the socket on which one thread calls one server, and its `Pending` calls.
 
-A channel is used by its own thread only, so nothing is handed between threads; but another thread may close it.
+Only its own thread uses a channel, so no message passes between threads; but another thread may close it.
 """
 
 import itertools
@@ -27,17 +27,17 @@ from satrap.rpc.keys import Keys
 from satrap.rpc.methods import Method
 from satrap.rpc.schedule import Schedule
 
-_NOTICE_SECONDS = 5.0  # how long a call waits for a connection before it warns
-_RECONNECT_SECONDS = 10.0  # how long a socket may be without a connection before it reconnects
-_CLOSED_MS = 100  # how soon a waiting call notices that its client was closed
-_RECONNECT_MS, _LONGEST_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
-_HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
-# As numbers: to join two members of zmq.Flag takes as long as to send a header.
+_WARN_SECONDS = 5.0  # a call without a connection warns after this time
+_RECONNECT_SECONDS = 10.0  # a socket without a connection reconnects after this time
+_CLOSE_CHECK_MS = 100  # interval at which a waiting call checks whether its client was closed
+_RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
+# Plain integers: combining two members of zmq.Flag takes as long as sending a header.
 _IN, _OUT, _MORE, _NOW = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
 
 class Channel:
-    """One thread's socket, and its calls that have no answer yet."""
+    """The socket of one thread, and its calls that have no answer yet."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: Keys | None) -> None:
         self.address, self.has_keys = address, keys is not None
@@ -51,9 +51,9 @@ class Channel:
         socket.linger = 0
         socket.immediate = True
         socket.sndhwm = 64
-        socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
+        socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _MAX_RECONNECT_MS
         socket.connect_timeout = _CONNECT_TIMEOUT_MS
-        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         if keys is not None:
             socket.curve_serverkey = keys.peer
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -64,32 +64,32 @@ class Channel:
         self._endpoint = address
         if not is_unix(address):
             host, port = split_address(address)
-            socket.ipv6 = ":" in host or _only_v6(host)
+            socket.ipv6 = ":" in host or _is_only_ipv6(host)
             self._endpoint = join_address(host, port)
-        self._stood = time.monotonic()
+        self._last_connected = time.monotonic()
         socket.connect(self._endpoint)
 
     def connect_within(self, seconds: float) -> None:
-        """Returns once the connection stands, was refused, or the time has passed."""
+        """Waits until the connection is established or refused, at most so many seconds."""
         until = time.monotonic() + seconds
-        with Uninterrupted() as held, self.lock:
-            while not self.poll(_OUT, _CLOSED_MS) and self.refusal is None and time.monotonic() < until:
-                held.look()
+        with Uninterrupted() as interrupts, self.lock:
+            while not self.poll(_OUT, _CLOSE_CHECK_MS) and self.refusal is None and time.monotonic() < until:
+                interrupts.look()
 
     def require_open(self) -> None:
         if self._closed:
-            raise RpcError(f"{self.address}: this client is closed; make another")
+            raise RpcError(f"{self.address}: this client is closed; create another")
         if self.refusal is not None:
             raise DeadlineError(self.refusal)
 
     def require_own_thread(self, method: str) -> None:
         if os.getpid() != self._process:
-            raise ForkError(f"{method} was begun in process {self._process} and this is its fork {os.getpid()}")
+            raise ForkError(f"{method} was started in process {self._process} and this is its fork {os.getpid()}")
         if threading.get_ident() != self._thread:
-            raise InputError(f"{method}: result() was called in another thread than begin(); call it in that one")
+            raise InputError(f"{method}: result() was called in another thread than begin(); call both in one thread")
 
     def try_send(self, pending: "Pending", now: float) -> None:
-        """Sends the request if the connection stands and has room, else leaves it due."""
+        """Sends the request if there is a connection with room for it; otherwise leaves it due."""
         try:
             self.socket.send(pending.header(now).pack(), _MORE | _NOW)
         except zmq.Again:
@@ -97,52 +97,52 @@ class Channel:
         last = len(pending.frames) - 1
         for i, frame in enumerate(pending.frames):
             self.socket.send(frame, _MORE if i < last else 0, copy=False)
-        pending.schedule.sent(now)
-        self._stood = now
+        pending.schedule.record_sent(now)
+        self._last_connected = now
 
     def _reconnect(self, now: float) -> None:
-        """Reconnects, unless the socket is connected and its queue is only full."""
+        """Reconnects, unless the socket is connected and merely has a full queue."""
         if sum(each.schedule.num_sent for each in self.waiting.values()) < self.socket.sndhwm:
             self.socket.disconnect(self._endpoint)
             self.socket.connect(self._endpoint)
-        self._stood = now
+        self._last_connected = now
 
     def wait(self, pending: "Pending", until: float) -> None:
-        """Returns once there is an answer, or the deadline or the time given has passed."""
-        with Uninterrupted() as held:  # pyzmq can lose an interrupt, and a message must be taken whole
+        """Waits for the answer, at most until the call's deadline or the time `until`."""
+        with Uninterrupted() as interrupts:  # pyzmq can lose an interrupt, and a message must be received whole
             while pending.answer is None:
-                held.look()
-                if not self._go_on(pending, until):
+                interrupts.look()
+                if not self._poll_once(pending, until):
                     return
 
-    def _go_on(self, pending: "Pending", until: float) -> bool:
-        """Sends what is due, and takes a message if one comes within a while; False: the time is over."""
+    def _poll_once(self, pending: "Pending", until: float) -> bool:
+        """Sends the request if it is due, and receives at most one message. Returns False when the time is over."""
         schedule = pending.schedule
         self.require_open()
         now = time.monotonic()
-        schedule.look(now)
+        schedule.observe(now)
         if schedule.is_due(now):
             self.try_send(pending, now)
         blocked = schedule.is_due(now)
-        if blocked and now > max(self._stood, pending.untold_since) + _NOTICE_SECONDS:
-            pending.warn_unconnected(_NOTICE_SECONDS)
-        if blocked and now > self._stood + _RECONNECT_SECONDS:
+        if blocked and now > max(self._last_connected, pending.unwarned_since) + _WARN_SECONDS:
+            pending.warn_unconnected(_WARN_SECONDS)
+        if blocked and now > self._last_connected + _RECONNECT_SECONDS:
             self._reconnect(now)
         seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
-        wanted = _IN | _OUT if blocked else _IN
-        if self.poll(wanted, min(math.ceil(1000 * max(0.0, seconds)), _CLOSED_MS)) & _IN:
+        events = _IN | _OUT if blocked else _IN
+        if self.poll(events, min(math.ceil(1000 * max(0.0, seconds)), _CLOSE_CHECK_MS)) & _IN:
             self._receive()
             return True
-        return not schedule.is_over(now) and now < until
+        return not schedule.is_expired(now) and now < until
 
-    def poll(self, wanted: int, milliseconds: int) -> int:
-        """What the socket is ready for. A connection that is waited for may be refused meanwhile."""
-        polled = [(self.socket, wanted)]
-        if wanted & _OUT:
+    def poll(self, events: int, milliseconds: int) -> int:
+        """Returns the events that the socket is ready for. Also notices a connection that is refused meanwhile."""
+        polled = [(self.socket, events)]
+        if events & _OUT:
             polled.append((self._refusals, _IN))
         ready = dict(zmq.zmq_poll(polled, milliseconds))
         if self._refusals in ready:
-            self._take_refusal()
+            self._handle_refusal()
         return ready.get(self.socket, 0)
 
     def close(self) -> None:
@@ -151,16 +151,18 @@ class Channel:
             self.socket.close(0)
             self._refusals.close(0)
 
-    def _take_refusal(self) -> None:
+    def _handle_refusal(self) -> None:
         if recv_monitor_message(self._refusals)["event"] == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            why = "the server there does not know this client's key: take the client.key of its server.key"
+            reason = (
+                "the server there does not know this client's key; use the client.key that belongs to its server.key"
+            )
         else:
-            why = "what listens there has keys and this client has none, or the other way, or it is no satrap server"
-        self.refusal = f"{self.address}: no connection: {why}"
+            reason = "only one of the two has keys, or the process that listens there is not a satrap server"
+        self.refusal = f"{self.address}: no connection: {reason}"
         self._fail_all(DeadlineError(self.refusal))
 
     def _receive(self) -> None:
-        """Takes one message."""
+        """Receives one message."""
         try:
             first = self.socket.recv(_NOW, copy=False)
         except zmq.Again:
@@ -171,13 +173,13 @@ class Channel:
             frames.append(frame.buffer)
             more = frame.more
         try:
-            self._take(Header.unpack(frames[0]), frames[1:])
+            self._handle_message(Header.unpack(frames[0]), frames[1:])
         except RpcError as error:
-            self._fail_all(RpcError(f"{self.address} sent a reply that is none: {error}"))
+            self._fail_all(RpcError(f"{self.address} sent an invalid reply: {error}"))
 
-    def _take(self, header: Header, frames: Sequence[memoryview]) -> None:
+    def _handle_message(self, header: Header, frames: Sequence[memoryview]) -> None:
         header.check_frames([len(frame) for frame in frames])
-        if header.kind == Kind.ERROR and header.client == header.call == 0:  # it could not read who asks
+        if header.kind == Kind.ERROR and header.client == header.call == 0:  # the server could not read the sender
             error = decode_error(frames, "a request", self.address)
             self._fail_all(RpcError(f"{self.address} cannot read what this client sends: {error}"))
             return
@@ -185,10 +187,10 @@ class Channel:
         if pending is None or header.kind == Kind.REQUEST:
             return
         if header.kind == Kind.WORKING:
-            pending.schedule.working(time.monotonic())
+            pending.schedule.record_working(time.monotonic())
             return
         if header.kind == Kind.BUSY:
-            pending.schedule.busy(time.monotonic(), random.random())
+            pending.schedule.record_busy(time.monotonic(), random.random())
             return
         pending.answer = header.kind, frames
         pending.frames = ()
@@ -201,7 +203,7 @@ class Channel:
 
 
 class Pending:
-    """A call that was begun."""
+    """A call that was started. Its result is collected later, in the same thread."""
 
     def __init__(
         self,
@@ -218,14 +220,14 @@ class Pending:
         self.schedule = schedule
         self.answer: tuple[Kind, Sequence[memoryview]] | RpcError | None = None
         self.frames: Sequence[memoryview] = frames
-        self._client = client  # which is not collected before its calls have ended
+        self._client = client  # keeps the client from being collected before its calls have ended
         self._channel, self._method, self._seconds = channel, method, seconds
         self._method_number, self._origin = method_number, origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
-        self.untold_since = schedule.due
+        self.unwarned_since = schedule.due
 
     def header(self, now: float) -> Header:
-        """Of the request, sent now."""
+        """Returns the header of the request as it is sent now."""
         left = math.ceil(1000 * (self.schedule.deadline - now))
         return Header(
             kind=Kind.REQUEST,
@@ -239,21 +241,21 @@ class Pending:
         )
 
     def wait(self, seconds: float) -> bool:
-        """Whether the call has ended, with an answer or without; waits for that no longer than so many seconds."""
+        """Waits at most so many seconds for the call to end. Returns whether it ended, with or without an answer."""
         channel = self._channel
         channel.require_own_thread(self._method.name)
         until = time.monotonic() + seconds
         if self.answer is None:
             with channel.lock:
                 channel.wait(self, until)
-        return self.answer is not None or self.schedule.is_over(time.monotonic())
+        return self.answer is not None or self.schedule.is_expired(time.monotonic())
 
     def result(self) -> Any:
-        """What the method returned; raises what it raised, or DeadlineError. In the thread that began the call."""
+        """Returns the method's result; raises its exception, or DeadlineError. Call it in the thread of `begin`."""
         channel = self._channel
         self.wait(math.inf)
         if self.answer is None:
-            raise DeadlineError(self._why_late())
+            raise DeadlineError(self._timeout_message())
         if isinstance(self.answer, RpcError):
             raise self.answer
         kind, frames = self.answer
@@ -262,36 +264,40 @@ class Pending:
         try:
             return self._method.decode_result(frames)
         except RpcError as error:
-            raise RpcError(f"{channel.address} sent a reply that is none: {error}") from None
+            raise RpcError(f"{channel.address} sent an invalid reply: {error}") from None
 
     def warn_unconnected(self, seconds: float) -> None:
-        """Warns, once, that there has been no connection for so many seconds: the deadline may be far."""
-        self.untold_since = math.inf
-        late = f"{self._unconnected(seconds)} It"
+        """Warns once that there has been no connection for so many seconds, since the deadline may be far away."""
+        self.unwarned_since = math.inf
+        late = f"{self._no_connection_message(seconds)} It"
         if self.schedule.num_sent:
-            late = f"{self._method.name} at {self._channel.address}: there is no connection any more. Another"
-        warnings.warn(f"{late} is waited for until {self._seconds:g} s are over", stacklevel=2)
+            late = f"{self._method.name} at {self._channel.address}: the connection was lost. A new one"
+        warnings.warn(f"{late} is waited for until {self._seconds:g} s have passed", stacklevel=2)
 
-    def _unconnected(self, seconds: float) -> str:
+    def _no_connection_message(self, seconds: float) -> str:
         where = f"{self._method.name} at {self._channel.address}"
-        same = "has it keys of the same `satrap keys`" if self._channel.has_keys else "has it no keys, as this client"
+        same = (
+            "does it have keys of the same `satrap keys`"
+            if self._channel.has_keys
+            else "does it have no keys, like this client"
+        )
         return f"{where}: no connection within {seconds:g} s; is a server running there, and {same}?"
 
-    def _why_late(self) -> str:
+    def _timeout_message(self) -> str:
         where, sent = f"{self._method.name} at {self._channel.address}", self.schedule.num_sent
         if not sent:
-            return self._unconnected(self._seconds)
+            return self._no_connection_message(self._seconds)
         busy = f", {self.schedule.num_busy} times refused as busy" if self.schedule.num_busy else ""
-        at_work = f", {self.schedule.num_working} times told that it runs" if self.schedule.num_working else ""
-        what = "nothing was heard for" if self.schedule.patience else "no answer within"
+        running = f", {self.schedule.num_working} times reported as running" if self.schedule.num_working else ""
+        what = "nothing was received for" if self.schedule.patience else "no answer within"
         return (
-            f"{where}: there was a connection, but {what} {self._seconds:g} s (sent {sent} times{busy}{at_work}); "
-            "give it more time, or look at the server"
+            f"{where}: there was a connection, but {what} {self._seconds:g} s (sent {sent} times{busy}{running}); "
+            "set a longer deadline, or check the server"
         )
 
 
-def _only_v6(host: str) -> bool:
+def _is_only_ipv6(host: str) -> bool:
     try:
         return ":" in resolve_host(host)
-    except ConfigError:  # with keys a name may become known later
+    except ConfigError:  # with keys, the name may become resolvable later
         return False

@@ -1,4 +1,4 @@
-"""The channels of one client: one for each thread that calls, all in one ZeroMQ context."""
+"""The channels of a client: one for each thread that calls, all in one ZeroMQ context."""
 
 import os
 import threading
@@ -15,14 +15,14 @@ from satrap.rpc.keys import Keys
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Own:
-    """What is one thread's own: collected once the thread has ended."""
+class _ThreadChannel:
+    """The thread-local reference to a channel, which is collected when the thread has ended."""
 
     channel: Channel
 
 
 class Channels:
-    """The channels of one client. Does not refer to the client, so that they can be closed after it was collected."""
+    """The channels of one client. Does not refer to the client, so that they can be closed after its collection."""
 
     def __init__(self, address: str, keys: Keys | None) -> None:
         self._address, self._keys = address, keys
@@ -31,31 +31,31 @@ class Channels:
         self._local = threading.local()
         self._open: set[Channel] = set()
         self._closed = False
-        # ZeroMQ aborts if two threads close one context, and making a socket in a closed one fails.
+        # ZeroMQ aborts if two threads close one context, and creating a socket in a closed one fails.
         self._lock = threading.RLock()
 
-    def own(self, seconds: float) -> Channel:
-        """This thread's channel. A new one is given so many seconds to connect, and comes in any case."""
+    def for_this_thread(self, seconds: float) -> Channel:
+        """Returns this thread's channel. A new one has so many seconds to connect, and is returned in any case."""
         if os.getpid() != self._process:
             raise ForkError(
-                f"this client was made in process {self._process} and this is its fork {os.getpid()}: its "
-                "connections belong to the former. Make a client here, or start workers with 'spawn'"
+                f"this client was created in process {self._process} and this is its fork {os.getpid()}: a fork cannot "
+                "use its connections; create a client here, or start workers with 'spawn'"
             )
-        own: _Own | None = getattr(self._local, "own", None)
-        if own is not None and own.channel.refusal is None:
-            return own.channel
-        channel = self._make()
+        thread_channel: _ThreadChannel | None = getattr(self._local, "thread_channel", None)
+        if thread_channel is not None and thread_channel.channel.refusal is None:
+            return thread_channel.channel
+        channel = self._new_channel()
         channel.connect_within(seconds)
         return channel
 
-    def _make(self) -> Channel:
+    def _new_channel(self) -> Channel:
         with Uninterrupted(), self._lock:
             if self._closed:
-                raise RpcError(f"{self._address}: this client is closed; make another")
+                raise RpcError(f"{self._address}: this client is closed; create another")
             channel = Channel(self._context, self._address, self._keys)
             self._open.add(channel)
-            self._local.own = own = _Own(channel)
-            close_when_collected(own, partial(self._close_one, channel))
+            self._local.thread_channel = thread_channel = _ThreadChannel(channel)
+            close_when_collected(thread_channel, partial(self._close_one, channel))
             return channel
 
     def _close_one(self, channel: Channel) -> None:
@@ -63,12 +63,14 @@ class Channels:
         channel.close()
 
     def close(self) -> None:
-        """Closes all sockets, then their context; calls that wait raise RpcError. Does nothing twice, or in a fork."""
+        """Closes all sockets, then their context; waiting calls raise RpcError. Idempotent; does nothing in a fork."""
         if os.getpid() != self._process:
             return
         with self._lock:
             self._closed = True
-            self._local = threading.local()  # no thread keeps what was its own
+            self._local = threading.local()  # drops the references of all threads
             for channel in list(self._open):
                 self._close_one(channel)
-            self._context.destroy(0)  # and a socket whose making was interrupted, which would keep the context open
+            self._context.destroy(
+                0
+            )  # including a socket whose creation was interrupted, which would keep the context open

@@ -1,24 +1,24 @@
-"""The caller's side: a Protocol's methods, called in another process.
+"""The client: calls the methods of a Protocol in another process.
 
-Each thread that calls has a DEALER socket of its own, so nothing is handed between threads. `begin` sends and returns
-a `Pending`, so that one thread can ask many servers and then collect; `call` does both. Replies are matched by call
-number; one that nobody waits for is ignored.
+Each thread that calls has its own DEALER socket, so no message passes between threads. `begin` sends a request and
+returns a `Pending`, so that one thread can call many servers and then collect the results; `call` does both. Replies
+are matched by call number; a reply to a call that has ended is ignored.
 
-1. A call has a deadline. Until then a request without an answer is sent again every `retry_seconds`, as the same call.
-2. A server that is busy is asked again after a pause that grows.
-3. A patient call's deadline counts from the last answer that the server still works at it: for calls that may take
-   long, of which only silence says that the server is gone.
-4. ZeroMQ connects and reconnects by itself. A request is only given to a connection that stands (with keys: to a
+1. A call has a deadline. Until then an unanswered request is sent again every `retry_seconds`, as the same call.
+2. A request to a busy server is retried after a pause that doubles up to a limit.
+3. The deadline of a patient call restarts whenever the server reports that the call is running. This is for calls that
+   may take long: only silence means that the server has failed.
+4. ZeroMQ connects and reconnects by itself. A request is only sent on an established connection (with keys: to a
    server that proved its own), so DeadlineError can say whether there was one.
-5. ZeroMQ does not reconnect to a server that refused this client's key, or that has keys where it has none: its calls
-   end at once, and the next call makes another connection. Nor does it reconnect to a peer whose answer it cannot
-   read: a call that waits for a connection reconnects every ten seconds.
+5. ZeroMQ does not reconnect to a server that refused this client's key, or that has keys when the client has none: its
+   calls fail at once, and the next call creates a new connection. Nor does it reconnect to a peer whose answer it
+   cannot read: a call that waits for a connection reconnects every ten seconds.
 
-A call that Ctrl-C interrupts is given up, and may still run at the server. A message is sent and taken whole, whatever
-comes, so the connection is good for the next call.
+A call that Ctrl-C interrupts is abandoned, and may still run at the server. Messages are always sent and received
+whole, so the connection can be used for the next call.
 
-Delivery is at least once: a served method must be idempotent. Arrays are sent from where they lie, so leave the arrays
-of a call alone until its result came; received ones are read-only views.
+Delivery is at least once: a served method must be idempotent. Arrays are sent without a copy, so do not change the
+arrays of a call before it has its result; received arrays are read-only views.
 """
 
 import time
@@ -43,15 +43,15 @@ from satrap.rpc.values import in_pieces
 
 P = TypeVar("P")
 
-_CONNECT_SECONDS = 1.0  # that a thread's first call waits for its connection before begin() returns
-_MOST_FRAME_BYTES, _MOST_MESSAGE_BYTES = Limits().max_frame_bytes, Limits().max_partial_bytes
+_CONNECT_SECONDS = 1.0  # wait of a thread's first call for its connection, in begin()
+_MAX_FRAME_BYTES, _MAX_MESSAGE_BYTES = Limits().max_frame_bytes, Limits().max_partial_bytes
 
 
 class Client(Generic[P]):
-    """Calls the methods of a Protocol at one address; a context manager. Any number of threads may use it."""
+    """Calls the methods of a Protocol at one address. A context manager; thread-safe."""
 
     call: P
-    """Its methods are the Protocol's: `client.call.lookup(ids)`."""
+    """The Protocol's methods: `client.call.lookup(ids)`."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Client(Generic[P]):
         deadline: float = 30.0,
         retry_seconds: float = 2.0,
     ) -> None:
-        """Calls are answered at `address`, e.g. "tcp://server:5555"; nothing is sent before the first one.
+        """Creates a client of the server at `address`, e.g. "tcp://server:5555". Connects at the first call.
 
-        keys: `Keys.read("client.key")`, which `satrap keys` wrote. Without them a server at tcp:// is called that does
-        without, too: who it is, and who listens, is not known.
-        deadline: seconds that a call may take, unless it says otherwise.
-        retry_seconds: after which a request without an answer is sent again.
+        keys: `Keys.read("client.key")`, which `satrap keys` wrote. Without keys, a server at tcp:// must have none
+            either; it is then not authenticated, and traffic is not encrypted.
+        deadline: default time limit of a call, in seconds.
+        retry_seconds: interval at which an unanswered request is sent again.
         """
         self._methods = {name: (method, method.number) for name, method in methods_of(protocol).items()}
         self._keys = keys
@@ -79,7 +79,9 @@ class Client(Generic[P]):
             host, port = split_address(address)
             is_one = port != 0 and host not in ("*", "0.0.0.0", "::")
         if not is_one:
-            raise ConfigError(f"the address is {address!r}; wanted that of one server: a host and its port, or a path")
+            raise ConfigError(
+                f"the address is {address!r}; expected that of one server: a host and its port, or a path"
+            )
         if self._keys is not None:
             self._keys.require_role("client")
         self.address = address
@@ -90,31 +92,31 @@ class Client(Generic[P]):
         self.call = self.within(self._deadline)
 
     def within(self, deadline: float) -> P:
-        """The same as `call` with another deadline in seconds: `client.within(5).lookup(ids)`."""
+        """Returns the Protocol's methods with another deadline in seconds: `client.within(5).lookup(ids)`."""
         return cast(P, _Calls(self, _check_seconds("deadline", deadline)))
 
     def begin(
         self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
     ) -> Pending:
-        """Sends a call of the method of that name; its result is collected later, in this thread.
+        """Sends a call of the method of that name. Its result is collected later, in this thread.
 
-        patient: it may take as long as the server says that it works at it; `deadline` is for silence. It has to be
-        waited for (`Pending.wait`, `Pending.result`) to be kept alive.
+        patient: the call may take as long as the server reports that it is running; `deadline` limits the silence.
+            The deadline only moves while the caller waits (`Pending.wait`, `Pending.result`).
         """
         if name not in self._methods:
             raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
         method, number = self._methods[name]
         origin, frames = method.encode_arguments(arguments, named)
-        most = max((frame.nbytes for frame in frames), default=0)
-        if most > _MOST_FRAME_BYTES:
+        largest = max((frame.nbytes for frame in frames), default=0)
+        if largest > _MAX_FRAME_BYTES:
             raise InputError(
-                f"{method.name}: an array of {most} bytes; a server takes at most {_MOST_FRAME_BYTES} in one: "
-                "smaller batches, or more servers"
+                f"{method.name}: an array of {largest} bytes; a server accepts at most {_MAX_FRAME_BYTES} bytes in "
+                "one array: use smaller batches, or more servers"
             )
-        if (size := sum(frame.nbytes for frame in frames)) > _MOST_MESSAGE_BYTES:
+        if (total := sum(frame.nbytes for frame in frames)) > _MAX_MESSAGE_BYTES:
             raise InputError(
-                f"{method.name}: arrays of {size} bytes; a server takes at most {_MOST_MESSAGE_BYTES} together: "
-                "smaller batches, or more servers"
+                f"{method.name}: arrays of {total} bytes; a server accepts at most {_MAX_MESSAGE_BYTES} bytes in one "
+                "call: use smaller batches, or more servers"
             )
         if self._keys is not None:
             frames = in_pieces(frames)
@@ -124,8 +126,8 @@ class Client(Generic[P]):
         now = time.monotonic()
         patience = seconds if patient else 0.0
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
-        schedule.look(now)
-        channel = self._channels.own(min(seconds, _CONNECT_SECONDS))
+        schedule.observe(now)
+        channel = self._channels.for_this_thread(min(seconds, _CONNECT_SECONDS))
         pending = Pending(self, channel, method, number, origin, frames, schedule, seconds)
         with Uninterrupted(), channel.lock:
             channel.require_open()
@@ -140,13 +142,13 @@ class Client(Generic[P]):
         self.close()
 
     def close(self) -> None:
-        """Closes the connections of all threads; calls that wait raise RpcError. Does nothing twice, or in a fork. A
-        client that is collected, or left at the end of the process, is closed likewise."""
+        """Closes the connections of all threads; waiting calls raise RpcError. Idempotent; does nothing in a fork. A
+        client is also closed when it is collected and at the end of the process."""
         self._channels.close()
 
 
 class _Calls:
-    """Has the methods of the Protocol as attributes."""
+    """The methods of the Protocol as attributes."""
 
     def __init__(self, client: Client[Any], deadline: float) -> None:
         for name in client._methods:
@@ -160,5 +162,5 @@ def _call(client: Client[Any], name: str, deadline: float, /, *arguments: Any, *
 def _check_seconds(name: str, value: float) -> float:
     seconds = check_number("Client", name, value, 0.0)
     if not 0.001 <= seconds <= MAX_DEADLINE_MS / 1000:
-        raise ConfigError(f"Client: {name} is {value!r}; wanted 0.001 to {MAX_DEADLINE_MS // 1000} seconds")
+        raise ConfigError(f"Client: {name} is {value!r}; expected 0.001 to {MAX_DEADLINE_MS // 1000} seconds")
     return seconds

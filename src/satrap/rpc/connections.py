@@ -1,134 +1,139 @@
-"""Which TCP connections of a service are ended, so that no stranger can use up its memory or its file descriptors.
+"""Decides which TCP connections of a service to close, so that no stranger can exhaust its memory or file descriptors.
 
-ZeroMQ accepts every connection, and collects all frames of a message before it hands over the first. So a service
-compares, for each connection, what TCP has received on it with what has been handed over as messages: the rest waits
-in ZeroMQ for its message's end. Pure: time, numbers and file descriptors in, those to be ended out.
+ZeroMQ accepts every connection, and collects all frames of a message before it delivers the first one. So a service
+compares, for each connection, the bytes that TCP received with those that were delivered as messages: the difference
+is buffered in ZeroMQ until its message is complete. Pure: time, numbers and file descriptors in, connections to close
+out.
 
-1. Of connections that have not brought a message yet only so many stay, the newest.
-2. Of all connections only so many stay: those that have brought one, and the oldest of these.
-3. A message that stands still (less than 64 KiB of it came in 10 s) is given up.
-4. Where unfinished messages take more than so many bytes together, those that stand still go first (64 KiB in 1 s),
-   then those that began last: the ones that began first come to their end. What goes is sent again by its client.
+1. The number of connections that have not sent a message yet is limited; the oldest of them are closed.
+2. The number of all connections is limited; those without a message are closed first, then the newest.
+3. A stalled message (less than 64 KiB received in 10 s) is dropped with its connection.
+4. If unfinished messages exceed a number of bytes together, stalled ones (64 KiB in 1 s) are dropped first, then those
+   that started last, so that the ones that started first can finish. Their clients send them again.
 
-Time in which nobody looked (the process was stopped) does not count.
+Time during which no check ran (the process was suspended) does not count.
 """
 
 from dataclasses import dataclass
 
-_STEP_BYTES = 64 << 10  # that count as progress
+_PROGRESS_BYTES = 64 << 10  # received bytes that count as progress
 _STALL_SECONDS, _PRESSED_STALL_SECONDS = 10.0, 1.0
-_SLACK_BYTES = 128 << 10  # of a connection: frame headers, heartbeats, and what is not worth ending it for
-_BLINK_SECONDS = 2.0  # between two looks, that count as time
+_SLACK_BYTES = 128 << 10  # per connection: frame headers, heartbeats, and small unfinished messages
+_MAX_GAP_SECONDS = 2.0  # longest time between two checks that counts
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    file: int
-    """The inode: file descriptors are used again."""
+    inode: int
+    """Inode of the descriptor, since descriptor numbers are reused."""
     since: float
-    spoke: bool = False
+    has_sent: bool = False
     received: int = 0
-    taken: int = 0
-    """Of the received bytes those that were handed over, and their overhead."""
-    began: float | None = None
-    """When what is unfinished now began to come; None: nothing is."""
-    mark: int = 0
-    """Received bytes at the last progress, and when that was."""
-    mark_at: float = 0.0
+    delivered: int = 0
+    """Received bytes that were delivered, including their overhead."""
+    unfinished_since: float | None = None
+    """Time at which the unfinished message started; None: there is none."""
+    progress_bytes: int = 0
+    """Received bytes at the last progress, whose time is `progress_at`."""
+    progress_at: float = 0.0
 
     @property
     def unfinished(self) -> int:
-        return max(0, self.received - self.taken)
+        return max(0, self.received - self.delivered)
 
 
 class Connections:
-    """See the file's docstring. Connections are named by their file descriptors."""
+    """The TCP connections of one service, by file descriptor."""
 
-    def __init__(self, *, most: int, most_silent: int, most_bytes: int) -> None:
-        self._most, self._most_silent, self._most_bytes = most, most_silent, most_bytes
-        self._peers: dict[int, _Peer] = {}  # in the order in which they came
+    def __init__(self, *, max_connections: int, max_silent: int, max_unfinished_bytes: int) -> None:
+        self._max_connections, self._max_silent, self._max_unfinished_bytes = (
+            max_connections,
+            max_silent,
+            max_unfinished_bytes,
+        )
+        self._peers: dict[int, _Peer] = {}  # in the order of their creation
         self._clock = 0.0
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
 
     def __len__(self) -> int:
         return len(self._peers)
 
     @property
     def unfinished_bytes(self) -> int:
-        """Of all connections together."""
+        """Bytes of the unfinished messages of all connections."""
         return sum(peer.unfinished for peer in self._peers.values())
 
     def is_waiting(self) -> bool:
-        """Whether time alone may make it necessary to end one."""
-        return any(peer.began is not None for peer in self._peers.values())
+        """Returns whether a connection may have to be closed because time passes."""
+        return any(peer.unfinished_since is not None for peer in self._peers.values())
 
-    def accepted(self, fd: int, file: int) -> None:
-        """A connection was made. file: its inode."""
+    def record_accepted(self, fd: int, inode: int) -> None:
+        """Records a new connection."""
         self._peers.pop(fd, None)
-        self._peers[fd] = _Peer(file, self._clock, mark_at=self._clock)
+        self._peers[fd] = _Peer(inode, self._clock, progress_at=self._clock)
 
-    def closed(self, fd: int) -> None:
-        """It is gone."""
+    def record_closed(self, fd: int) -> None:
+        """Records that a connection was closed."""
         self._peers.pop(fd, None)
 
-    def file(self, fd: int) -> int | None:
-        """Its inode, if it is known."""
+    def inode(self, fd: int) -> int | None:
+        """Returns the inode of a connection, if it is known."""
         peer = self._peers.get(fd)
-        return None if peer is None else peer.file
+        return None if peer is None else peer.inode
 
-    def took(self, fd: int, num_bytes: int) -> None:
-        """A message of so many bytes that came over it was handed over."""
+    def record_message(self, fd: int, num_bytes: int) -> None:
+        """Records that a message of so many bytes was delivered."""
         if (peer := self._peers.get(fd)) is not None:
-            peer.spoke, peer.began = True, None
-            peer.taken += num_bytes
+            peer.has_sent, peer.unfinished_since = True, None
+            peer.delivered += num_bytes
 
-    def received(self, fd: int, num_bytes: int) -> None:
-        """TCP has received so many bytes on it, from its beginning."""
+    def record_received(self, fd: int, num_bytes: int) -> None:
+        """Records how many bytes TCP has received on a connection in total."""
         peer = self._peers.get(fd)
         if peer is None:
             return
         peer.received = num_bytes
-        if peer.began is None:
+        if peer.unfinished_since is None:
             if peer.unfinished <= _SLACK_BYTES:
-                peer.taken = peer.received if peer.spoke else 0
+                peer.delivered = peer.received if peer.has_sent else 0
                 return
-            peer.began, peer.mark, peer.mark_at = self._clock, peer.received, self._clock
-        elif peer.received - peer.mark >= _STEP_BYTES:
-            peer.mark, peer.mark_at = peer.received, self._clock
+            peer.unfinished_since, peer.progress_bytes, peer.progress_at = self._clock, peer.received, self._clock
+        elif peer.received - peer.progress_bytes >= _PROGRESS_BYTES:
+            peer.progress_bytes, peer.progress_at = peer.received, self._clock
 
-    def to_end(self, now: float) -> dict[int, int]:
-        """The connections to be ended, with their inodes; they are forgotten."""
-        if self._looked_at is not None:
-            self._clock += min(now - self._looked_at, _BLINK_SECONDS)
-        self._looked_at = now
-        found: dict[int, int] = {}
+    def select_to_close(self, now: float) -> dict[int, int]:
+        """Returns the connections to close, with their inodes, and forgets them."""
+        if self._checked_at is not None:
+            self._clock += min(now - self._checked_at, _MAX_GAP_SECONDS)
+        self._checked_at = now
+        selected: dict[int, int] = {}
         for rule in (self._too_many, self._too_slow, self._too_large):
-            found |= {fd: self._peers.pop(fd).file for fd in rule()}
-        return found
+            selected |= {fd: self._peers.pop(fd).inode for fd in rule()}
+        return selected
 
     def _too_many(self) -> list[int]:
-        silent = [fd for fd, peer in self._peers.items() if not peer.spoke]
-        spoken = [fd for fd, peer in self._peers.items() if peer.spoke]
-        surplus = max(len(silent) - self._most_silent, len(self._peers) - self._most)
-        return [] if surplus <= 0 else [*silent, *reversed(spoken)][:surplus]
+        silent = [fd for fd, peer in self._peers.items() if not peer.has_sent]
+        senders = [fd for fd, peer in self._peers.items() if peer.has_sent]
+        surplus = max(len(silent) - self._max_silent, len(self._peers) - self._max_connections)
+        return [] if surplus <= 0 else [*silent, *reversed(senders)][:surplus]
 
     def _too_slow(self) -> list[int]:
-        return [fd for fd, peer in self._peers.items() if self._stands_still(peer, _STALL_SECONDS)]
+        return [fd for fd, peer in self._peers.items() if self._is_stalled(peer, _STALL_SECONDS)]
 
     def _too_large(self) -> list[int]:
         total = self.unfinished_bytes
-        if total <= self._most_bytes:
+        if total <= self._max_unfinished_bytes:
             return []
-        unfinished = [(fd, peer) for fd, peer in reversed(self._peers.items()) if peer.began is not None]
-        last_first = sorted(unfinished, key=lambda each: -(each[1].began or 0.0))
-        order = sorted(last_first, key=lambda each: not self._stands_still(each[1], _PRESSED_STALL_SECONDS))
-        found = []
-        for fd, peer in order:
-            if total <= self._most_bytes:
+        unfinished = [(fd, peer) for fd, peer in reversed(self._peers.items()) if peer.unfinished_since is not None]
+        last_first = sorted(unfinished, key=lambda each: -(each[1].unfinished_since or 0.0))
+        candidates = sorted(last_first, key=lambda each: not self._is_stalled(each[1], _PRESSED_STALL_SECONDS))
+        selected = []
+        for fd, peer in candidates:
+            if total <= self._max_unfinished_bytes:
                 break
             total -= peer.unfinished
-            found.append(fd)
-        return found
+            selected.append(fd)
+        return selected
 
-    def _stands_still(self, peer: _Peer, seconds: float) -> bool:
-        return peer.began is not None and self._clock - peer.mark_at > seconds
+    def _is_stalled(self, peer: _Peer, seconds: float) -> bool:
+        return peer.unfinished_since is not None and self._clock - peer.progress_at > seconds

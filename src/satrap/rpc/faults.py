@@ -1,8 +1,8 @@
-"""Exceptions as frames: what a served object raises is raised at the caller. Knows no socket.
+"""Exceptions as frames: an exception of the served object is raised again at the caller. Uses no socket.
 
-An error reply has one JSON frame, [class name, text]. A subclass of SatrapError is raised again as itself, by its name
-in satrap.errors; anything else becomes RpcError with its type and text. Only names are sent: nothing of the server's is
-run or imported at the caller.
+An error reply has one JSON frame, [class name, text]. A subclass of SatrapError is raised as the same class, which is
+looked up by name in satrap.errors; any other exception becomes an RpcError with its type and text. Only names are sent:
+the caller neither runs nor imports code that the server names.
 """
 
 import json
@@ -19,7 +19,7 @@ _CLASSES = {
 
 
 def encode_error(error: BaseException) -> list[memoryview]:
-    """The frame of an error reply."""
+    """Returns the frame of an error reply."""
     text = str(error)
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
@@ -27,14 +27,14 @@ def encode_error(error: BaseException) -> list[memoryview]:
 
 
 def decode_error(frames: Sequence[Buffer], method: str, address: str) -> SatrapError:
-    """The exception to raise at the caller."""
+    """Returns the exception to raise at the caller."""
     try:
         (frame,) = frames
         name, text = json.loads(bytes(frame))
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError
     except (ValueError, RecursionError):
-        return RpcError(f"{method} at {address} failed, and its error cannot be read")
+        return RpcError(f"{method} at {address} failed, and its error is not readable")
     if name in _CLASSES:
         error = _CLASSES[name](text)
         error.add_note(f"raised by {method} at {address}")

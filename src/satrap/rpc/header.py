@@ -1,19 +1,19 @@
-"""The first frame of every message: 64 bytes, packed and unpacked with every field checked. Knows no socket.
+"""The first frame of every message: 64 bytes, packed and unpacked with every field checked. Uses no socket.
 
     offset  size  field
          0     4  magic, b"STRP"
          4     1  version, 1
-         5     1  kind: 1 request, 2 reply, 3 error, 4 busy (ask again later), 5 working (the call is known and open)
+         5     1  kind: 1 request, 2 reply, 3 error, 4 busy (retry later), 5 working (the call is queued or running)
          6     2  number of frames that follow
-         8     8  method: which one, see methods.py
-        16     8  client: drawn at random by each connection of a client
-        24     8  call: number of the call, counted by that connection; a request that is sent again keeps it
+         8     8  method: its number, see methods.py
+        16     8  client: a random number for each connection of a client
+        24     8  call: number of the call on that connection; a request that is sent again keeps it
         32     8  bytes in the frames that follow
-        40     4  milliseconds that the caller still waits, at least 1 in a request
+        40     4  milliseconds until the deadline, at least 1 in a request
         44    16  origin: attempt, trainer, step, map version, 4 bytes each
         60     4  zero
 
-All numbers are little-endian and unsigned. (client, call) names a call wherever it is counted or compared.
+All numbers are little-endian and unsigned. (client, call) identifies a call.
 """
 
 import struct
@@ -33,7 +33,7 @@ assert _LAYOUT.size == HEADER_BYTES
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     REQUEST = 1
     REPLY = 2
@@ -47,21 +47,21 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Who calls, and for what: a first parameter of this type travels in the header. Each field is a uint32."""
+    """The sender of a call and its step. A first parameter of this type travels in the header. Fields are uint32."""
 
     attempt: int = 0
-    """How often the job was started again."""
+    """Number of restarts of the job."""
     trainer: int = 0
     """The trainer's rank."""
     step: int = 0
     """The batch number."""
     map_version: int = 0
-    """Of the map that says which server owns which bucket."""
+    """Version of the map of buckets to servers."""
 
     def __post_init__(self) -> None:
         for name in ("attempt", "trainer", "step", "map_version"):
             value = getattr(self, name)
-            if type(value) is not int or not 0 <= value <= 0xFFFFFFFF:  # in the path of every call
+            if type(value) is not int or not 0 <= value <= 0xFFFFFFFF:  # fast path: every call comes here
                 object.__setattr__(self, name, check_integer("Origin", name, value, 0, 0xFFFFFFFF, InputError))
 
 
@@ -70,7 +70,7 @@ NO_ORIGIN = Origin()
 
 @dataclass(kw_only=True, slots=True)
 class Header:
-    """See the file's docstring."""
+    """The header of a message."""
 
     kind: Kind
     method: int
@@ -102,22 +102,22 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Header":
-        """Raises RpcError for anything that `pack` could not have written."""
+        """Returns the header in a frame; RpcError unless `pack` could have written it."""
         if len(data) != HEADER_BYTES:
-            raise RpcError(f"a message begins with a frame of {len(data)} bytes; wanted a header of {HEADER_BYTES}")
+            raise RpcError(f"a message starts with a frame of {len(data)} bytes; expected a header of {HEADER_BYTES}")
         magic, version, kind, num_frames, *numbers, deadline_ms, attempt, trainer, step, map_version, zero = (
             _LAYOUT.unpack(data)
         )
         if magic != _MAGIC:
-            raise RpcError(f"a header begins with {magic!r}; wanted {_MAGIC!r}: the peer is not Satrap")
+            raise RpcError(f"a header starts with {magic!r}; expected {_MAGIC!r}: the peer is not Satrap")
         if version != _VERSION:
-            raise RpcError(f"a header of version {version}; wanted {_VERSION}: run one release of Satrap everywhere")
+            raise RpcError(f"a header has version {version}; expected {_VERSION}: run one release of Satrap everywhere")
         if kind not in _KINDS:
-            raise RpcError(f"a header of kind {kind}; wanted one of {', '.join(f'{k} ({k.name})' for k in Kind)}")
+            raise RpcError(f"a header has kind {kind}; expected one of {', '.join(f'{k} ({k.name})' for k in Kind)}")
         if zero:
-            raise RpcError(f"a header whose reserved bytes are {zero:#010x}; wanted zeros")
+            raise RpcError(f"a header has reserved bytes {zero:#010x}; expected zeros")
         if kind == Kind.REQUEST and not deadline_ms:
-            raise RpcError("a request that nobody waits for: 0 ms are left")
+            raise RpcError("a request has 0 ms until its deadline; expected at least 1")
         method, client, call, body_bytes = numbers
         return cls(
             kind=_KINDS[kind],
@@ -133,9 +133,9 @@ class Header:
         )
 
     def check_frames(self, sizes: list[int]) -> None:
-        """The frames that came are those that the header speaks of, or RpcError."""
+        """Checks number and total size of the received frames; RpcError if they differ from the header."""
         if len(sizes) != self.num_frames or sum(sizes) != self.body_bytes:
             raise RpcError(
-                f"a message of {len(sizes)} frames and {sum(sizes)} bytes; its header says {self.num_frames} and "
+                f"a message has {len(sizes)} frames and {sum(sizes)} bytes; its header declares {self.num_frames} and "
                 f"{self.body_bytes}"
             )

@@ -1,9 +1,8 @@
-"""The keys of a cluster: two files, one for all servers and one for all clients, with which both know each other.
+"""The keys of a cluster: two files, one for all servers and one for all clients, which authenticate both sides.
 
-Each file holds its own secret key, its own public key and the public key of the other side (CURVE: Curve25519, as
-ZeroMQ does it). A server lets in that one client key; a client goes on only with that one server key; what they say is
-encrypted. A file is readable by its owner only, complete whenever it is visible, and refused if others may read it or
-it is damaged.
+Each file holds a secret key, its public key, and the public key of the other side (CURVE: Curve25519, as in ZeroMQ). A
+server accepts only that client key, a client only that server key, and traffic is encrypted. A file is readable by its
+owner only and is created atomically. It is refused if other users may read it or if it is damaged.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ ROLES = ("server", "client")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keys:
-    """What one side holds, each key as 40 characters of Z85."""
+    """The keys of one side, each as 40 characters of Z85."""
 
     role: str
     """"server" or "client"."""
@@ -36,30 +35,34 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Keys":
-        """The keys in a file that `satrap keys` wrote, or ConfigError."""
+        """Returns the keys in a file that `satrap keys` wrote; ConfigError if it cannot be trusted."""
         if not isinstance(path, str | os.PathLike):
-            raise ConfigError(f"keys is {path!r}; wanted the path of a key file")
+            raise ConfigError(f"keys is {path!r}; expected the path of a key file")
         try:
             with open(path, "rb") as file:
-                found = os.fstat(file.fileno())
-                mode = found.st_mode & 0o777
-                if found.st_uid not in (os.geteuid(), 0):
-                    raise ConfigError(f"{path}: user {found.st_uid} made it, who has its secret; make new keys")
+                status = os.fstat(file.fileno())
+                mode = status.st_mode & 0o777
+                if status.st_uid not in (os.geteuid(), 0):
+                    raise ConfigError(
+                        f"{path}: it belongs to user {status.st_uid}, who may know its secret; create new keys"
+                    )
                 if mode & 0o077:
-                    raise ConfigError(f"{path}: others may read it (mode {mode:o}); make new keys, or chmod 600 it")
+                    raise ConfigError(
+                        f"{path}: other users may read it (mode {mode:o}); create new keys, or chmod 600 it"
+                    )
                 text = file.read(4096)
         except OSError as error:
-            raise ConfigError(f"{path}: the key cannot be read: {error}; `satrap keys FOLDER` makes keys") from None
+            raise ConfigError(f"{path}: the key cannot be read: {error}; create keys with `satrap keys DIR`") from None
         return _parse(path, text)
 
     def require_role(self, role: str) -> None:
         if self.role != role:
-            raise ConfigError(f"these are the keys of a {self.role}; wanted those of a {role}: read {role}.key")
+            raise ConfigError(f"found the keys of a {self.role}, expected those of a {role}; read {role}.key")
 
 
 def make_keys(folder: str | Path) -> list[Path]:
-    """Writes server.key and client.key into the folder, which is made if need be, for this user alone. Never replaces
-    a file."""
+    """Writes server.key and client.key into the folder and returns their paths. Creates the folder, for this user
+    alone, if it is missing. Never replaces a file."""
     folder = Path(folder)
     paths = [folder / f"{role}.key" for role in ROLES]
     server, client = zmq.curve_keypair(), zmq.curve_keypair()
@@ -69,16 +72,18 @@ def make_keys(folder: str | Path) -> list[Path]:
             folder.mkdir(mode=0o700)
         for path in paths:
             if os.path.lexists(path):
-                raise ConfigError(f"{path} is there already; name another folder, or remove both files")
-        for path, own, other in ((paths[0], server, client), (paths[1], client, server)):
-            _write(path, Keys(role=path.stem, public=own[0], secret=own[1], peer=other[0]))
+                raise ConfigError(f"{path} already exists; choose another folder, or remove both key files")
+        for path, pair, peer in ((paths[0], server, client), (paths[1], client, server)):
+            _write(path, Keys(role=path.stem, public=pair[0], secret=pair[1], peer=peer[0]))
     except OSError as error:
-        raise ConfigError(f"keys cannot be written to {folder}: {error}; name a folder that can be written") from None
+        raise ConfigError(
+            f"keys cannot be written to {folder}: {error}; choose a folder that can be written to"
+        ) from None
     return paths
 
 
 def _parse(path: object, text: bytes) -> Keys:
-    damaged = ConfigError(f"{path}: not a key file, or a damaged one; copy it again, or make new keys")
+    damaged = ConfigError(f"{path}: not a key file, or a damaged one; copy it again, or create new keys")
     try:
         data = json.loads(text)
         values = [data[name] for name in _FIELDS]
@@ -95,16 +100,16 @@ def _parse(path: object, text: bytes) -> Keys:
 def _write(path: Path, keys: Keys) -> None:
     values = [_FORMAT, keys.role, *(key.decode() for key in (keys.secret, keys.public, keys.peer))]
     text = json.dumps(dict(zip(_FIELDS, values, strict=True)) | {"checksum": _checksum(values)}, indent=1) + "\n"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(file, "w") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(file)
-        os.link(unfinished, path)  # unlike a rename it replaces nothing
+        os.link(temporary, path)  # unlike a rename, it replaces no file
     finally:
-        os.unlink(unfinished)
+        os.unlink(temporary)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,17 +1,17 @@
-"""A server's requests from arrival to reply: what is queued, what runs, whom to answer, what is refused.
+"""The ledger of a server's requests, from arrival to reply: queued, running, refused, and the route of each reply.
 
 Pure: no socket, no thread, no lock; time is passed in. The service calls it under its lock.
 
-A request is named by (client, call). Invariants, walked by `check`:
+(client, call) identifies a request. Invariants, verified by `check`:
 
-    every open request is queued or running, never both; one name is open once
+    every open request is queued or running, never both; an identity is open once
     bytes of the open requests = open_bytes <= max_bytes;  open requests <= max_requests
     a client has a route exactly as long as it has an open request
     arrived = queued + running + replied + unsent + expired + dropped
 
-A duplicate of an open request is not queued again; its caller is told that it is known. Every arrival, duplicates
-included, makes its route the newest of its client, and replies go there. A request whose deadline passed in the queue
-is dropped: nobody waits for it.
+A duplicate of an open request is not queued again; its caller gets the reply "working". Every arrival, including a
+duplicate, makes its route the newest of its client, and replies take that route. A request whose deadline passed in the
+queue is dropped: its caller has given up.
 """
 
 from collections import deque
@@ -27,19 +27,19 @@ from satrap.rpc.values import Buffer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What bounds the memory that callers can make a service use."""
+    """Limits of the memory that callers can make a service use."""
 
     max_requests: int = 1024
-    """Queued, running, or waiting for their Future. One more is told that the server is busy."""
+    """Requests that are queued, running, or waiting for their Future. Further ones get the reply "busy"."""
     max_bytes: int = 1 << 30
-    """Of those requests."""
+    """Bytes of those requests."""
     max_frame_bytes: int = 256 << 20
-    """Of one array. A connection that sends a larger frame is cut before it is in memory."""
+    """Bytes of one array. A connection that sends a larger frame is closed before the frame is in memory."""
     max_partial_bytes: int = 1 << 30
-    """Of messages that have come in part, over TCP, of all connections together; and so of any one message. Beyond it
-    connections are ended: see connections.py."""
+    """Bytes of incomplete messages on all TCP connections together, and so of any one message. Beyond it, connections
+    are closed: see connections.py."""
     max_frames: int = 2500
-    """Of one message. The surplus is thrown away as it comes, and the request refused."""
+    """Frames of one message. Further frames are discarded as they arrive, and the request is refused."""
 
     def __post_init__(self) -> None:
         for name, high in (
@@ -54,26 +54,26 @@ class Limits:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the messages that came, and of the replies."""
+    """Counters of messages and replies."""
 
     arrived: int = 0
-    """Requests that were taken in."""
+    """Requests that were accepted."""
     duplicates: int = 0
-    """Of requests that were open; not run again."""
+    """Duplicates of open requests; not run again."""
     busy: int = 0
-    """Requests refused because a limit was reached or the service was closing; the caller tries again."""
+    """Requests refused because a limit was reached or the service was closing; the caller retries."""
     bad: int = 0
-    """Messages that could not be read, or are of no method here."""
+    """Messages that were not readable, or named an unknown method."""
     expired: int = 0
     """Requests whose deadline passed in the queue; not run."""
     dropped: int = 0
     """Requests that were open when the service closed."""
     replied: int = 0
-    """Replies sent, errors included."""
+    """Replies sent, including errors."""
     failed: int = 0
     """Calls that ended with an exception."""
     unsent: int = 0
-    """Replies whose caller was gone or did not read; it asks again."""
+    """Replies whose caller was disconnected or did not read; it retries."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +90,8 @@ class Request:
         return self.header.client, self.header.call
 
 
-class Verdict(Enum):
-    """What is to be done about an arrival."""
+class Admission(Enum):
+    """The decision about an arrival."""
 
     QUEUED = "queued"
     DUPLICATE = "duplicate"
@@ -106,7 +106,7 @@ class _Caller:
 
 @dataclass(slots=True)
 class Ledger:
-    """See the file's docstring."""
+    """The open requests of one service."""
 
     limits: Limits
     counts: Counts = field(default_factory=Counts)
@@ -124,30 +124,30 @@ class Ledger:
     def num_running(self) -> int:
         return len(self._open) - len(self._queued)
 
-    def arrive(self, header: Header, frames: Sequence[Buffer], route: bytes, now: float) -> Verdict:
-        """Takes a request in, unless it is open or there is no room."""
+    def arrive(self, header: Header, frames: Sequence[Buffer], route: bytes, now: float) -> Admission:
+        """Queues a request, unless it is a duplicate or there is no room."""
         deadline = now + header.deadline_ms / 1000
         caller = self._callers.get(header.client)
         if caller is not None:
             caller.route = route
-        known = self._open.get((header.client, header.call))
-        if known is not None:
-            known.deadline = max(known.deadline, deadline)
+        request = self._open.get((header.client, header.call))
+        if request is not None:
+            request.deadline = max(request.deadline, deadline)
             self.counts.duplicates += 1
-            return Verdict.DUPLICATE
+            return Admission.DUPLICATE
         if not self._has_room(header.body_bytes, now):
             self.counts.busy += 1
-            return Verdict.BUSY
+            return Admission.BUSY
         request = Request(header, frames, header.body_bytes, deadline)
         self._queued.append(request)
         self._open[request.name] = request
         self.open_bytes += request.num_bytes
         self._callers.setdefault(header.client, _Caller(route)).num_open += 1
         self.counts.arrived += 1
-        return Verdict.QUEUED
+        return Admission.QUEUED
 
-    def begin(self, now: float) -> Request | None:
-        """The next request to run; None if none is queued that anybody waits for."""
+    def start_next(self, now: float) -> Request | None:
+        """Returns the next request to run; None if none is queued. Drops requests past their deadline."""
         while self._queued:
             request = self._queued.popleft()
             if now < request.deadline:
@@ -156,26 +156,26 @@ class Ledger:
         return None
 
     def finish(self, request: Request) -> bytes | None:
-        """Ends a request that was begun; the route of its reply, or None if it was dropped meanwhile."""
+        """Ends a running request. Returns the route of its reply, or None if it was dropped meanwhile."""
         if self._open.get(request.name) is not request:
             return None
         self.counts.replied += 1
         return self._remove(request)
 
-    def unsent(self) -> None:
-        """The reply of a finished request could not be sent."""
+    def record_unsent(self) -> None:
+        """Records that the reply of a finished request could not be sent."""
         self.counts.replied -= 1
         self.counts.unsent += 1
 
     def drop_queued(self) -> None:
-        """Nothing is taken in from here on, and what is queued is dropped."""
+        """Drops all queued requests, and refuses new ones from now on."""
         self.closed = True
         while self._queued:
             self._remove(self._queued.popleft())
             self.counts.dropped += 1
 
     def drop_running(self) -> None:
-        """Forgets what runs: whose Future is not done when the service ends."""
+        """Drops the running requests, whose Future is not done when the service ends."""
         for request in list(self._open.values()):
             self._remove(request)
             self.counts.dropped += 1
@@ -208,11 +208,11 @@ class Ledger:
         return caller.route
 
     def to_dict(self) -> dict[str, int]:
-        """The counts, and what is queued and running now."""
+        """Returns the counters, and the numbers of queued and running requests."""
         return {**asdict(self.counts), "queued": self.num_queued, "running": self.num_running}
 
     def check(self) -> None:
-        """Walks the invariants."""
+        """Verifies the invariants."""
         queued = {id(request) for request in self._queued}
         assert len(queued) == len(self._queued) <= len(self._open) <= self.limits.max_requests
         assert queued <= {id(request) for request in self._open.values()}

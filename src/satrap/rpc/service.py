@@ -1,24 +1,24 @@
-"""The server's side: answers the calls of a Protocol with an object that satisfies it.
+"""The service: answers the calls of a Protocol with an object that satisfies it.
 
 All threads are alike and share the ROUTER socket under one lock. An event wakes one of them, which receives a request,
-has the ledger judge it, runs the method and sends the reply itself, arrays uncopied: nothing is handed between threads.
-There is one more than may run methods at a time, so one is always left that receives.
+lets the ledger admit it, runs the method and sends the reply, without copying arrays or passing work to another thread.
+There is one thread more than may run methods at a time, so that one can always receive.
 
-1. A message is received frame by frame; frames beyond `max_frames` are thrown away as they come.
-2. Header, number of frames and sizes are checked; the ledger queues the request or says busy, or, of a request that
-   came again and is open, working: so whoever waits long hears that the server lives.
-3. The arguments are decoded, every type and size checked, and only then the object is called.
-4. The result is encoded. A `concurrent.futures.Future` is waited for by nobody: its reply goes when it is done.
-5. The reply is sent to the newest route of the client. A caller that is gone or does not read is not waited for: it
-   asks again.
+1. A message is received frame by frame; frames beyond `max_frames` are discarded as they arrive.
+2. Header, number of frames and sizes are checked. The ledger queues the request or refuses it as busy. A duplicate of
+   an open request gets the reply "working", so a caller that waits for long knows that the server is alive.
+3. The arguments are decoded, with every type and size checked, before the object is called.
+4. The result is encoded. For a `concurrent.futures.Future` no thread waits: the reply is sent when it is done.
+5. The reply is sent to the newest route of the client. The service does not wait for a caller that is disconnected or
+   does not read: the caller retries.
 
 **Delivery is at least once.** A request that is still open is not run a second time, but one whose reply was lost is:
-the methods of the object must be idempotent. Arrays that it is given are read-only views of what was received; arrays
-that it returns must not be changed afterwards, since they are sent from where they lie.
+the object's methods must be idempotent. Its array arguments are read-only views of the received frames; arrays that it
+returns must not be changed afterwards, since they are sent without a copy.
 
-Bounded are the requests (see Limits), replies that a connection does not read, frames that wait to be received, and
-over TCP connections that bring nothing and messages that do not end (connections.py). A Unix socket is reached by this
-user alone, so its connections are not watched.
+Limited are the requests (see Limits), replies that a connection does not read, frames that are not received yet, and
+over TCP also silent connections and incomplete messages (connections.py). Only this user can reach a Unix socket, so
+its connections are not watched.
 """
 
 import os
@@ -39,27 +39,27 @@ from satrap.rpc.faults import encode_error
 from satrap.rpc.guard import Guard
 from satrap.rpc.header import Header, Kind
 from satrap.rpc.keys import Keys
-from satrap.rpc.ledger import Ledger, Limits, Request, Verdict
+from satrap.rpc.ledger import Admission, Ledger, Limits, Request
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.unix_socket import SocketFile
 from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, in_pieces
 
-_UNREAD = 64  # messages of one connection that wait, in either direction
-_HEARTBEAT_MS, _SILENCE_MS = 2_000, 10_000
+_MAX_QUEUED_MESSAGES = 64  # of one connection, in either direction
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 _HANDSHAKE_MS = 10_000
-# With keys arrays come in pieces. What a peer sends before it has shown its key is a frame, too.
-_MOST_KEYED_FRAME_BYTES = max(MAX_JSON_BYTES, PIECE_BYTES) + 1024
+# With keys, arrays arrive in pieces. The limit also holds for frames from peers that are not authenticated yet.
+_MAX_KEYED_FRAME_BYTES = max(MAX_JSON_BYTES, PIECE_BYTES) + 1024
 _LINGER_MS = 1_000
-# Of the last reply before the connections are ended: what a caller has not read by then ZeroMQ throws away.
+# Time after the last reply before connections are closed: ZeroMQ discards what a caller has not read by then.
 _GRACE_SECONDS = 0.05
 _DOMAIN = "satrap"
-# As numbers: to join two members of zmq.Flag takes as long as to send a header.
+# Plain integers: combining two members of zmq.Flag takes as long as sending a header.
 _MORE, _NOW = int(zmq.SNDMORE), int(zmq.NOBLOCK)
-_NOBODY = Header(kind=Kind.ERROR, method=0, client=0, call=0)
+_NO_REQUEST = Header(kind=Kind.ERROR, method=0, client=0, call=0)
 
 
 class Service:
-    """Serves an object until it is closed; a context manager."""
+    """Serves an object until it is closed. A context manager."""
 
     def __init__(
         self,
@@ -73,26 +73,28 @@ class Service:
         limits: Limits | None = None,
         close_seconds: float = 10.0,
     ) -> None:
-        """Serves `served`, which satisfies `protocol`, at `address` ("ipc:///folder/name", "tcp://10.0.0.5:0"; 0 is any
-        free port).
+        """Serves `served`, which satisfies `protocol`, at `address`: "ipc:///folder/name", or "tcp://10.0.0.5:0", where
+        port 0 is any free one.
 
-        keys: `Keys.read("server.key")`, which `satrap keys` wrote; tcp:// needs them.
-        insecure: serve tcp:// without keys: whoever can reach the port may call, and read what others send.
-        num_threads: that run the methods.
-        close_seconds: how long close() waits for methods that run.
+        keys: `Keys.read("server.key")`, which `satrap keys` wrote; required for tcp:// unless `insecure`.
+        insecure: serve tcp:// without keys: anyone who can reach the port may call, and traffic is not encrypted.
+        num_threads: number of threads that run methods.
+        close_seconds: how long close() waits for running methods.
         """
         methods, self._protocol = methods_of(protocol), getattr(protocol, "__name__", "another protocol")
         missing = [name for name in methods if not callable(getattr(served, name, None))]
         if missing:
-            raise ConfigError(f"{type(served).__name__} has no method {', '.join(missing)}, which it is to serve")
+            raise ConfigError(
+                f"{type(served).__name__} has no method {', '.join(missing)}; add what the Protocol names"
+            )
         check_integer("Service", "num_threads", num_threads, 1, 1024, ConfigError)
         self._close_seconds = check_number("Service", "close_seconds", close_seconds, 0.0)
         self._methods = {method.number: (method, getattr(served, name)) for name, method in methods.items()}
         self._limits = limits or Limits()
         self._ledger = Ledger(self._limits)
-        self._changed = threading.Condition(threading.Lock())  # guards the ledger, the socket, the bell and these
-        self._at_work: set[threading.Thread] = set()  # those that run methods
-        self._ending = self._closed = False
+        self._changed = threading.Condition(threading.Lock())  # guards the ledger, the socket, the eventfd and these:
+        self._busy: set[threading.Thread] = set()  # threads that run methods
+        self._is_stopping = self._closed = False
         self._last_reply = 0.0
         self._process = os.getpid()
         self._context = zmq.Context()
@@ -101,11 +103,11 @@ class Service:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        # Whoever stops looking while there is something left to do, rings. By edge: an event wakes one thread.
-        self._bell = os.eventfd(0)
+        # A thread that stops polling while work is left wakes another. Edge-triggered: an event wakes one thread.
+        self._wakeup = os.eventfd(0)
         self._events = select.epoll()
-        for heard in (self._bell, self._router.fileno()):
-            self._events.register(heard, select.EPOLLIN | select.EPOLLET)
+        for fd in (self._wakeup, self._router.fileno()):
+            self._events.register(fd, select.EPOLLIN | select.EPOLLET)
         self._threads = [
             threading.Thread(target=self._serve, name=f"satrap-rpc-{i}", daemon=True) for i in range(num_threads + 1)
         ]
@@ -118,38 +120,38 @@ class Service:
         elif not is_unix(address) and not insecure:
             split_address(address)
             raise ConfigError(
-                f"{address} is to be served without keys: everybody who can reach the port, other users of this "
-                "machine too, could read and change the rows. On one machine listen at ipc:///folder/name; else make "
-                "keys with `satrap keys FOLDER` and give them (keys=, --keys), or give that protection up "
-                "(insecure=True, --insecure)"
+                f"{address} would be served without keys: anyone who can reach the port, including other users of this "
+                "machine, could read and change the rows. On one machine listen at ipc:///folder/name; otherwise use "
+                "keys (keys=, --keys), which `satrap keys DIR` creates, or give up that protection (insecure=True, "
+                "--insecure)"
             )
         self._router = router = self._context.socket(zmq.ROUTER)
-        self._heard = [(router, zmq.POLLIN)]  # Socket.poll takes twice as long
+        self._polled = [(router, zmq.POLLIN)]  # Socket.poll takes twice as long
         router.router_mandatory = True
-        most = self._limits.max_frame_bytes
-        router.maxmsgsize = most if keys is None else min(most, _MOST_KEYED_FRAME_BYTES)
+        max_frame_bytes = self._limits.max_frame_bytes
+        router.maxmsgsize = max_frame_bytes if keys is None else min(max_frame_bytes, _MAX_KEYED_FRAME_BYTES)
         router.handshake_ivl = _HANDSHAKE_MS
-        router.sndhwm = router.rcvhwm = _UNREAD
-        router.heartbeat_ivl, router.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        router.sndhwm = router.rcvhwm = _MAX_QUEUED_MESSAGES
+        router.heartbeat_ivl, router.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         router.linger = _LINGER_MS
-        self._file: SocketFile | None = None
-        self._gatekeeper: Any = None
-        # A Unix socket is reached by this user alone.
+        self._socket_file: SocketFile | None = None
+        self._authenticator: Any = None
+        # Only this user can reach a Unix socket.
         self._guard = None if is_unix(address) else Guard(router, self._limits.max_partial_bytes)
         try:
-            self._gatekeeper = None if keys is None else _let_in(self._context, router, keys)
+            self._authenticator = None if keys is None else _enable_curve(self._context, router, keys)
             self._address = self._bind(address)
         except BaseException:
-            self._let_go()
+            self._release_sockets()
             raise
         if self._guard is not None:
             self._guard.start()
 
     def _bind(self, address: str) -> str:
-        """Where clients connect."""
+        """Binds the socket and returns the address for clients."""
         if is_unix(address):
-            self._file = SocketFile(address)
-            endpoint = self._file.address
+            self._socket_file = SocketFile(address)
+            endpoint = self._socket_file.address
         else:
             host, port = split_address(address)
             number = resolve_host(host)
@@ -158,32 +160,32 @@ class Service:
         try:
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
-            what = "another path" if is_unix(address) else "a free port of this machine, or 0"
-            raise ConfigError(f"{address} cannot be served: {error}; give {what}") from None
+            hint = "another path" if is_unix(address) else "a free port of this machine, or 0"
+            raise ConfigError(f"{address} cannot be served: {error}; use {hint}") from None
         if is_unix(address):
             return endpoint
         bound, port = split_address(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         return join_address(os.uname().nodename if is_wildcard(bound) else bound, port)
 
-    def _let_go(self) -> None:
-        """Of what the sockets leave when they are closed."""
+    def _release_sockets(self) -> None:
+        """Releases what closing the sockets does not."""
         if self._guard is not None:
             self._guard.stop()
-        if self._gatekeeper is not None:
-            self._gatekeeper.stop()
-        if self._file is not None:
-            self._file.release()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        if self._socket_file is not None:
+            self._socket_file.release()
 
     @property
     def address(self) -> str:
-        """Where clients connect: with the real port, and this machine's name where all its addresses are served."""
+        """The address for clients, with the real port; with this machine's name if all its addresses are served."""
         return self._address
 
     def counts(self) -> dict[str, int]:
-        """What became of the messages so far, see Counts; and the requests that are queued and running now."""
+        """Returns the counters of messages, see Counts, and the numbers of queued and running requests."""
         with self._changed:
-            ended = 0 if self._guard is None else self._guard.num_ended
-            return {**self._ledger.to_dict(), "ended_connections": ended}
+            closed = 0 if self._guard is None else self._guard.num_closed
+            return {**self._ledger.to_dict(), "ended_connections": closed}
 
     def __enter__(self) -> Self:
         return self
@@ -192,9 +194,10 @@ class Service:
         self.close()
 
     def close(self) -> None:
-        """Ends all threads. Calls that run are finished and answered; what is queued or awaits a Future is dropped.
+        """Stops all threads. Running calls are finished and answered; calls that are queued or wait for a Future are
+        dropped.
 
-        RpcError if a method still runs after `close_seconds`. Does nothing the second time, or in a fork.
+        RpcError if a method still runs after `close_seconds`. Idempotent; does nothing in a fork.
         """
         if os.getpid() != self._process:
             return
@@ -203,74 +206,74 @@ class Service:
                 return
             self._closed = True
             self._ledger.drop_queued()
-            self._changed.wait_for(lambda: not self._at_work, self._close_seconds)
-            self._ending = True
-            left = set(self._at_work)
-            self._events.modify(self._bell, select.EPOLLIN)  # not by edge: wakes all
-            self._ring()
-        for thread in set(self._threads) - left:
+            self._changed.wait_for(lambda: not self._busy, self._close_seconds)
+            self._is_stopping = True
+            still_running = set(self._busy)
+            self._events.modify(self._wakeup, select.EPOLLIN)  # level-triggered: wakes all threads
+            self._wake()
+        for thread in set(self._threads) - still_running:
             thread.join()
         time.sleep(max(0.0, self._last_reply + _GRACE_SECONDS - time.monotonic()))
         with self._changed:
             self._ledger.drop_running()
             self._events.close()
-            os.close(self._bell)
+            os.close(self._wakeup)
             if self._guard is not None:
                 self._guard.stop()
             self._router.close()
-        if self._gatekeeper is not None:
-            self._gatekeeper.stop()
-        self._context.term()  # waits for replies on their way, at most _LINGER_MS
-        if self._file is not None:
-            self._file.release()
-        if left:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()  # waits for replies in flight, at most _LINGER_MS
+        if self._socket_file is not None:
+            self._socket_file.release()
+        if still_running:
             raise RpcError(
-                f"{self._address}: {len(left)} methods still ran {self._close_seconds:g} s after close(); their "
-                "replies are lost and their threads end when they return: let methods end, or return a Future"
+                f"{self._address}: {len(still_running)} methods still ran {self._close_seconds:g} s after close(); "
+                "their replies are lost, and their threads end when they return: let methods end, or return a Future"
             )
 
-    # -- what all threads do -------------------------------------------------------------------------------------------
+    # -- the loop of all threads --------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while True:
-            if (request := self._next()) is not None:
+            if (request := self._next_request()) is not None:
                 self._run(request)
-                del request  # its frames are not kept while the thread waits for the next
-                self._rest()
-            elif self._ending:
+                del request  # frees its frames while the thread waits for the next request
+                self._mark_idle()
+            elif self._is_stopping:
                 return
             else:
                 self._events.poll()
 
-    def _next(self) -> Request | None:
-        """The request that this thread is to run; None: there is nothing to do for it."""
+    def _next_request(self) -> Request | None:
+        """Receives messages until there is a request for this thread to run; None if there is nothing to do."""
         while True:
             with self._changed:
-                if self._ending:
+                if self._is_stopping:
                     return None
-                has_room = len(self._at_work) + 1 < len(self._threads)
-                request = self._ledger.begin(time.monotonic()) if has_room else None
-                comes = bool(zmq.zmq_poll(self._heard, 0))
+                has_room = len(self._busy) + 1 < len(self._threads)
+                request = self._ledger.start_next(time.monotonic()) if has_room else None
+                has_message = bool(zmq.zmq_poll(self._polled, 0))
                 if request is not None:
-                    self._at_work.add(threading.current_thread())
-                    if comes or self._ledger.num_queued:
-                        self._ring()
+                    self._busy.add(threading.current_thread())
+                    if has_message or self._ledger.num_queued:
+                        self._wake()
                     return request
-                if not comes:
+                if not has_message:
                     return None
                 self._receive()
 
-    def _rest(self) -> None:
+    def _mark_idle(self) -> None:
         with self._changed:
-            self._at_work.remove(threading.current_thread())
+            self._busy.remove(threading.current_thread())
             if self._closed:
                 self._changed.notify_all()
 
-    def _ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
 
     def _receive(self) -> None:
-        """Takes one message. Like what follows, under the lock."""
+        """Receives one message. The caller holds the lock, as in the methods below."""
         try:
             first = self._router.recv(_NOW, copy=False)
         except zmq.Again:
@@ -286,41 +289,44 @@ class Service:
             else:
                 num_surplus += 1
         if self._guard is not None:
-            self._guard.took(first, num_bytes)
+            self._guard.record_message(first, num_bytes)
         header = None
         try:
             if not frames:
-                raise RpcError("an empty message")
+                raise RpcError("found an empty message; expected a header")
             header = Header.unpack(frames[0])
             if num_surplus:
                 frames.clear()
-                raise RpcError(f"more than {self._limits.max_frames} frames: send fewer, larger arrays")
+                raise RpcError(f"a message has more than {self._limits.max_frames} frames: send fewer, larger arrays")
             header.check_frames([len(frame) for frame in frames[1:]])
-            self._judge(header, frames[1:], route)
+            self._admit(header, frames[1:], route)
         except RpcError as error:
             self._ledger.counts.bad += 1
             if header is None or header.kind == Kind.REQUEST:
-                self._send(route, *_error(header or _NOBODY, error))
+                self._send(route, *_error(header or _NO_REQUEST, error))
 
-    def _judge(self, header: Header, frames: Sequence[memoryview], route: bytes) -> None:
+    def _admit(self, header: Header, frames: Sequence[memoryview], route: bytes) -> None:
         if header.kind != Kind.REQUEST:
-            raise RpcError(f"a message of kind {header.kind.name}; a server takes requests")
+            raise RpcError(f"a message has kind {header.kind.name}; a server expects requests")
         if header.method not in self._methods:
             raise RpcError(
-                f"there is no such method here, which serves {self._protocol}: another address was meant, or both "
-                "sides are of different releases"
+                f"the method is unknown here; this server serves {self._protocol}: check the address, and run the same "
+                "release on both sides"
             )
         if header.body_bytes > self._limits.max_bytes:
-            raise RpcError(f"a request of {header.body_bytes} bytes; this server takes {self._limits.max_bytes}")
-        verdict = self._ledger.arrive(header, frames, route, time.monotonic())
-        if verdict is not Verdict.QUEUED:
-            self._send(route, *_message(Kind.BUSY if verdict is Verdict.BUSY else Kind.WORKING, header, ()))
+            raise RpcError(
+                f"a request has {header.body_bytes} bytes; this server accepts at most {self._limits.max_bytes}"
+            )
+        admission = self._ledger.arrive(header, frames, route, time.monotonic())
+        if admission is not Admission.QUEUED:
+            self._send(route, *_message(Kind.BUSY if admission is Admission.BUSY else Kind.WORKING, header, ()))
 
     def _send(self, route: bytes, header: Header, frames: Sequence[memoryview]) -> bool:
-        """False if the peer is gone or does not read. Once the route is taken, nothing of the rest is refused."""
+        """Sends a message. Returns False if the peer is disconnected or does not read, which only the first frame, the
+        route, can tell."""
         try:
             self._router.send(route, _MORE | _NOW)
-        except zmq.ZMQError:  # EAGAIN, or no such route
+        except zmq.ZMQError:  # EAGAIN, or an unknown route
             return False
         self._router.send(header.pack(), _MORE if frames else 0)
         for i, frame in enumerate(frames, 1):
@@ -337,48 +343,48 @@ class Service:
         except RpcError as error:
             with self._changed:
                 self._ledger.counts.bad += 1
-            self._answer(request, *_error(request.header, error))
+            self._reply(request, *_error(request.header, error))
             return
         try:
             result = call(*positional, **named)
-        except BaseException as error:  # whatever it is, the caller is told and the thread lives on
+        except BaseException as error:  # any exception goes to the caller, and the thread continues
             self._fail(request, error)
             return
         if isinstance(result, Future):
-            result.add_done_callback(partial(self._settle, request, method))
+            result.add_done_callback(partial(self._on_future_done, request, method))
         else:
             self._succeed(request, method, result)
 
-    def _settle(self, request: Request, method: Method, done: "Future[Any]") -> None:
-        error = RpcError(f"{method.name} was cancelled") if done.cancelled() else done.exception()
+    def _on_future_done(self, request: Request, method: Method, future: "Future[Any]") -> None:
+        error = RpcError(f"{method.name} was cancelled") if future.cancelled() else future.exception()
         if error is not None:
             self._fail(request, error)
         else:
-            self._succeed(request, method, done.result())
+            self._succeed(request, method, future.result())
 
     def _succeed(self, request: Request, method: Method, result: object) -> None:
         try:
             frames = method.encode_result(result)
-            if self._gatekeeper is not None:
+            if self._authenticator is not None:
                 frames = in_pieces(frames)
         except RpcError as error:
             self._fail(request, error)
             return
-        self._answer(request, *_message(Kind.REPLY, request.header, frames))
+        self._reply(request, *_message(Kind.REPLY, request.header, frames))
 
     def _fail(self, request: Request, error: BaseException) -> None:
         with self._changed:
             self._ledger.counts.failed += 1
-        self._answer(request, *_error(request.header, error))
+        self._reply(request, *_error(request.header, error))
 
-    def _answer(self, request: Request, header: Header, frames: Sequence[memoryview]) -> None:
+    def _reply(self, request: Request, header: Header, frames: Sequence[memoryview]) -> None:
         with self._changed:
-            if self._ending or (route := self._ledger.finish(request)) is None:
+            if self._is_stopping or (route := self._ledger.finish(request)) is None:
                 return
             if not self._send(route, header, frames):
-                self._ledger.unsent()
-            if threading.current_thread() not in self._at_work:  # it looks for nothing that came meanwhile
-                self._ring()
+                self._ledger.record_unsent()
+            if threading.current_thread() not in self._busy:  # this thread will not receive what arrived meanwhile
+                self._wake()
 
 
 def _message(kind: Kind, request: Header, frames: Sequence[memoryview]) -> tuple[Header, Sequence[memoryview]]:
@@ -397,19 +403,19 @@ def _error(request: Header, error: BaseException) -> tuple[Header, Sequence[memo
     return _message(Kind.ERROR, request, encode_error(error))
 
 
-def _let_in(context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket[bytes]", keys: Keys) -> Any:
-    """Makes the socket encrypt and authenticate, and starts what decides whose key is let in; fails closed."""
-    from zmq.auth.thread import ThreadAuthenticator  # brings asyncio
+def _enable_curve(context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket[bytes]", keys: Keys) -> Any:
+    """Enables encryption, and starts the authenticator, which accepts only the client's key. Fails closed."""
+    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio
 
     class OnlyClient:
         def callback(self, domain: str, key: bytes) -> bool:
             return key == keys.peer
 
-    gatekeeper = ThreadAuthenticator(context)
-    gatekeeper.start()
-    gatekeeper.configure_curve_callback(_DOMAIN, OnlyClient())
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(_DOMAIN, OnlyClient())
     router.zap_domain = _DOMAIN.encode()
     router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = keys.public, keys.secret
-    return gatekeeper
+    return authenticator

@@ -1,8 +1,8 @@
-"""The file of a Unix socket: in a folder that only this user may enter, and held by one server at a time.
+"""The file of a Unix socket: in a folder that only this user may enter, and used by one server at a time.
 
-What keeps other users of the machine out is the folder (owner, mode 0700, no symbolic link), on both sides: a server
-listens, and a client connects, in no other. A server that was killed leaves its socket file behind, and the next one at
-the path replaces it; that two live ones do not take it from each other is what the lock file beside it is for.
+The folder (owner, mode 0700, no symbolic link) keeps other users of the machine out, on both sides: servers listen and
+clients connect only in such a folder. A server that was killed leaves its socket file behind, and the next server at
+the path replaces it. The lock file beside it keeps two live servers from replacing each other's.
 """
 
 import fcntl
@@ -17,31 +17,31 @@ from satrap.rpc.address import join_unix, unix_path
 
 
 def require_private(folder: Path) -> None:
-    """Makes the folder, mode 0700, if it is missing; refuses one that another user made or may enter."""
+    """Creates the folder with mode 0700 if it is missing; ConfigError if other users own it or may enter it."""
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError as error:
-        raise ConfigError(f"folder {str(folder)!r}, of a Unix socket, cannot be used: {error.strerror}") from None
-    if stat.S_ISLNK(found.st_mode):
-        why = "is a symbolic link"
-    elif not stat.S_ISDIR(found.st_mode):
-        why = "is no folder"
-    elif found.st_uid != os.geteuid():
-        why = f"belongs to user {found.st_uid}, and this is user {os.geteuid()}"
-    elif mode := stat.S_IMODE(found.st_mode) & 0o077:
-        why = f"may be used by others (mode {stat.S_IMODE(found.st_mode):o}, {mode:o} too many)"
+        raise ConfigError(f"folder {str(folder)!r} of a Unix socket cannot be used: {error.strerror}") from None
+    if stat.S_ISLNK(status.st_mode):
+        problem = "is a symbolic link"
+    elif not stat.S_ISDIR(status.st_mode):
+        problem = "is not a folder"
+    elif status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    elif mode := stat.S_IMODE(status.st_mode) & 0o077:
+        problem = f"may be used by others (mode {stat.S_IMODE(status.st_mode):o}, {mode:o} too many)"
     else:
         return
     raise ConfigError(
-        f"folder {str(folder)!r}, of a Unix socket, {why}; wanted a folder of this user's with mode 0700: "
-        "`mkdir -m 700` another, or chmod 700 this one"
+        f"folder {str(folder)!r} of a Unix socket {problem}; expected a folder of this user with mode 0700: "
+        "create another with `mkdir -m 700`, or chmod 700 this one"
     )
 
 
 class SocketFile:
-    """A path at which this process, and no other, listens."""
+    """A socket path that this process has locked for itself."""
 
     def __init__(self, address: str) -> None:
         path = unix_path(address)
@@ -53,12 +53,12 @@ class SocketFile:
         self._lock = self._take_lock()
 
     def release(self) -> None:
-        """Removes the file: another may listen here. Does nothing twice."""
+        """Removes the file, so that another process may listen here. Idempotent."""
         if self._lock >= 0:
             for path in (unix_path(self.address), self._lock_path):
                 with suppress(OSError):
                     path.unlink()
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a fork may have the file open still
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a fork may still have the file open
             os.close(self._lock)
             self._lock = -1
 
@@ -74,10 +74,10 @@ class SocketFile:
                 except BaseException:
                     os.close(lock)
                     raise
-                os.close(lock)  # of one that was released just then
+                os.close(lock)  # another server just released this lock file
         except BlockingIOError:
             raise ConfigError(
-                f"{self.address} cannot be served: another server listens there; end it, or give another name"
+                f"{self.address} cannot be served: another server listens there; stop it, or choose another name"
             ) from None
         except OSError as error:
-            raise ConfigError(f"{self.address} cannot be served: {error}; give another name or folder") from None
+            raise ConfigError(f"{self.address} cannot be served: {error}; choose another name or folder") from None

@@ -1,17 +1,17 @@
-"""What may travel, and how values become frames: read from annotations, checked on both sides. Knows no socket.
+"""Values and their frames: types are read from annotations and checked on both sides. Uses no socket.
 
-A value is a 1-D array (`NDArray[np.uint64]`, any bool, integer or float type), or what JSON can say: None, bool, int
+A value is a 1-D array (`NDArray[np.uint64]`, any bool, integer or float type), or a JSON value: None, bool, int
 (of 64 bits), float (finite), str, list, dict with str keys, and unions of them; `object` is any of these. An array may
 be None where its annotation says so.
 
-A list of values becomes one JSON frame, then the bytes of each array, in order and little-endian, as all machines are
-that Satrap runs on. The JSON frame is a list with one item for every value: the value itself, or of an array its number
-of elements. Nothing else is ever decoded, no pickle in particular. Arrays are not copied on either side, and decoded
-ones are read-only.
+A list of values becomes one JSON frame, then the bytes of each array, in order and little-endian, like all machines
+that Satrap runs on. The JSON frame is a list with one item for every value: the value itself, or the number of elements
+of an array. Nothing else is ever decoded, in particular no pickle. Arrays are not copied on either side, and decoded
+arrays are read-only.
 
-Where frames are encrypted, an array may come in several, one after the other (`in_pieces`): a frame is encrypted whole
-before it is sent and decrypted whole once it is there, so pieces are at work at both ends and on the way at once. To
-join them is a copy, a tenth of what is gained.
+With encryption, an array may take several consecutive frames (`in_pieces`): ZeroMQ encrypts a frame whole before it
+sends it, and decrypts it whole after it has received it, so pieces let both ends and the network work at the same time.
+Joining them costs a copy, a tenth of the gain.
 """
 
 import json
@@ -30,7 +30,7 @@ from satrap.errors import ConfigError, RpcError, SatrapError
 
 Buffer = bytes | memoryview
 MAX_JSON_BYTES = 4 << 20
-"""Values beside arrays are few; parsing takes some twenty times their bytes."""
+"""Limit of the values other than arrays; parsing them takes about twenty times their bytes."""
 
 PIECE_BYTES = 1 << 19
 
@@ -48,7 +48,7 @@ class ArrayType:
 
 @dataclass(frozen=True, slots=True)
 class PlainType:
-    """What JSON can say."""
+    """A type of JSON values."""
 
     name: str
     fits: Callable[[object], bool]
@@ -61,7 +61,7 @@ ValueType = ArrayType | PlainType
 
 
 def read_type(where: str, annotation: Any) -> ValueType:
-    """The type that an annotation means, or ConfigError."""
+    """Returns the type of an annotation; ConfigError if it cannot be encoded."""
     if typing.get_origin(annotation) is np.ndarray:
         return _read_array(where, annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -83,7 +83,7 @@ def _read_array(where: str, annotation: Any) -> ArrayType:
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
             raise TypeError
     except TypeError:
-        raise ConfigError(f"{where}: found an array of {scalar}; wanted e.g. NDArray[np.float32]") from None
+        raise ConfigError(f"{where}: found an array of {scalar}; expected e.g. NDArray[np.float32]") from None
     return ArrayType(dtype)
 
 
@@ -106,8 +106,8 @@ def _read_plain(where: str, annotation: Any) -> PlainType:
             lambda value: type(value) is dict and all(type(k) is str and item.fits(v) for k, v in value.items()),
         )
     raise ConfigError(
-        f"{where}: found {annotation}; wanted a 1-D array such as NDArray[np.float32], or bool, int, float, str, None, "
-        "list[...], dict[str, ...], object"
+        f"{where}: found {annotation}; expected a 1-D array such as NDArray[np.float32], or bool, int, float, str, "
+        "None, list[...], dict[str, ...], object"
     )
 
 
@@ -120,7 +120,7 @@ def _is_float(value: object) -> bool:
 
 
 def _is_json(value: object) -> bool:
-    """Whether JSON gives this very value back."""
+    """Returns whether the value survives a round trip through JSON."""
     if type(value) is list:
         return all(map(_is_json, value))
     if type(value) is dict:
@@ -143,58 +143,60 @@ _PLAIN: dict[object, PlainType] = {
 
 
 def encode(
-    wanted: Sequence[ValueType], values: Sequence[object], name: Callable[[int], str], error: type[SatrapError]
+    expected: Sequence[ValueType], values: Sequence[object], name: Callable[[int], str], error: type[SatrapError]
 ) -> list[memoryview]:
-    """The frames of some values. `name` says what the i-th is called, `error` is raised if one does not fit."""
+    """Returns the frames of values. `name(i)` names the i-th one in errors; `error` is the class of the errors."""
     plain: list[object] = []
     frames = [memoryview(b"")]
-    for i, (kind, value) in enumerate(zip(wanted, values, strict=True)):
+    for i, (kind, value) in enumerate(zip(expected, values, strict=True)):
         if isinstance(kind, PlainType):
             if not _fits(kind, value):
-                raise error(f"{name(i)} is {describe(value)}; wanted {kind}{_limits(kind)}")
+                raise error(f"{name(i)} is {describe(value)}; expected {kind}{_limits(kind)}")
             plain.append(value)
         elif value is None and kind.optional:
             plain.append(None)
         elif not isinstance(value, np.ndarray) or value.dtype != kind.dtype or value.ndim != 1:
             found = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else describe(value)
-            raise error(f"{name(i)} is {found}; wanted {kind} in one dimension")
+            raise error(f"{name(i)} is {found}; expected {kind} in one dimension")
         else:
             plain.append(value.size)
             frames.append(np.ascontiguousarray(value).view(np.uint8).data)
     frames[0] = memoryview(_ENCODER.encode(plain).encode())
     if len(frames[0]) > MAX_JSON_BYTES:
-        raise error(f"values other than arrays take {len(frames[0])} bytes; at most {MAX_JSON_BYTES}: send arrays")
+        raise error(
+            f"values other than arrays take {len(frames[0])} bytes; expected at most {MAX_JSON_BYTES}: send arrays"
+        )
     return frames
 
 
-def in_pieces(frames: Sequence[memoryview], most: int = PIECE_BYTES) -> list[memoryview]:
-    """The same with arrays of more bytes than `most` in several frames."""
+def in_pieces(frames: Sequence[memoryview], max_bytes: int = PIECE_BYTES) -> list[memoryview]:
+    """Returns the frames with arrays of more than `max_bytes` split into several frames."""
     pieces = list(frames[:1])
     for frame in frames[1:]:
-        pieces += [frame[at : at + most] for at in range(0, max(1, len(frame)), most)]
+        pieces += [frame[at : at + max_bytes] for at in range(0, max(1, len(frame)), max_bytes)]
     return pieces
 
 
-def decode(wanted: Sequence[ValueType], frames: Sequence[Buffer], name: Callable[[int], str]) -> list[Any]:
-    """The values that `encode` was given, or RpcError."""
+def decode(expected: Sequence[ValueType], frames: Sequence[Buffer], name: Callable[[int], str]) -> list[Any]:
+    """Returns the values that were encoded in the frames; RpcError if they do not fit."""
     values = _parse(frames[0]) if frames else None
-    if type(values) is not list or len(values) != len(wanted):
+    if type(values) is not list or len(values) != len(expected):
         found = f"{len(values)} values" if type(values) is list else "no list of values"
-        raise RpcError(f"found {found}; wanted {len(wanted)}")
+        raise RpcError(f"found {found}; expected {len(expected)}")
     at = 1
-    for i, kind in enumerate(wanted):
+    for i, kind in enumerate(expected):
         value = values[i]
         if isinstance(kind, PlainType):
             if not _fits(kind, value):
-                raise RpcError(f"{name(i)} is {describe(value)}; wanted {kind}")
+                raise RpcError(f"{name(i)} is {describe(value)}; expected {kind}")
         elif value is not None or not kind.optional:
             if at == len(frames):
-                raise RpcError(f"{name(i)} has no frame; wanted one for every array")
+                raise RpcError(f"{name(i)} has no frame; expected one for every array")
             end = _end_of_array(kind, frames, at, value)
             values[i] = _as_array(kind, _joined(frames[at:end]), value, name(i))
             at = end
     if at != len(frames):
-        raise RpcError(f"found {len(frames)} frames; wanted {at}")
+        raise RpcError(f"found {len(frames)} frames; expected {at}")
     return values
 
 
@@ -213,11 +215,11 @@ def _joined(pieces: Sequence[Buffer]) -> Buffer:
 
 def _as_array(kind: ArrayType, frame: Buffer, size: object, name: str) -> NDArray[Any]:
     if not _is_int(size) or size * kind.dtype.itemsize != len(frame):
-        raise RpcError(f"{name} has a frame of {len(frame)} bytes for {describe(size)} elements; wanted {kind}")
+        raise RpcError(f"{name} has a frame of {len(frame)} bytes for {describe(size)} elements; expected {kind}")
     array = np.frombuffer(frame, kind.dtype)
     if kind.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
-        raise RpcError(f"{name} has bytes that are neither 0 nor 1; wanted {kind}")
-    if not array.flags.aligned:  # small frames lie anywhere in the receiver's buffer
+        raise RpcError(f"{name} has bytes that are neither 0 nor 1; expected {kind}")
+    if not array.flags.aligned:  # small frames may start anywhere in the receive buffer
         array = array.copy()
     array.flags.writeable = False
     return array
@@ -225,15 +227,15 @@ def _as_array(kind: ArrayType, frame: Buffer, size: object, name: str) -> NDArra
 
 def _parse(frame: Buffer) -> Any:
     if len(frame) > MAX_JSON_BYTES:
-        raise RpcError(f"a JSON frame of {len(frame)} bytes; wanted at most {MAX_JSON_BYTES}")
+        raise RpcError(f"a JSON frame has {len(frame)} bytes; expected at most {MAX_JSON_BYTES}")
     try:
         return _DECODER.decode(str(frame, "utf-8"))
     except (ValueError, RecursionError) as error:
-        raise RpcError(f"a frame that should be JSON is not: {type(error).__name__}: {error}") from None
+        raise RpcError(f"a frame is not valid JSON: {type(error).__name__}: {error}") from None
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}")
+    raise ValueError(f"it contains {name}")
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))

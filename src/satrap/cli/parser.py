@@ -1,0 +1,253 @@
+"""The command line of `satrap`: its commands, their options and their help. The only file that declares options."""
+
+import argparse
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeAlias
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="satrap",
+        description="Train recommender models whose embeddings do not fit one machine.",
+        epilog="Run 'satrap COMMAND --help' for the options of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
+    parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_scale(commands)
+    _add_server(commands)
+    _add_worker(commands)
+    _add_move(commands)
+    _add_keys_and_doctor(commands)
+    trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
+    trainer.add_argument("--context", required=True)
+    trainer.add_argument("--listener", type=int)
+    trainer.add_argument("script")
+    return parser
+
+
+def _add_run(commands: _Commands) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a training script on servers, workers and trainers",
+        usage="satrap run SCRIPT [options] [-- ARGUMENTS]",
+        description="Run a training script in one or more trainers, with parameter servers and optional workers, until "
+        "the script has ended. A process that fails is restarted; if a trainer fails, all trainers restart and the "
+        "script resumes from its last checkpoint. The exit status is the script's. Ctrl-C stops the run; the same "
+        "command resumes it.",
+        epilog="Example: satrap run train.py --servers 2 --trainers 2 -- --epochs 3",
+    )
+    run.add_argument("script", metavar="SCRIPT", help="Python file to run; it receives the arguments after --")
+    processes = run.add_argument_group("processes")
+    _add_number(processes, "--servers", "parameter servers, which hold the embedding rows", default=1)
+    _add_number(
+        processes, "--workers", "workers, which read data and look up rows; without any, trainers do", default=0
+    )
+    _add_number(processes, "--trainers", "trainers, which run the script", default=1)
+    processes.add_argument(
+        "--restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="stop the run when a process has failed more than N times in a row, each time within 5 minutes of its "
+        "start (default: %(default)s)",
+    )
+    scaling = run.add_argument_group("autoscaling")
+    scaling.add_argument(
+        "--max-servers",
+        type=int,
+        metavar="N",
+        help="add servers when memory or load requires it, up to N, and remove them when fewer are enough, down to "
+        "--servers (default: do not scale)",
+    )
+    scaling.add_argument(
+        "--server-gib",
+        type=float,
+        metavar="GIB",
+        help="memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
+        "all memory of the machine)",
+    )
+    _add_paths(run.add_argument_group("files and directories"))
+    _add_cluster(run)
+
+
+def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default: int) -> None:
+    group.add_argument(option, type=int, default=default, metavar="N", help=f"number of {what} (default: {default})")
+
+
+def _add_paths(group: argparse._ArgumentGroup) -> None:
+    _add_folder(group)
+    group.add_argument(
+        "--memory",
+        type=Path,
+        default=Path("/dev/shm"),
+        metavar="DIR",
+        help="directory in shared memory for the servers' rows (default: %(default)s)",
+    )
+    for option, what in (("--checkpoints", "checkpoints"), ("--data", "training data")):
+        group.add_argument(
+            option,
+            action="append",
+            default=[],
+            metavar="DIR|URL",
+            help=f"allow {what} below this directory or URL, too; may be repeated (always allowed: the script's "
+            "directory and the paths in its arguments)",
+        )
+
+
+def _add_folder(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("satrap-run"),
+        metavar="DIR",
+        help="directory for the run's state and logs; only one run can use it at a time (default: %(default)s)",
+    )
+
+
+def _add_cluster(run: argparse.ArgumentParser) -> None:
+    run.add_argument_group("cluster").add_argument(
+        "--cluster",
+        choices=["local", "ray"],
+        default="local",
+        help="where processes start: on this machine, or on a Ray cluster (default: %(default)s)",
+    )
+    ray = run.add_argument_group("Ray cluster (with --cluster ray)")
+    ray.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="address of the cluster's head node, or auto for the cluster that this machine belongs to (default: start "
+        "a private Ray on this machine)",
+    )
+    ray.add_argument(
+        "--placement-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="time for Ray to find a node for a process (default: 60)",
+    )
+    for role in ("server", "worker", "trainer"):
+        ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"CPUs and threads of each {role} (default: 1)")
+        ray.add_argument(
+            f"--{role}-memory",
+            metavar="SIZE",
+            help=f"memory to reserve for each {role}, such as 64GiB (default: none)",
+        )
+    ray.add_argument("--trainer-gpus", type=int, metavar="N", help="GPUs of each trainer (default: 0)")
+
+
+def _add_scale(commands: _Commands) -> None:
+    scale = commands.add_parser(
+        "scale",
+        help="change the number of servers of a live run",
+        description="Change the number of servers of a live run. The run moves rows to the new servers, or away from "
+        "those that leave, while it trains, and prints when it has finished.",
+    )
+    scale.add_argument("--servers", type=int, required=True, metavar="N", help="new number of parameter servers")
+    _add_folder(scale)
+
+
+def _add_server(commands: _Commands) -> None:
+    server = commands.add_parser(
+        "server",
+        help="start one embedding parameter server",
+        description="Start one embedding parameter server. It prints its address, takes its tables from the first "
+        "trainer, and runs until SIGTERM or Ctrl-C. ('satrap run' starts servers by itself.)",
+    )
+    _add_listen(server, "path of server.key; required for tcp:// without --insecure")
+    server.add_argument(
+        "--shared",
+        metavar="FILE",
+        help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
+        "/dev/shm/rows (default: rows are lost when the server exits)",
+    )
+    _add_allowed(server, "--checkpoints", "write and read checkpoints")
+    _add_threads(server)
+
+
+def _add_worker(commands: _Commands) -> None:
+    worker = commands.add_parser(
+        "worker",
+        help="start one embedding worker",
+        description="Start one embedding worker, which reads data and looks up rows for trainers. It prints its "
+        "address and runs until SIGTERM or Ctrl-C. ('satrap run' starts workers by itself.)",
+    )
+    _add_listen(
+        worker, "path of server.key, with client.key in the same directory; required for tcp:// without --insecure"
+    )
+    _add_allowed(worker, "--data", "read training data")
+    _add_threads(worker)
+
+
+def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
+    command.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
+        "tcp://10.0.0.5:5555, where port 0 chooses a free one",
+    )
+    command.add_argument("--keys", metavar="FILE", help=keys)
+    command.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve tcp:// without keys: anyone who can reach the port can read and change rows, read the allowed "
+        "files and stop the job; traffic is not encrypted",
+    )
+
+
+def _add_allowed(command: argparse.ArgumentParser, option: str, verb: str) -> None:
+    command.add_argument(
+        option,
+        action="append",
+        default=[],
+        metavar="DIR|URL",
+        help=f"{verb} below this directory or URL; may be repeated (default: nowhere)",
+    )
+
+
+def _add_threads(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--threads", type=int, metavar="N", help="threads for each call (default: number of cores)")
+
+
+def _add_move(commands: _Commands) -> None:
+    move = commands.add_parser(
+        "move",
+        help="move rows between servers that were started by hand",
+        description="Move rows between servers that were started by hand, while trainers use them. Afterwards the "
+        "target servers own equal shares; the others are empty and may be stopped. If it is "
+        "interrupted, run the same command again.",
+    )
+    for option, which in (("--now", "all current servers"), ("--wanted", "the target servers")):
+        move.add_argument(
+            option,
+            nargs="+",
+            action="extend",
+            required=True,
+            metavar="ADDRESS",
+            help=f"addresses of {which}, in order",
+        )
+    move.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+
+
+def _add_keys_and_doctor(commands: _Commands) -> None:
+    keys = commands.add_parser(
+        "keys",
+        help="create the key files of a cluster",
+        description="Create the key files of a cluster: server.key for its servers and workers, client.key for its "
+        "trainers and workers. Existing files are never overwritten.",
+    )
+    keys.add_argument("folder", metavar="DIR", help="directory for the key files; created with mode 0700 if missing")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this installation and time a short training run",
+        description="Print the installed packages and the hardware, then time a short training run stage by stage.",
+    )
+    doctor.add_argument(
+        "--dim", type=int, default=16, metavar="N", help="embedding dimension of the timed run (default: %(default)s)"
+    )
+    doctor.add_argument("--no-run", action="store_true", help="do not time a training run")

@@ -1,32 +1,38 @@
-"""Which file measures which kind of case: a `measure` for the worker, a `make_record` for the driver; and its peers."""
+"""The kinds of the cluster benchmark: which file measures each, and whether Paddle is measured after it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
 
 from benchmarks.cluster import echo, machines, network, restart, rows, train, wire
-from benchmarks.cluster.cases import ClusterCase
-from benchmarks.runs import Results
+from benchmarks.harness.case import Case
+from benchmarks.harness.rounds import Run
+from benchmarks.harness.suite import Kind
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """What is done with the cases of a kind."""
+def kind(module: ModuleType, *, with_paddle: bool = False, unable: Callable[[], str | None] = lambda: None) -> Kind:
+    """Return the kind that a module's `measure` and `record` define."""
+    workers = {"worker": ("satrap", module.__name__)}
+    if with_paddle:
+        workers["paddle"] = ("paddle", "benchmarks.cluster.paddle")
 
-    measure: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """One round, in a worker; {"streams": {label: {...}}, ...}."""
-    make_record: Callable[[ClusterCase, Results], dict[str, Any]]
-    unable: Callable[[], str | None] = lambda: None
-    """Why it cannot be measured on this machine; None if it can."""
-    peers: tuple[str, ...] = ()
-    """Measured after the worker in every round, by the file of that name in an environment of its own."""
+    def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
+        (case,) = group
+        job = {**asdict(case), "part": number, "batches": str(batches)}
+        return [
+            Run(label=label, contender=contender, job={**job, "module": name}, folder_bytes=0)
+            for label, (contender, name) in workers.items()
+        ]
+
+    return Kind(plan=plan, record=module.record, required="worker", unable=unable)
 
 
 KINDS = {
-    "echo": Kind(measure=echo.measure, make_record=echo.make_record),
-    "rows": Kind(measure=rows.measure, make_record=rows.make_record, peers=("paddle",)),
-    "train": Kind(measure=train.measure, make_record=train.make_record, peers=("paddle",)),
-    "bytes": Kind(measure=wire.measure, make_record=wire.make_record),
-    "network": Kind(measure=network.measure, make_record=network.make_record, unable=machines.unable),
-    "restart": Kind(measure=restart.measure, make_record=restart.make_record),
+    "echo": kind(echo),
+    "rows": kind(rows, with_paddle=True),
+    "train": kind(train, with_paddle=True),
+    "bytes": kind(wire),
+    "network": kind(network, unable=machines.unable),
+    "restart": kind(restart),
 }

@@ -1,6 +1,6 @@
 """The peer of satrap.rpc: a request and a reply over one TCP connection, and nothing else.
 
-Both sides receive into memory that they allocated once. A request is its size in 8 bytes and the ids; the reply's size
+Both sides receive into memory that they allocate once. A request is its size in 8 bytes and the ids; the reply's size
 follows from it, as in the case that is measured. One thread on each side; no checks, no deadline, no second client.
 """
 
@@ -15,7 +15,7 @@ _SIZE = struct.Struct("<Q")
 
 
 def serve(rows: Floats, dim: int, host: str = "127.0.0.1") -> None:
-    """Answers one connection until it ends; prints the port first."""
+    """Print the port, then serve one connection until it ends."""
     with socket.create_server((host, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
@@ -30,7 +30,7 @@ def serve(rows: Floats, dim: int, host: str = "127.0.0.1") -> None:
 
 
 class RawClient:
-    """The calling side."""
+    """The client."""
 
     def __init__(self, port: int, dim: int, max_ids: int, host: str = "127.0.0.1") -> None:
         self._socket = socket.create_connection((host, port))
@@ -39,7 +39,7 @@ class RawClient:
         self._dim = dim
 
     def lookup(self, ids: Ids) -> Floats:
-        """As many floats as the ids' rows have."""
+        """Return as many floats as the ids' rows have."""
         self._socket.sendall(_SIZE.pack(ids.nbytes))
         self._socket.sendall(ids.view(np.uint8).data)
         rows = self._memory[: len(ids) * self._dim]
@@ -51,11 +51,11 @@ class RawClient:
 
 
 def _receive(connection: socket.socket, memory: memoryview) -> bool:
-    """Fills the memory; False if the connection ended."""
-    got = 0
-    while got < len(memory):
-        part = connection.recv_into(memory[got:])
-        if not part:
+    """Fill the memory; return False if the connection ended."""
+    received = 0
+    while received < len(memory):
+        size = connection.recv_into(memory[received:])
+        if not size:
             return False
-        got += part
+        received += size
     return True

@@ -1,6 +1,6 @@
-"""The server process of a contender: `python -m benchmarks.cluster.servers '<job as JSON>'` serves until stdin ends.
+"""The server of a contender of `echo`: `python -m benchmarks.cluster.servers '<job as JSON>'` serves until stdin ends.
 
-Its first line on stdout is where it serves, as JSON. `started` starts one and ends it.
+Its first line on stdout is its address or port, as JSON.
 """
 
 import json
@@ -14,17 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cluster import raw
-from benchmarks.cluster.processes import talking, told
+from benchmarks.cluster.processes import receive, talking
 
 
 class Echo(Protocol):
-    """What the servers of `echo` do."""
+    """The protocol of the servers of `echo`."""
 
     def lookup(self, ids: NDArray[np.uint64]) -> NDArray[np.float32]: ...
 
 
 class SameRows:
-    """Answers with as many floats as the ids' rows would have, always the same ones."""
+    """A server that answers with as many floats as the ids' rows would have, always the same ones."""
 
     def __init__(self, rows: NDArray[np.float32], dim: int) -> None:
         self._rows, self._dim = rows, dim
@@ -35,10 +35,10 @@ class SameRows:
 
 @contextmanager
 def started(contender: str, job: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
-    """Where a server serves, and its process id."""
+    """Start a server; yield its address or port, and its process id."""
     command = [sys.executable, "-m", "benchmarks.cluster.servers", json.dumps({**job, "contender": contender})]
     with talking(command) as process:
-        yield told(process), process.pid
+        yield receive(process), process.pid
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
         return
     from satrap.rpc import Service
 
-    served = SameRows(rows, int(job["dim"]))
-    with Service(served, Echo, "tcp://127.0.0.1:0", insecure=True, num_threads=int(job["num_threads"])) as service:
+    same_rows = SameRows(rows, int(job["dim"]))
+    with Service(same_rows, Echo, "tcp://127.0.0.1:0", insecure=True, num_threads=int(job["num_threads"])) as service:
         print(json.dumps(service.address), flush=True)
         sys.stdin.read()
 

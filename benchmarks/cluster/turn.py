@@ -1,11 +1,11 @@
-"""A turn of the trainers in the kind `network`: what their driver asks of them, in a line of JSON."""
+"""A turn of the trainers in the kind `network`, which they get as a line of JSON."""
 
 from dataclasses import dataclass
 
 from benchmarks.cluster.prediction import ASYNC, HYBRID
 
 BATCH = 1024
-"""Samples of a trainer's step. On the one core that a trainer has here they take about as long as 4,096 on four."""
+"""Samples of a trainer's step. On the one core of a trainer they take about as long as 4,096 on four."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,5 +23,5 @@ class Turn:
 
     @property
     def num_untimed(self) -> int:
-        """Steps until as many are under way as may be."""
+        """Steps until as many are in flight as the staleness allows."""
         return self.num_warmup + self.staleness

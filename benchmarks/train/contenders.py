@@ -1,8 +1,8 @@
 """The contenders of the training benchmark: Satrap, plain PyTorch, FBGEMM, TorchRec; PaddlePaddle has its own file.
 
-All start with every row present and values within 0.01, and use the learning rate and eps of the store's benchmark for
-the tables and SGD for the dense parameters. Batches come in each contender's own form before anything is timed. Plain
-PyTorch and FBGEMM have the tables of the store's benchmark. Each imports its framework when it is built.
+All start with every row present and values within 0.01, and use the learning rate and eps of the store benchmark for
+the tables and SGD for the dense parameters. Batches are converted to each contender's form before anything is timed.
+Plain PyTorch and FBGEMM have the tables of the store benchmark. Each imports its framework when it is built.
 """
 
 import logging
@@ -11,15 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contenders import CAPACITY_SLACK, EPS, LR, RANGE, FbgemmTable, TorchTable
-from benchmarks.ranks import Ranks
-from benchmarks.train.pairs import TrainContender, Trainer
-from benchmarks.train.workload import Batches
+from benchmarks.harness.machine import versions
+from benchmarks.harness.ranks import Ranks
+from benchmarks.store.contenders import (
+    CAPACITY_SLACK,
+    EPS,
+    LR,
+    RANGE,
+    FbgemmTable,
+    TorchTable,
+    fill,
+    satrap_optimizer,
+)
 from benchmarks.workload import (
     BATCH_IDS,
     NUM_FEATURES,
     SAMPLES,
     WHOLE,
+    Batches,
     Floats,
     RowNumbers,
     Share,
@@ -31,8 +40,8 @@ from benchmarks.workload import (
 FEATURES = tuple(f"c{number}" for number in range(1, NUM_FEATURES + 1))
 
 
-def build(name: str, table: Mapping[str, Any], ranks: Ranks) -> TrainContender:
-    """The contender of this name, with its tables filled; its share of them where there are several ranks."""
+def build(name: str, table: Mapping[str, Any], ranks: Ranks) -> Any:
+    """Return the contender of this name with its tables filled; its share of them if there are several ranks."""
     if name == "paddle":
         from benchmarks.train.paddle import PaddleTrain
 
@@ -44,12 +53,21 @@ def build(name: str, table: Mapping[str, Any], ranks: Ranks) -> TrainContender:
         "torchrec": TorchrecTrain,
     }
     shared = {} if ranks.size == 1 else {"share": Share(rank=ranks.rank, size=ranks.size)}
-    contender: TrainContender = contenders[name](**table, **shared)
-    return contender
+    return contenders[name](**table, **shared)
+
+
+def satrap_inputs(batches: Batches) -> list[Any]:
+    """Return the batches as Satrap's sources return them."""
+    from satrap.data.inputs import Inputs
+
+    return [
+        Inputs(names=FEATURES, values=hashed_ids(rows), batch_size=SAMPLES, dense=dense, label=labels)
+        for rows, dense, labels in zip(batches.rows, batches.dense, batches.labels, strict=True)
+    ]
 
 
 class SatrapTrain:
-    """One table with all rows behind 26 features, as the product trains it.
+    """One table with all rows for 26 features, as the product trains it.
 
     Modes: "sync" and "stale" (staleness 0 and 4) with satrap.models.DLRM; "plain" is "sync" with the peers' model.
     """
@@ -62,15 +80,11 @@ class SatrapTrain:
         import satrap.worker.local_rows
 
         torch.set_num_threads(num_threads)
-        optimizers: dict[str, Any] = {
-            "adagrad": satrap.Adagrad(lr=LR, eps=EPS),
-            "rowwise": satrap.RowWiseAdagrad(lr=LR, eps=EPS),
-        }
         count = total_rows(rows)
         table = satrap.Table(
             "ids",
             dim=dim,
-            optimizer=optimizers[optimizer],
+            optimizer=satrap_optimizer(optimizer),
             initial=satrap.Uniform(low=-RANGE, high=RANGE),
             capacity=int(count * CAPACITY_SLACK),
             on_full="evict",
@@ -80,65 +94,38 @@ class SatrapTrain:
         worker = self.embeddings.worker
         assert isinstance(worker, satrap.worker.local_rows.LocalWorker)
         self.store = worker.tables["ids"]
-        for begin in range(0, count, BATCH_IDS):
-            self.store.lookup(hashed_ids(np.arange(begin, min(begin + BATCH_IDS, count))))
-        if len(self.store) != count:
-            raise RuntimeError(f"the table holds {len(self.store)} rows after filling it with {count}")
+        fill(self.store, count)
 
-    def trainer(self, mode: str, top: str, precision: str) -> Trainer:
+    def trainer(self, mode: str, top: str, precision: str) -> "SatrapTrainer":
         return SatrapTrainer(self, self.STALENESS[mode], top, precision, plain=mode == "plain")
 
     def prepare(self, batches: Batches) -> list[Any]:
-        from satrap.data.inputs import Inputs
-
-        return [
-            Inputs(names=FEATURES, values=hashed_ids(rows), batch_size=SAMPLES, dense=dense, label=labels)
-            for rows, dense, labels in zip(batches.rows, batches.dense, batches.labels, strict=True)
-        ]
+        return satrap_inputs(batches)
 
     def probe(self, rows: RowNumbers) -> Floats:
         return np.array(self.store.lookup(hashed_ids(rows), train=False))
 
     def versions(self) -> dict[str, str]:
-        from importlib.metadata import version
-
-        import torch
-
-        names = {"satrap": version("satrap"), "torch": str(torch.__version__), "numpy": np.__version__}
-        return {**names, "simd": self.store.simd}
+        return versions("satrap", "torch", "numpy") | {"simd": self.store.simd}
 
 
 class SatrapTrainer:
-    """A model trained on Satrap's tables; its steps are the loop that a user writes."""
+    """A model trained on Satrap's tables, in the loop that a user writes."""
 
     def __init__(self, contender: SatrapTrain, staleness: int, top: str, precision: str, *, plain: bool) -> None:
-        import torch
-
         from benchmarks.train import model
-        from benchmarks.train.cases import BOTTOM, TOPS
-        from benchmarks.train.workload import NUM_DENSE
 
-        def make() -> torch.nn.Module:
+        def make() -> model.DenseStep:
             if plain:
-                return model.plain_model(contender.dim, top)
-            from satrap.models import DLRM
-
-            torch.manual_seed(model.SEED)
-            made: torch.nn.Module = DLRM(NUM_DENSE, contender.embeddings, bottom=BOTTOM, top=TOPS[top])
-            return made
+                return model.DenseStep(model.plain_model(contender.dim, top), precision)
+            return model.DenseStep(model.satrap_model(contender.embeddings, top), precision)
 
         self.embeddings, self.staleness, self.dim = contender.embeddings, staleness, contender.dim
-        self.step, self.alone = model.DenseStep(make(), precision), model.DenseStep(make(), precision)
+        self.step, self.alone = make(), make()
 
     def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
         self.embeddings.staleness = self.staleness
-        optimizer = self.embeddings.optimizer(self.step.optimizer)
-        for batch in self.embeddings.stream(batches):
-            loss = self.step.loss(batch.dense, batch.embeddings, batch.label)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss.detach()
+        yield from self.step.train(self.embeddings.optimizer(self.step.optimizer), self.embeddings.stream(batches))
 
     def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
         import torch
@@ -162,7 +149,7 @@ class PlainTrainer:
         )
 
     def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
-        from benchmarks.exchange import exchange
+        from benchmarks.store.exchange import exchange
 
         for ids, dense, labels in batches:
             block = self.contender.look_up(ids)
@@ -177,22 +164,25 @@ class PlainTrainer:
 
 
 def with_samples(ids: Any, batches: Batches, share: Share = WHOLE) -> list[Any]:
-    """Each batch's ids with the dense numbers and labels of the samples of this process."""
+    """Return each batch's ids with the dense numbers and labels of the samples of this rank."""
     import torch
 
     dense, labels = (torch.from_numpy(share.own_samples(each)) for each in (batches.dense, batches.labels))
     return list(zip(ids, dense, labels, strict=True))
 
 
-class TorchTrain(TorchTable):
-    """Plain PyTorch: one nn.Embedding(sparse=True) with all rows, looked up by [4096, 26] row numbers."""
+class Peer:
+    """A contender that trains the peers' model."""
 
-    def __init__(self, *, dim: int, **options: Any) -> None:
-        super().__init__(dim=dim, **options)
-        self.dim = dim
-
-    def trainer(self, mode: str, top: str, precision: str) -> Trainer:
+    def trainer(self, mode: str, top: str, precision: str) -> PlainTrainer:
         return PlainTrainer(self, top, precision)
+
+    def update(self) -> None:
+        """Do nothing: a fused operator updates in its backward."""
+
+
+class TorchTrain(Peer, TorchTable):
+    """Plain PyTorch: one nn.Embedding(sparse=True) with all rows, looked up by [4096, 26] row numbers."""
 
     def prepare(self, batches: Any) -> list[Any]:
         import torch
@@ -209,11 +199,8 @@ class TorchTrain(TorchTable):
         self.embedding.weight.grad = None
 
 
-class FbgemmTrain(FbgemmTable):
-    """What TorchRec trains with, called directly: 26 tables in one fused operator, which updates in its backward."""
-
-    def trainer(self, mode: str, top: str, precision: str) -> Trainer:
-        return PlainTrainer(self, top, precision)
+class FbgemmTrain(Peer, FbgemmTable):
+    """The operator that TorchRec trains with, called directly: 26 tables, updated in its backward."""
 
     def prepare(self, batches: Any) -> list[Any]:
         import torch
@@ -224,15 +211,12 @@ class FbgemmTrain(FbgemmTable):
     def look_up(self, ids: Any) -> Any:
         return self.tables(ids, self.offsets)
 
-    def update(self) -> None:
-        pass
 
-
-class TorchrecTrain:
+class TorchrecTrain(Peer):
     """TorchRec's own module over the same operator: a FusedEmbeddingBagCollection of KeyedJaggedTensors."""
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
-        logging.disable(logging.WARNING)  # it announces every module it does without
+        logging.disable(logging.WARNING)  # it announces every optional module that is missing
         import torch
         import torchrec.optim
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmbeddingLocation
@@ -263,9 +247,6 @@ class TorchrecTrain:
                     state.zero_()  # every page exists before anything is timed
         self.lengths = torch.ones(BATCH_IDS, dtype=torch.int32)
 
-    def trainer(self, mode: str, top: str, precision: str) -> Trainer:
-        return PlainTrainer(self, top, precision)
-
     def prepare(self, batches: Batches) -> list[Any]:
         import torch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -279,18 +260,10 @@ class TorchrecTrain:
     def look_up(self, ids: Any) -> Any:
         return self.collection(ids).values()
 
-    def update(self) -> None:
-        pass
-
     def probe(self, rows: RowNumbers) -> Floats:
         weights = [bag.weight.detach() for bag in self.collection.embedding_bags.values()]
         picked = [weights[row // self.count][row % self.count].numpy() for row in rows.tolist()]
         return np.array(picked, np.float32)
 
     def versions(self) -> dict[str, str]:
-        from importlib.metadata import version
-
-        import torch
-
-        names = {name: version(name) for name in ("torchrec", "fbgemm-gpu-cpu")}
-        return {**names, "torch": str(torch.__version__), "numpy": np.__version__}
+        return versions("torchrec", "fbgemm-gpu-cpu", "torch", "numpy")

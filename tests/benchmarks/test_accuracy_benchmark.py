@@ -12,7 +12,7 @@ from benchmarks.accuracy import adult, cases, figures, jobs, synthetic
 from benchmarks.accuracy.__main__ import command, main, parse_options
 from benchmarks.accuracy.training import Outcome, one_thread
 from benchmarks.cases import Target
-from benchmarks.records import complaints
+from benchmarks.harness.record import complaints
 from examples import flights
 
 from satrap.data.synthetic import Clicks

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.machine import ROOT
+from benchmarks.harness.machine import ROOT
 
 from benchmarks import command_line, peers, store, workload
 

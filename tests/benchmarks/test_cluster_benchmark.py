@@ -12,7 +12,7 @@ from benchmarks.cases import select_cases
 from benchmarks.cluster import cases, echo, kinds, servers
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.raw import RawClient
-from benchmarks.records import complaints
+from benchmarks.harness.record import complaints
 from benchmarks.workload import hashed_ids, row_numbers
 
 

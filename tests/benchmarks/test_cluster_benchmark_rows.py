@@ -16,8 +16,8 @@ from benchmarks.cases import select_cases
 from benchmarks.cluster import cases, paddle, paddle_role, rounds, rows, tables, train, wire
 from benchmarks.cluster.__main__ import find_pythons, main, paced, parse_options
 from benchmarks.cluster.proxy import CountingProxy
-from benchmarks.records import complaints
-from benchmarks.runs import Results, RunFailed
+from benchmarks.harness.record import complaints
+from benchmarks.harness.rounds import Results, RunFailed
 from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES
 
 from benchmarks import runs

@@ -20,8 +20,8 @@ from benchmarks.cluster.link import Network, Shape
 from benchmarks.cluster.prediction import Alone, link_bytes, step_seconds
 from benchmarks.cluster.processes import talking, told
 from benchmarks.cluster.turn import Turn
-from benchmarks.machine import ROOT
-from benchmarks.records import complaints
+from benchmarks.harness.machine import ROOT
+from benchmarks.harness.record import complaints
 
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
 emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machines.unable()))

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.cases import group_by_table, select_cases
-from benchmarks.command_line import describe_run
-from benchmarks.ranks import use_threads
-from benchmarks.records import complaints
-from benchmarks.runs import Results, Settings
+from benchmarks.harness.suite import describe_run
+from benchmarks.harness.ranks import use_threads
+from benchmarks.harness.record import complaints
+from benchmarks.harness.rounds import Results, Settings
 from benchmarks.summary import summary
 from benchmarks.train import cases, figures, pairs, plan, reading, workload
 from benchmarks.train.__main__ import parse_options
@@ -312,7 +312,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 
 
 def test_batches_repeat_and_another_part_draws_others(tmp_path: Path) -> None:
-    path = workload.batches_file(tmp_path, 26_000, 2, 0)
+    path = workload.samples_file(tmp_path, 26_000, 2, 0)
     first, again = workload.load_batches(path), workload.make_batches(26_000, 2, 0)
     other = workload.make_batches(26_000, 2, 1)
     assert len(first) == 2

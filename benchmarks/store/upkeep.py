@@ -1,27 +1,38 @@
-"""What only Satrap is asked, because an array of fixed size has no such question: bytes per row, growth, snapshots.
+"""Measuring what an array of fixed size does not have: bytes per row, growth, snapshots. Satrap only.
 
-Each function is one job of benchmarks.worker: it builds a store, does its work once and returns plain numbers. Ids are
-hashed row numbers, made outside what is timed.
+Each function builds a store, does its work once and returns numbers. Ids are hashed row numbers.
 """
 
 import os
-import shutil
 import statistics
-import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu, resident_bytes
+from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu, resident_bytes
+from benchmarks.harness.machine import versions
 from benchmarks.workload import BATCH_IDS, Ids, hashed_ids
 
 FLOAT_BYTES = 4
 FILL_IDS = 16384  # small batches: the lookup's own buffers should not show in the memory of a small table
 OVERFILL = 1.1
 NUM_COMPARED = 1000
+
+Measured = tuple[dict[str, Any], Any]
+"""The figures, and the store."""
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of one kind as the stream of a run."""
+    kinds = {"memory": measure_memory, "growth": measure_growth, "snapshot": measure_snapshot}
+    figures, store = kinds[job["kind"]](job)
+    return {
+        "streams": {f"{job['kind']}:satrap": figures},
+        "peak_resident_bytes": peak_resident_bytes(),
+        "versions": versions("satrap", "numpy") | {"simd": store.simd},
+    }
 
 
 def _optimizer(name: str) -> Any:
@@ -38,23 +49,19 @@ def _optimizer(name: str) -> Any:
     }[name]
 
 
-def _versions(store: Any) -> dict[str, str]:
-    return {"satrap": version("satrap"), "simd": store.simd, "numpy": np.__version__}
-
-
 def _ids(begin: int, end: int) -> Ids:
     return hashed_ids(np.arange(begin, end, dtype=np.int64))
 
 
-def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
-    """Fill a table to its capacity with 1.1 times as many ids; the bytes of a row beyond its values and state."""
+def measure_memory(job: dict[str, Any]) -> Measured:
+    """Fill a table with 1.1 times its capacity of ids; return the bytes of a row beyond its values and state."""
     from satrap import Table
     from satrap.table.store import Store
 
     rows, dim = int(job["rows"]), int(job["dim"])
     table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), capacity=rows, on_full="evict")
     out = np.ones((FILL_IDS, dim), np.float32)
-    # Code pages and Python's own first-time costs are no table's; the small store stays, so nothing of it is reused.
+    # Code pages and first-time costs of Python are not the table's; the small store stays, so none of it is reused.
     small = Store(table, seed=1, num_threads=job["num_threads"])
     small.lookup(_ids(0, FILL_IDS), out=out)
     before = resident_bytes()
@@ -72,13 +79,11 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
         "raw_bytes_per_row": raw,
         "overhead_bytes_per_row": round(stats["bytes"] / held - raw, 2),
         "resident_overhead_bytes_per_row": round(resident / held - raw, 2),
-        "peak_resident_bytes": peak_resident_bytes(),
-        "versions": _versions(store),
-    }
+    }, store
 
 
-def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
-    """Insert rows, all new, into a table without a capacity; how much longer than usual the longest batch took.
+def measure_growth(job: dict[str, Any]) -> Measured:
+    """Insert new rows into a table without a capacity; return by how much the longest batch exceeds the median.
 
     The same in CPU time (of all threads) tells a stall of the table from one of the machine.
     """
@@ -106,15 +111,13 @@ def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
         "stall_ms": round(1e3 * (max(wall) - statistics.median(wall)), 3),
         "cpu_stall_ms": round(1e3 * (max(cpu) - statistics.median(cpu)), 3),
         **noise_between(noise, read_cpu()),
-        "peak_resident_bytes": peak_resident_bytes(),
-        "versions": _versions(store),
-    }
+    }, store
 
 
-def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
-    """Save a table into memory-backed files and load it again; bytes of the files over wall time, in GB/s.
+def measure_snapshot(job: dict[str, Any]) -> Measured:
+    """Save a table into memory-backed files and load it; return bytes of the files over wall time, in GB/s.
 
-    `plain_write` and `plain_read` are the same folder written and read by one thread with nothing to do but copy.
+    `plain_write` and `plain_read` are the rates of one thread that only copies, in the same folder.
     """
     from satrap import Table
     from satrap.table.store import Store
@@ -126,32 +129,27 @@ def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
         store.lookup(_ids(begin, min(begin + BATCH_IDS, rows)))
     compared = _ids(0, NUM_COMPARED)
     expected = store.lookup(compared, train=False)
-    folder = Path(tempfile.mkdtemp(prefix="satrap-bench-", dir=job["tmpfs"]))
-    try:
-        plain = _plain_copy(folder / "plain", min(1 << 30, 4 * rows * dim))
-        noise = read_cpu()
-        start = time.perf_counter()
-        store.save(folder / "snapshot")
-        save_seconds = time.perf_counter() - start
-        size = sum(file.stat().st_size for file in (folder / "snapshot").rglob("*") if file.is_file())
-        del store  # the loaded table takes its place in memory
-        start = time.perf_counter()
-        loaded = Store.load(folder / "snapshot", num_threads=num_threads)
-        load_seconds = time.perf_counter() - start
-        after = noise_between(noise, read_cpu())
-    finally:
-        shutil.rmtree(folder)
+    folder = Path(job["folder"])
+    plain = _plain_copy(folder / "plain", min(1 << 30, 4 * rows * dim))
+    noise = read_cpu()
+    start = time.perf_counter()
+    store.save(folder / "snapshot")
+    save_seconds = time.perf_counter() - start
+    size = sum(file.stat().st_size for file in (folder / "snapshot").rglob("*") if file.is_file())
+    del store  # the loaded table takes its place in memory
+    start = time.perf_counter()
+    loaded = Store.load(folder / "snapshot", num_threads=num_threads)
+    load_seconds = time.perf_counter() - start
+    after = noise_between(noise, read_cpu())
     if len(loaded) != rows or not np.array_equal(loaded.lookup(compared, train=False), expected):
-        raise RuntimeError("the loaded table is not the saved one")
+        raise RuntimeError("the loaded table differs from the saved one")
     return {
         "file_bytes": size,
         "save_gb_per_s": round(size / save_seconds / 1e9, 3),
         "load_gb_per_s": round(size / load_seconds / 1e9, 3),
         **plain,
         **after,
-        "peak_resident_bytes": peak_resident_bytes(),
-        "versions": _versions(loaded),
-    }
+    }, loaded
 
 
 def _plain_copy(path: Path, size: int) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""What several processes of a peer exchange in a step: every rank looks its features up for the samples of all ranks.
+"""The exchange of rows between the ranks of a peer: every rank looks up its features for the samples of all ranks.
 
-As TorchRec does it with table-wise sharding: rows go to the rank of their samples by one all-to-all, and gradients come
-back by another. No ids are exchanged: every rank is given those of its features. A rank's gradients are those of a mean
-over its own samples, and a step is that over all, so they are divided by the number of ranks.
+TorchRec does the same with table-wise sharding: one all-to-all brings rows to the rank of their samples, and another
+brings the gradients back. No ids are exchanged: every rank gets those of its features. A rank's gradients are those of
+a mean over its samples, and a step's those of a mean over all samples, so they are divided by the number of ranks.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def exchange(block: Tensor, num_ranks: int) -> Tensor:
-    """All features of this rank's samples, from every rank's own features of all samples."""
+    """Return all features of this rank's samples, given this rank's features of all samples."""
     if num_ranks == 1:
         return block
     exchanged: Tensor = _Exchange.apply(block, num_ranks)  # type: ignore[no-untyped-call]

@@ -1,15 +1,16 @@
 """The tables that are measured: Satrap's store, plain PyTorch, FBGEMM's fused CPU table, and a bare array.
 
-Each is built with every row present, takes the same batches in its own form (`prepare`, not timed) and does one step of
-the work (`train`, `lookup` and their kin, timed). Everyone uses the same learning rate and eps; the initial
-accumulator is 0. Each imports its own framework only when it is built, so that one worker process has one framework.
-The peers can be built with a share of the features, for one of several processes.
+Each is built with every row present, converts batches to its own form (`prepare`, not timed) and does one step of the
+work (`train`, `lookup`, ..., timed). All use the same learning rate and eps; the initial accumulator is 0. Each imports
+its framework when it is built, so that one worker process has one framework. The peers can be built with a share of the
+features, for one of several ranks.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
 
+from benchmarks.harness.machine import versions
 from benchmarks.workload import (
     BATCH_IDS,
     SAMPLES,
@@ -31,40 +32,43 @@ FILL_VALUES = 1 << 20
 
 
 class Contender(Protocol):
-    """What a worker needs of a table: batches in its form, single rows to compare, versions to report."""
+    """A table: it converts batches to its form, returns single rows to compare, and names its versions."""
 
     def prepare(self, rows: RowNumbers) -> list[Any]: ...
     def probe(self, rows: RowNumbers) -> Floats: ...
     def versions(self) -> dict[str, str]: ...
 
 
+def satrap_optimizer(name: str) -> Any:
+    """Return the configuration of an optimizer for Satrap."""
+    import satrap
+
+    return {"adagrad": satrap.Adagrad, "rowwise": satrap.RowWiseAdagrad}[name](lr=LR, eps=EPS)
+
+
+def fill(store: Any, count: int) -> None:
+    """Look up every row of a store once."""
+    for begin in range(0, count, BATCH_IDS):
+        store.lookup(hashed_ids(np.arange(begin, min(begin + BATCH_IDS, count))))
+    if len(store) != count:
+        raise RuntimeError(f"expected {count} rows in the store after filling it, found {len(store)}")
+
+
 class SatrapTable:
-    """Satrap's store, with room for 1.05 times the rows."""
+    """Satrap's store, with capacity for 1.05 times the rows."""
 
     def __init__(
         self, *, rows: int, dim: int, optimizer: str, num_threads: int, filled: bool = True, shared: str | None = None
     ) -> None:
-        import satrap
+        from satrap import Table
         from satrap.table.store import Store
 
-        optimizers: dict[str, Any] = {
-            "adagrad": satrap.Adagrad(lr=LR, eps=EPS),
-            "rowwise": satrap.RowWiseAdagrad(lr=LR, eps=EPS),
-        }
-        table = satrap.Table(
-            "bench", dim=dim, optimizer=optimizers[optimizer], capacity=int(rows * CAPACITY_SLACK), on_full="evict"
-        )
+        capacity = int(rows * CAPACITY_SLACK)
+        table = Table("bench", dim=dim, optimizer=satrap_optimizer(optimizer), capacity=capacity, on_full="evict")
         self.store = Store(table, seed=1, num_threads=num_threads, shared=shared)
-        self.num_threads = num_threads
         self.gradients = gradients(dim)
         if filled:
-            self.fill(total_rows(rows))
-
-    def fill(self, count: int) -> None:
-        for begin in range(0, count, BATCH_IDS):
-            self.store.lookup(hashed_ids(np.arange(begin, min(begin + BATCH_IDS, count))))
-        if len(self.store) != count:
-            raise RuntimeError(f"the store holds {len(self.store)} rows after filling it with {count}")
+            fill(self.store, total_rows(rows))
 
     def prepare(self, rows: RowNumbers) -> list[Any]:
         return [hashed_ids(batch) for batch in rows]
@@ -87,13 +91,11 @@ class SatrapTable:
         return np.array(self.store.lookup(hashed_ids(rows), train=False))
 
     def versions(self) -> dict[str, str]:
-        from importlib.metadata import version
-
-        return {"satrap": version("satrap"), "simd": self.store.simd, "numpy": np.__version__}
+        return versions("satrap", "numpy") | {"simd": self.store.simd}
 
 
 def fill_uniform(values: Any) -> None:
-    """Values within RANGE, the same ones again after a million: to draw 5 GB of them takes longer than to measure."""
+    """Fill with values within RANGE that repeat after a million: to draw 5 GB takes longer than the measurement."""
     import torch
 
     torch.manual_seed(1)
@@ -103,13 +105,13 @@ def fill_uniform(values: Any) -> None:
 
 
 class TorchTable:
-    """One nn.Embedding(sparse=True) with all rows, stepped by torch's sparse Adagrad or a row-wise one written here."""
+    """One nn.Embedding(sparse=True) with all rows, with torch's sparse Adagrad or a row-wise one of a few lines."""
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int, share: Share = WHOLE) -> None:
         import torch
 
         torch.set_num_threads(num_threads)
-        self.rows, self.share = rows, share
+        self.rows, self.share, self.dim = rows, share, dim
         count = share.num_features * rows_per_feature(rows)
         weight = torch.empty(count, dim)
         fill_uniform(weight)
@@ -147,8 +149,8 @@ class TorchTable:
         self.optimizer_step()
 
     def train_exchanged(self, rows: Any) -> None:
-        """The same, after which every process has all features of its own samples."""
-        from benchmarks.exchange import exchange
+        """Train, with an exchange after which every rank has all features of its samples."""
+        from benchmarks.store.exchange import exchange
 
         self.embedding.weight.grad = None
         block = self.embedding(rows.view(self.share.num_features, SAMPLES).t()).flatten(1)
@@ -161,9 +163,7 @@ class TorchTable:
         return np.array(self.embedding.weight.detach()[torch.from_numpy(rows)].numpy())
 
     def versions(self) -> dict[str, str]:
-        import torch
-
-        return {"torch": str(torch.__version__), "numpy": np.__version__}
+        return versions("torch", "numpy")
 
 
 class FbgemmTable:
@@ -202,15 +202,15 @@ class FbgemmTable:
     def prepare(self, rows: RowNumbers) -> list[Any]:
         import torch
 
-        # Features are laid out one after another, as FBGEMM wants.
+        # Features follow each other, as FBGEMM requires.
         return list(torch.from_numpy(self.share.own_rows(rows, self.rows) % self.count))
 
     def train(self, local_rows: Any) -> None:
         self.tables(local_rows, self.offsets).backward(self.gradients)
 
     def train_exchanged(self, local_rows: Any) -> None:
-        """The same, after which every process has all features of its own samples."""
-        from benchmarks.exchange import exchange
+        """Train, with an exchange after which every rank has all features of its samples."""
+        from benchmarks.store.exchange import exchange
 
         exchange(self.tables(local_rows, self.offsets), self.share.size).backward(self.sample_gradients)
 
@@ -220,16 +220,11 @@ class FbgemmTable:
         return np.array(picked, np.float32)
 
     def versions(self) -> dict[str, str]:
-        from importlib.metadata import version
-
-        import torch
-
-        names = {"torch": str(torch.__version__), "numpy": np.__version__}
-        return {**names, "fbgemm-gpu-cpu": version("fbgemm-gpu-cpu")}
+        return versions("torch", "numpy", "fbgemm-gpu-cpu")
 
 
 class PlainArray:
-    """An array read by torch.index_select into a buffer that is reused: what this machine can read at all."""
+    """An array read by torch.index_select into a reused buffer: the limit of what this machine can read."""
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         import torch
@@ -252,9 +247,7 @@ class PlainArray:
         return np.array(self.array.numpy()[rows])
 
     def versions(self) -> dict[str, str]:
-        import torch
-
-        return {"torch": str(torch.__version__), "numpy": np.__version__}
+        return versions("torch", "numpy")
 
 
 CONTENDERS: dict[str, Any] = {

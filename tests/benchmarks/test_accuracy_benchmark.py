@@ -1,4 +1,4 @@
-"""The accuracy benchmark: its arithmetic by hand, what it makes of Adult's files, and a small run of all of it."""
+"""The accuracy benchmark: its arithmetic by hand, how it reads Adult's files, and a small run of all of it."""
 
 import json
 import random
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.accuracy import adult, cases, figures, jobs, synthetic
-from benchmarks.accuracy.__main__ import command, main, parse_options
+from benchmarks.accuracy.__main__ import SUITE, main
 from benchmarks.accuracy.training import Outcome, one_thread
-from benchmarks.cases import Target
-from benchmarks.harness.record import complaints
+from benchmarks.harness.case import Case, Target
+from benchmarks.harness.record import complaints, judge, make_record
 from examples import flights
 
 from satrap.data.synthetic import Clicks
@@ -37,7 +37,8 @@ def test_what_staleness_costs_is_taken_inside_pairs() -> None:
     fresh, stale = [0.70, 0.80, 0.90], [0.701, 0.799, 0.903]
     outcomes = {(0, seed): outcome(auc, best=0.9) for seed, auc in enumerate(fresh)}
     outcomes |= {(4, seed): outcome(auc, 4, best=0.9) for seed, auc in enumerate(stale)}
-    record = figures.make_record(cases.AccuracyCase(name="some", stalenesses=(0, 4)), outcomes)
+    case = Case(kind="some", stalenesses=(0, 4))
+    record = make_record(case, jobs.results_of(case, outcomes), figures.record)
     found = record["figures"]
     assert found["auc_0"]["values"] == fresh and found["auc_4"]["values"] == stale
     assert found["difference_4"]["values"] == [0.001, -0.001, 0.003] and found["difference_4"]["mean"] == 0.001
@@ -50,14 +51,14 @@ def test_what_staleness_costs_is_taken_inside_pairs() -> None:
 @pytest.mark.parametrize(("value", "met"), [(0.8909, True), (0.8949, True), (0.8908, False), (0.895, False)])
 def test_a_target_may_have_two_ends(value: float, met: bool) -> None:
     target = Target(figure="auc_0", at_least=0.8909, at_most=0.8949)
-    judged = figures.judge(target, {"auc_0": {"mean": value}})
+    judged = judge(target, {"auc_0": {"mean": value}})
     assert judged == {"figure": "auc_0", "wanted": "0.8909 to 0.8949", "value": value, "met": met}
 
 
 def test_a_missed_target_and_one_not_measured_are_named() -> None:
-    judged = [figures.judge(Target(figure=name, at_least=0.9), {"auc_0": {"mean": 0.8}}) for name in ("auc_0", "auc_1")]
+    judged = [judge(Target(figure=name, at_least=0.9), {"auc_0": {"mean": 0.8}}) for name in ("auc_0", "auc_1")]
     first, second = complaints({"case": "some", "targets": judged})
-    assert first == "some: auc_0 is 0.8, wanted at least 0.9"
+    assert first == "some: auc_0 is 0.8, expected at least 0.9"
     assert second.startswith("some: auc_1 was not measured")
 
 
@@ -88,7 +89,7 @@ def test_adult_is_read_as_the_original_reads_it() -> None:
 def test_codes_are_each_files_own() -> None:
     row = ["30", "b", "1", "x", "9", "x", "x", "x", "x", "x", "0", "0", "40", "x", ">50K."]
     other = ["31", "?", *row[2:14], "<=50K."]
-    both, alone = adult.coded([row, other]), adult.coded([row])
+    both, alone = adult.encode([row, other]), adult.encode([row])
     assert both["workclass"].tolist() == [1, 0] and alone["workclass"].tolist() == [0]
     assert both["label"].tolist() == [1.0, 0.0]
 
@@ -105,7 +106,7 @@ def test_the_originals_network_is_linear_but_for_its_normalisations() -> None:
 
 
 def test_no_seed_of_synthetic_clicks_trains_on_a_test_sample() -> None:
-    assert len(figures.T95) <= synthetic.MOST_SEEDS
+    assert len(figures.T95) <= synthetic.MAX_SEEDS
     clicks = Clicks(num_samples=10, num_dense=2, num_ids=3, cardinalities=[5, 6, 7])
     first, second = synthetic.batches(clicks, 6)
     assert (first.batch_size, second.batch_size) == (6, 4)
@@ -182,15 +183,22 @@ def test_a_folder_without_flights_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command_says_no_path() -> None:
-    options = parse_options(["--flights", "/secret/a", "--out=/secret/b", "--case", "flights", "--seeds", "3"])
-    assert command(options) == "python -m benchmarks.accuracy --case flights --seeds 3 --flights PATH"
+    arguments = ["--flights", "/secret/a", "--out=/secret/b", "--case", "flights", "--seeds", "3"]
+    header = SUITE.header(SUITE.parse(arguments), arguments)
+    assert header["command"] == "python -m benchmarks.accuracy --flights PATH --case flights --seeds 3"
+    assert header["num_rounds"] == 3
 
 
-@pytest.mark.parametrize("wrong", [["--seeds", "1"], ["--seeds", "11"], ["--processes", "0"], ["--case", "none"]])
+@pytest.mark.parametrize("wrong", [["--seeds", "1"], ["--seeds", "11"], ["--processes", "0"]])
 def test_options_out_of_range_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(wrong)
+        SUITE.parse(wrong)
     assert wrong[1] in capsys.readouterr().err
+
+
+def test_a_case_of_no_such_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--case", "none"]) == 2
+    assert "--case" in capsys.readouterr().err
 
 
 def test_a_quick_run(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,8 +234,8 @@ def test_without_flights_the_case_is_left_out(capsys: pytest.CaptureFixture[str]
 
 
 def test_check_names_what_was_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    impossible = cases.AccuracyCase(name="adult", stalenesses=(0,), targets=(Target(figure="auc_0", at_least=2.0),))
-    monkeypatch.setattr("benchmarks.accuracy.__main__.full_cases", lambda: [impossible])
+    impossible = Case(kind="adult", stalenesses=(0,), targets=(Target(figure="auc_0", at_least=2.0),))
+    monkeypatch.setattr(type(SUITE), "cases", lambda suite, options: [impossible])
     monkeypatch.setattr(jobs, "run_job", lambda job: outcome(0.9))
     assert main(["--check", "--case", "adult", "--processes", "1"]) == 1
-    assert "adult: auc_0 is 0.9, wanted at least 2" in capsys.readouterr().err
+    assert "adult: auc_0 is 0.9, expected at least 2" in capsys.readouterr().err

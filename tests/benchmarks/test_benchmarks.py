@@ -1,7 +1,8 @@
-"""The store benchmark's command line where it should not begin, and work split over several ranks."""
+"""The harness: a command line that must not start, processes that fail, and work split over several ranks."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,27 +10,60 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.harness import peers, rounds, suite
 from benchmarks.harness.machine import ROOT
+from benchmarks.store.__main__ import main
 
-from benchmarks import command_line, peers, store, workload
+from benchmarks import workload
+
+DEADLINE_SECONDS = 240.0
 
 
-def test_without_satrap_nothing_is_begun(
+def test_without_satrap_nothing_is_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def measure(*_: Any) -> list[str]:
-        raise AssertionError("a case was begun")
+    def run_rounds(*_: Any) -> list[str]:
+        raise AssertionError("a case was started")
 
     monkeypatch.setattr(peers, "imports", lambda python, module: module != "satrap.table.store")
-    monkeypatch.setattr(command_line, "measure", measure)
-    assert store.main(["--quick", "--peers-home", str(tmp_path)]) == 2
+    monkeypatch.setattr(suite, "run_rounds", run_rounds)
+    assert main(["--quick", "--peers-home", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert "satrap does not import" in printed.err and "make setup" in printed.err and printed.out == ""
 
 
+def test_the_children_of_a_process_end_with_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        address = listener.getsockname()
+        child = f"import socket, time; s = socket.create_connection({address!r}); print(flush=True); time.sleep(600)"
+        leaves = (
+            "import subprocess, sys; "
+            f"left = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, stderr=-3); "
+            "left.stdout.readline(); print('{}')"
+        )
+        assert rounds.run_process([sys.executable, "-c", leaves]) == {}
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(DEADLINE_SECONDS)
+            assert connection.recv(1) == b""
+
+
+def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(rounds.RunFailed, match=r"still running after 0\.1 s"):
+        rounds.run_process([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def test_a_failure_has_the_last_lines_of_stderr() -> None:
+    with pytest.raises(rounds.RunFailed, match=r"exit status 3: three"):
+        rounds.run_process([sys.executable, "-c", "import sys; print('three', file=sys.stderr); sys.exit(3)"])
+
+
 RANK = """
 import sys, torch
-from benchmarks import exchange, ranks
+from benchmarks.harness import ranks
+from benchmarks.store import exchange
 here = ranks.join({"rank": int(sys.argv[1]), "num_processes": 2, "rendezvous": sys.argv[2]})
 own = torch.arange(8.0).view(4, 2).add(100 * here.rank).requires_grad_()  # four samples, two numbers of its feature
 block = exchange.exchange(own, 2)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.cases import select_cases
 from benchmarks.cluster import cases, echo, kinds, servers
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.raw import RawClient
-from benchmarks.harness.record import complaints
+from benchmarks.harness.case import select_cases
+from benchmarks.harness.record import complaints, make_record
 from benchmarks.workload import hashed_ids, row_numbers
 
 
-def told(rpc: float, raw: float, noisy: bool = False) -> dict[str, Any]:
+def round_of(rpc: float, raw: float, noisy: bool = False) -> dict[str, Any]:
     noise = {"other_cpu": 0.5 * noisy, "steal": 0.0, "noisy": noisy}
     rates = {"rpc": rpc, "raw": raw, "rpc_free": raw, "raw_free": rpc}
     streams = {f"echo:{name}": {"gb_per_s": rate, "step_ms": 1.0} for name, rate in rates.items()}
@@ -39,13 +39,14 @@ def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
 
 def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:
     (case,) = select_cases(cases.full_cases(), ["echo/20Mx16"])
-    record = echo.make_record(case, {"worker": [told(1.0, 2.0), told(3.0, 4.0), None, told(4.0, 4.0, noisy=True)]})
+    results = {"worker": [round_of(1.0, 2.0), round_of(3.0, 4.0), None, round_of(4.0, 4.0, noisy=True)]}
+    record = make_record(case, results, echo.record)
     assert record["figures"]["ratio"]["rounds"] == [0.5, 0.75, None, 1.0]
     assert record["figures"]["ratio"]["median"] == 0.625
     assert record["figures"]["ratio_free"]["rounds"] == [2.0, 1.333, None, 1.0]
     assert record["clean_rounds"] == [True, True, True, False]
     (complaint,) = complaints(record)
-    assert "ratio is 0.625, wanted at least 0.7" in complaint
+    assert "ratio is 0.625, expected at least 0.7" in complaint
 
 
 def test_an_id_is_sent_once() -> None:

@@ -13,21 +13,21 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.cases import select_cases
 from benchmarks.cluster import cases, kinds, link, machines, network, plot, restart
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.link import Network, Shape
 from benchmarks.cluster.prediction import Alone, link_bytes, step_seconds
-from benchmarks.cluster.processes import talking, told
+from benchmarks.cluster.processes import receive, talking
 from benchmarks.cluster.turn import Turn
+from benchmarks.harness.case import Case, select_cases
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.record import complaints
+from benchmarks.harness.record import complaints, make_record
 
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
 emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machines.unable()))
 
 
-def case_named(pattern: str) -> cases.ClusterCase:
+def case_named(pattern: str) -> Case:
     (found,) = select_cases(cases.full_cases(), [pattern])
     return found
 
@@ -149,8 +149,8 @@ def results(modes: Mapping[str, float], predicted: Mapping[str, float], **more: 
         for shape in network.SHAPES
         for mode in modes
     }
-    told = {"alone": {}, "probes": {}, "lost_packets": 0, "peak_resident_bytes": 1, "versions": {}}
-    return {"streams": streams, **told}
+    measured = {"alone": {}, "probes": {}, "lost_packets": 0, "peak_resident_bytes": 1, "versions": {}}
+    return {"streams": streams, **measured}
 
 
 TOOK = {"0": 90.0, "1": 50.0, "4": 30.0, "16": 30.0, "async": 27.0}
@@ -159,7 +159,7 @@ EXPECTED = {"0": 90.0, "1": 45.0, "4": 27.0, "16": 27.0, "async": 27.0}
 
 def test_a_record_has_every_network_and_mode() -> None:
     noisy = results({mode: 2 * ms for mode, ms in TOOK.items()}, EXPECTED, noisy=True)
-    record = network.make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), noisy]})
+    record = make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), noisy]}, network.record)
     assert record["clean_rounds"] == [True, False]
     slow = record["networks"]["1gbit-0.2ms"]
     assert {mode: figure["median"] for mode, figure in slow["ratio"].items()} == {
@@ -171,11 +171,11 @@ def test_a_record_has_every_network_and_mode() -> None:
     assert record["figures"]["ratio/1gbit-0.2ms"]["median"] == 3.0
     assert slow["of_async"]["4"]["rounds"] == [0.9, 0.9]
     (complaint,) = complaints(record)
-    assert "of_async/1gbit-0.2ms is 0.9, wanted at least 0.95" in complaint
+    assert "of_async/1gbit-0.2ms is 0.9, expected at least 0.95" in complaint
 
 
 def test_a_round_that_failed_is_told_from_one_that_was_measured() -> None:
-    record = network.make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), None]})
+    record = make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), None]}, network.record)
     assert record["figures"]["of_async/1gbit-0.2ms"]["rounds"] == [0.9, None]
 
 
@@ -183,7 +183,7 @@ def test_the_plot_holds_every_point_and_the_prediction(tmp_path: Path) -> None:
     lines = []
     for dim in (64, 16):
         case = case_named(f"network/20Mx{dim}")
-        lines.append(network.make_record(case, {"worker": [results(TOOK, EXPECTED)]}))
+        lines.append(make_record(case, {"worker": [results(TOOK, EXPECTED)]}, network.record))
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"kind": "echo"}, *lines]))
     out = tmp_path / "figures" / "network.svg"
     assert plot.main([str(tmp_path / "results.jsonl"), str(out)]) == 0
@@ -231,7 +231,7 @@ def test_packets_cross_and_are_counted() -> None:
     with machines.emulated(3) as made:
         here = made.addresses[0]
         with talking(made.command(0, [sys.executable, "-c", echo.format(here)])) as server:
-            assert told(server) is True
+            assert receive(server) is True
             made.reshape(Shape(gbit=1, delay_ms=30))
             command = made.command(2, [sys.executable, "-c", ask.format(here)])
             took = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
@@ -249,7 +249,7 @@ def test_machines_are_gone_with_their_driver() -> None:
     )
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        pids = told(driver)
+        pids = receive(driver)
     finally:
         driver.kill()
         driver.communicate()
@@ -281,6 +281,6 @@ def test_a_killed_server_is_back(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert 0 < record["figures"]["away_s"]["median"] < 60
     assert list(tmp_path.iterdir()) == []
     slow = {"away_s": 2.5, "listens_s": 1.0, **QUIET}
-    told: dict[str, Any] = {"streams": {"restart:server": slow}, "peak_resident_bytes": 1, "versions": {}}
-    (complaint,) = complaints(restart.make_record(case_named("restart/10Mx64"), {"worker": [told]}))
-    assert "away_s is 2.5, wanted at most 2" in complaint
+    result: dict[str, Any] = {"streams": {"restart:server": slow}, "peak_resident_bytes": 1, "versions": {}}
+    (complaint,) = complaints(make_record(case_named("restart/10Mx64"), {"worker": [result]}, restart.record))
+    assert "away_s is 2.5, expected at most 2" in complaint

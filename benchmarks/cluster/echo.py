@@ -17,8 +17,7 @@ import numpy as np
 from benchmarks.cluster import servers
 from benchmarks.cluster.raw import RawClient
 from benchmarks.harness.case import Case
-from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.harness.machine import versions
+from benchmarks.harness.clock import noise_between, read_cpu
 from benchmarks.harness.record import Rounds, each
 from benchmarks.workload import Floats, Ids, hashed_ids, row_numbers
 
@@ -46,8 +45,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "streams": streams,
         "bytes_per_batch": round(statistics.fmean(sizes)),
-        "peak_resident_bytes": peak_resident_bytes(),
-        "versions": versions("numpy", "pyzmq"),
     }
 
 

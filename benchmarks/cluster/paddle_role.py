@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks.cluster.rows import GRADIENT
 from benchmarks.cluster.train import TOP, batches_of
+from benchmarks.contenders import RANGE
+from benchmarks.contenders.paddle_table import PaddleTrain, PaddleTrainer
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.store.contenders import RANGE
 from benchmarks.train.cases import DENSE_LR
-from benchmarks.train.paddle import PaddleTrain, PaddleTrainer
 from benchmarks.train.pairs import first_and_last
 from benchmarks.workload import BATCH_IDS, NUM_DENSE, NUM_FEATURES, SAMPLES, RowNumbers, ids_file, total_rows
 

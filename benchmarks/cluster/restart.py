@@ -21,7 +21,6 @@ from benchmarks.cluster.processes import ANYWHERE, satrap_server
 from benchmarks.cluster.rows import GRADIENT
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.harness.machine import versions
 from benchmarks.harness.record import Rounds
 from benchmarks.workload import BATCH_IDS, SAMPLES, total_rows
 
@@ -29,13 +28,14 @@ from benchmarks.workload import BATCH_IDS, SAMPLES, total_rows
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure `num_steps` kills."""
     from benchmarks.cluster import tables
+    from benchmarks.contenders.satrap_table import inputs_of
     from satrap.config.features import Features
 
     rows, dim, num_threads = (int(job[key]) for key in ("rows", "dim", "num_threads"))
     tables.require_memory(rows, dim, num_tables=1)
     features = Features(tables.one_table(rows, dim))
     numbers = np.random.default_rng(int(job["part"])).integers(0, total_rows(rows), BATCH_IDS)
-    batch, gradient = tables.inputs_of(numbers), np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
+    batch, gradient = inputs_of(numbers), np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
     with ExitStack() as stack:
         server = Server(num_threads, Path(job["folder"], "rows"))
         stack.callback(server.stop)
@@ -58,7 +58,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "streams": {"restart:server": longest | noise},
         "peak_resident_bytes": peak,
-        "versions": versions("satrap", "numpy", "pyzmq"),
     }
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from benchmarks.cluster.processes import satrap_server
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.harness.machine import versions
 from benchmarks.harness.record import Rounds, each
 from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, ids_file
 
@@ -24,6 +23,7 @@ GRADIENT = 1e-3
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure both workers in turns."""
     from benchmarks.cluster import tables
+    from benchmarks.contenders.satrap_table import inputs_of
     from satrap.config.features import Features
     from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import RemoteWorker
@@ -33,7 +33,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     tables.require_memory(rows, dim, num_tables=2)
     features = Features(tables.one_table(rows, dim))
     path = ids_file(Path(job["batches"]), rows, "zipf", count, int(job["part"]))
-    batches = [tables.inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
+    batches = [inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
     gradient = np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
     with satrap_server(num_threads) as (address, pid), tables.connected(features, address, num_threads) as remote:
         local = LocalWorker(features, num_threads=num_threads)
@@ -53,7 +53,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         "streams": {f"rows:{name}": {**summarize(spent), **noise} for name, spent in seconds.items()},
         "unique_share": round(statistics.fmean(unique) / BATCH_IDS, 3),
         "peak_resident_bytes": peak,
-        "versions": versions("satrap", "numpy", "pyzmq"),
     }
 
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.contenders import CAPACITY_SLACK, RANGE
+from benchmarks.contenders.satrap_table import FEATURES, inputs_of
 from benchmarks.harness.clock import available_bytes
-from benchmarks.store.contenders import CAPACITY_SLACK, RANGE
 from benchmarks.store.plan import table_bytes
-from benchmarks.train.contenders import FEATURES
-from benchmarks.workload import BATCH_IDS, SAMPLES, RowNumbers, hashed_ids, total_rows
+from benchmarks.workload import BATCH_IDS, total_rows
 from satrap import RowWiseAdagrad, Table, Uniform
 from satrap.config.features import Features
 from satrap.config.job import Job
-from satrap.data.inputs import Inputs
 from satrap.worker.server_group import Servers
 from satrap.worker.sharded_rows import RemoteWorker
 from satrap.worker.worker import Worker
@@ -46,11 +45,6 @@ def connected(features: Features, address: str, num_threads: int, **options: Any
         yield RemoteWorker(features, servers, num_threads=num_threads)
     finally:
         servers.close()
-
-
-def inputs_of(rows: RowNumbers) -> Inputs:
-    """Return a batch without dense numbers and labels."""
-    return Inputs(names=FEATURES, values=hashed_ids(rows), batch_size=SAMPLES)
 
 
 def fill(worker: Worker, tables: Any, rows: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks.cluster.processes import satrap_server
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.harness.machine import versions
 from benchmarks.harness.record import Rounds
 from benchmarks.train.pairs import first_and_last
 from benchmarks.workload import SAMPLES, Batches, load_batches, samples_file
@@ -71,7 +70,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "streams": {f"train:{label}": {**summarize(mode, num_steps), **noise} for label, mode in modes.items()},
         "peak_resident_bytes": peak,
-        "versions": versions("satrap", "torch", "numpy", "pyzmq"),
     }
 
 
@@ -83,10 +81,11 @@ def batches_of(job: Mapping[str, Any], number: int) -> Batches:
 
 
 def make_mode(embeddings: Any, label: str, job: Mapping[str, Any]) -> Mode:
-    from benchmarks.train.contenders import satrap_inputs
+    from benchmarks.contenders.satrap_table import inputs_of
     from benchmarks.train.model import DenseStep, satrap_model
 
-    batches = satrap_inputs(batches_of(job, list(STALENESS).index(label)))
+    drawn = batches_of(job, list(STALENESS).index(label))
+    batches = [inputs_of(*batch) for batch in zip(drawn.rows, drawn.dense, drawn.labels, strict=True)]
     step = DenseStep(satrap_model(embeddings, TOP), "fp32")
     return Mode(staleness=STALENESS[label], step=step, batches=batches)
 

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.cluster import tables
 from benchmarks.cluster.prediction import ASYNC
 from benchmarks.cluster.turn import BATCH, Turn
-from benchmarks.train.contenders import FEATURES
+from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.train.model import DenseStep, satrap_model
-from benchmarks.workload import NUM_FEATURES, SAMPLES, hashed_ids, load_batches
+from benchmarks.workload import NUM_FEATURES, SAMPLES, load_batches
 from satrap import Embeddings
 from satrap.data.inputs import Inputs
 from satrap.worker.sharded_rows import RemoteWorker
@@ -81,13 +81,9 @@ def batches_of(job: Mapping[str, Any]) -> list[Inputs]:
     """Return small batches: parts of the file's large ones."""
     large, inputs = load_batches(Path(job["file"])), []
     for rows, dense, labels in zip(large.rows, large.dense, large.labels, strict=True):
-        ids = hashed_ids(rows).reshape(NUM_FEATURES, SAMPLES)
-        for at in range(0, SAMPLES, BATCH):
-            part = slice(at, at + BATCH)
-            values = ids[:, part].ravel()
-            inputs.append(
-                Inputs(names=FEATURES, values=values, batch_size=BATCH, dense=dense[part], label=labels[part])
-            )
+        for begin in range(0, SAMPLES, BATCH):
+            part = slice(begin, begin + BATCH)
+            inputs.append(inputs_of(rows.reshape(NUM_FEATURES, SAMPLES)[:, part].ravel(), dense[part], labels[part]))
     return inputs
 
 

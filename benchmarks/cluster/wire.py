@@ -16,8 +16,6 @@ from benchmarks.cluster.processes import satrap_server
 from benchmarks.cluster.proxy import CountingProxy
 from benchmarks.cluster.rows import GRADIENT
 from benchmarks.harness.case import Case
-from benchmarks.harness.clock import peak_resident_bytes
-from benchmarks.harness.machine import versions
 from benchmarks.harness.record import Rounds
 from benchmarks.workload import NUM_FEATURES, SAMPLES, ids_file
 
@@ -31,21 +29,20 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure each number format with the same batches, each on a new server, where rows are created on first touch."""
     return {
         "streams": {f"bytes:{wire}": count(job, wire) for wire in ("float32", "float16")},
-        "peak_resident_bytes": peak_resident_bytes(),
-        "versions": versions("satrap", "numpy", "pyzmq"),
     }
 
 
 def count(job: Mapping[str, Any], wire: str) -> dict[str, Any]:
     """Return the bytes of a sample, the mean over some steps."""
     from benchmarks.cluster import tables
+    from benchmarks.contenders.satrap_table import inputs_of
     from satrap.config.features import Features
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     num_steps = int(job["num_steps"])
     features = Features(tables.one_table(rows, dim))
     path = ids_file(Path(job["batches"]), rows, "zipf", num_warmup + num_steps, int(job["part"]))
-    batches = [tables.inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
+    batches = [inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
     gradient = np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
     counts, blocks = [], []
     with (

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ def describe_commit() -> str:
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of installed packages."""
     return {name: importlib.metadata.version(name) for name in packages}
+
+
+def imported_versions() -> dict[str, str]:
+    """Return the versions of the packages that this process has imported, and the SIMD path that Satrap uses."""
+    names = {"satrap": "satrap", "torch": "torch", "numpy": "numpy", "zmq": "pyzmq", "pyarrow": "pyarrow"}
+    names |= {"fbgemm_gpu": "fbgemm-gpu-cpu", "torchrec": "torchrec", "paddle": "paddlepaddle"}
+    found = versions(*(package for module, package in names.items() if module in sys.modules))
+    core = sys.modules.get("satrap._core")
+    return found | ({"simd": core.simd_paths()[0]} if core else {})
 
 
 def now() -> str:

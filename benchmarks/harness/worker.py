@@ -2,7 +2,8 @@
 
 The job's `module` names the file whose `measure(job)` does the work. The harness starts one worker at a time, with the
 interpreter of the environment that has the contender, so that only one contender's tables are in memory. The last line
-of stdout is the result as JSON; a job that fails ends with a traceback and a non-zero exit status.
+of stdout is the result as JSON, with versions and peak memory unless `measure` returns them; a job that fails ends with
+a traceback and a non-zero exit status.
 """
 
 import importlib
@@ -11,6 +12,8 @@ import sys
 import warnings
 from typing import Any
 
+from benchmarks.harness.clock import peak_resident_bytes
+from benchmarks.harness.machine import imported_versions
 from benchmarks.harness.ranks import run_ranks
 
 
@@ -19,7 +22,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("num_processes", 1) > 1 and "rank" not in job:
         return run_ranks(job, run)
     result: dict[str, Any] = importlib.import_module(job["module"]).measure(job)
-    return result
+    own = {"peak_resident_bytes": peak_resident_bytes(), "versions": imported_versions()}
+    return {**own, **result}
 
 
 if __name__ == "__main__":

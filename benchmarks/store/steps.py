@@ -5,11 +5,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.contenders import build
 from benchmarks.harness.clock import peak_resident_bytes, time_steps
 from benchmarks.harness.ranks import join, use_threads
-from benchmarks.store.contenders import CONTENDERS, Contender
-from benchmarks.workload import BATCH_IDS, Floats, RowNumbers, Share
+from benchmarks.workload import BATCH_IDS, Floats, RowNumbers
 
+CONTENDERS = {
+    "satrap": "contenders.satrap_table:SatrapTable",
+    "torch": "contenders.torch_table:TorchTable",
+    "fbgemm": "contenders.fbgemm_table:FbgemmTable",
+    "index_select": "contenders.torch_table:PlainArray",
+}
 PROBE_ROWS = 256
 
 
@@ -22,11 +28,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     table: dict[str, Any] = dict(job["table"])
     use_threads(table["num_threads"], job.get("rank", 0))
     ranks = join(job)
-    if ranks.size > 1:
-        table["share"] = Share(rank=ranks.rank, size=ranks.size)
     if "folder" in job:
         table["shared"] = str(Path(job["folder"]) / "table")
-    contender: Contender = CONTENDERS[job["contender"]](**table)
+    contender = build(CONTENDERS[job["contender"]], table, ranks)
     streams: dict[str, Any] = {}
     result: dict[str, Any] = {"streams": streams}
     num_warmup = int(job["num_warmup"])
@@ -41,12 +45,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         batches = contender.prepare(rows)
         streams[stream["label"]] = time_steps(step, batches, num_warmup=skipped, ids_per_step=BATCH_IDS, ranks=ranks)
         ranks.barrier()  # rank 0 has read the counters of the others
-    result |= {"peak_resident_bytes": peak_resident_bytes(ranks.others), "versions": contender.versions()}
+    result["peak_resident_bytes"] = peak_resident_bytes(ranks.others)
     ranks.barrier()
     return result
 
 
-def _change_over(contender: Contender, step: Any, rows: RowNumbers) -> float:
+def _change_over(contender: Any, step: Any, rows: RowNumbers) -> float:
     probed = np.unique(rows[0])[:PROBE_ROWS]
     before: Floats = contender.probe(probed)
     for batch in contender.prepare(rows):

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu, resident_bytes
-from benchmarks.harness.machine import versions
+from benchmarks.harness.clock import noise_between, read_cpu, resident_bytes
 from benchmarks.workload import BATCH_IDS, Ids, hashed_ids
 
 FLOAT_BYTES = 4
@@ -20,19 +19,11 @@ FILL_IDS = 16384  # small batches: the lookup's own buffers should not show in t
 OVERFILL = 1.1
 NUM_COMPARED = 1000
 
-Measured = tuple[dict[str, Any], Any]
-"""The figures, and the store."""
-
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of one kind as the stream of a run."""
     kinds = {"memory": measure_memory, "growth": measure_growth, "snapshot": measure_snapshot}
-    figures, store = kinds[job["kind"]](job)
-    return {
-        "streams": {f"{job['kind']}:satrap": figures},
-        "peak_resident_bytes": peak_resident_bytes(),
-        "versions": versions("satrap", "numpy") | {"simd": store.simd},
-    }
+    return {"streams": {f"{job['kind']}:satrap": kinds[job["kind"]](job)}}
 
 
 def _optimizer(name: str) -> Any:
@@ -53,7 +44,7 @@ def _ids(begin: int, end: int) -> Ids:
     return hashed_ids(np.arange(begin, end, dtype=np.int64))
 
 
-def measure_memory(job: dict[str, Any]) -> Measured:
+def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Fill a table with 1.1 times its capacity of ids; return the bytes of a row beyond its values and state."""
     from satrap import Table
     from satrap.table.store import Store
@@ -79,10 +70,10 @@ def measure_memory(job: dict[str, Any]) -> Measured:
         "raw_bytes_per_row": raw,
         "overhead_bytes_per_row": round(stats["bytes"] / held - raw, 2),
         "resident_overhead_bytes_per_row": round(resident / held - raw, 2),
-    }, store
+    }
 
 
-def measure_growth(job: dict[str, Any]) -> Measured:
+def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
     """Insert new rows into a table without a capacity; return by how much the longest batch exceeds the median.
 
     The same in CPU time (of all threads) tells a stall of the table from one of the machine.
@@ -111,10 +102,10 @@ def measure_growth(job: dict[str, Any]) -> Measured:
         "stall_ms": round(1e3 * (max(wall) - statistics.median(wall)), 3),
         "cpu_stall_ms": round(1e3 * (max(cpu) - statistics.median(cpu)), 3),
         **noise_between(noise, read_cpu()),
-    }, store
+    }
 
 
-def measure_snapshot(job: dict[str, Any]) -> Measured:
+def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
     """Save a table into memory-backed files and load it; return bytes of the files over wall time, in GB/s.
 
     `plain_write` and `plain_read` are the rates of one thread that only copies, in the same folder.
@@ -149,7 +140,7 @@ def measure_snapshot(job: dict[str, Any]) -> Measured:
         "load_gb_per_s": round(size / load_seconds / 1e9, 3),
         **plain,
         **after,
-    }, loaded
+    }
 
 
 def _plain_copy(path: Path, size: int) -> dict[str, float]:

@@ -18,10 +18,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from benchmarks.contenders import build
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.harness.ranks import ALONE, Ranks, join, use_threads
-from benchmarks.workload import SAMPLES, Batches, Floats, RowNumbers, load_batches
+from benchmarks.workload import SAMPLES, RowNumbers, load_batches
 
+CONTENDERS = {
+    "satrap": "train.satrap_trainer:SatrapTrain",
+    "torch": "contenders.torch_table:TorchTable",
+    "fbgemm": "contenders.fbgemm_table:FbgemmTable",
+    "torchrec": "contenders.fbgemm_table:TorchrecTable",
+    "paddle": "contenders.paddle_table:PaddleTrain",
+}
 PROBE_ROWS = 256
 LOSS_STEPS = 4  # averaged at either end
 
@@ -36,15 +44,6 @@ class Trainer(Protocol):
     def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
         """Do the same with fixed embeddings, whose gradient is computed."""
         ...
-
-
-class TrainContender(Protocol):
-    """Tables with every row present, and trainers that share them."""
-
-    def trainer(self, mode: str, top: str, precision: str) -> Trainer: ...
-    def prepare(self, batches: Batches) -> list[Any]: ...
-    def probe(self, rows: RowNumbers) -> Floats: ...
-    def versions(self) -> dict[str, str]: ...
 
 
 @dataclass(kw_only=True)
@@ -69,11 +68,9 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """
     use_threads(int(job["table"]["num_threads"]), job.get("rank", 0))
     ranks = join(dict(job))
-    from benchmarks.train.contenders import build
-
-    contender: TrainContender = build(job["contender"], job["table"], ranks)
+    contender = build(CONTENDERS[job["contender"]], job["table"], ranks)
     loaded = {label: load_batches(mode["file"]) for label, mode in job["modes"].items()}
-    prepared = {label: contender.prepare(batches) for label, batches in loaded.items()}
+    prepared = {label: contender.prepare_samples(batches) for label, batches in loaded.items()}
     probed: RowNumbers = np.unique(next(iter(loaded.values())).rows[0])[:PROBE_ROWS]
     del loaded
     before = contender.probe(probed)
@@ -86,7 +83,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             num_warmup = model["num_warmup"]
             streams = {
                 label: Stream(
-                    trainer=contender.trainer(mode["mode"], model["top"], model["precision"]),
+                    trainer=trainer_of(contender, mode["mode"], model["top"], model["precision"]),
                     batches=prepared[label][: num_warmup + model["num_steps"]],
                 )
                 for label, mode in job["modes"].items()
@@ -98,9 +95,19 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             for label, stream in streams.items():
                 named = f"{model['top']}/{model['precision']}:{form['labels'][label]}"
                 result["streams"][named] = {**summarize(stream, num_warmup), **noise}
-    result |= {"peak_resident_bytes": peak_resident_bytes(ranks.others), "versions": contender.versions()}
+    result["peak_resident_bytes"] = peak_resident_bytes(ranks.others)
     ranks.barrier()  # rank 0 has read the counters of the others
     return result
+
+
+def trainer_of(contender: Any, mode: str, top: str, precision: str) -> Trainer:
+    """Return a trainer of the contender, or of the peers' model on its tables."""
+    if hasattr(contender, "trainer"):
+        trainer: Trainer = contender.trainer(mode, top, precision)
+        return trainer
+    from benchmarks.train.model import PlainTrainer
+
+    return PlainTrainer(contender, top, precision)
 
 
 def take_turns(streams: Sequence[Stream], first: int, turn: int, ranks: Ranks = ALONE) -> dict[str, Any]:

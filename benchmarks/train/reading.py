@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.harness.machine import versions
+from benchmarks.contenders import EPS, LR
+from benchmarks.harness.clock import noise_between, read_cpu
 from benchmarks.harness.ranks import use_threads
-from benchmarks.store.contenders import EPS, LR
 from benchmarks.workload import NUM_DENSE, NUM_FEATURES, SAMPLES, hashed_ids, row_numbers
 
 NAMES = [f"C{number}" for number in range(1, NUM_FEATURES + 1)]
@@ -40,8 +39,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     training = Training(Criteo(str(path), batch_size=SAMPLES, drop_last=True), job)
     models = [(model["top"], model["precision"]) for model in job["models"]]
     streams = {f"{top}/{precision}:satrap": rate | training.measure(top, precision) for top, precision in models}
-    found = versions("satrap", "torch", "numpy")
-    return {"streams": streams, "peak_resident_bytes": peak_resident_bytes(), "versions": found}
+    return {"streams": streams}
 
 
 def measure_rate(source: Any, size: int) -> dict[str, Any]:

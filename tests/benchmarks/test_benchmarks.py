@@ -63,10 +63,10 @@ def test_a_failure_has_the_last_lines_of_stderr() -> None:
 RANK = """
 import sys, torch
 from benchmarks.harness import ranks
-from benchmarks.store import exchange
+from benchmarks.contenders import torch_table
 here = ranks.join({"rank": int(sys.argv[1]), "num_processes": 2, "rendezvous": sys.argv[2]})
 own = torch.arange(8.0).view(4, 2).add(100 * here.rank).requires_grad_()  # four samples, two numbers of its feature
-block = exchange.exchange(own, 2)
+block = torch_table.exchange(own, 2)
 block.backward(torch.arange(8.0).view(2, 4) + 100 * here.rank)
 print(block.tolist(), own.grad.tolist(), here.longest(here.rank))
 here.barrier()

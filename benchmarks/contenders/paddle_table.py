@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.store.contenders import EPS, LR, RANGE
+from benchmarks.contenders import EPS, LR, RANGE
 from benchmarks.train.cases import BOTTOM, DENSE_LR, TOPS
 from benchmarks.workload import NUM_DENSE, NUM_FEATURES, SAMPLES, Batches, Floats, RowNumbers, total_rows
 
@@ -51,7 +51,7 @@ class PaddleTrain:
             raise RuntimeError(f"expected the precision fp32 for PaddlePaddle, found {precision}")
         return PaddleTrainer(self, top)
 
-    def prepare(self, batches: Batches) -> list[Any]:
+    def prepare_samples(self, batches: Batches) -> list[Any]:
         ids = np.ascontiguousarray(batches.rows.reshape(-1, NUM_FEATURES, SAMPLES).swapaxes(1, 2))
         return [
             {"ids": rows, "dense": dense, "labels": labels[:, None]}
@@ -65,9 +65,6 @@ class PaddleTrain:
             found = self.embedding(static.data("ids", [None], "int64"))
         self.start(startup)
         return np.array(self.executor.run(main, feed={"ids": rows}, fetch_list=[found])[0], np.float32)
-
-    def versions(self) -> dict[str, str]:
-        return {"paddlepaddle": str(self.paddle.__version__), "numpy": np.__version__}
 
 
 class PaddleTrainer:

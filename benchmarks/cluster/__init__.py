@@ -1,7 +1,7 @@
 """`python -m benchmarks.cluster`: what the network between workers and servers costs.
 
-`cases.py` has the cases and targets, `kinds.py` the processes of a round: a worker, and Paddle's parameter server
-(`paddle.py`, `paddle_role.py`) as a peer. A kind has a file, which measures it in the worker and makes its record:
+`cases.py` has the cases and targets. A round is a worker process, and Paddle's parameter server (`paddle.py`,
+`paddle_role.py`) as a peer. A kind has a file, which measures it in the worker and makes its record:
 `echo.py`, `rows.py`, `train.py`, `wire.py` (the kind `bytes`), `network.py`, `restart.py`. The worker is the client and
 starts a server: `processes.py` starts it, `servers.py` is that of `echo`, beside plain sockets (`raw.py`). `proxy.py`
 counts bytes, `tables.py` has the table of the kinds that look up rows.

@@ -26,14 +26,17 @@ PATH_OPTIONS = ("--flights",)
 """Options whose value is such a place, but which a command needs."""
 
 
+Plan = Callable[[Sequence[Case], int, Path], Sequence[Run]]
+"""Returns the runs of a round, by its number, for cases that share a table; the folder is that of the batches."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """How the cases of a kind are measured and recorded."""
 
     record: Callable[[Case, Rounds], dict[str, Any]]
     """Returns the figures of a case, and whatever else its record says."""
-    plan: Callable[[Sequence[Case], int, Path], Sequence[Run]] = lambda group, number, batches: ()
-    """Returns the runs of a round for cases that share a table; the folder is that of the batches."""
+    plan: Plan = lambda group, number, batches: ()
     shares_table: bool = False
     """Whether its cases with the same table share processes."""
     required: str | None = None

@@ -9,7 +9,7 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.forms import Form, all_cores, peer_forms, satrap_forms
 from benchmarks.harness.record import Ratio, Rounds
 from benchmarks.harness.rounds import Run
-from benchmarks.harness.suite import Kind
+from benchmarks.harness.suite import Kind, Plan
 from benchmarks.workload import ids_file
 
 STREAMS = 2  # of one run, at most
@@ -21,23 +21,20 @@ def table_bytes(rows: int, dim: int, optimizer: str) -> int:
     return int(1.1 * rows * (4 * dim * (1 + STATES[optimizer]) + 24))
 
 
-def plan_train(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
-    """Return Satrap's runs and those of every form of the peers."""
-    ours = {"satrap": "train", "satrap_plain": "train_plain"}
-    runs = [steps_run(group, number, batches, ours, form) for form in satrap_forms(group[0].num_threads)]
-    for peer, form in product(("torch", "fbgemm"), peer_forms(group[0].num_threads)):
-        several = {peer: "train_exchanged", f"{peer}_apart": "train"}
-        modes = {peer: "train"} if form.num_processes == 1 else several
-        runs.append(steps_run(group, number, batches, modes, form))
-    return runs
+def plan_with_peers(ours: dict[str, str], mode: str, peers: Sequence[str]) -> Plan:
+    """Return a plan of Satrap's runs, by label and mode, and those of every form of the peers."""
 
+    def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
+        cores = group[0].num_threads
+        planned = [(ours, form) for form in satrap_forms(cores)]
+        for peer, form in product(peers, peer_forms(cores)):
+            if form.num_processes == 1:
+                planned.append(({peer: mode}, form))
+            elif mode == "train":
+                planned.append(({peer: "train_exchanged", f"{peer}_apart": "train"}, form))
+        return [steps_run(group, number, batches, modes, form) for modes, form in planned]
 
-def plan_lookup(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
-    """Return the runs of Satrap and of an array, which has the forms of one process."""
-    ours, cores = {"satrap": "lookup", "satrap_eval": "lookup_eval"}, group[0].num_threads
-    forms = [form for form in peer_forms(cores) if form.num_processes == 1]
-    runs = [steps_run(group, number, batches, ours, form) for form in satrap_forms(cores)]
-    return [*runs, *(steps_run(group, number, batches, {"index_select": "lookup"}, form) for form in forms)]
+    return plan
 
 
 def plan_first_seen(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
@@ -127,13 +124,16 @@ def record_upkeep(case: Case, rounds: Rounds) -> dict[str, Any]:
     return {"figures": rounds.figures_of("satrap")}
 
 
+PEERS, ARRAY = ("torch", "fbgemm"), ("index_select",)
 TRAIN: dict[str, Ratio] = {
-    "ratio": ("satrap", ("torch", "fbgemm")),
-    "ratio_plain": ("satrap_plain", ("torch", "fbgemm")),
-    "ratio_apart": ("satrap", ("torch_apart", "fbgemm_apart")),
+    "ratio": ("satrap", PEERS),
+    "ratio_plain": ("satrap_plain", PEERS),
+    "ratio_apart": ("satrap", tuple(f"{peer}_apart" for peer in PEERS)),
 }
-LOOKUP: dict[str, Ratio] = {"ratio": ("satrap", ("index_select",)), "ratio_eval": ("satrap_eval", ("index_select",))}
+LOOKUP: dict[str, Ratio] = {"ratio": ("satrap", ARRAY), "ratio_eval": ("satrap_eval", ARRAY)}
 SHARED: dict[str, Ratio] = {"ratio": ("satrap_shared", ("satrap",))}
+plan_train = plan_with_peers({"satrap": "train", "satrap_plain": "train_plain"}, "train", PEERS)
+plan_lookup = plan_with_peers({"satrap": "lookup", "satrap_eval": "lookup_eval"}, "lookup", ARRAY)
 KINDS = {
     "train": Kind(plan=plan_train, record=record_with(TRAIN), shares_table=True),
     "lookup": Kind(plan=plan_lookup, record=record_with(LOOKUP), shares_table=True),

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.cluster import cases, echo, kinds, servers
-from benchmarks.cluster.__main__ import main
+from benchmarks.cluster import cases, echo, servers
+from benchmarks.cluster.__main__ import SUITE, main
 from benchmarks.cluster.raw import RawClient
 from benchmarks.harness.case import select_cases
 from benchmarks.harness.record import complaints, make_record
@@ -33,8 +33,8 @@ def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
     names = [f"{kind}/20Mx{dim}/2t" for kind in ("echo", "rows", "train", "bytes", "network") for dim in (16, 64)]
     names += [f"restart/10Mx{dim}/2t" for dim in (16, 64)]
     assert [case.name for case in every] == names
-    assert all(case.kind in kinds.KINDS and case.targets for case in every)
-    assert {case.kind for case in cases.quick_cases()} == kinds.KINDS.keys()
+    assert all(case.kind in SUITE.kinds and case.targets for case in every)
+    assert {case.kind for case in cases.quick_cases()} == SUITE.kinds.keys()
 
 
 def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.cluster import cases, kinds, link, machines, network, plot, restart
-from benchmarks.cluster.__main__ import main
+from benchmarks.cluster import cases, link, machines, network, plot, restart
+from benchmarks.cluster.__main__ import SUITE, main
 from benchmarks.cluster.link import Network, Shape
 from benchmarks.cluster.prediction import Alone, link_bytes, step_seconds
 from benchmarks.cluster.processes import receive, talking
@@ -211,7 +211,7 @@ def test_where_there_can_be_no_network_the_case_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machines, "TOOLS", ("ip", "no-such-tool"))
-    assert kinds.KINDS["network"].unable() == "no no-such-tool here (iproute2, util-linux)"
+    assert SUITE.kinds["network"].unable() == "no no-such-tool here (iproute2, util-linux)"
     assert main(["--quick", "--case", "network", "--check"]) == 1
     said = capsys.readouterr()
     assert said.out == "" and "network/26kx16/2t was not run: no no-such-tool here" in said.err

@@ -30,7 +30,7 @@ def interval(values: Sequence[float]) -> Figure:
 def record(case: Case, rounds: Rounds) -> dict[str, Any]:
     """Return the record of one case, whose streams are its stalenesses and whose rounds are its seeds."""
     aucs, best, linear = (rounds.values(name) for name in ("auc", "best_auc", "linear_auc"))
-    seen = {label: [Counter(counts) for counts in found] for label, found in rounds.values("staleness_seen").items()}
+    seen = {label: [Counter(counts) for counts in stream] for label, stream in rounds.values("staleness_seen").items()}
     figures: dict[str, Figure] = {}
     for label, auc in aucs.items():
         figures[f"auc_{label}"] = interval(auc)

@@ -61,8 +61,8 @@ def run_case(case: Case, num_seeds: int, *, quick: bool, folder: Path | None, pr
 
 def results_of(case: Case, outcomes: Mapping[tuple[int, int], Outcome]) -> Results:
     """Return the outcomes by (staleness, seed) as the rounds of one run."""
-    found = versions("satrap", "torch", "numpy", "pyarrow")
+    packages = versions("satrap", "torch", "numpy", "pyarrow")
     streams: dict[int, dict[str, object]] = {}
     for (staleness, seed), outcome in outcomes.items():
         streams.setdefault(seed, {})[f"{case.stream}{staleness}"] = asdict(outcome)
-    return {"satrap": [{"streams": streams[seed], "versions": found} for seed in sorted(streams)]}
+    return {"satrap": [{"streams": streams[seed], "versions": packages} for seed in sorted(streams)]}

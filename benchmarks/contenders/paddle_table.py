@@ -62,9 +62,9 @@ class PaddleTrain:
         static = self.paddle.static
         main, startup = static.Program(), static.Program()
         with static.program_guard(main, startup):
-            found = self.embedding(static.data("ids", [None], "int64"))
+            block = self.embedding(static.data("ids", [None], "int64"))
         self.start(startup)
-        return np.array(self.executor.run(main, feed={"ids": rows}, fetch_list=[found])[0], np.float32)
+        return np.array(self.executor.run(main, feed={"ids": rows}, fetch_list=[block])[0], np.float32)
 
 
 class PaddleTrainer:

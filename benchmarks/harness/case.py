@@ -19,7 +19,7 @@ class Target:
     def met_by(self, value: float) -> bool:
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
-    def wanted(self) -> str:
+    def limits(self) -> str:
         if self.at_least is not None and self.at_most is not None:
             return f"{self.at_least:g} to {self.at_most:g}"
         return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"

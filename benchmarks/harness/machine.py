@@ -46,9 +46,9 @@ def imported_versions() -> dict[str, str]:
     """Return the versions of the packages that this process has imported, and the SIMD path that Satrap uses."""
     names = {"satrap": "satrap", "torch": "torch", "numpy": "numpy", "zmq": "pyzmq", "pyarrow": "pyarrow"}
     names |= {"fbgemm_gpu": "fbgemm-gpu-cpu", "torchrec": "torchrec", "paddle": "paddlepaddle"}
-    found = versions(*(package for module, package in names.items() if module in sys.modules))
+    imported = versions(*(package for module, package in names.items() if module in sys.modules))
     core = sys.modules.get("satrap._core")
-    return found | ({"simd": core.simd_paths()[0]} if core else {})
+    return imported | ({"simd": core.simd_paths()[0]} if core else {})
 
 
 def now() -> str:

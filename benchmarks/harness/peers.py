@@ -91,9 +91,8 @@ def peers_python(home: Path, environment: Environment) -> Path | None:
 
 def make_peers(home: Path, environment: Environment) -> Path:
     """Install the environment unless it is there and works; return its interpreter. Needs the network, about 1 GB."""
-    found = peers_python(home, environment)
-    if found is not None:
-        return found
+    if installed := peers_python(home, environment):
+        return installed
     python = _python(home, environment)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(python.parent.parent)], check=True)
     install = [str(python), "-m", "pip", "install", "--quiet"]

@@ -32,8 +32,8 @@ class Rounds:
         for rounds in results.values():
             labels = {label for result in rounds if result for label in result["streams"]}
             for label in sorted(label for label in labels if label.startswith(case.stream)):
-                found = [result["streams"][label] if result else None for result in rounds]
-                self.streams[label.removeprefix(case.stream)] = found
+                stream = [result["streams"][label] if result else None for result in rounds]
+                self.streams[label.removeprefix(case.stream)] = stream
         # Unknown noise counts as none.
         self.clean = [
             not any(result.get("noisy") for result in of_round if result is not None)
@@ -104,7 +104,7 @@ class Rounds:
         change = {label: each(rounds, "change") for label, rounds in self.results.items()}
         return {
             "change": change,
-            "same_work": all(agree(found, tolerance) for found in zip(*change.values(), strict=True)),
+            "same_work": all(agree(changes, tolerance) for changes in zip(*change.values(), strict=True)),
         }
 
     def losses(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def judge(target: Target, figures: Mapping[str, Figure]) -> dict[str, Any]:
     figure = figures.get(target.figure, {})
     value = figure.get("median", figure.get("mean"))
     met = None if value is None or not figure.get("all_peers_present", True) else target.met_by(value)
-    return {"figure": target.figure, "wanted": target.wanted(), "value": value, "met": met}
+    return {"figure": target.figure, "wanted": target.limits(), "value": value, "met": met}
 
 
 def complaints(record: Mapping[str, Any]) -> list[str]:

@@ -113,9 +113,9 @@ def record_with(ratios: Mapping[str, Ratio]) -> Callable[[Case, Rounds], dict[st
     """Return a function that records rates and these ratios of them."""
 
     def record(case: Case, rounds: Rounds) -> dict[str, Any]:
-        found = {"rows_per_s": rounds.spreads("rows_per_s"), "step_ms": rounds.spreads("median_step_ms")}
+        rates = {"rows_per_s": rounds.spreads("rows_per_s"), "step_ms": rounds.spreads("median_step_ms")}
         work = rounds.work() if case.kind == "train" else {}
-        return found | {"figures": rounds.ratios(ratios, "rows_per_s")} | work
+        return rates | {"figures": rounds.ratios(ratios, "rows_per_s")} | work
 
     return record
 

@@ -6,6 +6,7 @@ Each function builds a store, does its work once and returns numbers. Ids are ha
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {"streams": {f"{job['kind']}:satrap": kinds[job["kind"]](job)}}
 
 
-def _optimizer(name: str) -> Any:
+def _table(job: dict[str, Any], **options: Any) -> Any:
     import satrap
 
-    return {
+    optimizers: dict[str, Any] = {
         "sgd": satrap.SGD(lr=0.02),
         "momentum": satrap.SGD(lr=0.02, momentum=0.9),
         "adagrad": satrap.Adagrad(lr=0.02),
@@ -37,29 +38,29 @@ def _optimizer(name: str) -> Any:
         "adam": satrap.Adam(),
         "adamw": satrap.AdamW(),
         "ftrl": satrap.Ftrl(),
-    }[name]
+    }
+    return satrap.Table("bench", dim=job["dim"], optimizer=optimizers[job["optimizer"]], **options)
 
 
-def _ids(begin: int, end: int) -> Ids:
-    return hashed_ids(np.arange(begin, end, dtype=np.int64))
+def _batches(rows: int, size: int) -> Iterator[Ids]:
+    """Yield the ids of `rows` different rows, `size` at a time."""
+    for begin in range(0, rows, size):
+        yield hashed_ids(np.arange(begin, min(begin + size, rows), dtype=np.int64))
 
 
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Fill a table with 1.1 times its capacity of ids; return the bytes of a row beyond its values and state."""
-    from satrap import Table
     from satrap.table.store import Store
 
-    rows, dim = int(job["rows"]), int(job["dim"])
-    table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), capacity=rows, on_full="evict")
+    rows, dim = job["rows"], job["dim"]
+    table = _table(job, capacity=rows, on_full="evict")
     out = np.ones((FILL_IDS, dim), np.float32)
     # Code pages and first-time costs of Python are not the table's; the small store stays, so none of it is reused.
     small = Store(table, seed=1, num_threads=job["num_threads"])
-    small.lookup(_ids(0, FILL_IDS), out=out)
+    small.lookup(next(_batches(FILL_IDS, FILL_IDS)), out=out)
     before = resident_bytes()
     store = Store(table, seed=1, num_threads=job["num_threads"])
-    end = int(rows * OVERFILL)
-    for begin in range(0, end, FILL_IDS):
-        ids = _ids(begin, min(begin + FILL_IDS, end))
+    for ids in _batches(int(rows * OVERFILL), FILL_IDS):
         store.lookup(ids, out=out[: len(ids)])
     resident = resident_bytes() - before
     raw = FLOAT_BYTES * (dim + store.state_dim)
@@ -78,24 +79,20 @@ def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
 
     The same in CPU time (of all threads) tells a stall of the table from one of the machine.
     """
-    from satrap import Table
     from satrap.table.store import Store
 
-    rows, dim = int(job["rows"]), int(job["dim"])
-    table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), on_full="grow")
-    store = Store(table, seed=1, num_threads=job["num_threads"])
-    out = np.zeros((BATCH_IDS, dim), np.float32)
+    store = Store(_table(job, on_full="grow"), seed=1, num_threads=job["num_threads"])
+    out = np.zeros((BATCH_IDS, job["dim"]), np.float32)
     wall, cpu = [], []
     noise = read_cpu()
-    for begin in range(0, rows, BATCH_IDS):
-        ids = _ids(begin, min(begin + BATCH_IDS, rows))
+    for ids in _batches(job["rows"], BATCH_IDS):
         start, start_cpu = time.perf_counter(), time.process_time()
         store.lookup(ids, out=out[: len(ids)])
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
     return {
         "rows_held": len(store),
-        "inserted_rows_per_s": round(rows / sum(wall)),
+        "inserted_rows_per_s": round(job["rows"] / sum(wall)),
         "median_batch_ms": round(1e3 * statistics.median(wall), 3),
         "longest_batch_ms": round(1e3 * max(wall), 3),
         "longest_batch_at_row": BATCH_IDS * wall.index(max(wall)),
@@ -110,18 +107,15 @@ def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
 
     `plain_write` and `plain_read` are the rates of one thread that only copies, in the same folder.
     """
-    from satrap import Table
     from satrap.table.store import Store
 
-    rows, dim, num_threads = int(job["rows"]), int(job["dim"]), job["num_threads"]
-    table = Table("bench", dim=dim, optimizer=_optimizer(job["optimizer"]), capacity=int(rows * 1.05))
-    store = Store(table, seed=1, num_threads=num_threads)
-    for begin in range(0, rows, BATCH_IDS):
-        store.lookup(_ids(begin, min(begin + BATCH_IDS, rows)))
-    compared = _ids(0, NUM_COMPARED)
+    rows, num_threads, folder = job["rows"], job["num_threads"], Path(job["folder"])
+    store = Store(_table(job, capacity=int(rows * 1.05)), seed=1, num_threads=num_threads)
+    for ids in _batches(rows, BATCH_IDS):
+        store.lookup(ids)
+    compared = next(_batches(NUM_COMPARED, NUM_COMPARED))
     expected = store.lookup(compared, train=False)
-    folder = Path(job["folder"])
-    plain = _plain_copy(folder / "plain", min(1 << 30, 4 * rows * dim))
+    plain = _plain_copy(folder / "plain", min(1 << 30, FLOAT_BYTES * rows * job["dim"]))
     noise = read_cpu()
     start = time.perf_counter()
     store.save(folder / "snapshot")
@@ -134,16 +128,12 @@ def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
     after = noise_between(noise, read_cpu())
     if len(loaded) != rows or not np.array_equal(loaded.lookup(compared, train=False), expected):
         raise RuntimeError("the loaded table differs from the saved one")
-    return {
-        "file_bytes": size,
-        "save_gb_per_s": round(size / save_seconds / 1e9, 3),
-        "load_gb_per_s": round(size / load_seconds / 1e9, 3),
-        **plain,
-        **after,
-    }
+    rates = {"save_gb_per_s": size / save_seconds, "load_gb_per_s": size / load_seconds, **plain}
+    return {"file_bytes": size, **{name: round(rate / 1e9, 3) for name, rate in rates.items()}, **after}
 
 
 def _plain_copy(path: Path, size: int) -> dict[str, float]:
+    """Write and read a file; return bytes per second."""
     block = bytearray(os.urandom(1 << 20) * 16)
     num_blocks = max(1, size // len(block))
     start = time.perf_counter()
@@ -156,8 +146,5 @@ def _plain_copy(path: Path, size: int) -> dict[str, float]:
             pass
     end = time.perf_counter()
     path.unlink()
-    copied = num_blocks * len(block) / 1e9
-    return {
-        "plain_write_gb_per_s": round(copied / (middle - start), 3),
-        "plain_read_gb_per_s": round(copied / (end - middle), 3),
-    }
+    copied = num_blocks * len(block)
+    return {"plain_write_gb_per_s": copied / (middle - start), "plain_read_gb_per_s": copied / (end - middle)}

@@ -1,9 +1,9 @@
-"""The kinds of the cluster benchmark that look rows up: their records, the counting proxy, Paddle's part as far as it
-needs no Paddle, and each of them run small."""
+"""The cluster benchmark on one machine: records, the parts of each kind that need no Paddle, and small runs."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.cluster import cases, paddle, paddle_role, rows, tables, train, wire
+from benchmarks.cluster import cases, echo, paddle, paddle_role, rows, servers, tables, train, wire
 from benchmarks.cluster.__main__ import SUITE, main
 from benchmarks.cluster.proxy import CountingProxy
+from benchmarks.cluster.raw import RawClient
 from benchmarks.harness import peers
 from benchmarks.harness.case import Case, select_cases
 from benchmarks.harness.record import complaints, make_record
 from benchmarks.harness.rounds import Results
-from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES
+from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES, hashed_ids, row_numbers
 
 from satrap.config.features import Features
 from satrap.worker.local_rows import LocalWorker
@@ -35,8 +36,14 @@ def case_named(pattern: str) -> Case:
 
 def round_of(kind: str, streams: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
     """Return the result of one round."""
-    named = {f"{kind}:{label}": {**each, **QUIET} for label, each in streams.items()}
+    named = {f"{kind}:{label}": {**QUIET, **each} for label, each in streams.items()}
     return {"streams": named, "peak_resident_bytes": 1, "versions": {}, **more}
+
+
+def echo_round(rpc: float, raw: float, noisy: bool = False) -> dict[str, Any]:
+    rates = {"rpc": rpc, "raw": raw, "rpc_free": raw, "raw_free": rpc}
+    streams = {name: {"gb_per_s": rate, "step_ms": 1.0, "noisy": noisy} for name, rate in rates.items()}
+    return round_of("echo", streams, bytes_per_batch=10)
 
 
 def rows_results() -> Results:
@@ -47,6 +54,17 @@ def rows_results() -> Results:
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:
+    results = {"worker": [echo_round(1.0, 2.0), echo_round(3.0, 4.0), None, echo_round(4.0, 4.0, noisy=True)]}
+    record = make_record(case_named("echo/20Mx16"), results, echo.record)
+    assert record["figures"]["ratio"]["rounds"] == [0.5, 0.75, None, 1.0]
+    assert record["figures"]["ratio"]["median"] == 0.625
+    assert record["figures"]["ratio_free"]["rounds"] == [2.0, 1.333, None, 1.0]
+    assert record["clean_rounds"] == [True, True, True, False]
+    (complaint,) = complaints(record)
+    assert "ratio is 0.625, expected at least 0.7" in complaint
 
 
 def test_the_remote_worker_is_compared_with_rows_here_and_with_paddle() -> None:
@@ -98,6 +116,23 @@ def test_both_kinds_of_wire_have_a_share() -> None:
 # -- the command line and the processes -------------------------------------------------------------------------------
 
 
+def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
+    every = cases.full_cases()
+    names = [f"{kind}/20Mx{dim}/2t" for kind in ("echo", "rows", "train", "bytes", "network") for dim in (16, 64)]
+    names += [f"restart/10Mx{dim}/2t" for dim in (16, 64)]
+    assert [case.name for case in every] == names
+    assert all(case.kind in SUITE.kinds and case.targets for case in every)
+    assert {case.kind for case in cases.quick_cases()} == SUITE.kinds.keys()
+
+
+def test_no_case_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--case", "ecko"]) == 2
+    assert main(["--list"]) == 0
+    assert "echo/20Mx64/2t" in capsys.readouterr().out
+    assert main(["--list", "--case", "echo/20Mx16", "--case", "bytes/20Mx16"]) == 0
+    assert capsys.readouterr().out.split() == ["echo/20Mx16/2t", "bytes/20Mx16/2t"]
+
+
 def test_a_case_has_steps_of_its_own_unless_the_command_line_asks_for_others() -> None:
     case = case_named("rows/20Mx16")
     assert case in SUITE.cases(SUITE.parse([]))
@@ -116,6 +151,22 @@ def test_a_peer_that_is_not_installed_is_left_out(tmp_path: Path, capsys: pytest
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_id_is_sent_once() -> None:
+    first, second = echo.unique_ids(26_000, 2, 0)
+    rows = row_numbers(26_000, "zipf", 2, 0)
+    assert len(np.unique(first)) == len(first) < len(rows[0])
+    assert np.array_equal(np.sort(second), np.sort(np.unique(hashed_ids(rows[1]))))
+
+
+def test_the_raw_peer_answers_with_as_many_floats() -> None:
+    with servers.started("raw", {"dim": 4, "max_ids": 100, "cores": sorted(os.sched_getaffinity(0))}) as (port, _):
+        client = RawClient(port, 4, 100)
+        rows = np.random.default_rng(3).random(400, np.float32)
+        for count in (100, 1, 7):
+            assert np.array_equal(client.lookup(np.arange(count, dtype=np.uint64)), rows[: 4 * count])
+        client.close()
 
 
 def test_the_proxy_counts_both_directions() -> None:
@@ -145,10 +196,10 @@ def test_the_proxy_counts_both_directions() -> None:
         server.join()
 
 
-def test_a_proxy_to_nobody_ends_the_connection() -> None:
+def test_a_proxy_without_a_server_closes_the_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nobody = listener.getsockname()[1]
-    with CountingProxy(f"tcp://127.0.0.1:{nobody}") as proxy:
+        closed_port = listener.getsockname()[1]
+    with CountingProxy(f"tcp://127.0.0.1:{closed_port}") as proxy:
         port = int(proxy.address.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS) as client:
             assert client.recv(1) == b""
@@ -186,6 +237,20 @@ def test_paddles_two_processes_know_each_other() -> None:
 
 
 # -- each of them, small ----------------------------------------------------------------------------------------------
+
+
+def test_echo_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--quick", "--case", "echo/26kx16", "--steps", "12", "--rounds", "2", "--check"]
+    assert main(arguments) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert record["case"] == "echo/26kx16/2t"
+    assert record["command"] == "python -m benchmarks.cluster " + " ".join(arguments)
+    for where in ("", "_free"):
+        rates = [record["gb_per_s"][f"{name}{where}"]["rounds"] for name in ("rpc", "raw")]
+        assert min(map(min, rates)) > 0
+        ratios = [rpc / raw for rpc, raw in zip(*rates, strict=True)]
+        assert record["figures"][f"ratio{where}"]["rounds"] == pytest.approx(ratios, abs=0.05)
 
 
 def test_the_kinds_run(capsys: pytest.CaptureFixture[str]) -> None:

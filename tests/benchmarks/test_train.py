@@ -88,11 +88,11 @@ def test_every_dim_top_precision_and_optimizer_is_measured() -> None:
     [("20Mx16/light", 1.7), ("20Mx64/light", 2.1), ("20Mx16/heavy", 1.15), ("20Mx64/heavy", 1.15)],
 )
 def test_end_to_end_targets_are_those_of_fp32(name: str, least: float) -> None:
-    def wanted(precision: str) -> dict[str, str]:
-        return {t.figure: t.wanted() for t in case_named(f"train/{name}/{precision}/adagrad").targets}
+    def targets(precision: str) -> dict[str, str]:
+        return {t.figure: t.limits() for t in case_named(f"train/{name}/{precision}/adagrad").targets}
 
-    assert wanted("fp32") == {"ratio": f"at least {least:g}", **wanted("bf16")}
-    assert wanted("bf16") == {"cost_ratio": "at most 0.25", "stale_ratio": "at least 0.97"}
+    assert targets("fp32") == {"ratio": f"at least {least:g}", **targets("bf16")}
+    assert targets("bf16") == {"cost_ratio": "at most 0.25", "stale_ratio": "at least 0.97"}
 
 
 def test_cases_of_one_table_share_their_processes_and_peers_do_what_they_can(tmp_path: Path) -> None:

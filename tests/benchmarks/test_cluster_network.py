@@ -174,7 +174,7 @@ def test_a_record_has_every_network_and_mode() -> None:
     assert "of_async/1gbit-0.2ms is 0.9, expected at least 0.95" in complaint
 
 
-def test_a_round_that_failed_is_told_from_one_that_was_measured() -> None:
+def test_a_round_that_failed_differs_from_one_that_was_measured() -> None:
     record = make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), None]}, network.record)
     assert record["figures"]["of_async/1gbit-0.2ms"]["rounds"] == [0.9, None]
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness.case import Case
 from benchmarks.harness.record import Figure, Rounds
 
-# Student's t: its quantile 97.5 %, by degrees of freedom.
+# The 97.5 % quantile of Student's t, by degrees of freedom.
 T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 

@@ -41,7 +41,7 @@ def full_cases() -> list[Case]:
         replace(BASE, kind="restart", rows=10 * MILLION, num_steps=3, targets=away),
     ]
     cases = [replace(case, dim=dim) for case in every for dim in DIMS]
-    # The slow network is no bottleneck at dim 16.
+    # The targets of the slow network are for dim 64.
     return [replace(case, targets=predicted) if (case.kind, case.dim) == ("network", 16) else case for case in cases]
 
 

@@ -134,6 +134,6 @@ class PaddleTrainer:
             raise RuntimeError("expected a gradient of the table, found none")
         paddle.optimizer.SGD(DENSE_LR).apply_gradients(dense)
         if sparse:
-            # The same names, so the same state, in every program.
+            # The same names give every program the same state.
             with paddle.utils.unique_name.guard("rows_"):
                 paddle.optimizer.Adagrad(LR, epsilon=EPS).apply_gradients(sparse)

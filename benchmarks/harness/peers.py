@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 DEFAULT_HOME = "~/.cache/satrap-peers"
-# torch 2.13.0 spelled like this is a CPU build where the index has one.
+# `torch==2.13.0` is a CPU build if the index has one.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ TORCHREC = Environment(
     ),
     module="torchrec.modules.fused_embedding_modules",
 )
-# The last release but one that has a parameter server; newer decorators and protobufs break its fleet.
+# The last release but one with a parameter server; newer decorators and protobufs break its fleet.
 PADDLE = Environment(
     name="paddle",
     packages=("paddlepaddle==2.6.2", "numpy==1.26.4", "setuptools==65.5.0", "protobuf==4.25.8", "decorator==5.1.1"),
@@ -65,7 +65,7 @@ PADDLE = Environment(
 
 
 ENVIRONMENTS = {"torchrec": TORCHREC, "fbgemm": TORCHREC, "paddle": PADDLE}
-# Contenders that this interpreter may have, and the module that it needs for them.
+# Contenders that this interpreter may have, and the module that each needs.
 MODULES = {"satrap": "satrap.table.store", "torch": "torch", "index_select": "torch"}
 
 

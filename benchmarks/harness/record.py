@@ -1,4 +1,4 @@
-"""From the rounds of a group of cases to one record per case: rates, ratios within a round, spread, noise, targets.
+"""The record of a case, made from the rounds of its group: rates, ratios within a round, spread, noise, targets.
 
 A figure is {"median", "low", "high", "rounds"}: one value per round, and their spread. A ratio is taken inside a round,
 against the best form of the best peer in that round, before anything is averaged, so that what drifts between rounds
@@ -24,7 +24,7 @@ Ratio = tuple[str, Sequence[str]]
 
 
 class Rounds:
-    """What the runs of a group measured of one case: its streams by label, each with one result per round."""
+    """The measurements of one case: its streams by label, each with one result per round."""
 
     def __init__(self, case: Case, results: Results) -> None:
         self.results = results

@@ -36,7 +36,6 @@ class Settings:
     num_rounds: int
     contenders: tuple[str, ...]
     peers_home: Path
-    batches: Path
     tmpfs: Path
 
 

@@ -134,7 +134,6 @@ class Suite:
             num_rounds=options.rounds,
             contenders=tuple(options.contenders),
             peers_home=options.peers_home,
-            batches=batches,
             tmpfs=options.tmpfs,
         )
         return run_rounds(case.name, lambda number: kind.plan(group, number, batches), settings)

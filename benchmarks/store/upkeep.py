@@ -1,4 +1,4 @@
-"""Measuring what an array of fixed size does not have: bytes per row, growth, snapshots. Satrap only.
+"""Measuring bytes per row, growth and snapshots, which an array of fixed size does not have. Satrap only.
 
 Each function builds a store, does its work once and returns numbers. Ids are hashed row numbers.
 """

@@ -19,7 +19,7 @@ from benchmarks.harness.suite import Kind
 from benchmarks.store.plan import table_bytes
 from benchmarks.workload import samples_file
 
-# The mode of the contender, by label.
+# The mode of each of Satrap's contenders, by label.
 SATRAP_MODES = {"satrap": "sync", "satrap_stale": "stale", "satrap_plain": "plain"}
 TORCHREC = ("torchrec", "fbgemm")
 """The two ways to call it."""
@@ -144,7 +144,7 @@ def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
     others = {
         "cost_ratio": rounds.against("satrap", peers, costs, min),
         "cost_ratio_stale": rounds.against("satrap_stale", peers, costs, min),
-        # The step times are medians, taken in turn in one process; a hiccup of either moves neither.
+        # The step times are medians, taken in turn in one process, so an outlier of either moves neither.
         "stale_ratio": rounds.against("satrap", ("satrap_stale",), steps),
     }
     figures = rounds.ratios(ratios, "samples_per_s")

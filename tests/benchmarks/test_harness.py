@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import socket
 import subprocess
 import sys
@@ -17,6 +19,25 @@ from benchmarks.store.__main__ import main
 from benchmarks import workload
 
 DEADLINE_SECONDS = 240.0
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of the benchmarks that a file imports, in functions too."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
+    names = {node.module or "" for node in nodes}
+    names |= {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    return {name for name in names if name.startswith("benchmarks.")}
+
+
+def test_no_benchmark_imports_itself_in_a_circle_and_the_harness_imports_none() -> None:
+    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.name != "__init__.py"]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    graph = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules)
+    shared = {"benchmarks.summary", "benchmarks.workload"}
+    for name, found in graph.items():
+        if name.startswith("benchmarks.harness."):
+            assert all(each in shared or each.startswith("benchmarks.harness.") for each in found), (name, found)
 
 
 def test_without_satrap_nothing_is_started(

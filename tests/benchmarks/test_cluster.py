@@ -56,7 +56,7 @@ def rows_results() -> Results:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:
+def test_ratios_are_taken_within_a_round_and_clean_rounds_count() -> None:
     results = {"worker": [echo_round(1.0, 2.0), echo_round(3.0, 4.0), None, echo_round(4.0, 4.0, noisy=True)]}
     record = make_record(case_named("echo/20Mx16"), results, echo.record)
     assert record["figures"]["ratio"]["rounds"] == [0.5, 0.75, None, 1.0]
@@ -67,7 +67,7 @@ def test_the_ratio_is_taken_in_the_round_and_clean_rounds_count() -> None:
     assert "ratio is 0.625, expected at least 0.7" in complaint
 
 
-def test_the_remote_worker_is_compared_with_rows_here_and_with_paddle() -> None:
+def test_the_remote_worker_is_compared_with_local_rows_and_paddle() -> None:
     record = make_record(case_named("rows/20Mx16"), rows_results(), rows.record)
     assert {name: figure["median"] for name, figure in record["figures"].items()} == {
         "ratio_local": 0.6,
@@ -78,7 +78,7 @@ def test_the_remote_worker_is_compared_with_rows_here_and_with_paddle() -> None:
     assert "ratio_paddle is 6, expected at least 7.12" in complaint
 
 
-def test_without_paddle_its_ratio_is_none_and_the_record_says_so() -> None:
+def test_without_paddle_its_ratio_is_none_and_reported() -> None:
     ours = {"worker": rows_results()["worker"]}
     record = make_record(case_named("rows/20Mx16"), ours, rows.record)
     assert record["figures"]["ratio_paddle"]["median"] is None
@@ -101,7 +101,7 @@ def test_each_staleness_has_a_ratio() -> None:
     assert [target["met"] for target in record["targets"]] == [True, False]
 
 
-def test_both_kinds_of_wire_have_a_share() -> None:
+def test_both_number_formats_have_a_share() -> None:
     counted = {"there": 900.0, "back": 900.0, "share": 0.5, "trainer": 3328.0}
     both = round_of("bytes", {"float32": counted, "float16": {**counted, "share": 0.31}})
     record = make_record(case_named("bytes/20Mx16"), {"worker": [both]}, wire.record)
@@ -116,7 +116,7 @@ def test_both_kinds_of_wire_have_a_share() -> None:
 # -- the command line and the processes -------------------------------------------------------------------------------
 
 
-def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
+def test_cases_have_unique_names_a_kind_and_targets() -> None:
     every = cases.full_cases()
     names = [f"{kind}/20Mx{dim}/2t" for kind in ("echo", "rows", "train", "bytes", "network") for dim in (16, 64)]
     names += [f"restart/10Mx{dim}/2t" for dim in (16, 64)]
@@ -125,7 +125,7 @@ def test_cases_have_names_of_their_own_a_kind_and_a_target() -> None:
     assert {case.kind for case in cases.quick_cases()} == SUITE.kinds.keys()
 
 
-def test_no_case_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_case_is_refused_and_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--case", "ecko"]) == 2
     assert main(["--list"]) == 0
     assert "echo/20Mx64/2t" in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_no_case_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == ["echo/20Mx16/2t", "bytes/20Mx16/2t"]
 
 
-def test_a_case_has_steps_of_its_own_unless_the_command_line_asks_for_others() -> None:
+def test_the_command_line_overrides_the_steps_of_a_case() -> None:
     case = case_named("rows/20Mx16")
     assert case in SUITE.cases(SUITE.parse([]))
     (other,) = select_cases(SUITE.cases(SUITE.parse(["--steps", "7", "--warmup", "0"])), ["rows/20Mx16"])
@@ -160,7 +160,7 @@ def test_an_id_is_sent_once() -> None:
     assert np.array_equal(np.sort(second), np.sort(np.unique(hashed_ids(rows[1]))))
 
 
-def test_the_raw_peer_answers_with_as_many_floats() -> None:
+def test_the_raw_peer_replies_with_as_many_floats() -> None:
     with servers.started("raw", {"dim": 4, "max_ids": 100, "cores": sorted(os.sched_getaffinity(0))}) as (port, _):
         client = RawClient(port, 4, 100)
         rows = np.random.default_rng(3).random(400, np.float32)

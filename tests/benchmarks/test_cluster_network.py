@@ -1,5 +1,5 @@
-"""The emulated network of the cluster benchmark: what it decides, what is predicted of it, the records and the plot;
-where this machine can have one, packets over it and the case itself, small. And servers that are killed."""
+"""The kinds `network` and `restart`: the rules of the emulated network, its prediction, records, the plot; and where this
+machine supports it, packets over it and a small run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shaped(gbit: float | None, delay_ms: float) -> Network[str]:
 
 
 def arrivals(net: Network[str]) -> dict[str, float]:
-    """When all that waits arrives, in the order in which it leaves."""
+    """Return when each waiting packet arrives, in the order in which they leave."""
     found = {}
     while (due := net.due()) is not None:
         found.update({packet: at for at, _, packet in net.leave(due)})
@@ -79,7 +79,7 @@ def test_two_senders_share_the_cable_of_their_receiver() -> None:
     assert arrivals(net) == pytest.approx({"a": 0.001, "b": 0.002, "c": 0.003, "d": 0.004})
 
 
-def test_being_asked_late_costs_no_time() -> None:
+def test_a_late_call_delays_no_packet() -> None:
     net = shaped(1, 0.0)
     for name in "ab":
         net.send(0.0, 125_000, 0, 1, "flow", name)
@@ -88,7 +88,7 @@ def test_being_asked_late_costs_no_time() -> None:
     assert arrivals(net) == pytest.approx({"c": 10.001})
 
 
-def test_what_would_wait_in_the_switch_behind_too_much_is_lost() -> None:
+def test_a_full_switch_drops_packets() -> None:
     net, size = shaped(1, 0.0), link.LIMIT // 4 - 1
     for number in range(8):
         for source in (0, 2):
@@ -114,11 +114,11 @@ LONE = {
 }
 
 
-def test_without_a_network_a_step_is_what_was_measured() -> None:
+def test_without_a_network_the_prediction_is_the_measurement() -> None:
     assert [step_seconds(Shape(), LONE, mode) for mode in ("0", "1", "4", "async")] == [0.05, 0.03, 0.03, 0.02]
 
 
-def test_synchronous_steps_wait_for_everything_and_stale_ones_for_the_longest() -> None:
+def test_synchronous_steps_add_up_waits_and_stale_steps_take_the_longest() -> None:
     slow = Shape(gbit=1, delay_ms=0.5)
     assert link_bytes(CROSSED) == 6e6
     serial = 0.05 + (4e6 + 6e6 + 1e6) / 125e6 + 4 * 1e-3
@@ -130,11 +130,11 @@ def test_synchronous_steps_wait_for_everything_and_stale_ones_for_the_longest() 
     assert step_seconds(fast, LONE, "4") == pytest.approx(0.03 + 1e6 / 1.25e9 + 2 * 2e-3)
 
 
-def test_a_turn_is_timed_when_as_many_steps_are_under_way_as_may_be() -> None:
+def test_a_turn_is_timed_once_the_pipeline_is_full() -> None:
     assert [Turn(mode=mode, num_warmup=2, num_steps=5).num_untimed for mode in ("0", "16", "async")] == [2, 18, 6]
 
 
-def test_rows_are_counted_by_lookup_and_all_else_by_step() -> None:
+def test_rows_are_counted_per_lookup_and_the_rest_per_step() -> None:
     total = [[0, 600, 700], [100, 0, 50], [110, 50, 0]]
     assert network.per_step(total, 10, [12, 14]) == [[0, 50, 50], [10, 0, 5], [11, 5, 0]]
 
@@ -143,7 +143,7 @@ def test_rows_are_counted_by_lookup_and_all_else_by_step() -> None:
 
 
 def results(modes: Mapping[str, float], predicted: Mapping[str, float], **more: Any) -> dict[str, Any]:
-    """One round in which every network is the same."""
+    """Return one round in which every network is the same."""
     streams = {
         f"network:{shape.name}/{mode}": {"ms": modes[mode], "predicted_ms": predicted[mode], **QUIET, **more}
         for shape in network.SHAPES
@@ -201,13 +201,13 @@ def test_the_plot_holds_every_point_and_the_prediction(tmp_path: Path) -> None:
     assert float(lines_of[0][2].split(",")[1]) < heights[2] < heights[1] < heights[0]
 
 
-def test_a_plot_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.jsonl").write_text('{"kind": "echo"}\n')
     assert plot.main([str(tmp_path / "results.jsonl"), str(tmp_path / "out.svg")]) == 1
     assert "no line of the kind network" in capsys.readouterr().err
 
 
-def test_where_there_can_be_no_network_the_case_says_why(
+def test_a_case_that_cannot_run_reports_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machines, "TOOLS", ("ip", "no-such-tool"))
@@ -242,7 +242,7 @@ def test_packets_cross_and_are_counted() -> None:
 
 
 @emulation
-def test_machines_are_gone_with_their_driver() -> None:
+def test_machines_end_with_their_parent() -> None:
     code = (
         "import json, time; from benchmarks.cluster.machines import emulated\n"
         "with emulated(2) as made: print(json.dumps([made.switch_pid, *made._holders]), flush=True); time.sleep(600)"
@@ -274,7 +274,7 @@ def test_the_case_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert probes["1gbit-0.2ms"]["gbit_plain"] < 1
 
 
-def test_a_killed_server_is_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_killed_server_comes_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--quick", "--case", "restart", "--steps", "2", "--tmpfs", str(tmp_path)]) == 0
     (record,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert record["figures"]["listens_s"]["median"] > 0

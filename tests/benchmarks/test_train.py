@@ -95,7 +95,7 @@ def test_end_to_end_targets_are_those_of_fp32(name: str, least: float) -> None:
     assert targets("bf16") == {"cost_ratio": "at most 0.25", "stale_ratio": "at least 0.97"}
 
 
-def test_cases_of_one_table_share_their_processes_and_peers_do_what_they_can(tmp_path: Path) -> None:
+def test_cases_of_a_table_share_processes_and_peers_run_what_they_support(tmp_path: Path) -> None:
     trained = [case for case in cases.quick_cases() if case.kind == "train"]
     (group,) = group_cases(trained, lambda case: SUITE.kinds[case.kind].shares_table)
     runs = planned(group, tmp_path)
@@ -109,7 +109,7 @@ def test_cases_of_one_table_share_their_processes_and_peers_do_what_they_can(tmp
     assert "paddle" not in plan.peers_of(case_named("train/20Mx16/light/fp32/rowwise"))
 
 
-def test_modes_draw_batches_of_their_own_and_peers_get_the_first_modes(tmp_path: Path) -> None:
+def test_each_mode_has_its_batches_and_peers_get_those_of_the_first(tmp_path: Path) -> None:
     group = [cases.quick_cases()[0]]
 
     def files(round_number: int) -> dict[str, str]:
@@ -133,7 +133,7 @@ def test_a_peer_is_measured_in_every_form_and_the_form_is_in_its_environment(tmp
         assert (processes, threads) == ((2, 1) if "/2p" in label else (1, 1 if "/1t" in label else 2))
 
 
-def test_a_file_of_text_is_read_only_where_the_source_exists(tmp_path: Path) -> None:
+def test_reading_requires_the_source(tmp_path: Path) -> None:
     read = [case for case in cases.full_cases() if case.kind == "read"]
     (group,) = group_cases(read, lambda case: SUITE.kinds[case.kind].shares_table)
     (run,) = planned(group, tmp_path).values()
@@ -142,7 +142,7 @@ def test_a_file_of_text_is_read_only_where_the_source_exists(tmp_path: Path) -> 
     assert [model["precision"] for model in run.job["models"]] == ["fp32", "bf16"]
 
 
-def test_the_command_of_a_run_names_no_folder() -> None:
+def test_the_recorded_command_has_no_local_path() -> None:
     arguments = ["--quick", "--out", "/a/b.jsonl", "--peers-home=/c", "--case", "train"]
     header = SUITE.header(SUITE.parse(arguments), arguments)
     assert header["command"] == "python -m benchmarks.train --quick --case train"
@@ -180,7 +180,7 @@ def test_ratios_are_taken_against_the_best_peer_of_the_round() -> None:
     assert "stale_ratio is 0.8, expected at least 0.97" in complaint
 
 
-def test_the_best_form_of_a_peer_counts_and_one_thread_is_compared_with_one_thread() -> None:
+def test_the_best_form_of_a_peer_counts_and_one_thread_is_compared_with_one() -> None:
     ours = {"satrap/1t": stream(50, 80, 6), "satrap_plain/1t": stream(40, 90, 7)}
     forms = {"fbgemm/1t": stream(40, 99, 30), "fbgemm/1t/huge": stream(20, 99, 30), "fbgemm/2p": stream(60, 70, 20)}
     changes = {"satrap/1t": [run(ours)], **{label: [run({label: each})] for label, each in forms.items()}}
@@ -307,7 +307,7 @@ def test_the_interval_of_a_median_is_that_of_the_binomial(count: int) -> None:
     assert (low, high) == known.get(count, (0, count - 1))
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+def test_the_interval_contains_the_median_as_often_as_promised() -> None:
     rng = np.random.default_rng(5)
     intervals = [pairs.median_interval(sample.tolist()) for sample in rng.exponential(1.0, (2000, 30))]
     held = np.mean([low <= np.log(2.0) <= high for low, high in intervals])
@@ -317,7 +317,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 # -- workload ---------------------------------------------------------------------------------------------------------
 
 
-def test_batches_repeat_and_another_part_draws_others(tmp_path: Path) -> None:
+def test_batches_are_reproducible_and_differ_by_part(tmp_path: Path) -> None:
     path = workload.samples_file(tmp_path, 26_000, 2, 0)
     first, again = workload.load_batches(path), workload.make_batches(26_000, 2, 0)
     other = workload.make_batches(26_000, 2, 1)

@@ -1,5 +1,5 @@
-"""The kinds `network` and `restart`: the rules of the emulated network, its prediction, records, the plot; and where this
-machine supports it, packets over it and a small run."""
+"""The kinds `network` and `restart`: the rules of the emulated network, its prediction, records and the plot; and where
+this machine supports it, packets over it and a small run."""
 
 from __future__ import annotations
 

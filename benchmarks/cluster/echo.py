@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster import servers
-from benchmarks.cluster.raw import RawClient
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, read_cpu
 from benchmarks.harness.record import Rounds, each
@@ -61,7 +60,7 @@ def time_contenders(
         (port, raw), (address, rpc) = (
             stack.enter_context(servers.started(name, server_job)) for name in ("raw", "rpc")
         )
-        plain = RawClient(port, dim, server_job["max_ids"])
+        plain = servers.RawClient(port, dim, server_job["max_ids"])
         stack.callback(plain.close)
         client = stack.enter_context(Client(servers.Echo, address))
         contenders = {"rpc": client.call.lookup, "raw": plain.lookup}

@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from benchmarks.cluster.link import Shape
 from benchmarks.cluster.machines import Machines, emulated
 from benchmarks.cluster.prediction import ASYNC, HYBRID, SYNCHRONOUS, Alone, step_seconds
 from benchmarks.cluster.processes import receive, satrap_server, send, talking
-from benchmarks.cluster.turn import BATCH, Turn
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.harness.machine import versions
@@ -35,6 +34,27 @@ FILE_BATCHES = 8  # of 4,096 samples
 PORT = 29500  # of gloo's rendezvous; the machine has no other process
 Matrix = list[list[float]]
 """Bytes on the wire, [source][target]."""
+BATCH = 1024
+"""Samples of a trainer's step. On the one core of a trainer they take about as long as 4,096 on four."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Some steps of the trainers with one staleness, which they get as a line of JSON."""
+
+    mode: str
+    """The staleness, or "async"."""
+    num_warmup: int
+    num_steps: int
+
+    @property
+    def staleness(self) -> int:
+        return int(HYBRID if self.mode == ASYNC else self.mode)
+
+    @property
+    def num_untimed(self) -> int:
+        """Steps until as many are in flight as the staleness allows."""
+        return self.num_warmup + self.staleness
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster import raw
-from benchmarks.cluster.servers import Echo, SameRows
+from benchmarks.cluster.servers import Echo, RawClient, SameRows, serve_raw
 from benchmarks.workload import Floats, Ids
 from satrap.rpc import Client, Keys, Service
 
@@ -28,12 +27,12 @@ def serve(host: str, keys: str) -> None:
     rows = np.ones(NUM_IDS * DIM, np.float32)
     with Service(SameRows(rows, DIM), Echo, f"tcp://{host}:0", Keys.read(keys)) as service:
         print(json.dumps(service.address), flush=True)
-        raw.serve(rows, DIM, host)
+        serve_raw(rows, DIM, host)
 
 
 def ask(host: str, port: int, address: str, keys: str) -> None:
     """Measure for each line on stdin."""
-    plain = raw.RawClient(port, DIM, NUM_IDS, host)
+    plain = RawClient(port, DIM, NUM_IDS, host)
     with Client(Echo, address, Keys.read(keys)) as client:
         while sys.stdin.readline():
             print(json.dumps(figures({"plain": plain.lookup, "keys": client.call.lookup})), flush=True)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cluster import tables
+from benchmarks.cluster.network import BATCH, Turn
 from benchmarks.cluster.prediction import ASYNC
-from benchmarks.cluster.turn import BATCH, Turn
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.train.model import DenseStep, satrap_model
 from benchmarks.workload import NUM_FEATURES, SAMPLES, load_batches

@@ -15,7 +15,6 @@ import pytest
 from benchmarks.cluster import cases, echo, paddle, paddle_role, rows, servers, tables, train, wire
 from benchmarks.cluster.__main__ import SUITE, main
 from benchmarks.cluster.proxy import CountingProxy
-from benchmarks.cluster.raw import RawClient
 from benchmarks.harness import peers
 from benchmarks.harness.case import Case, select_cases
 from benchmarks.harness.record import complaints, make_record
@@ -162,7 +161,7 @@ def test_an_id_is_sent_once() -> None:
 
 def test_the_raw_peer_replies_with_as_many_floats() -> None:
     with servers.started("raw", {"dim": 4, "max_ids": 100, "cores": sorted(os.sched_getaffinity(0))}) as (port, _):
-        client = RawClient(port, 4, 100)
+        client = servers.RawClient(port, 4, 100)
         rows = np.random.default_rng(3).random(400, np.float32)
         for count in (100, 1, 7):
             assert np.array_equal(client.lookup(np.arange(count, dtype=np.uint64)), rows[: 4 * count])

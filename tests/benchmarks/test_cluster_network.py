@@ -18,7 +18,6 @@ from benchmarks.cluster.__main__ import SUITE, main
 from benchmarks.cluster.link import Network, Shape
 from benchmarks.cluster.prediction import Alone, link_bytes, step_seconds
 from benchmarks.cluster.processes import receive, talking
-from benchmarks.cluster.turn import Turn
 from benchmarks.harness.case import Case, select_cases
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.record import complaints, make_record
@@ -131,7 +130,11 @@ def test_synchronous_steps_add_up_waits_and_stale_steps_take_the_longest() -> No
 
 
 def test_a_turn_is_timed_once_the_pipeline_is_full() -> None:
-    assert [Turn(mode=mode, num_warmup=2, num_steps=5).num_untimed for mode in ("0", "16", "async")] == [2, 18, 6]
+    assert [network.Turn(mode=mode, num_warmup=2, num_steps=5).num_untimed for mode in ("0", "16", "async")] == [
+        2,
+        18,
+        6,
+    ]
 
 
 def test_rows_are_counted_per_lookup_and_the_rest_per_step() -> None:

@@ -1,6 +1,6 @@
-"""Records as a table to read: Satrap, the best form of each peer, ratios with their spread, targets met and missed.
+"""Records as a table: Satrap, the best form of each peer, ratios with their spread, targets met and missed.
 
-`python -m benchmarks.summary FILE ...` prints it for the lines of these files; a benchmark prints its own in the end.
+`python -m benchmarks.summary FILE ...` prints it for the lines of these files; a benchmark prints its own at the end.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forms import ONE_THREAD, labels_of
+from benchmarks.harness.forms import ONE_THREAD, labels_of
 
 RATES = (("rows_per_s", "M rows/s", 1e6), ("samples_per_s", "thousand samples/s", 1e3))
 RATIOS = {
@@ -24,29 +24,30 @@ Record = dict[str, Any]
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """Lines of Markdown: for each machine and date a table of rates, then one line for each target."""
+    """Return lines of Markdown: for each machine and date a table of rates, then one line for each target."""
     lines: list[str] = []
     runs: dict[str, list[Record]] = {}
     for record in records:
         runs.setdefault(_run(record), []).append(record)
-    for run, of_run in runs.items():
+    for run, run_records in runs.items():
         lines += [run, ""]
         for name, unit, scale in RATES:
-            timed = [record for record in of_run if name in record]
+            timed = [record for record in run_records if name in record]
             peers = list(dict.fromkeys(peer for record in timed for peer in _peers(record[name])))
             if timed:
                 heads = [unit, "Satrap", *peers, *RATIOS.values(), "clean rounds"]
                 lines += [_row(heads), _row(["---"] * len(heads))]
                 lines += [_row(_cells(record, name, scale, peers)) for record in timed]
                 lines.append("")
-        lines += [_verdict(record, target) for record in of_run for target in record["targets"]]
+        lines += [_verdict(record, target) for record in run_records for target in record["targets"]]
     return lines
 
 
 def _run(record: Record) -> str:
     machine = record["machine"]
     what = f"{machine['cpu']}, L3 {machine.get('l3', 'unknown')}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    return f"{record['date']}, {what}; {record['num_rounds']} rounds; `{record['command']}`; {record['commit'][:12]}"
+    rounds = record.get("num_rounds", len(record.get("seeds", ())))
+    return f"{record['date']}, {what}; {rounds} rounds; `{record['command']}`; {record['commit'][:12]}"
 
 
 def _peers(rates: Record) -> list[str]:
@@ -68,15 +69,17 @@ def _cells(record: Record, name: str, scale: float, peers: Sequence[str]) -> lis
 
 
 def _spread(figure: Record | None) -> str:
-    if not figure or figure["median"] is None:
+    if not figure:
         return ""
-    return f"{figure['median']:.2f} ({figure['low']:.2f}-{figure['high']:.2f})"
+    if "mean" in figure:
+        return f"{figure['mean']:.4f} ({figure['low']:.4f} to {figure['high']:.4f})"
+    return "" if figure["median"] is None else f"{figure['median']:.2f} ({figure['low']:.2f}-{figure['high']:.2f})"
 
 
 def _verdict(record: Record, target: Record) -> str:
     met = {True: "met", False: "missed", None: "not measured"}[target["met"]]
     figure = record["figures"].get(target["figure"])
-    return f"{met}: {record['case']} {target['figure']} {_spread(figure)}, wanted {target['wanted']}"
+    return f"{met}: {record['case']} {target['figure']} {_spread(figure)}, expected {target['wanted']}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """The Adult example of the original PERSIA, setting by setting: its continuous integration asserts an AUC of 0.8929.
 
-What it does is repeated even where one would not choose it, or the figure would be another one: the codes of the
-categories are numbered in the test file anew, numbers go in as they are, no layer has an activation. What differs: its
-Adagrad divides by the accumulator before the gradient is added and eps is under the root, and rows travel as float16.
+The figure requires every detail of the example, odd ones included: the test file has its own codes of the categories,
+numbers are not normalised, no layer has an activation. Two details differ: the original's Adagrad divides by the
+accumulator before it adds the gradient and has eps under the root, and its rows travel as float16.
 """
 
 import csv
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 import satrap
-from benchmarks.accuracy.training import Outcome, fit, tested
-from benchmarks.machine import ROOT
+from benchmarks.accuracy.training import Outcome, evaluate, fit
+from benchmarks.harness.machine import ROOT
 
 FOLDER = ROOT / "examples" / "data" / "adult"
 CATEGORIES = ["workclass", "education", "marital_status", "occupation", "relationship", "race", "gender"]
@@ -31,7 +31,7 @@ Columns = dict[str, NDArray[np.generic]]
 
 
 class Original(torch.nn.Module):
-    """The example's network: everything linear but the normalisations."""
+    """The example's network: linear except for the normalisations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Original(torch.nn.Module):
 
 
 def read(path: Path) -> Columns:
-    """One file: each category as its place among the file's own, in order of the alphabet; "?" is one of them."""
+    """Read one file. A category's code is its alphabetical position among those of the file, "?" included."""
     with gzip.open(path, "rt", newline="") as file:
         rows = [row for row in csv.reader(file, skipinitialspace=True) if row]
-    return coded(rows)
+    return encode(rows)
 
 
-def coded(rows: Sequence[Sequence[str]]) -> Columns:
-    """The columns that training takes, of rows of text."""
+def encode(rows: Sequence[Sequence[str]]) -> Columns:
+    """Return the columns for training, given rows of text."""
     texts = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     columns: Columns = {name: np.array(texts[name], np.float32) for name in NUMBERS}
     for name in CATEGORIES:
@@ -64,7 +64,7 @@ def coded(rows: Sequence[Sequence[str]]) -> Columns:
 
 
 def run(staleness: int, seed: int) -> Outcome:
-    """One pass over 254 whole batches in the file's order; the seed is of the network and the rows."""
+    """Train one pass over 254 whole batches in the file's order; the seed is that of the network and the rows."""
     torch.manual_seed(seed)
     data = satrap.Frame(
         read(FOLDER / "adult.data.gz"), dense=NUMBERS, label="label", batch_size=BATCH_SIZE, drop_last=True
@@ -76,4 +76,4 @@ def run(staleness: int, seed: int) -> Outcome:
     model = Original()
     fit(model, embeddings, torch.optim.SGD(model.parameters(), lr=0.1), data)
     test = data.replace(data=read(FOLDER / "adult.test.gz"), drop_last=False)
-    return tested(model, embeddings, test)
+    return evaluate(model, embeddings, test)

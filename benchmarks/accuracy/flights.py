@@ -1,7 +1,7 @@
-"""The job of examples/flights.py, as it stands, on the flights in a folder that the caller has; and a linear model.
+"""The job of examples/flights.py, unchanged, on the flights in a folder; and a linear model of the same inputs.
 
-The linear model gets the same inputs: a weight for each number and for each id, which is a logistic regression. What
-the example reaches beyond it is what its interactions are worth.
+The linear model has a weight for each number and for each id: a logistic regression. The example's lead over it is the
+value of its interactions.
 """
 
 from pathlib import Path
@@ -11,13 +11,13 @@ import torch
 from examples import flights
 
 import satrap
-from benchmarks.accuracy.training import Outcome, fit, tested
+from benchmarks.accuracy.training import Outcome, evaluate, fit
 
 LINEAR_EPOCHS = 4
 
 
 class Linear(torch.nn.Module):
-    """Numbers times weights, plus the weight of each id."""
+    """A linear model: numbers times weights, plus the weight of each id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,19 +30,19 @@ class Linear(torch.nn.Module):
 
 
 def run(staleness: int, seed: int, folder: Path) -> Outcome:
-    """Trains as the example does; the seed is of the order of the samples, the network and the rows."""
+    """Train as the example does; the seed is that of the order of the samples, the network and the rows."""
     train, test = flights.split(flights.flights(folder))
     model, embeddings = flights.train(train, staleness=staleness, seed=seed, deterministic=True, overlap=False)
     linear = linear_auc(train, test, seed)
-    return tested(model, embeddings, flights.source(test), linear_auc=linear)
+    return evaluate(model, embeddings, flights.source(test), linear_auc=linear)
 
 
 def linear_auc(train: Any, test: Any, seed: int) -> float:
-    """Of the linear model, trained in full synchrony."""
+    """Return the AUC of the linear model, trained at staleness 0."""
     torch.manual_seed(seed)
     tables = {name: satrap.Table(name, dim=1, optimizer=satrap.Adagrad(lr=0.05)) for name in flights.IDS}
     embeddings = satrap.Embeddings(tables, deterministic=True, seed=seed)
     model = Linear()
     data = flights.source(train, shuffle=True, epochs=LINEAR_EPOCHS, seed=seed)
     fit(model, embeddings, torch.optim.Adam(model.parameters(), lr=1e-3), data)
-    return tested(model, embeddings, flights.source(test)).auc
+    return evaluate(model, embeddings, flights.source(test)).auc

@@ -1,8 +1,8 @@
-"""One model trained and tested once, by a user's plain loop, so that a second time gives the same AUC to the last bit.
+"""Training and testing one model in a user's plain loop, which gives the same AUC to the last bit every time.
 
 The order is deterministic and no table work overlaps the dense network: at staleness 4 every batch but the first four
-is looked up without exactly the last four updates, the worst that a run with overlap may see. `one_thread` does the
-rest: torch adds up in another order for another number of threads.
+is looked up without exactly the last four updates, the worst case of a run with overlap. `one_thread` is needed because
+the order of torch's sums depends on the number of threads.
 """
 
 from collections.abc import Iterator
@@ -17,25 +17,25 @@ import satrap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one run reached."""
+    """The result of one run."""
 
     auc: float
-    """On the test samples."""
+    """AUC on the test samples."""
     num_steps: int
     num_rows: int
-    """Of all tables, after training."""
+    """Rows of all tables after training."""
     staleness_seen: dict[int, int]
-    """How many batches were looked up while n earlier steps were not yet applied."""
+    """Number of batches that were looked up before the last n steps were applied, by n."""
     num_test_samples: int
     best_auc: float | None = None
-    """Of the truth on the same test samples, where that is known."""
+    """AUC of the truth on the same test samples, if it is known."""
     linear_auc: float | None = None
-    """Of a linear model of the same inputs, where there is one."""
+    """AUC of a linear model of the same inputs, if there is one."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes in this thread alone."""
+    """Make torch compute in this thread alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 
 def fit(model: torch.nn.Module, embeddings: satrap.Embeddings, dense: torch.optim.Optimizer, data: Any) -> None:
-    """Trains both halves on all of the data."""
+    """Train both halves on all of the data."""
     optimizer = embeddings.optimizer(dense)
     for batch in embeddings.stream(data, overlap=False):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.embeddings), batch.label)
@@ -54,7 +54,7 @@ def fit(model: torch.nn.Module, embeddings: satrap.Embeddings, dense: torch.opti
         optimizer.step()
 
 
-def tested(
+def evaluate(
     model: torch.nn.Module,
     embeddings: satrap.Embeddings,
     test: Any,
@@ -62,17 +62,17 @@ def tested(
     best_auc: float | None = None,
     linear_auc: float | None = None,
 ) -> Outcome:
-    """What the trained model reaches on the test data, beside what others do there."""
+    """Test the trained model; the other AUCs are those of other models on the same data."""
     embeddings.eval()
     model.eval()
-    found = satrap.evaluate(model, embeddings.stream(test, overlap=False))
+    result = satrap.evaluate(model, embeddings.stream(test, overlap=False))
     counters = embeddings.counters()
     return Outcome(
-        auc=found.auc(),
+        auc=result.auc(),
         num_steps=embeddings.step,
         num_rows=sum(counters.rows.values()),
         staleness_seen=dict(counters.staleness),
-        num_test_samples=found.num_samples,
+        num_test_samples=result.num_samples,
         best_auc=best_auc,
         linear_auc=linear_auc,
     )

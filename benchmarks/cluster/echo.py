@@ -1,7 +1,8 @@
 """The kind `echo`: bytes per second through satrap.rpc beside a loop over plain sockets, in turns of a few steps.
 
-Each end has a core of its own, as on two machines; and once more (`_free`) all threads may run on any, where it depends
-on where Linux puts them.
+A request has the unique ids of a batch, a reply as many bytes as their float32 rows; no row is looked up, so only the
+transport is timed. Bytes are those of ids and rows alone, both directions together. Each end has a core of its own, as
+on two machines; and once more (`_free`) all threads may run on any core, where the figure depends on Linux's placement.
 """
 
 import os
@@ -13,55 +14,53 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster import servers
-from benchmarks.cluster.cases import ClusterCase
-from benchmarks.cluster.raw import RawClient
-from benchmarks.machine import versions
-from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
-from benchmarks.runs import Results
+from benchmarks.harness.case import Case
+from benchmarks.harness.clock import noise_between, read_cpu
+from benchmarks.harness.record import Rounds, each
 from benchmarks.workload import Floats, Ids, hashed_ids, row_numbers
 
 TURN = 10
 
 
 def unique_ids(rows: int, num_batches: int, part: int) -> list[Ids]:
-    """The ids of some batches, each once. Features share no row, so this is the same as feature by feature."""
+    """Return the unique ids of some batches. Features share no row, so uniqueness by feature is the same."""
     return [hashed_ids(np.unique(batch)) for batch in row_numbers(rows, "zipf", num_batches, part)]
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """One round: both contenders in turn on the same batches, with a core for each end and then with any."""
+    """Measure both contenders in turn on the same batches, with a core for each end and then with any core."""
     num_steps, dim = int(job["num_steps"]), int(job["dim"])
     batches = unique_ids(int(job["rows"]), min(num_steps, TURN), int(job["part"]))
     sizes = [len(ids) * (8 + 4 * dim) for ids in batches]
     num_bytes = sum(sizes[i % len(sizes)] for i in range(num_steps))
-    every = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))
     streams = {}
-    for place, here, there in (("", every[:1], every[-1:]), ("_free", every, every)):
-        seconds, noise = beside(job, batches, here, there)
+    for suffix, client_cores, server_cores in (("", cores[:1], cores[-1:]), ("_free", cores, cores)):
+        seconds, noise = time_contenders(job, batches, client_cores, server_cores)
         for name, spent in seconds.items():
-            streams[f"echo:{name}{place}"] = summarize(spent, num_bytes) | noise
+            rate = {"gb_per_s": round(num_bytes / sum(spent) / 1e9, 3)}
+            streams[f"echo:{name}{suffix}"] = rate | {"step_ms": round(1e3 * statistics.median(spent), 4)} | noise
     return {
         "streams": streams,
         "bytes_per_batch": round(statistics.fmean(sizes)),
-        "peak_resident_bytes": peak_resident_bytes(),
-        "versions": versions("numpy", "pyzmq"),
     }
 
 
-def beside(
-    job: Mapping[str, Any], batches: list[Ids], here: Sequence[int], there: Sequence[int]
+def time_contenders(
+    job: Mapping[str, Any], batches: list[Ids], client_cores: Sequence[int], server_cores: Sequence[int]
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """The seconds of each contender's steps, and the noise. here, there: the cores of this end and of the servers."""
+    """Return the seconds of each contender's steps, and the noise."""
     from satrap.rpc import Client
 
     num_warmup, num_steps, dim = int(job["num_warmup"]), int(job["num_steps"]), int(job["dim"])
-    told = {**job, "max_ids": max(map(len, batches)), "cores": there}
-    os.sched_setaffinity(0, here)  # before the client makes threads
+    server_job = {**job, "max_ids": max(map(len, batches)), "cores": server_cores}
+    os.sched_setaffinity(0, client_cores)  # before the client starts threads
     with ExitStack() as stack:
-        (port, raw), (address, rpc) = (stack.enter_context(servers.started(name, told)) for name in ("raw", "rpc"))
-        plain = RawClient(port, dim, told["max_ids"])
+        (port, raw), (address, rpc) = (
+            stack.enter_context(servers.started(name, server_job)) for name in ("raw", "rpc")
+        )
+        plain = servers.RawClient(port, dim, server_job["max_ids"])
         stack.callback(plain.close)
         client = stack.enter_context(Client(servers.Echo, address))
         contenders = {"rpc": client.call.lookup, "raw": plain.lookup}
@@ -77,41 +76,30 @@ def beside(
 
 
 def run(lookup: Callable[[Ids], Floats], batches: Sequence[Ids], dim: int) -> list[float]:
-    """The seconds of each batch."""
+    """Return the seconds of each batch."""
     seconds = []
     for ids in batches:
         start = time.perf_counter()
         rows = lookup(ids)
         seconds.append(time.perf_counter() - start)
         if len(rows) != len(ids) * dim:
-            raise RuntimeError(f"{len(ids)} ids of dim {dim} were answered with {len(rows)} floats")
-        del rows  # as a worker does, which copies them; two answers at once are more than malloc keeps at hand
+            raise RuntimeError(f"expected {len(ids) * dim} floats for {len(ids)} ids of dim {dim}, found {len(rows)}")
+        del rows  # as a worker does, which copies them; malloc does not keep enough memory for two replies
     return seconds
 
 
-def summarize(seconds: Sequence[float], num_bytes: int) -> dict[str, Any]:
-    return {
-        "gb_per_s": round(num_bytes / sum(seconds) / 1e9, 3),
-        "step_ms": round(1e3 * statistics.median(seconds), 4),
-    }
-
-
-def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
-    """The record of one case, from the results of its rounds."""
-    timed = streams_of("echo:", results)
-    clean = clean_rounds(timed)
-    rates = {name: each(rounds, "gb_per_s") for name, rounds in timed.items()}
+def record(case: Case, rounds: Rounds) -> dict[str, Any]:
+    rates = rounds.values("gb_per_s")
     ratios = {
-        f"ratio{name}": [
+        f"ratio{suffix}": [
             None if rpc is None else round(rpc / raw, 3)
-            for rpc, raw in zip(rates[f"rpc{name}"], rates[f"raw{name}"], strict=True)
+            for rpc, raw in zip(rates[f"rpc{suffix}"], rates[f"raw{suffix}"], strict=True)
         ]
-        for name in ("", "_free")
+        for suffix in ("", "_free")
     }
-    record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
-    record |= {"num_threads": case.num_threads, "bytes_per_batch": each(results["worker"], "bytes_per_batch")}
-    record["gb_per_s"] = {name: spread(values, clean) for name, values in rates.items()}
-    record["step_ms"] = {name: spread(each(rounds, "step_ms"), clean) for name, rounds in timed.items()}
-    record["figures"] = {name: spread(values, clean) for name, values in ratios.items()}
-    record |= {"targets": judge(case, record), "clean_rounds": clean, "noise": worst_noise(timed)}
-    return record | processes(results)
+    return {
+        "bytes_per_batch": each(rounds.results["worker"], "bytes_per_batch"),
+        "gb_per_s": rounds.spreads("gb_per_s"),
+        "step_ms": rounds.spreads("step_ms"),
+        "figures": {name: rounds.spread(values) for name, values in ratios.items()},
+    }

@@ -1,9 +1,9 @@
-"""An emulated network, decided: when a packet arrives, given each machine's rate and the delay between any two.
+"""The rules of an emulated network: when a packet arrives, given each machine's rate and the delay between any two.
 
-Every machine has a cable of its own to one switch, both ways at the same rate. What it sends at once takes turns,
-connection by connection, as Linux lets it. A packet goes on through the switch as it comes, not when it is whole, as
-soon as its receiver's cable is free, and arrives the delay later. What would wait in the switch behind more than LIMIT
-bytes is lost. Values in, values out, time passed in; `switch.py` moves the packets.
+Every machine has a cable to one switch, with the same rate both ways. A machine's connections take turns, as in Linux.
+A packet passes the switch while it is received, as soon as its receiver's cable is free, and arrives the delay later. A
+packet that would wait in the switch behind more than LIMIT bytes is lost. Pure: time is an argument, and `switch.py`
+moves the packets.
 """
 
 from collections import deque
@@ -14,19 +14,19 @@ from typing import Generic, TypeVar
 Packet = TypeVar("Packet")
 
 LIMIT = 8 << 20
-"""Bytes that wait in the switch for one cable."""
+"""Bytes that may wait in the switch for one cable."""
 _HEADERS = 52  # of IPv4 and of TCP with timestamps, in every packet on the wire
 _FRAME = 38  # Ethernet's header, check sum, preamble and gap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a network is like."""
+    """The rate and delay of a network."""
 
     gbit: float | None = None
-    """Of each cable, each way, in 10^9 bits per second; None: as fast as the emulation can."""
+    """Rate of each cable, each way, in 10^9 bits per second; None: no limit."""
     delay_ms: float = 0.0
-    """From one machine to another; there and back takes twice that."""
+    """Delay from one machine to another; a round trip takes twice that."""
 
     @property
     def name(self) -> str:
@@ -46,25 +46,25 @@ class _Waiting(Generic[Packet]):
 
 
 class Network(Generic[Packet]):
-    """Some machines, numbered, and what waits for their cables."""
+    """Numbered machines, and the packets that wait for their cables."""
 
     def __init__(self, num_machines: int) -> None:
         self.shape = Shape()
         self.lost = 0
-        self._out, self._in = ([0.0] * num_machines for _ in range(2))  # until when each cable is taken
+        self._out, self._in = ([0.0] * num_machines for _ in range(2))  # end of each cable's use
         self._waiting: list[dict[Hashable, deque[_Waiting[Packet]]]] = [{} for _ in range(num_machines)]
 
     def send(self, now: float, size: int, source: int, target: int, flow: Hashable, packet: Packet) -> None:
-        """A packet of `size` bytes on the wire. flow: what keeps its order. Seconds of any clock."""
+        """Send a packet of `size` bytes on the wire. flow: the connection, which keeps its order. now: any clock."""
         waiting = _Waiting(now, size, target, packet)
         self._waiting[source].setdefault(flow, deque()).append(waiting)
 
     def due(self) -> float | None:
-        """When the next packet leaves; None if none waits."""
+        """Return when the next packet leaves, None if none waits."""
         return min((free for free, flows in zip(self._out, self._waiting, strict=True) if flows), default=None)
 
     def leave(self, now: float) -> Iterator[tuple[float, int, Packet]]:
-        """What left by now: when it arrives, at whom. Being asked late changes no time but that of what is behind."""
+        """Yield the packets that left by now, with arrival and target. A late call delays only packets sent later."""
         for source, flows in enumerate(self._waiting):
             while flows and self._out[source] <= now:
                 flow = next(iter(flows))
@@ -74,21 +74,21 @@ class Network(Generic[Packet]):
                     yield arrival, line[0].target, line[0].packet
                 line.popleft()
                 if line:
-                    flows[flow] = line  # behind the others
+                    flows[flow] = line  # after the other connections
 
-    def _pass(self, source: int, each: "_Waiting[Packet]") -> float | None:
+    def _pass(self, source: int, waiting: "_Waiting[Packet]") -> float | None:
         rate = self.shape.bytes_per_second
-        begin = max(each.since, self._out[source])
-        self._out[source] = begin + each.size / rate
-        through = max(begin, self._in[each.target])
+        begin = max(waiting.since, self._out[source])
+        self._out[source] = begin + waiting.size / rate
+        through = max(begin, self._in[waiting.target])
         if (through - begin) * rate > LIMIT:
             self.lost += 1
             return None
-        self._in[each.target] = through + each.size / rate
-        return self._in[each.target] + self.shape.delay_ms / 1e3
+        self._in[waiting.target] = through + waiting.size / rate
+        return self._in[waiting.target] + self.shape.delay_ms / 1e3
 
 
 def wire_bytes(size: int, segment: int) -> int:
-    """What a packet takes on the wire. segment: the payload of each part, if a network card would cut it; else 0."""
+    """Return the bytes of a packet on the wire. segment: payload of its parts if a card would split it, or 0."""
     parts = -(-max(1, size - _HEADERS) // segment) if segment else 1
     return size + (parts - 1) * _HEADERS + parts * _FRAME

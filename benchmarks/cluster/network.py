@@ -1,9 +1,9 @@
 """The kind `network`: whole steps of two trainers and a server on three emulated machines, over several networks and
-with several stalenesses, beside what a bound on them says (`prediction.py`).
+with several stalenesses, beside a predicted bound (`prediction.py`).
 
-Everything goes over the emulated cables as it would for a user: rows with keys, so encrypted, and the all-reduces of
+All traffic crosses the emulated cables as it would for a user: rows with keys, so encrypted, and the all-reduces of
 dense gradients. A round measures every mode over every network with the same processes, and before and after that steps
-over the same machines with nothing slowed down. `probe.py` says what each network really carries.
+over the same machines without a limit. `probe.py` measures what each network really carries.
 """
 
 import json
@@ -12,51 +12,71 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.cluster.cases import ClusterCase
 from benchmarks.cluster.link import Shape
 from benchmarks.cluster.machines import Machines, emulated
 from benchmarks.cluster.prediction import ASYNC, HYBRID, SYNCHRONOUS, Alone, step_seconds
-from benchmarks.cluster.processes import talking, tell, told
-from benchmarks.cluster.turn import BATCH, Turn
-from benchmarks.machine import versions
-from benchmarks.records import clean_rounds, each, judge, processes, spread, streams_of, worst_noise
-from benchmarks.runs import Results, Round
-from benchmarks.train.workload import batches_file
+from benchmarks.cluster.processes import receive, satrap_server, send, talking
+from benchmarks.harness.case import Case
+from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
+from benchmarks.harness.machine import versions
+from benchmarks.harness.record import Rounds, each
+from benchmarks.workload import samples_file
 
 SHAPES = tuple(Shape(gbit=gbit, delay_ms=delay) for gbit, delay in ((10, 0.2), (10, 1), (1, 0.2)))
 MODES = (SYNCHRONOUS, "1", HYBRID, "16", ASYNC)
 ALONE = (SYNCHRONOUS, HYBRID, ASYNC)
 SERVER, TRAINERS = 0, (1, 2)
 FILE_BATCHES = 8  # of 4,096 samples
-PORT = 29500  # of gloo's meeting; the machine has no other process
-Crossed = list[list[float]]
+PORT = 29500  # of gloo's rendezvous; the machine has no other process
+Matrix = list[list[float]]
+"""Bytes on the wire, [source][target]."""
+BATCH = 1024
+"""Samples of a trainer's step. On the one core of a trainer they take about as long as 4,096 on four."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Some steps of the trainers with one staleness, which they get as a line of JSON."""
+
+    mode: str
+    """The staleness, or "async"."""
+    num_warmup: int
+    num_steps: int
+
+    @property
+    def staleness(self) -> int:
+        return int(HYBRID if self.mode == ASYNC else self.mode)
+
+    @property
+    def num_untimed(self) -> int:
+        """Steps until as many are in flight as the staleness allows."""
+        return self.num_warmup + self.staleness
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """One round."""
+    """Measure every mode over every network."""
     with ExitStack() as stack:
         rig = Rig(stack, job)
         for mode in (SYNCHRONOUS, ASYNC):
-            rig.turn(mode, Shape(), num_warmup=rig.num_batches)  # makes the rows
+            rig.turn(mode, Shape(), num_warmup=rig.num_batches)  # creates the rows
         before = read_cpu(rig.pids)
-        lone = {mode: [rig.turn(mode, Shape())] for mode in ALONE}
+        unshaped = {mode: [rig.turn(mode, Shape())] for mode in ALONE}
         probes = {Shape().name: rig.probe(Shape())}
-        took: dict[tuple[Shape, str], float] = {}
+        measured: dict[tuple[Shape, str], float] = {}
         for shape in SHAPES:
             probes[shape.name] = rig.probe(shape)
-            took |= {(shape, mode): rig.turn(mode, shape)["seconds"] for mode in MODES}
-        for mode, turns in lone.items():
+            measured |= {(shape, mode): rig.turn(mode, shape)["seconds"] for mode in MODES}
+        for mode, turns in unshaped.items():
             turns.append(rig.turn(mode, Shape()))
         noise = noise_between(before, read_cpu(rig.pids))
         peak = peak_resident_bytes(rig.pids)
     alone = {
-        mode: Alone(seconds=statistics.fmean(each["seconds"] for each in turns), crossed=turns[0]["crossed"])
-        for mode, turns in lone.items()
+        mode: Alone(seconds=statistics.fmean(turn["seconds"] for turn in turns), crossed=turns[0]["crossed"])
+        for mode, turns in unshaped.items()
     }
     streams = {
         f"network:{shape.name}/{mode}": {
@@ -64,11 +84,11 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             "predicted_ms": round(1e3 * step_seconds(shape, alone, mode), 3),
             **noise,
         }
-        for (shape, mode), seconds in took.items()
+        for (shape, mode), seconds in measured.items()
     }
     return {
         "streams": streams,
-        "alone": {mode: asdict(each) for mode, each in alone.items()},
+        "alone": {mode: asdict(step) for mode, step in alone.items()},
         "lost_packets": rig.lost,
         "probes": probes,
         "peak_resident_bytes": peak,
@@ -77,15 +97,14 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Rig:
-    """The machines and what runs on them."""
+    """The machines and their processes."""
 
     def __init__(self, stack: ExitStack, job: Mapping[str, Any]) -> None:
-        from benchmarks.cluster.command import satrap_server
         from satrap.rpc.keys import make_keys
 
         self.machines = machines = stack.enter_context(emulated(1 + len(TRAINERS)))
         self._job, self.lost = job, 0
-        server_key, client_key = map(str, make_keys(Path(job["tmpfs"], "keys")))
+        server_key, client_key = map(str, make_keys(Path(job["folder"], "keys")))
         host = machines.addresses[SERVER]
         servers = {
             name: stack.enter_context(
@@ -98,47 +117,47 @@ class Rig:
             )
             for name in ("sync", ASYNC)
         }
-        answering = stack.enter_context(process(machines, SERVER, "probe", "serve", host=host, keys=server_key))
-        asked = {"host": host, "address": told(answering), "port": told(answering), "keys": client_key}
-        self._probe = stack.enter_context(process(machines, TRAINERS[0], "probe", "ask", **asked))
+        replier = stack.enter_context(process(machines, SERVER, "probe", "serve", host=host, keys=server_key))
+        target = {"host": host, "address": receive(replier), "port": receive(replier), "keys": client_key}
+        self._probe = stack.enter_context(process(machines, TRAINERS[0], "probe", "ask", **target))
         common = {"rows": job["rows"], "dim": job["dim"], "keys": client_key, "world": len(TRAINERS)}
-        common["file"] = str(batches_file(Path(job["batches"]), int(job["rows"]), FILE_BATCHES, int(job["part"])))
-        common["meeting"] = f"tcp://{machines.addresses[TRAINERS[0]]}:{PORT}"
+        common["file"] = str(samples_file(Path(job["batches"]), int(job["rows"]), FILE_BATCHES, int(job["part"])))
+        common["rendezvous"] = f"tcp://{machines.addresses[TRAINERS[0]]}:{PORT}"
         common["servers"] = {name: address for name, (address, _) in servers.items()}
         self._trainers = [
             stack.enter_context(process(machines, machine, "trainer", rank=rank, **common))
             for rank, machine in enumerate(TRAINERS)
         ]
-        self.num_batches = min(told(each) for each in self._trainers)
-        started = [*self._trainers, self._probe, answering]
-        self.pids = [machines.switch_pid, *(pid for _, pid in servers.values()), *(each.pid for each in started)]
+        self.num_batches = min(receive(trainer) for trainer in self._trainers)
+        started = [*self._trainers, self._probe, replier]
+        self.pids = [machines.switch_pid, *(pid for _, pid in servers.values()), *(child.pid for child in started)]
 
     def turn(self, mode: str, shape: Shape, num_warmup: int | None = None) -> dict[str, Any]:
-        """Some steps of all trainers: what one took, the slower trainer's, and what crossed for it."""
+        """Run some steps of all trainers; return the bytes of one, and its seconds on the slower trainer."""
         num_warmup = int(self._job["num_warmup"]) if num_warmup is None else num_warmup
         turn = Turn(mode=mode, num_warmup=num_warmup, num_steps=int(self._job["num_steps"]))
         self.machines.reshape(shape)
         for trainer in self._trainers:
-            tell(trainer, asdict(turn))
-        found = [told(trainer) for trainer in self._trainers]
+            send(trainer, asdict(turn))
+        replies = [receive(trainer) for trainer in self._trainers]
         counted = self.machines.reshape(Shape())
         self.lost += counted["lost"]
-        num_steps, lookups = turn.num_untimed + turn.num_steps, each(found, "lookups")
+        num_steps, lookups = turn.num_untimed + turn.num_steps, each(replies, "lookups")
         crossed = per_step(counted["bytes"], num_steps, lookups)
-        return {"seconds": max(each(found, "seconds")), "crossed": crossed}
+        return {"seconds": max(each(replies, "seconds")), "crossed": crossed}
 
     def probe(self, shape: Shape) -> dict[str, float]:
-        """What such a network carries."""
+        """Return what such a network carries."""
         self.machines.reshape(shape)
-        tell(self._probe, None)
-        found: dict[str, float] = told(self._probe)
+        send(self._probe, None)
+        figures: dict[str, float] = receive(self._probe)
         self.machines.reshape(Shape())
-        return found
+        return figures
 
 
-def per_step(total: Sequence[Sequence[int]], num_steps: int, lookups: Sequence[int]) -> Crossed:
-    """Bytes of a step, [source][target]. lookups: of each trainer, whose rows are what the server sends: a turn is left
-    with more lookups begun than steps done."""
+def per_step(total: Sequence[Sequence[int]], num_steps: int, lookups: Sequence[int]) -> Matrix:
+    """Return the bytes of a step, [source][target]. lookups: those of each trainer, whose rows are what the server
+    sends; a turn starts more lookups than it finishes steps."""
     crossed = [[size / num_steps for size in row] for row in total]
     for trainer, count in zip(TRAINERS, lookups, strict=True):
         crossed[SERVER][trainer] = total[SERVER][trainer] / count
@@ -146,50 +165,49 @@ def per_step(total: Sequence[Sequence[int]], num_steps: int, lookups: Sequence[i
 
 
 def process(machines: Machines, machine: int, module: str, *arguments: str, **job: Any) -> Any:
-    """A process of this benchmark on a machine, that is told lines."""
+    """Start a process of this benchmark on a machine; it reads lines."""
     command = [sys.executable, "-m", f"benchmarks.cluster.{module}", *arguments, json.dumps(job)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": machines.devices[machine]}
     return talking(machines.command(machine, command), env=environment)
 
 
-def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
-    """The record of one case, network by network."""
-    timed = streams_of("network:", results)
-    clean = clean_rounds(timed)
-    record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
-    record |= {"num_threads": case.num_threads, "batch": BATCH, "num_trainers": len(TRAINERS)}
-    record["networks"] = {shape.name: asdict(shape) | of_network(shape, timed, clean) for shape in SHAPES}
-    record["figures"] = {
-        f"{figure}/{name}": network[figure][HYBRID]
-        for name, network in record["networks"].items()
-        for figure in ("of_predicted", "ratio", "of_async")
+def record(case: Case, rounds: Rounds) -> dict[str, Any]:
+    """Return the record, network by network."""
+    networks = {shape.name: asdict(shape) | figures_of(shape, rounds) for shape in SHAPES}
+    done = [result for result in rounds.results["worker"] if result is not None]
+    return {
+        "batch": BATCH,
+        "num_trainers": len(TRAINERS),
+        "networks": networks,
+        "figures": {
+            f"{figure}/{name}": network[figure][HYBRID]
+            for name, network in networks.items()
+            for figure in ("of_predicted", "ratio", "of_async")
+        },
+        **{name: each(done, name) for name in ("alone", "probes", "lost_packets")},
     }
-    rounds = [each for each in results["worker"] if each is not None]
-    for name in ("alone", "probes", "lost_packets"):
-        record[name] = each(rounds, name)
-    record |= {"targets": judge(case, record), "clean_rounds": clean, "noise": worst_noise(timed)}
-    return record | processes(results)
 
 
-def of_network(shape: Shape, timed: Mapping[str, Sequence[Round]], clean: Sequence[bool]) -> dict[str, Any]:
-    """By mode: milliseconds of a step and what was predicted, samples/s of all trainers, how many times those of
-    staleness 0 they are and how many times they would be if every step took what was predicted, and their shares of
-    the predicted ones and of the fully asynchronous ones."""
-    took, expected = (
-        {mode: each(timed[f"{shape.name}/{mode}"], figure) for mode in MODES} for figure in ("ms", "predicted_ms")
+def figures_of(shape: Shape, rounds: Rounds) -> dict[str, Any]:
+    """Return figures of one network by mode: milliseconds of a step, predicted milliseconds, samples/s of all trainers,
+    these over those of staleness 0, the same as predicted, and their shares of the predicted and of the fully
+    asynchronous ones."""
+    ms, predicted = (
+        {mode: rounds.values(name)[f"{shape.name}/{mode}"] for mode in MODES} for name in ("ms", "predicted_ms")
     )
     figures = {
-        "step_ms": took,
-        "predicted_ms": expected,
-        "samples_per_s": {mode: over([1e3 * BATCH * len(TRAINERS)] * len(clean), took[mode]) for mode in MODES},
-        "ratio": {mode: over(took[SYNCHRONOUS], took[mode]) for mode in MODES},
-        "predicted_ratio": {mode: over(expected[SYNCHRONOUS], expected[mode]) for mode in MODES},
-        "of_predicted": {mode: over(expected[mode], took[mode]) for mode in MODES},
-        "of_async": {mode: over(took[ASYNC], took[mode]) for mode in MODES},
+        "step_ms": ms,
+        "predicted_ms": predicted,
+        "samples_per_s": {mode: over([1e3 * BATCH * len(TRAINERS)] * len(rounds.clean), ms[mode]) for mode in MODES},
+        "ratio": {mode: over(ms[SYNCHRONOUS], ms[mode]) for mode in MODES},
+        "predicted_ratio": {mode: over(predicted[SYNCHRONOUS], predicted[mode]) for mode in MODES},
+        "of_predicted": {mode: over(predicted[mode], ms[mode]) for mode in MODES},
+        "of_async": {mode: over(ms[ASYNC], ms[mode]) for mode in MODES},
     }
-    return {name: {mode: spread(values, clean) for mode, values in by.items()} for name, by in figures.items()}
+    return {name: {mode: rounds.spread(values) for mode, values in by.items()} for name, by in figures.items()}
 
 
-def over(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
-    """Quotients, round by round."""
-    return [None if a is None or b is None else round(a / b, 3) for a, b in zip(above, below, strict=True)]
+def over(numerators: Sequence[float | None], denominators: Sequence[float | None]) -> list[float | None]:
+    """Return quotients, round by round."""
+    pairs = zip(numerators, denominators, strict=True)
+    return [None if above is None or below is None else round(above / below, 3) for above, below in pairs]

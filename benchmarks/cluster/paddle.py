@@ -1,7 +1,5 @@
-"""One round of Paddle's parameter server: `python -m benchmarks.cluster.paddle '<job as JSON>'`, in its environment.
-
-Starts a server and a trainer (`paddle_role.py`) on free ports of this machine; both are gone when it ends. The last
-line of stdout is the trainer's result.
+"""One round of Paddle's parameter server, in its environment: a server and a trainer (`paddle_role.py`) on free ports
+of this machine. Both end with the round, whose result is the trainer's.
 """
 
 import json
@@ -14,24 +12,25 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.clock import available_bytes
-from benchmarks.machine import ROOT
+from benchmarks.cluster.processes import Process, wait_or_kill
+from benchmarks.harness.clock import available_bytes
+from benchmarks.harness.machine import ROOT
 
 START_SECONDS = 120.0
 RUN_SECONDS = 1500.0
 HOST = "127.0.0.1"
-ROW_BYTES = 320  # of both processes for a row beside its numbers, at most, as measured
-REFUSED = "resquest cmd_id"  # sic: how its client begins the line about a message that it gave up
+ROW_BYTES = 320  # measured bound on what both processes need for a row beside its numbers
+DROPPED = "resquest cmd_id"  # sic: the start of its client's line about a message that it dropped
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones, free a moment ago."""
+    """Return different ports that are free now."""
     with ExitStack() as stack:
         return [stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(count)]
 
 
 def environment(role: str, ports: tuple[int, int], num_threads: int) -> dict[str, str]:
-    """What Paddle's fleet reads: who this process is, and where the server and the trainer are."""
+    """Return what Paddle's fleet reads: the role of the process, and the addresses of server and trainer."""
     server, trainer = ports
     return {
         "TRAINING_ROLE": role,
@@ -49,8 +48,8 @@ def environment(role: str, ports: tuple[int, int], num_threads: int) -> dict[str
     }
 
 
-def start(role: str, job: Mapping[str, Any], ports: tuple[int, int]) -> subprocess.Popen[str]:
-    """A process of one role. What a server says is not read, so it goes nowhere."""
+def start(role: str, job: Mapping[str, Any], ports: tuple[int, int]) -> Process:
+    """Start a process of one role. The output of a server is not read."""
     unread = subprocess.DEVNULL if role == "PSERVER" else subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.cluster.paddle_role", json.dumps(job)],
@@ -62,12 +61,12 @@ def start(role: str, job: Mapping[str, Any], ports: tuple[int, int]) -> subproce
     )
 
 
-def await_port(process: subprocess.Popen[str], port: int) -> None:
-    """Returns once the server listens."""
+def await_port(process: Process, port: int) -> None:
+    """Wait until the server listens."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise RuntimeError(f"Paddle's server ended with exit status {process.returncode} before it listened")
+            raise RuntimeError(f"Paddle's server exited with status {process.returncode} before it listened")
         try:
             socket.create_connection((HOST, port), timeout=1.0).close()
             return
@@ -76,34 +75,25 @@ def await_port(process: subprocess.Popen[str], port: int) -> None:
     raise RuntimeError(f"Paddle's server does not listen after {START_SECONDS:g} s")
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """It has a moment to end by itself."""
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def result_of(stdout: str) -> dict[str, Any] | None:
-    """The trainer's last line that is a result; Paddle prints lines of its own."""
-    found = [line for line in stdout.splitlines() if line.startswith('{"streams"')]
-    result: dict[str, Any] | None = json.loads(found[-1]) if found else None
+    """Return the trainer's last line that is a result, None without one; Paddle prints other lines."""
+    results = [line for line in stdout.splitlines() if line.startswith('{"streams"')]
+    result: dict[str, Any] | None = json.loads(results[-1]) if results else None
     return result
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """One round. A trainer that ended badly after its result (Paddle's teardown) has been measured all the same."""
+    """Measure one round. A trainer that fails after its result, in Paddle's teardown, has been measured."""
     needed, available = int(job["rows"]) * (4 * int(job["dim"]) + ROW_BYTES), available_bytes()
     if needed > available:
         raise RuntimeError(f"needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available")
     first, second = free_ports(2)
     with ExitStack() as stack:
         server = start("PSERVER", job, (first, second))
-        stack.callback(end, server)
+        stack.callback(wait_or_kill, server, 5)
         await_port(server, first)
         trainer = start("TRAINER", {**job, "server": server.pid}, (first, second))
-        stack.callback(end, trainer)
+        stack.callback(wait_or_kill, trainer, 5)
         try:
             stdout, stderr = trainer.communicate(timeout=RUN_SECONDS)
         except subprocess.TimeoutExpired:
@@ -113,10 +103,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     result = result_of(stdout)
     if result is None:
         raise RuntimeError(f"Paddle's trainer gave no result: {' | '.join(stderr.strip().splitlines()[-3:])}")
-    if REFUSED in stderr:
-        raise RuntimeError("Paddle's trainer gave messages up, so its server did not do all the work")
+    if DROPPED in stderr:
+        raise RuntimeError("Paddle's trainer dropped messages, so its server did not do all the work")
     return result
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)

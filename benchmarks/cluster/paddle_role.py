@@ -1,13 +1,13 @@
-"""The server or the trainer of Paddle's parameter-server mode; the environment says which, as its fleet wants it.
+"""The server or the trainer of Paddle's parameter-server mode; environment variables name the role, as fleet requires.
 
 Asynchronous mode, one sparse table with row-wise Adagrad (SparseAdaGradSGDRule) on the server. The trainer's program is
 an embedding of [ids, 1] row numbers and, for the kind `rows`, a loss whose gradient is the same for every number; for
 `train` the DLRM that Paddle has in benchmarks.train. `Executor.run` never fetches the dense parameters, which the
-server steps, so the trainer fetches them before every step. Pushes that wait are flushed before the clock is stopped.
+server updates, so the trainer fetches them before every step. Pending pushes are flushed before the clock stops.
 
-Pushes that wait are merged, and at dim 64 a merged one is larger than the 64 MiB that a message of its RPC may have.
-The server refuses it, the trainer tries thrice more and drops it: unnoticed but for a line on stderr, the rows stay as
-they were. No option of Paddle was found that reaches this limit, so it is raised in the library's memory.
+Pending pushes are merged, and at dim 64 a merged one exceeds the 64 MiB of a message of Paddle's RPC. The server
+refuses it, the trainer retries three times and drops it: the rows stay unchanged, and only a line on stderr says so. No
+option of Paddle changes this limit, so it is raised in the library's memory.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.cluster.rows import GRADIENT
-from benchmarks.cluster.train import TOP, batches_of, first_and_last
+from benchmarks.cluster.train import TOP, batches_of
 from benchmarks.contenders import RANGE
+from benchmarks.contenders.paddle_table import PaddleTrain, PaddleTrainer
+from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.train.cases import DENSE_LR
-from benchmarks.train.paddle import PaddleTrain, PaddleTrainer
-from benchmarks.train.workload import NUM_DENSE
-from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES, RowNumbers, batch_file, total_rows
+from benchmarks.train.pairs import first_and_last
+from benchmarks.workload import BATCH_IDS, NUM_DENSE, NUM_FEATURES, SAMPLES, RowNumbers, ids_file, total_rows
 
 LR = 0.05
 TABLE = "rows"
@@ -41,16 +41,16 @@ class Rows(PaddleTrain):
     """The embedding, with its rows on the server."""
 
     def embedding(self, ids: Any) -> Any:
-        """See PaddleTrain; ids are [any, 1], the only shape that this mode takes."""
+        """Return rows of ids [any, 1], the only shape that this mode accepts."""
         attribute = self.paddle.ParamAttr(name=TABLE, initializer=self.paddle.nn.initializer.Uniform(-RANGE, RANGE))
         return self.paddle.static.nn.sparse_embedding(ids, size=[self.count, self.dim], param_attr=attribute)
 
 
 class Model(PaddleTrainer):
-    """The layers alone; whoever calls gives the program."""
+    """The layers, in the caller's program."""
 
     def __init__(self, contender: PaddleTrain, top: str) -> None:
-        # Not the parent's, which builds and starts programs of one process.
+        # The parent's would build and start programs of one process.
         self.contender, self.top = contender, top
 
     def loss(self, block: Any) -> Any:
@@ -62,7 +62,7 @@ class Model(PaddleTrainer):
 
 
 def sparse_table(dim: int) -> dict[str, Any]:
-    """The server's table, in the words of `DistributedStrategy.sparse_table_configs`."""
+    """Return the server's table for `DistributedStrategy.sparse_table_configs`."""
     prefix = f"table_parameters.{TABLE}."
     accessor = f"{prefix}accessor."
     config: dict[str, Any] = {
@@ -84,49 +84,49 @@ def sparse_table(dim: int) -> dict[str, Any]:
 
 
 def raise_message_limit() -> None:
-    """See the file's docstring; before anything is sent."""
+    """Raise the size limit of messages (see above); must precede the first message."""
     from paddle.base import libpaddle
 
     ctypes.c_uint64.in_dll(ctypes.CDLL(libpaddle.__file__), MESSAGE_LIMIT).value = MESSAGE_BYTES
 
 
 def build(paddle: Any, fleet: Any, job: Mapping[str, Any]) -> Any:
-    """The loss, in the default program, with its optimizer."""
+    """Build the loss with its optimizer in the default program; return the loss."""
     dim = int(job["dim"])
     rows = Rows(rows=int(job["rows"]), dim=dim, optimizer="adagrad", num_threads=int(job["num_threads"]))
-    found = rows.embedding(paddle.static.data("ids", [None, 1], "int64"))
+    block = rows.embedding(paddle.static.data("ids", [None, 1], "int64"))
     if job["kind"] == "train":
-        loss = Model(rows, TOP).loss(paddle.reshape(found, [-1, NUM_FEATURES, dim]))
+        loss = Model(rows, TOP).loss(paddle.reshape(block, [-1, NUM_FEATURES, dim]))
     else:
-        loss = paddle.sum(found) * GRADIENT
+        loss = paddle.sum(block) * GRADIENT
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = True
     strategy.sparse_table_configs = sparse_table(dim)
-    # Of the dense parameters; the table has its own.
+    # SGD is for the dense parameters; the table has its own rule.
     fleet.distributed_optimizer(paddle.optimizer.SGD(DENSE_LR), strategy).minimize(loss)
     return loss
 
 
 def by_sample(rows: RowNumbers) -> RowNumbers:
-    """[ids, 1], sample after sample, of ids feature after feature."""
+    """Return [ids, 1], sample after sample, for ids that are feature after feature."""
     return np.ascontiguousarray(rows.reshape(NUM_FEATURES, -1).T).reshape(-1, 1)
 
 
 def feeds(job: Mapping[str, Any]) -> list[Feed]:
-    """The batches of the round."""
+    """Return the batches of the round."""
     if job["kind"] == "train":
-        drawn = batches_of(job, 0)
+        batches = batches_of(job, 0)
         return [
             {"ids": by_sample(rows), "dense": dense, "labels": labels[:, None]}
-            for rows, dense, labels in zip(drawn.rows, drawn.dense, drawn.labels, strict=True)
+            for rows, dense, labels in zip(batches.rows, batches.dense, batches.labels, strict=True)
         ]
     count = int(job["num_warmup"]) + int(job["num_steps"])
-    path = batch_file(Path(job["batches"]), int(job["rows"]), "zipf", count, int(job["part"]))
+    path = ids_file(Path(job["batches"]), int(job["rows"]), "zipf", count, int(job["part"]))
     return [{"ids": rows.reshape(-1, 1)} for rows in np.load(path)]
 
 
 def filling(job: Mapping[str, Any], like: Feed) -> Iterator[Feed]:
-    """Batches with every row once. The dense numbers are 0, so only biases learn from them."""
+    """Yield batches with every row once. The dense numbers are 0, so only biases learn from them."""
     count = total_rows(int(job["rows"]))
     for begin in range(0, count, BATCH_IDS):
         rows = np.arange(begin, min(begin + BATCH_IDS, count)).reshape(-1, 1)
@@ -150,20 +150,20 @@ class Steps:
         self.flush: Callable[[], Any] = self._runtime._worker.client_flush
 
     def run(self, batches: Sequence[Feed] | Iterator[Feed]) -> tuple[list[float], list[float]]:
-        """Seconds and loss of each."""
+        """Run the batches; return the seconds and the loss of each."""
         seconds, losses = [], []
         for feed in batches:
             start = time.perf_counter()
             if self._places is not None:
                 self._runtime._pull_all_dense([self._scope], self._runtime._send_ctx, self._places)
-            found = self._executor.run(self._program, feed=feed, fetch_list=[self._loss])[0]
-            losses.append(float(np.asarray(found).ravel()[0]))
+            loss = self._executor.run(self._program, feed=feed, fetch_list=[self._loss])[0]
+            losses.append(float(np.asarray(loss).ravel()[0]))
             seconds.append(time.perf_counter() - start)
         return seconds, losses
 
 
 def measure(job: Mapping[str, Any], steps: Steps, version: str) -> dict[str, Any]:
-    """Every row is made, then the warm-up, then the steps with the flush of what they pushed."""
+    """Create every row, warm up, then time the steps with the flush of their pushes."""
     batches, num_warmup, num_steps = feeds(job), int(job["num_warmup"]), int(job["num_steps"])
     server = int(job["server"])
     steps.run(filling(job, batches[0]))

@@ -1,8 +1,8 @@
 """The plot of the kind `network`: `python -m benchmarks.cluster.plot <results> <out.svg>`.
 
-How many times the samples/s of staleness 0 there are, by staleness, with a colour for each network and a panel for each
-dim. Points are medians with their range over the rounds, dashed lines what was predicted. SVG is written by hand: the
-few shapes need no library.
+It shows samples/s over those of staleness 0, by staleness, with a colour for each network and a panel for each dim.
+Points are medians with their range over the rounds, dashed lines are predictions. SVG is written directly: a few shapes
+need no library.
 """
 
 import argparse
@@ -20,19 +20,19 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3c8d5a", "#8d5a97")
 WIDTH, HEIGHT = 380, 300  # of a panel
 LEFT, TOP, RIGHT, BOTTOM = 46, 34, 14, 44
 LEGEND = 26
-APART = 9  # between the points of two networks
+SPACING = 9  # between the points of two networks
 Record = Mapping[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """The newest of each case, by dim."""
+    """Return the newest record of each case, by dim."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     newest = {record["case"]: record for record in lines if record.get("kind") == "network"}
     return sorted(newest.values(), key=lambda record: int(record["dim"]))
 
 
 def draw(records: Sequence[Record]) -> str:
-    """The plot as SVG."""
+    """Return the plot as SVG."""
     names = list(dict.fromkeys(name for record in records for name in record["networks"]))
     highs = [value for record in records for value in values_of(record)]
     top = max(2, math.ceil(2 * max(highs, default=1)) / 2)
@@ -53,7 +53,7 @@ def draw(records: Sequence[Record]) -> str:
 
 
 def values_of(record: Record) -> Iterator[float]:
-    """All that a panel must have room for."""
+    """Yield every value that a panel must have room for."""
     for network in record["networks"].values():
         for ratio in network["ratio"].values():
             yield ratio["high"] or 0
@@ -62,7 +62,7 @@ def values_of(record: Record) -> Iterator[float]:
 
 
 def panel(record: Record, names: Sequence[str], top: float) -> Iterator[str]:
-    """One dim: the axes, and the lines and points of each network."""
+    """Yield the panel of one dim: the axes, and the lines and points of each network."""
     modes = list(dict.fromkeys(mode for network in record["networks"].values() for mode in network["ratio"]))
     step = (WIDTH - LEFT - RIGHT) / max(1, len(modes))
     x_of = {mode: LEFT + step * (number + 0.5) for number, mode in enumerate(modes)}
@@ -82,18 +82,18 @@ def panel(record: Record, names: Sequence[str], top: float) -> Iterator[str]:
     for number, name in enumerate(names):
         if (network := record["networks"].get(name)) is None:
             continue
-        colour, aside = COLOURS[number % len(COLOURS)], APART * (number - (len(names) - 1) / 2)
-        expected = [(mode, network["predicted_ratio"][mode]["median"]) for mode in modes]
+        colour, offset = COLOURS[number % len(COLOURS)], SPACING * (number - (len(names) - 1) / 2)
+        predicted = [(mode, network["predicted_ratio"][mode]["median"]) for mode in modes]
         points = " ".join(
-            f"{x_of[mode] + aside:.1f},{y_of(value):.1f}" for mode, value in expected if value is not None
+            f"{x_of[mode] + offset:.1f},{y_of(value):.1f}" for mode, value in predicted if value is not None
         )
         yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-dasharray="4 3" opacity="0.7"/>'
         for mode in modes:
-            yield from point(network["ratio"][mode], x_of[mode] + aside, y_of, colour, f"{name}, {mode}")
+            yield from point(network["ratio"][mode], x_of[mode] + offset, y_of, colour, f"{name}, {mode}")
 
 
 def point(ratio: Mapping[str, Any], x: float, y_of: Any, colour: str, title: str) -> Iterator[str]:
-    """A median with its range."""
+    """Yield a median with its range."""
     if ratio["median"] is None:
         return
     low, high = y_of(ratio["low"]), y_of(ratio["high"])
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, help="the SVG file")
     options = parser.parse_args(arguments)
     if not (records := read_records(options.results)):
-        print(f"{options.results} has no line of the kind network", file=sys.stderr)
+        print(f"{options.results} has no line of the kind network; record one with --case network", file=sys.stderr)
         return 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(draw(records))

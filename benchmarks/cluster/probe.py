@@ -1,7 +1,7 @@
-"""What an emulated link really carries: `python -m benchmarks.cluster.probe serve|ask <arguments as JSON>`.
+"""Measuring an emulated link: `python -m benchmarks.cluster.probe serve|ask <arguments as JSON>`.
 
-One machine serves the echo of `servers.py` twice, over plain sockets and over `satrap.rpc` with keys, as everything
-between machines is. Another asks both, once for each line on stdin, and answers with a line of figures.
+One machine serves the echo of `servers.py` twice, over plain sockets and over `satrap.rpc` with keys, which all traffic
+between machines has. Another calls both, once for each line on stdin, and answers with a line of figures.
 """
 
 import json
@@ -13,39 +13,38 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster import raw
-from benchmarks.cluster.servers import Echo, SameRows
+from benchmarks.cluster.servers import Echo, RawClient, SameRows, serve_raw
 from benchmarks.workload import Floats, Ids
 from satrap.rpc import Client, Keys, Service
 
 DIM = 64
-NUM_IDS = 1 << 15  # answered with 8 MiB
+NUM_IDS = 1 << 15  # their reply has 8 MiB
 NUM_TRIPS, NUM_BULKS = 50, 5
 
 
 def serve(host: str, keys: str) -> None:
-    """Until the other side ends. Prints where both listen, a line each."""
+    """Serve until the other side disconnects. Prints the address and the port, a line each."""
     rows = np.ones(NUM_IDS * DIM, np.float32)
     with Service(SameRows(rows, DIM), Echo, f"tcp://{host}:0", Keys.read(keys)) as service:
         print(json.dumps(service.address), flush=True)
-        raw.serve(rows, DIM, host)
+        serve_raw(rows, DIM, host)
 
 
 def ask(host: str, port: int, address: str, keys: str) -> None:
-    """Until stdin ends."""
-    plain = raw.RawClient(port, DIM, NUM_IDS, host)
+    """Measure for each line on stdin."""
+    plain = RawClient(port, DIM, NUM_IDS, host)
     with Client(Echo, address, Keys.read(keys)) as client:
         while sys.stdin.readline():
             print(json.dumps(figures({"plain": plain.lookup, "keys": client.call.lookup})), flush=True)
 
 
 def figures(lookups: dict[str, Callable[[Ids], Floats]]) -> dict[str, float]:
-    """Of both: the median round trip of a few bytes, and the rate of 8 MiB that were asked for."""
-    ids, found = np.zeros(NUM_IDS, np.uint64), {}
+    """Return the median round trip of a few bytes and the rate of a reply of 8 MiB, for each way."""
+    ids, measured = np.zeros(NUM_IDS, np.uint64), {}
     for name, lookup in lookups.items():
-        found[f"trip_ms_{name}"] = round(1e3 * median_seconds(lookup, ids[:1], NUM_TRIPS), 3)
-        found[f"gbit_{name}"] = round(NUM_IDS * DIM * 32 / 1e9 / median_seconds(lookup, ids, NUM_BULKS), 3)
-    return found
+        measured[f"trip_ms_{name}"] = round(1e3 * median_seconds(lookup, ids[:1], NUM_TRIPS), 3)
+        measured[f"gbit_{name}"] = round(NUM_IDS * DIM * 32 / 1e9 / median_seconds(lookup, ids, NUM_BULKS), 3)
+    return measured
 
 
 def median_seconds(lookup: Callable[[Ids], Floats], ids: Ids, times: int) -> float:
@@ -59,8 +58,8 @@ def median_seconds(lookup: Callable[[Ids], Floats], ids: Ids, times: int) -> flo
 
 
 def main() -> None:
-    does: dict[str, Callable[..., Any]] = {"serve": serve, "ask": ask}
-    does[sys.argv[1]](**json.loads(sys.argv[2]))
+    commands: dict[str, Callable[..., Any]] = {"serve": serve, "ask": ask}
+    commands[sys.argv[1]](**json.loads(sys.argv[2]))
 
 
 if __name__ == "__main__":

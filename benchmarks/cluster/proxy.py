@@ -1,6 +1,6 @@
-"""A TCP proxy that counts: what a client sends and what it is answered, as payload of the sockets.
+"""A TCP proxy that counts the payload of requests and replies, without the headers of TCP and IP.
 
-Counted before it is passed on: whoever has got an answer finds all of it counted. TCP's and IP's own headers are not.
+It counts data before it forwards them, so a client that has a reply finds all of it counted.
 """
 
 import socket
@@ -10,7 +10,7 @@ from typing import Self
 
 
 class CountingProxy:
-    """Listens on a free port of this machine and passes every connection on to one address."""
+    """A proxy that listens on a free port of this machine and forwards every connection to one address."""
 
     def __init__(self, address: str) -> None:
         """address: "tcp://host:port"."""
@@ -26,25 +26,25 @@ class CountingProxy:
         self._acceptor.start()
 
     def counts(self) -> dict[str, int]:
-        """Bytes so far: there (to the address) and back."""
+        """Return the bytes so far: there (to the address) and back."""
         with self._lock:
             return dict(self._counts)
 
     def note(self, direction: str, data: memoryview) -> None:
-        """Hears all that passes, before it does."""
+        """Count data before they are forwarded."""
         with self._lock:
             self._counts[direction] += len(data)
 
     def close(self) -> None:
-        """Ends every connection and the threads."""
+        """Close every connection and wait for the threads."""
         _shut(self._listener)
         self._acceptor.join()
-        for each in self._sockets:
-            _shut(each)
+        for connection in self._sockets:
+            _shut(connection)
         for pump in self._pumps:
             pump.join()
-        for each in [self._listener, *self._sockets]:
-            each.close()
+        for connection in [self._listener, *self._sockets]:
+            connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +61,7 @@ class CountingProxy:
             self._sockets.append(client)
             try:
                 server = socket.create_connection(self._target)
-            except OSError:  # nobody is there; the client will notice
+            except OSError:  # no server listens; the client will notice
                 _shut(client)
                 continue
             self._sockets.append(server)
@@ -72,14 +72,14 @@ class CountingProxy:
 
     def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
         memory = memoryview(bytearray(1 << 20))
-        with suppress(OSError):  # one of the two is gone
-            while got := source.recv_into(memory):
-                self.note(direction, memory[:got])
-                target.sendall(memory[:got])
+        with suppress(OSError):  # either side has closed
+            while size := source.recv_into(memory):
+                self.note(direction, memory[:size])
+                target.sendall(memory[:size])
         _shut(source)
         _shut(target)
 
 
-def _shut(each: socket.socket) -> None:
-    with suppress(OSError):  # it was, or nobody is connected
-        each.shutdown(socket.SHUT_RDWR)
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it is shut already, or has no peer
+        connection.shutdown(socket.SHUT_RDWR)

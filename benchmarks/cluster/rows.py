@@ -1,5 +1,5 @@
 """The kind `rows`: lookup and update through one server beside the same calls on rows in this process, in turns of a
-few steps; Paddle's parameter server (`paddle.py`) does the same batches after them, in processes of its own.
+few steps. Paddle's parameter server (`paddle.py`) gets the same batches after them, in other processes.
 """
 
 import statistics
@@ -10,21 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.cluster.cases import ClusterCase
-from benchmarks.cluster.command import satrap_server
-from benchmarks.machine import versions
-from benchmarks.records import Figure, against, clean_rounds, each, judge, processes, spread, streams_of, worst_noise
-from benchmarks.runs import Results
-from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, batch_file
+from benchmarks.cluster.processes import satrap_server
+from benchmarks.harness.case import Case
+from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
+from benchmarks.harness.record import Rounds, each
+from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, ids_file
 
 TURN = 5
 GRADIENT = 1e-3
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """One round of ours."""
+    """Measure both workers in turns."""
     from benchmarks.cluster import tables
+    from benchmarks.contenders.satrap_table import inputs_of
     from satrap.config.features import Features
     from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import ShardedWorker
@@ -33,10 +32,10 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     count = num_warmup + int(job["num_steps"])
     tables.require_memory(rows, dim, num_tables=2)
     features = Features(tables.one_table(rows, dim))
-    path = batch_file(Path(job["batches"]), rows, "zipf", count, int(job["part"]))
-    batches = [tables.inputs_of(each) for each in np.load(path, mmap_mode="r")]
+    path = ids_file(Path(job["batches"]), rows, "zipf", count, int(job["part"]))
+    batches = [inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
     gradient = np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
-    with satrap_server(num_threads) as (address, pid), tables.reached(features, address, num_threads) as remote:
+    with satrap_server(num_threads) as (address, pid), tables.connected(features, address, num_threads) as remote:
         local = LocalWorker(features, num_threads=num_threads)
         workers: dict[str, LocalWorker | ShardedWorker] = {"local": local, "remote": remote}
         for worker in workers.values():
@@ -54,53 +53,37 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         "streams": {f"rows:{name}": {**summarize(spent), **noise} for name, spent in seconds.items()},
         "unique_share": round(statistics.fmean(unique) / BATCH_IDS, 3),
         "peak_resident_bytes": peak,
-        "versions": versions("satrap", "numpy", "pyzmq"),
     }
 
 
 def run(worker: Any, batches: Sequence[Any], gradient: Floats, *, step: int) -> list[tuple[float, float]]:
-    """The seconds of the lookup and of the update of each batch; `step` is the first one's."""
+    """Return the seconds of the lookup and of the update of each batch; `step` is the first one's."""
     seconds = []
     for number, batch in enumerate(batches, start=step):
         start = time.perf_counter()
-        looked = worker.lookup(batch, step=number)
+        lookup = worker.lookup(batch, step=number)
         middle = time.perf_counter()
-        worker.update([looked.ticket], [gradient], step=number)
+        worker.update([lookup.ticket], [gradient], step=number)
         seconds.append((middle - start, time.perf_counter() - middle))
     return seconds
 
 
 def summarize(seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
     lookups, updates = zip(*seconds, strict=True)
+    medians = {"step_ms": map(sum, seconds), "lookup_ms": lookups, "update_ms": updates}
+    rate = {"rows_per_s": round(BATCH_IDS * len(seconds) / (sum(lookups) + sum(updates)))}
+    return rate | {name: round(1e3 * statistics.median(spent), 3) for name, spent in medians.items()}
+
+
+def record(case: Case, rounds: Rounds) -> dict[str, Any]:
+    """Return the record. A ratio is None, and its target not met, where a side of it was not measured."""
+    rates = rounds.values("rows_per_s")
     return {
-        "rows_per_s": round(BATCH_IDS * len(seconds) / (sum(lookups) + sum(updates))),
-        "step_ms": round(1e3 * statistics.median(map(sum, seconds)), 3),
-        "lookup_ms": round(1e3 * statistics.median(lookups), 3),
-        "update_ms": round(1e3 * statistics.median(updates), 3),
+        "unique_share": each(rounds.results["worker"], "unique_share"),
+        **{name: rounds.spreads(name) for name in ("rows_per_s", "step_ms", "lookup_ms", "update_ms")},
+        **({"flush_ms": flush["paddle"]} if (flush := rounds.spreads("flush_ms")) else {}),
+        "figures": {
+            f"ratio_{peer}": rounds.against("remote", (peer,), rates) or rounds.unmeasured()
+            for peer in ("local", "paddle")
+        },
     }
-
-
-def make_record(case: ClusterCase, results: Results) -> dict[str, Any]:
-    """The record of one case. A ratio is None, and its target not met, where a side of it was not measured."""
-    timed = streams_of("rows:", results)
-    clean = clean_rounds(timed)
-    record: dict[str, Any] = {"case": case.name, "kind": case.kind, "rows": case.rows, "dim": case.dim}
-    record |= {"num_threads": case.num_threads, "unique_share": each(results["worker"], "unique_share")}
-    for name in ("rows_per_s", "step_ms"):
-        record[name] = {label: spread(each(rounds, name), clean) for label, rounds in timed.items()}
-    for name in ("lookup_ms", "update_ms"):
-        record[name] = {label: spread(each(timed[label], name), clean) for label in ("local", "remote")}
-    if "paddle" in timed:
-        record["flush_ms"] = spread(each(timed["paddle"], "flush_ms"), clean)
-    rates = {label: each(rounds, "rows_per_s") for label, rounds in timed.items()}
-    record["figures"] = {
-        f"ratio_{peer}": against("remote", (peer,), rates, max, clean) or unmeasured(clean)
-        for peer in ("local", "paddle")
-    }
-    record |= {"targets": judge(case, record), "clean_rounds": clean, "noise": worst_noise(timed)}
-    return record | processes(results)
-
-
-def unmeasured(clean: Sequence[bool]) -> Figure:
-    """A figure without a value, so that a record shows what is missing."""
-    return {**spread([None] * len(clean), clean), "all_peers_present": False}

@@ -1,13 +1,12 @@
 """The switch of an emulated network: `python -m benchmarks.cluster.switch <machines>` forwards until stdin ends.
 
-It has a tun device for each machine, whose end of the cable that is; its first line on stdout has their names as JSON,
-and whoever started it moves each to its machine (`machines.py`). They are gone with the process. Machine i has the
-address 10.231.0.(i + 1). A line on stdin, {"gbit": ..., "delay_ms": ...}, makes the network like that; it is answered
-with what crossed since the line before.
+It has a tun device for each machine, the machine's end of its cable. Its first line on stdout has their names as JSON,
+and its parent moves each to its machine (`machines.py`). The devices end with the process. Machine i has the address
+10.231.0.(i + 1). A line on stdin, {"gbit": ..., "delay_ms": ...}, changes the shape of the network; the reply has the
+counts since the line before.
 
-Large packets stay whole, as between a kernel and a network card that cuts them (TCP segmentation offload), so Python is
-quick enough: `link.py` counts what the parts would take. Only what `Shape` says is emulated: no jitter, no loss but of
-a full switch.
+Large packets stay whole, as between a kernel and a network card that splits them (TCP segmentation offload), so Python
+is fast enough: `link.py` counts the bytes of the parts. There is no jitter, and no loss but in a full switch.
 """
 
 import errno
@@ -32,9 +31,9 @@ _INTERFACE = struct.Struct("16sH22x")
 _HEADER_BYTES = 10  # of virtio, before each packet
 _CONNECTION = slice(_HEADER_BYTES + 12, _HEADER_BYTES + 24)  # addresses and ports, of a packet without options
 _SEGMENT = struct.Struct("<4xH")
-_MOST_BYTES = 1 << 17
+_MAX_BYTES = 1 << 17
 NETWORK = "10.231.0.0/24"
-_AT_ONCE = 16  # packets of one machine before the others' turn
+_BURST = 16  # packets of one machine before the others' turn
 
 
 def address_of(machine: int) -> str:
@@ -42,16 +41,16 @@ def address_of(machine: int) -> str:
 
 
 def open_device() -> tuple[int, str]:
-    """A new tun device, and its name, which the kernel chose."""
+    """Create a tun device; return it and its name, which the kernel chooses."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    asked = _INTERFACE.pack(b"satrap%d", _TUN | _NO_PACKET_INFO | _OFFLOAD_HEADER)
-    name = _INTERFACE.unpack(fcntl.ioctl(device, _TUNSETIFF, asked))[0]
+    request = _INTERFACE.pack(b"satrap%d", _TUN | _NO_PACKET_INFO | _OFFLOAD_HEADER)
+    name = _INTERFACE.unpack(fcntl.ioctl(device, _TUNSETIFF, request))[0]
     fcntl.ioctl(device, _TUNSETOFFLOAD, _ANY_CHECKSUM | _TCP4_SEGMENTS)
     return device, name.rstrip(b"\0").decode()
 
 
 class Switch:
-    """Forwards between the devices."""
+    """The forwarding between the devices."""
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
@@ -61,7 +60,7 @@ class Switch:
         self._start_counts()
 
     def reshape(self, shape: Shape) -> dict[str, Any]:
-        """Makes the network like that; returns the bytes on the wire, [source][target], and the packets lost."""
+        """Give the network a shape; return the bytes on the wire, [source][target], and the packets lost so far."""
         counts = {"bytes": self._bytes, "lost": self._lost + self._network.lost}
         self._network.shape = shape
         self._start_counts()
@@ -72,28 +71,28 @@ class Switch:
         self._lost = self._network.lost = 0
 
     def run(self, commands: int) -> None:
-        """commands: a file descriptor with lines; returns when it ends."""
+        """Forward until `commands`, a file descriptor with lines, ends."""
         while True:
             self._deliver()
             due = [self._network.due(), self._waiting[0][0] if self._waiting else None]
-            first = min((each for each in due if each is not None), default=None)
+            first = min((at for at in due if at is not None), default=None)
             timeout = None if first is None else max(0.0, first - time.monotonic())
             for ready in select.select([commands, *self._devices], [], [], timeout)[0]:
                 if ready != commands:
                     self._receive(self._devices.index(ready))
                     continue
-                line = os.read(commands, 4096)  # one command at a time: the next is sent when this one was answered
+                line = os.read(commands, 4096)  # one command at a time: the parent waits for the reply
                 if not line:
                     return
                 print(json.dumps(self.reshape(Shape(**json.loads(line)))), flush=True)
 
     def _receive(self, source: int) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_BURST):
             try:
-                packet = os.read(self._devices[source], _MOST_BYTES)
+                packet = os.read(self._devices[source], _MAX_BYTES)
             except BlockingIOError:
                 return
-            if packet[_HEADER_BYTES] >> 4 != 4:  # the kernel's own words of the sixth version
+            if packet[_HEADER_BYTES] >> 4 != 4:  # the kernel's own IPv6 packets
                 continue
             target = packet[_HEADER_BYTES + 19] - 1
             if not 0 <= target < len(self._devices):

@@ -1,5 +1,5 @@
 """`python -m benchmarks.train`: whole training steps of a DLRM beside its peers, and what the embeddings cost of them.
 
-`__main__.py` is the command line, `cases.py` says what is measured and the targets, `plan.py` which processes that
-needs, `pairs.py` times one contender, `figures.py` makes the record. benchmarks/README.md says how a number is made.
+`cases.py` has the cases and targets, `plan.py` the processes of a round and the figures, `pairs.py` times one contender
+of `contenders.py` or `paddle.py`, `reading.py` the reading of a text file.
 """

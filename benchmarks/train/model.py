@@ -1,8 +1,7 @@
-"""The DLRM of the contenders that bring no model of their own: plain eager PyTorch, as their users write it.
+"""The models of the contenders with torch, and the step of the dense network that they share.
 
-Bottom layers, the dot products of all pairs of 27 vectors, top layers. Satrap's own model has the same layers and
-sizes; what it computes otherwise is the interaction. `DenseStep` is the step of the dense network that all contenders
-with torch share, so that they differ in nothing but where embeddings come from and gradients go.
+The peers' DLRM is plain eager PyTorch, as their users write it: bottom layers, the dot products of all pairs of 27
+vectors, top layers. Satrap's own model has the same layers and sizes and computes the interaction in another way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.contenders.torch_table import exchange
 from benchmarks.train.cases import BOTTOM, DENSE_LR, TOPS
-from benchmarks.train.workload import NUM_DENSE
-from benchmarks.workload import NUM_FEATURES, SAMPLES
+from benchmarks.workload import NUM_DENSE, NUM_FEATURES, SAMPLES
 
 SEED = 7
-FIXED = 0.01  # what fixed embeddings are drawn from, as the rows are
+FIXED = 0.01  # bound of fixed embeddings, as of the rows
 
 
 class PlainDLRM(nn.Module):
-    """The model; forward(dense [batch, 13], block [batch, 26 * dim]) -> logits [batch]."""
+    """The peers' model; forward(dense [batch, 13], block [batch, 26 * dim]) -> logits [batch]."""
 
     pairs: Tensor
 
@@ -44,15 +43,12 @@ class PlainDLRM(nn.Module):
 
 
 def layers(sizes: Sequence[int]) -> list[nn.Module]:
-    """Linear layers with a ReLU behind each."""
-    made: list[nn.Module] = []
-    for before, after in pairwise(sizes):
-        made += [nn.Linear(before, after), nn.ReLU()]
-    return made
+    """Return linear layers, each followed by a ReLU."""
+    return [layer for before, after in pairwise(sizes) for layer in (nn.Linear(before, after), nn.ReLU())]
 
 
 class DenseStep:
-    """A model with its SGD, stepped on whatever embeddings it is given."""
+    """A model with its SGD, which steps on the embeddings that it gets."""
 
     def __init__(self, model: nn.Module, precision: str, *, several_ranks: bool = False) -> None:
         self.model = nn.parallel.DistributedDataParallel(model) if several_ranks else model
@@ -71,16 +67,55 @@ class DenseStep:
         self.optimizer.step()
         return loss.detach()
 
+    def train(self, optimizer: Any, stream: Any) -> Iterator[Tensor]:
+        """Train on Satrap's embeddings in the loop that a user writes; yield the loss of each step."""
+        for batch in stream:
+            loss = self.loss(batch.dense, batch.embeddings, batch.label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
 
 def fixed_steps(step: DenseStep, dim: int, batches: Sequence[Any], num_samples: int = SAMPLES) -> Iterator[Tensor]:
-    """Steps on one block that never changes; each item of `batches` ends with its dense numbers and labels."""
+    """Step on one block that never changes; each item of `batches` ends with its dense numbers and labels."""
     block = torch.empty(num_samples, NUM_FEATURES * dim).uniform_(-FIXED, FIXED).requires_grad_()
     for *_, dense, labels in batches:
         block.grad = None
         yield step(dense, block, labels)
 
 
+class PlainTrainer:
+    """The peers' model on a peer's tables."""
+
+    def __init__(self, contender: Any, top: str, precision: str) -> None:
+        self.contender, self.share = contender, contender.share
+        several = self.share.size > 1
+        self.step, self.alone = (
+            DenseStep(plain_model(contender.dim, top), precision, several_ranks=several) for _ in range(2)
+        )
+
+    def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
+        for ids, dense, labels in batches:
+            block = self.contender.look_up(ids)
+            loss = self.step(dense, exchange(block, self.share.size), labels)
+            self.contender.update()
+            yield loss
+
+    def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
+        return fixed_steps(self.alone, self.contender.dim, batches, self.share.num_samples)
+
+
 def plain_model(dim: int, top: str) -> PlainDLRM:
-    """With the same first parameters in every contender."""
+    """Return the peers' model with the same first parameters in every contender."""
     torch.manual_seed(SEED)
     return PlainDLRM(dim, TOPS[top])
+
+
+def satrap_model(embeddings: Any, top: str) -> nn.Module:
+    """Return Satrap's model with the same first parameters in every process."""
+    from satrap.models import DLRM
+
+    torch.manual_seed(SEED)
+    model: nn.Module = DLRM(NUM_DENSE, embeddings, bottom=BOTTOM, top=TOPS[top])
+    return model

@@ -1,12 +1,12 @@
 """Timing one contender: every whole step is followed by a step of the same model with fixed embeddings.
 
-What the embeddings cost is a whole step minus a step of the dense network alone. Both drift by more than the
-difference, so they are taken in turn, step by step, and subtracted pair by pair; the median of the differences has an
-interval that says how well it is known. Where a contender has several modes on one table (staleness 0 and 4) these are
-taken in turns of a few steps, so that they too share what the machine does meanwhile.
+The cost of the embeddings is a whole step minus a step of the dense network alone. Both drift by more than the
+difference, so they are taken in turn and subtracted pair by pair; the median of the differences has an interval that
+says how well it is known. Several modes of a contender on one table (staleness 0 and 4) take turns of a few steps, so
+that noise of the machine affects them alike.
 
-The process is pinned to as many cores as the case has threads: no contender may use more, and nothing it might do
-beside a whole step can hide in the dense step that follows, since torch has all cores.
+The process is pinned to as many cores as the case has threads: no contender may use more, and work beside a whole step
+cannot hide in the dense step that follows, since torch has all cores.
 """
 
 import math
@@ -18,11 +18,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.ranks import ALONE, Ranks, join, use_threads
-from benchmarks.train.workload import Batches, load_batches
-from benchmarks.workload import SAMPLES, Floats, RowNumbers
+from benchmarks.contenders import build
+from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
+from benchmarks.harness.ranks import ALONE, Ranks, join, use_threads
+from benchmarks.workload import SAMPLES, RowNumbers, load_batches
 
+CONTENDERS = {
+    "satrap": "train.satrap_trainer:SatrapTrain",
+    "torch": "contenders.torch_table:TorchTable",
+    "fbgemm": "contenders.fbgemm_table:FbgemmTable",
+    "torchrec": "contenders.fbgemm_table:TorchrecTable",
+    "paddle": "contenders.paddle_table:PaddleTrain",
+}
 PROBE_ROWS = 256
 LOSS_STEPS = 4  # averaged at either end
 
@@ -31,26 +38,17 @@ class Trainer(Protocol):
     """One mode of a contender with one model."""
 
     def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
-        """Does a whole training step on a batch for every item, which is its loss."""
+        """Do a whole training step for every item that is taken; the item is its loss."""
         ...
 
     def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
-        """The same with embeddings that are fixed, though their gradient is computed."""
+        """Do the same with fixed embeddings, whose gradient is computed."""
         ...
-
-
-class TrainContender(Protocol):
-    """What is needed of a contender: tables with every row present, and trainers that share them."""
-
-    def trainer(self, mode: str, top: str, precision: str) -> Trainer: ...
-    def prepare(self, batches: Batches) -> list[Any]: ...
-    def probe(self, rows: RowNumbers) -> Floats: ...
-    def versions(self) -> dict[str, str]: ...
 
 
 @dataclass(kw_only=True)
 class Stream:
-    """A mode's batches and what was measured of it."""
+    """A mode's batches and measurements."""
 
     trainer: Trainer
     batches: list[Any]
@@ -61,21 +59,18 @@ class Stream:
     losses: list[Any] = field(default_factory=list)
 
 
-def measure_training(job: Mapping[str, Any]) -> dict[str, Any]:
+def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Build one contender and measure its modes with every model, one model after another, on the same tables.
 
-    It takes the thread counts of the job's forms in turn. Several ranks step together; rank 0's times are those of all.
-
+    The job's forms give the thread counts, one after another. Ranks step together, so rank 0's times are those of all.
     `change` is the mean absolute change of some rows over the first mode's warm-up with the first model; contenders
-    that do the same work agree on it about.
+    that do the same work about agree on it.
     """
     use_threads(int(job["table"]["num_threads"]), job.get("rank", 0))
     ranks = join(dict(job))
-    from benchmarks.train.contenders import build
-
-    contender: TrainContender = build(job["contender"], job["table"], ranks)
+    contender = build(CONTENDERS[job["contender"]], job["table"], ranks)
     loaded = {label: load_batches(mode["file"]) for label, mode in job["modes"].items()}
-    prepared = {label: contender.prepare(batches) for label, batches in loaded.items()}
+    prepared = {label: contender.prepare_samples(batches) for label, batches in loaded.items()}
     probed: RowNumbers = np.unique(next(iter(loaded.values())).rows[0])[:PROBE_ROWS]
     del loaded
     before = contender.probe(probed)
@@ -88,7 +83,7 @@ def measure_training(job: Mapping[str, Any]) -> dict[str, Any]:
             num_warmup = model["num_warmup"]
             streams = {
                 label: Stream(
-                    trainer=contender.trainer(mode["mode"], model["top"], model["precision"]),
+                    trainer=trainer_of(contender, mode["mode"], model["top"], model["precision"]),
                     batches=prepared[label][: num_warmup + model["num_steps"]],
                 )
                 for label, mode in job["modes"].items()
@@ -100,13 +95,23 @@ def measure_training(job: Mapping[str, Any]) -> dict[str, Any]:
             for label, stream in streams.items():
                 named = f"{model['top']}/{model['precision']}:{form['labels'][label]}"
                 result["streams"][named] = {**summarize(stream, num_warmup), **noise}
-    result |= {"peak_resident_bytes": peak_resident_bytes(ranks.others), "versions": contender.versions()}
+    result["peak_resident_bytes"] = peak_resident_bytes(ranks.others)
     ranks.barrier()  # rank 0 has read the counters of the others
     return result
 
 
+def trainer_of(contender: Any, mode: str, top: str, precision: str) -> Trainer:
+    """Return a trainer of the contender, or of the peers' model on its tables."""
+    if hasattr(contender, "trainer"):
+        trainer: Trainer = contender.trainer(mode, top, precision)
+        return trainer
+    from benchmarks.train.model import PlainTrainer
+
+    return PlainTrainer(contender, top, precision)
+
+
 def take_turns(streams: Sequence[Stream], first: int, turn: int, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Run the batches of all streams from the first one on, `turn` of each in turn; the noise meanwhile."""
+    """Run the batches of all streams from `first` on, `turn` of each in turn; return the noise."""
     noise = read_cpu(ranks.others)
     for begin in range(first, max(len(stream.batches) for stream in streams), turn):
         for stream in streams:
@@ -131,30 +136,35 @@ def take_turn(stream: Stream, begin: int, end: int) -> None:
         start = time.perf_counter()
         if next(whole, None) is not None:
             raise RuntimeError("a contender took more steps than it has batches")
-        stream.whole[-1] += time.perf_counter() - start  # what it had put off until its batches end
+        stream.whole[-1] += time.perf_counter() - start  # the work that it deferred to the end of its batches
 
 
 def summarize(stream: Stream, num_warmup: int) -> dict[str, Any]:
-    """The figures of one mode with one model; times in milliseconds."""
+    """Return the figures of one mode with one model; times in milliseconds."""
     whole, alone = stream.whole[num_warmup:], stream.alone[num_warmup:]
     costs = [1e3 * (step - dense) for step, dense in zip(whole, alone, strict=True)]
     low, high = median_interval(costs)
-    losses = [float(loss) for loss in stream.losses]
-    if not all(map(math.isfinite, losses)):
-        raise RuntimeError(f"the loss is not finite: {losses}")
     return {
         "samples_per_s": round(SAMPLES * len(whole) / sum(whole)),
         "step_ms": round(1e3 * statistics.median(whole), 3),
         "dense_ms": round(1e3 * statistics.median(alone), 3),
         "cost_ms": round(statistics.median(costs), 3),
         "cost_interval_ms": [round(low, 3), round(high, 3)],
-        "loss_first": round(statistics.fmean(losses[:LOSS_STEPS]), 4),
-        "loss_last": round(statistics.fmean(losses[-LOSS_STEPS:]), 4),
+        **first_and_last(stream.losses),
     }
 
 
+def first_and_last(losses: Sequence[Any]) -> dict[str, float]:
+    """Return the loss at both ends, which shows whether a contender trains."""
+    numbers = [float(loss) for loss in losses]
+    if not all(map(math.isfinite, numbers)):
+        raise RuntimeError(f"expected finite losses, found {numbers}")
+    ends = {"loss_first": numbers[:LOSS_STEPS], "loss_last": numbers[-LOSS_STEPS:]}
+    return {name: round(statistics.fmean(some), 4) for name, some in ends.items()}
+
+
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Values of the sample between which its median lies in 95 of 100 samples, whatever the distribution.
+    """Return two values of the sample that enclose the true median in 95 of 100 samples, for any distribution.
 
     The number of values below the true median is binomial(n, 1/2); few values give their whole range.
     """

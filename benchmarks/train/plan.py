@@ -1,95 +1,97 @@
-"""Which processes a group of training cases needs in a round, and what each is told to do. Starts nothing.
+"""The processes of a round of the training benchmark, and the figures of a case. Starts nothing.
 
-The cases of a group share one table, so each contender has one process, which takes the group's models one after
-another. A contender that cannot do a case is not asked to: PaddlePaddle has no row-wise Adagrad, and is run in fp32.
-Models that are not measured in every form are so by processes that use all cores alone, and for fewer steps.
+The cases of a group share one table, so each contender has one process, which trains the group's models one after
+another. PaddlePaddle has no row-wise Adagrad and is measured in fp32. A heavy step is nine tenths dense products in
+any form, so heavy models are measured on all cores of one process only, and for fewer steps. What embeddings cost is
+compared in milliseconds, each contender's with a dense step in its own framework; a peer that seems to pay nothing
+makes no ratio.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.forms import Form, own_forms, peer_forms
-from benchmarks.plan import table_bytes
-from benchmarks.runs import Run, Settings
-from benchmarks.train.cases import TrainCase
-from benchmarks.train.workload import batches_file
+from benchmarks.harness.case import Case
+from benchmarks.harness.forms import Form, all_cores, peer_forms, satrap_forms
+from benchmarks.harness.record import Ratio, Rounds, each
+from benchmarks.harness.rounds import Run
+from benchmarks.harness.suite import Kind
+from benchmarks.store.plan import table_bytes
+from benchmarks.workload import samples_file
 
-# By label, the mode of the contender.
+# The mode of each of Satrap's contenders, by label.
 SATRAP_MODES = {"satrap": "sync", "satrap_stale": "stale", "satrap_plain": "plain"}
 TORCHREC = ("torchrec", "fbgemm")
 """The two ways to call it."""
 TORCH_PEERS = (*TORCHREC, "torch")
 TURN = 5
-FEW_STEPS = 4  # times fewer, of a model that takes long
-FEW_WARMUP = 2
+FEWER_STEPS = 4  # divides the steps of a heavy model
+FEWER_WARMUP = 2
 FRAMEWORK_BYTES = 3 << 30  # activations, batches, what a source reads ahead, and the framework itself
 LINE_BYTES = 260  # of Criteo's text, at most
 NEEDS_TRAINING = ("from satrap import Embeddings", "from satrap.models import DLRM")
+# Frameworks draw other first weights and rows, and a step of Adagrad depends on the gradients before it.
+SAME_WORK = 0.2
 
 
-def peers_of(case: TrainCase) -> tuple[str, ...]:
-    """The peers that can do a case."""
+def peers_of(case: Case) -> tuple[str, ...]:
+    """Return the peers that can do a case."""
     paddle = case.precision == "fp32" and case.optimizer == "adagrad"
     return (*TORCH_PEERS, "paddle") if paddle else TORCH_PEERS
 
 
-def plan(group: Sequence[TrainCase], round_number: int, settings: Settings) -> list[Run]:
-    """The runs of one round for cases that share a table."""
-    if group[0].kind == "read":
-        return [_read_run(group, settings)]
+def has_every_form(case: Case) -> bool:
+    """Return whether peers are measured with fewer threads and as several processes, too."""
+    return case.top == "light"
+
+
+def plan_train(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
+    """Return the runs of every contender in all of its forms."""
     cores = group[0].num_threads
-    all_cores, *fewer = own_forms(cores)
-    less = {label: mode for label, mode in SATRAP_MODES.items() if mode != "stale"}
-    forms = [("satrap", SATRAP_MODES, all_cores), *(("satrap", less, form) for form in fewer)]
+    whole, *fewer = satrap_forms(cores)
+    without_stale = {label: mode for label, mode in SATRAP_MODES.items() if mode != "stale"}
+    planned = [("satrap", SATRAP_MODES, whole), *(("satrap", without_stale, form) for form in fewer)]
     for peer in TORCH_PEERS:
-        forms += [(peer, {peer: "sync"}, form) for form in _forms(peer, cores)]
-    forms.append(("paddle", {"paddle": "sync"}, Form(cores=cores, threads=(cores,))))
+        # The other forms of TorchRec's own module are those of the kernel that it calls.
+        own = [all_cores(cores, huge_pages=huge) for huge in (False, True)]
+        planned += [(peer, {peer: "sync"}, form) for form in (own if peer == "torchrec" else peer_forms(cores))]
+    planned.append(("paddle", {"paddle": "sync"}, all_cores(cores)))
     runs = []
-    for name, modes, form in forms:
-        whole = form.threads[0] == cores
-        cases = [case for case in group if name in ("satrap", *peers_of(case)) and (whole or case.in_every_form)]
+    for name, modes, form in planned:
+        able = [case for case in group if name in ("satrap", *peers_of(case))]
+        cases = [case for case in able if form.threads[0] == cores or has_every_form(case)]
         if cases:
-            runs.append(_train_run(cases, round_number, settings, name, modes, form))
+            runs.append(_train_run(cases, number, batches, name, modes, form))
     return runs
 
 
-def _forms(peer: str, cores: int) -> list[Form]:
-    """TorchRec's own module is measured on all cores alone: the other forms are those of the kernel that it calls."""
-    if peer == "torchrec":
-        return [Form(cores=cores, threads=(cores,), huge_pages=huge) for huge in (False, True)]
-    return peer_forms(cores)
-
-
-def _models(cases: Sequence[TrainCase], settings: Settings) -> list[dict[str, Any]]:
+def _models(cases: Sequence[Case]) -> list[dict[str, Any]]:
     models = []
     for case in cases:
-        warmup, steps = settings.num_warmup, settings.num_steps
-        if not case.in_every_form:
-            warmup, steps = min(warmup, FEW_WARMUP), -(-steps // FEW_STEPS)
+        warmup, steps = case.num_warmup, case.num_steps
+        if not has_every_form(case):
+            warmup, steps = min(warmup, FEWER_WARMUP), -(-steps // FEWER_STEPS)
         models.append({"top": case.top, "precision": case.precision, "num_warmup": warmup, "num_steps": steps})
-        models[-1]["in_every_form"] = case.in_every_form
+        models[-1]["in_every_form"] = has_every_form(case)
     return models
 
 
 def _train_run(
-    cases: Sequence[TrainCase],
-    round_number: int,
-    settings: Settings,
-    contender: str,
-    modes: dict[str, str],
-    form: Form,
+    cases: Sequence[Case], number: int, batches: Path, contender: str, modes: dict[str, str], form: Form
 ) -> Run:
-    """Every mode draws batches of its own, since modes share a table; the first mode's are the peers' too."""
+    """Return one contender's run. Modes share a table, so each has other batches; peers get those of the first mode."""
     case = cases[0]
-    num_steps = settings.num_warmup + settings.num_steps
-    told = {}
-    own = {label: number for number, label in enumerate(SATRAP_MODES)}
+    jobs = {}
     for label, mode in modes.items():
-        part = len(SATRAP_MODES) * round_number + own.get(label, 0)
-        told[label] = {"mode": mode, "file": str(batches_file(settings.batches, case.rows, num_steps, part))}
+        position = list(SATRAP_MODES).index(label) if label in SATRAP_MODES else 0
+        part = len(SATRAP_MODES) * number + position
+        jobs[label] = {
+            "mode": mode,
+            "file": str(samples_file(batches, case.rows, case.num_warmup + case.num_steps, part)),
+        }
     table = {"rows": case.rows, "dim": case.dim, "optimizer": case.optimizer, "num_threads": form.threads[0]}
-    job: dict[str, Any] = {"kind": "train", "contender": contender, "table": table}
-    job |= {"models": _models(cases, settings), "modes": told, "turn": TURN, "num_processes": form.num_processes}
+    job: dict[str, Any] = {"module": "benchmarks.train.pairs", "contender": contender, "table": table}
+    job |= {"models": _models(cases), "modes": jobs, "turn": TURN, "num_processes": form.num_processes}
     job["forms"] = [
         {"num_threads": count, "labels": {label: form.label(label, count) for label in modes}} for count in form.threads
     ]
@@ -103,16 +105,64 @@ def _train_run(
     )
 
 
-def _read_run(group: Sequence[TrainCase], settings: Settings) -> Run:
+def plan_read(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
+    """Return the run of Satrap that reads a file."""
     case = group[0]
-    job: dict[str, Any] = {"kind": "read", "lines": case.rows, "dim": case.dim, "num_threads": case.num_threads}
-    job |= {"models": _models(group, settings), "folder": str(settings.tmpfs)}
+    job: dict[str, Any] = {"module": "benchmarks.train.reading", "lines": case.rows, "dim": case.dim}
+    job |= {"num_threads": case.num_threads, "models": _models(group)}
     file_bytes = case.rows * LINE_BYTES
-    return Run(
-        label="satrap",
-        contender="satrap",
-        job=job,
-        needed_bytes=file_bytes + FRAMEWORK_BYTES,
-        shared_bytes=file_bytes,
-        needs=(*NEEDS_TRAINING, "from satrap import Criteo"),
-    )
+    return [
+        Run(
+            label="satrap",
+            contender="satrap",
+            job=job,
+            needed_bytes=file_bytes + FRAMEWORK_BYTES,
+            folder_bytes=file_bytes,
+            needs=(*NEEDS_TRAINING, "from satrap import Criteo"),
+            environment=all_cores(case.num_threads).environment,
+        )
+    ]
+
+
+def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
+    """Return rates and costs of every contender, their ratios, losses, and what each changed."""
+    record: dict[str, Any] = {
+        name: rounds.spreads(name) for name in ("samples_per_s", "step_ms", "dense_ms", "cost_ms")
+    }
+    for label, intervals in rounds.values("cost_interval_ms").items():
+        record["cost_ms"][label]["intervals"] = intervals
+    peers = peers_of(case)
+    ratios: dict[str, Ratio] = {
+        "ratio": ("satrap", TORCHREC),
+        "ratio_stale": ("satrap_stale", TORCHREC),
+        "ratio_plain": ("satrap_plain", TORCHREC),
+        "ratio_torch": ("satrap", ("torch",)),
+    }
+    if "paddle" in peers:
+        ratios["ratio_paddle"] = ("satrap", ("paddle",))
+    costs, steps = rounds.values("cost_ms"), rounds.values("step_ms")
+    others = {
+        "cost_ratio": rounds.against("satrap", peers, costs, min),
+        "cost_ratio_stale": rounds.against("satrap_stale", peers, costs, min),
+        # The step times are medians, taken in turn in one process, so an outlier of either moves neither.
+        "stale_ratio": rounds.against("satrap", ("satrap_stale",), steps),
+    }
+    figures = rounds.ratios(ratios, "samples_per_s")
+    record["figures"] = figures | {name: figure for name, figure in others.items() if figure is not None}
+    # By contender, since their environments differ.
+    versions = {
+        label: {name: version for found in each(done, "versions") if found for name, version in found.items()}
+        for label, done in rounds.results.items()
+    }
+    return record | {"loss": rounds.losses(), **rounds.work(SAME_WORK), "versions": versions}
+
+
+def record_read(case: Case, rounds: Rounds) -> dict[str, Any]:
+    """Return the figures of reading, and the versions by contender as in other lines."""
+    return {"figures": rounds.figures_of("satrap"), "versions": {"satrap": rounds.processes()["versions"]}}
+
+
+KINDS = {
+    "train": Kind(plan=plan_train, record=record_train, shares_table=True),
+    "read": Kind(plan=plan_read, record=record_read, shares_table=True),
+}

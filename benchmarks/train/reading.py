@@ -1,13 +1,12 @@
-"""Reading Criteo's text: how fast `satrap.Criteo` alone makes batches of a file, and what reading adds to a step.
+"""Reading Criteo's text: how fast `satrap.Criteo` alone reads batches from a file, and what reading adds to a step.
 
-The file is written first, in a folder in memory, so that no disk is measured: a label, 13 counts, 26 texts of eight
-hexadecimal digits drawn by Zipf(1.05), and some of either missing. What reading adds is the time of training on the
-whole file, less that of training on the same batches kept in memory, as a share of the latter. The source reads ahead
-in threads of its own, so the two cannot be taken step by step: they are taken pass by pass.
+The file is in a folder in memory, so that no disk is measured: a label, 13 counts, 26 texts of eight hexadecimal digits
+drawn by Zipf(1.05), and some of either missing. What reading adds is the time of training on the whole file, less that
+of training on the same batches in memory, as a share of the latter. The source reads ahead in other threads, so the two
+take turns pass by pass, not step by step.
 """
 
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.contenders import EPS, LR
-from benchmarks.ranks import use_threads
-from benchmarks.train.workload import NUM_DENSE
-from benchmarks.workload import NUM_FEATURES, SAMPLES, hashed_ids, row_numbers
+from benchmarks.harness.clock import noise_between, read_cpu
+from benchmarks.harness.ranks import use_threads
+from benchmarks.workload import NUM_DENSE, NUM_FEATURES, SAMPLES, hashed_ids, row_numbers
 
+NAMES = [f"C{number}" for number in range(1, NUM_FEATURES + 1)]
 SEED = 3
 NUM_ROWS = 2_000_000  # that ids are drawn from
 READ_PASSES = 5
@@ -29,28 +28,26 @@ MISSING_COUNTS = 0.2
 MISSING_TEXTS = 0.05
 
 
-def measure_reading(job: Mapping[str, Any]) -> dict[str, Any]:
+def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Read a file alone, then train every model of the job on it and on its batches in memory."""
     use_threads(int(job["num_threads"]))
     from satrap import Criteo
 
-    with tempfile.TemporaryDirectory(prefix="satrap-bench-", dir=job["folder"]) as folder:
-        path = Path(folder) / "day.tsv"
-        write_text(path, int(job["lines"]))
-        rate = measure_rate(Criteo(str(path), batch_size=SAMPLES, drop_last=True), path.stat().st_size)
-        trained = Training(Criteo(str(path), batch_size=SAMPLES, drop_last=True), job)
-        models = [(each["top"], each["precision"]) for each in job["models"]]
-        streams = {f"{top}/{precision}:satrap": rate | trained.measure(top, precision) for top, precision in models}
-    return {"streams": streams, "peak_resident_bytes": peak_resident_bytes(), "versions": trained.versions()}
+    path = Path(job["folder"]) / "day.tsv"
+    write_text(path, int(job["lines"]))
+    rate = measure_rate(Criteo(str(path), batch_size=SAMPLES, drop_last=True), path.stat().st_size)
+    training = Training(Criteo(str(path), batch_size=SAMPLES, drop_last=True), job)
+    models = [(model["top"], model["precision"]) for model in job["models"]]
+    streams = {f"{top}/{precision}:satrap": rate | training.measure(top, precision) for top, precision in models}
+    return {"streams": streams}
 
 
 def measure_rate(source: Any, size: int) -> dict[str, Any]:
-    """Bytes of the file over the time to make batches of it, in MB/s; the median of some passes, after one more."""
-    names = [f"C{number}" for number in range(1, NUM_FEATURES + 1)]
+    """Return bytes of the file over the time to read its batches, in MB/s; the median of some passes after one more."""
     rates = []
     for _ in range(1 + READ_PASSES):
         start = time.perf_counter()
-        samples = sum(batch.batch_size for batch in source.batches(names))
+        samples = sum(batch.batch_size for batch in source.batches(NAMES))
         rates.append(size / (time.perf_counter() - start) / 1e6)
     return {"mb_per_s": round(statistics.median(rates[1:]), 1), "file_bytes": size, "samples": samples}
 
@@ -65,23 +62,16 @@ class Training:
 
         torch.set_num_threads(int(job["num_threads"]))
         table = satrap.Table("ids", dim=job["dim"], optimizer=satrap.Adagrad(lr=LR, eps=EPS))
-        names = [f"C{number}" for number in range(1, NUM_FEATURES + 1)]
-        self.embeddings = satrap.Embeddings(dict.fromkeys(names, table), seed=1)
+        self.embeddings = satrap.Embeddings(dict.fromkeys(NAMES, table), seed=1)
         self.source = source
         self.batches = list(source.batches(self.embeddings.features))
 
     def measure(self, top: str, precision: str) -> dict[str, Any]:
-        """`added_share`: what reading adds to the steps of a pass, the median of some pairs of passes."""
-        import torch
+        """Return what reading adds to the steps of a pass (`added_share`), the median of some pairs of passes."""
+        from benchmarks.train.model import DenseStep, satrap_model
 
-        from benchmarks.train.cases import BOTTOM, TOPS
-        from benchmarks.train.model import SEED as MODEL_SEED
-        from benchmarks.train.model import DenseStep
-        from satrap.models import DLRM
-
-        torch.manual_seed(MODEL_SEED)
-        step = DenseStep(DLRM(NUM_DENSE, self.embeddings, bottom=BOTTOM, top=TOPS[top]), precision)
-        self.train(step, self.batches)  # every row exists, and everything is warm
+        step = DenseStep(satrap_model(self.embeddings, top), precision)
+        self.train(step, self.batches)  # creates every row, and warms up
         noise = read_cpu()
         pairs = [(self.train(step, self.source), self.train(step, self.batches)) for _ in range(TRAIN_PASSES)]
         memory_ms = statistics.median(1e3 * memory / len(self.batches) for _, memory in pairs)
@@ -92,26 +82,16 @@ class Training:
         }
 
     def train(self, step: Any, data: Any) -> float:
-        """Seconds of one pass."""
+        """Train one pass; return its seconds."""
         optimizer = self.embeddings.optimizer(step.optimizer)
         start = time.perf_counter()
-        for batch in self.embeddings.stream(data):
-            loss = step.loss(batch.dense, batch.embeddings, batch.label)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        for _ in step.train(optimizer, self.embeddings.stream(data)):
+            pass
         return time.perf_counter() - start
-
-    def versions(self) -> dict[str, str]:
-        from importlib.metadata import version
-
-        import torch
-
-        return {"satrap": version("satrap"), "torch": str(torch.__version__), "numpy": np.__version__}
 
 
 def write_text(path: Path, num_lines: int) -> None:
-    """A file in Criteo's format, the same for the same number of lines."""
+    """Write a file in Criteo's format, the same for the same number of lines."""
     rng = np.random.default_rng([SEED, num_lines])
     with path.open("w") as file:
         for part in range(-(-num_lines // SAMPLES)):
@@ -120,7 +100,7 @@ def write_text(path: Path, num_lines: int) -> None:
 
 
 def _lines(rng: np.random.Generator, part: int, count: int) -> list[str]:
-    """The lines of one batch."""
+    """Return the lines of one batch."""
     numbers = row_numbers(NUM_ROWS, "zipf", 1, part).reshape(NUM_FEATURES, SAMPLES)[:, :count]
     texts = (hashed_ids(numbers) >> np.uint64(32)).T.tolist()
     counts = np.minimum(np.exp(rng.exponential(2.0, (count, NUM_DENSE))), 1e6).astype(np.int64).tolist()
@@ -128,8 +108,8 @@ def _lines(rng: np.random.Generator, part: int, count: int) -> list[str]:
     missing = rng.random((count, NUM_DENSE + NUM_FEATURES))
     missing = (missing < np.array([MISSING_COUNTS] * NUM_DENSE + [MISSING_TEXTS] * NUM_FEATURES)).tolist()
     lines = []
-    for label, numbers_of, texts_of, gone in zip(labels, counts, texts, missing, strict=True):
-        fields = [str(number) for number in numbers_of] + [f"{text:08x}" for text in texts_of]
-        fields = ["" if absent else field for field, absent in zip(fields, gone, strict=True)]
+    for label, line_counts, line_texts, absent in zip(labels, counts, texts, missing, strict=True):
+        fields = [str(number) for number in line_counts] + [f"{text:08x}" for text in line_texts]
+        fields = ["" if is_absent else field for field, is_absent in zip(fields, absent, strict=True)]
         lines.append("\t".join([str(label), *fields]) + "\n")
     return lines

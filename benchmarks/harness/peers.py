@@ -1,20 +1,21 @@
-"""The environments with the peers in them: made on request, found again by their folders.
+"""The virtual environments of the peers, and the interpreter of each contender.
 
-A peer must not share an environment with Satrap or with each other: FBGEMM's CPU build belongs to one release of torch,
-PaddlePaddle to an old numpy. So each has a virtual environment of its own, and nobody who develops Satrap has to
-install any. Nothing here is measured.
+Peers share no environment with Satrap or each other: FBGEMM's CPU build belongs to one release of torch, PaddlePaddle
+to an old numpy. None of them is needed to develop Satrap.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 DEFAULT_HOME = "~/.cache/satrap-peers"
-# torch 2.13.0 spelled like this is a CPU build where the index has one.
+# `torch==2.13.0` is a CPU build if the index has one.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +26,12 @@ class Environment:
     """Its folder."""
     packages: tuple[str, ...]
     bare_packages: tuple[str, ...] = ()
-    """Installed without what their metadata asks for, which their tables do not import."""
+    """Installed without their dependencies, which their tables do not import."""
     module: str
-    """Imports only if all is there."""
+    """Imports only if the installation is complete."""
 
 
-# FBGEMM is called without TorchRec, too.
+# FBGEMM is also called without TorchRec.
 TORCHREC = Environment(
     name="torchrec",
     packages=("torch==2.13.0", f"numpy=={np.__version__}"),
@@ -55,7 +56,7 @@ TORCHREC = Environment(
     ),
     module="torchrec.modules.fused_embedding_modules",
 )
-# The last release but one that has a parameter server; newer decorators and protobufs break its fleet.
+# The last release but one with a parameter server; newer decorators and protobufs break its fleet.
 PADDLE = Environment(
     name="paddle",
     packages=("paddlepaddle==2.6.2", "numpy==1.26.4", "setuptools==65.5.0", "protobuf==4.25.8", "decorator==5.1.1"),
@@ -63,26 +64,35 @@ PADDLE = Environment(
 )
 
 
+ENVIRONMENTS = {"torchrec": TORCHREC, "fbgemm": TORCHREC, "paddle": PADDLE}
+# Contenders that this interpreter may have, and the module that each needs.
+MODULES = {"satrap": "satrap.table.store", "torch": "torch", "index_select": "torch"}
+
+
+def environments_of(contenders: Sequence[str]) -> list[Environment]:
+    """Return the environments that these contenders need."""
+    needed = [ENVIRONMENTS[name].name for name in contenders if name in ENVIRONMENTS]
+    return [environment for environment in (TORCHREC, PADDLE) if environment.name in needed]
+
+
+@cache
+def find_python(home: Path, contender: str) -> Path | None:
+    """Return the interpreter of a contender: this one where it suffices, else its environment's; None without it."""
+    if contender in MODULES and imports(Path(sys.executable), MODULES[contender]):
+        return Path(sys.executable)
+    return None if contender == "satrap" else peers_python(home, ENVIRONMENTS.get(contender, TORCHREC))
+
+
 def peers_python(home: Path, environment: Environment) -> Path | None:
-    """The interpreter of a peer's environment, or None if it has not been made."""
+    """Return the interpreter of a peer's environment, None if it is not installed."""
     python = _python(home, environment)
     return python if python.exists() and imports(python, environment.module) else None
 
 
-def find_pythons(home: Path) -> dict[str, Path]:
-    """The interpreter for each contender that is installed: this one where it will do, else a peer's environment."""
-    here, torchrec, paddle = Path(sys.executable), peers_python(home, TORCHREC), peers_python(home, PADDLE)
-    torch = here if imports(here, "torch") else torchrec
-    found = {"satrap": here if imports(here, "satrap.table.store") else None, "torch": torch, "index_select": torch}
-    found |= {"torchrec": torchrec, "fbgemm": torchrec, "paddle": paddle}
-    return {name: python for name, python in found.items() if python is not None}
-
-
 def make_peers(home: Path, environment: Environment) -> Path:
-    """Make the environment if it is not there and works; return its interpreter. Needs the network, about 1 GB."""
-    found = peers_python(home, environment)
-    if found is not None:
-        return found
+    """Install the environment unless it is there and works; return its interpreter. Needs the network, about 1 GB."""
+    if installed := peers_python(home, environment):
+        return installed
     python = _python(home, environment)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(python.parent.parent)], check=True)
     install = [str(python), "-m", "pip", "install", "--quiet"]
@@ -92,18 +102,18 @@ def make_peers(home: Path, environment: Environment) -> Path:
     if not imports(python, environment.module):
         raise RuntimeError(
             f"{environment.name} was installed under {home} but {environment.module} does not import; "
-            f"try it with {python}"
+            f"run `{python} -c 'import {environment.module}'` to see why"
         )
     return python
 
 
 def imports(python: Path, module: str) -> bool:
-    """Whether an interpreter has a module that works; asked in a process of its own, so nothing is imported here."""
+    """Return whether an interpreter has a module that works; tried in another process, so nothing is imported here."""
     return runs(python, f"import {module}")
 
 
 def runs(python: Path, statement: str) -> bool:
-    """Whether an interpreter runs a statement without an error."""
+    """Return whether an interpreter runs a statement without an error."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([str(python), "-c", statement], env=environment, capture_output=True, check=False)
     return done.returncode == 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.workload import NUM_FEATURES
 
-# Asks torch to back large arrays with huge pages, which numpy and Satrap do unasked.
+# Makes torch back large arrays with huge pages, which numpy and Satrap do by default.
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 ONE_THREAD = "1t"
 
@@ -19,32 +19,38 @@ class Form:
     """How many processes and threads measure a contender, and on which pages."""
 
     cores: int
-    """That the case gives every contender."""
+    """Cores that the case gives every contender."""
     threads: tuple[int, ...]
-    """Thread counts of each process, which it takes in turn on the same tables."""
+    """Thread counts of each process, which it uses one after another on the same tables."""
     num_processes: int = 1
     huge_pages: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads[0]))
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self.num_processes > 1 else {}
-        return loopback | (HUGE_PAGES if self.huge_pages else {})
+        return threads | loopback | (HUGE_PAGES if self.huge_pages else {})
 
     def label(self, name: str, num_threads: int | None = None) -> str:
-        """The name of a contender in this form with one of its thread counts, the first unless given."""
+        """Return the name of a contender in this form with one of its thread counts, by default the first."""
         count = num_threads or self.threads[0]
         processes = f"{self.num_processes}p" if self.num_processes > 1 else ""
         threads = f"{count}t" if count * self.num_processes < self.cores else ""
         return "/".join(part for part in (name, processes, threads, "huge" if self.huge_pages else "") if part)
 
 
-def own_forms(cores: int) -> list[Form]:
-    """Satrap's: its tables have one number of threads, so each number is a form. It uses huge pages unasked."""
+def all_cores(cores: int, *, huge_pages: bool = False) -> Form:
+    """Return the form of one process with a thread for each core."""
+    return Form(cores=cores, threads=(cores,), huge_pages=huge_pages)
+
+
+def satrap_forms(cores: int) -> list[Form]:
+    """Return Satrap's forms: a table has one number of threads, so each number is a form. It uses huge pages itself."""
     return [Form(cores=cores, threads=(count,)) for count in _thread_counts(cores)]
 
 
 def peer_forms(cores: int) -> list[Form]:
-    """Every form of a peer; a process for each core only where all of them get as many features."""
+    """Return every form of a peer; a process for each core only where all processes get as many features."""
     forms = [Form(cores=cores, threads=_thread_counts(cores), huge_pages=huge) for huge in (False, True)]
     if cores == 1 or NUM_FEATURES % cores:
         return forms
@@ -57,6 +63,6 @@ def _thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def labels_of(names: Iterable[str], labels: Iterable[str]) -> list[str]:
-    """The labels of these contenders, in whatever form."""
-    wanted = set(names)
-    return [label for label in labels if label.split("/")[0] in wanted]
+    """Return the labels of these contenders in any form."""
+    names = set(names)
+    return [label for label in labels if label.split("/")[0] in names]

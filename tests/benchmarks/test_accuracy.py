@@ -1,4 +1,4 @@
-"""The accuracy benchmark: its arithmetic by hand, what it makes of Adult's files, and a small run of all of it."""
+"""The accuracy benchmark: its arithmetic by hand, how it reads Adult's files, and a small run of all of it."""
 
 import json
 import random
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.accuracy import adult, cases, figures, jobs, synthetic
-from benchmarks.accuracy.__main__ import command, main, parse_options
+from benchmarks.accuracy.__main__ import SUITE, main
 from benchmarks.accuracy.training import Outcome, one_thread
-from benchmarks.cases import Target
-from benchmarks.records import complaints
+from benchmarks.harness.case import Case, Target
+from benchmarks.harness.record import complaints, judge, make_record
 from examples import flights
 
 from satrap.data.synthetic import Clicks
@@ -26,18 +26,19 @@ def outcome(auc: float, staleness: int = 0, best: float | None = None) -> Outcom
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_is_students() -> None:
+def test_the_interval_is_that_of_students_t() -> None:
     found = figures.interval([1.0, 2.0, 3.0, 4.0, 5.0])  # deviation sqrt(2.5), over sqrt(5): 0.707107
     assert (found["mean"], found["low"], found["high"]) == (3.0, 1.037072, 4.962928)  # 3 -+ 2.776 * 0.707107
     pair = figures.interval([0.0, 2.0])  # deviation sqrt(2), over sqrt(2): 1; times 12.706
     assert (pair["mean"], pair["low"], pair["high"]) == (1.0, -11.706, 13.706)
 
 
-def test_what_staleness_costs_is_taken_inside_pairs() -> None:
+def test_the_cost_of_staleness_is_taken_within_pairs() -> None:
     fresh, stale = [0.70, 0.80, 0.90], [0.701, 0.799, 0.903]
     outcomes = {(0, seed): outcome(auc, best=0.9) for seed, auc in enumerate(fresh)}
     outcomes |= {(4, seed): outcome(auc, 4, best=0.9) for seed, auc in enumerate(stale)}
-    record = figures.make_record(cases.AccuracyCase(name="some", stalenesses=(0, 4)), outcomes)
+    case = Case(kind="some", stalenesses=(0, 4))
+    record = make_record(case, jobs.results_of(case, outcomes), figures.record)
     found = record["figures"]
     assert found["auc_0"]["values"] == fresh and found["auc_4"]["values"] == stale
     assert found["difference_4"]["values"] == [0.001, -0.001, 0.003] and found["difference_4"]["mean"] == 0.001
@@ -48,20 +49,20 @@ def test_what_staleness_costs_is_taken_inside_pairs() -> None:
 
 
 @pytest.mark.parametrize(("value", "met"), [(0.8909, True), (0.8949, True), (0.8908, False), (0.895, False)])
-def test_a_target_may_have_two_ends(value: float, met: bool) -> None:
+def test_a_target_may_have_two_limits(value: float, met: bool) -> None:
     target = Target(figure="auc_0", at_least=0.8909, at_most=0.8949)
-    judged = figures.judge(target, {"auc_0": {"mean": value}})
+    judged = judge(target, {"auc_0": {"mean": value}})
     assert judged == {"figure": "auc_0", "wanted": "0.8909 to 0.8949", "value": value, "met": met}
 
 
 def test_a_missed_target_and_one_not_measured_are_named() -> None:
-    judged = [figures.judge(Target(figure=name, at_least=0.9), {"auc_0": {"mean": 0.8}}) for name in ("auc_0", "auc_1")]
+    judged = [judge(Target(figure=name, at_least=0.9), {"auc_0": {"mean": 0.8}}) for name in ("auc_0", "auc_1")]
     first, second = complaints({"case": "some", "targets": judged})
-    assert first == "some: auc_0 is 0.8, wanted at least 0.9"
+    assert first == "some: auc_0 is 0.8, expected at least 0.9"
     assert second.startswith("some: auc_1 was not measured")
 
 
-def test_every_case_has_targets_for_staleness_and_is_compared_with_none() -> None:
+def test_every_case_has_targets_for_staleness_and_includes_staleness_0() -> None:
     for case in cases.full_cases():
         assert case.stalenesses[0] == 0
         assert {"held_4", "difference_4"} <= {target.figure for target in case.targets}
@@ -85,15 +86,15 @@ def test_adult_is_read_as_the_original_reads_it() -> None:
     assert float(train["label"].sum()) == 7841 and float(test["label"].sum()) == 3846
 
 
-def test_codes_are_each_files_own() -> None:
+def test_each_file_has_its_own_codes() -> None:
     row = ["30", "b", "1", "x", "9", "x", "x", "x", "x", "x", "0", "0", "40", "x", ">50K."]
     other = ["31", "?", *row[2:14], "<=50K."]
-    both, alone = adult.coded([row, other]), adult.coded([row])
+    both, alone = adult.encode([row, other]), adult.encode([row])
     assert both["workclass"].tolist() == [1, 0] and alone["workclass"].tolist() == [0]
     assert both["label"].tolist() == [1.0, 0.0]
 
 
-def test_the_originals_network_is_linear_but_for_its_normalisations() -> None:
+def test_the_original_network_is_linear_except_for_normalisations() -> None:
     torch.manual_seed(0)
     model = adult.Original().eval()
     assert sum(p.numel() for p in model.parameters()) == 5 * 16 + 16 + 32 + 64 * 128 + 128 + 256 + 144 * 256 + 256 + (
@@ -105,7 +106,7 @@ def test_the_originals_network_is_linear_but_for_its_normalisations() -> None:
 
 
 def test_no_seed_of_synthetic_clicks_trains_on_a_test_sample() -> None:
-    assert len(figures.T95) <= synthetic.MOST_SEEDS
+    assert len(figures.T95) <= synthetic.MAX_SEEDS
     clicks = Clicks(num_samples=10, num_dense=2, num_ids=3, cardinalities=[5, 6, 7])
     first, second = synthetic.batches(clicks, 6)
     assert (first.batch_size, second.batch_size) == (6, 4)
@@ -115,7 +116,7 @@ def test_no_seed_of_synthetic_clicks_trains_on_a_test_sample() -> None:
     )
 
 
-def test_torch_gets_its_threads_back() -> None:
+def test_torch_threads_are_restored() -> None:
     before = torch.get_num_threads()
     with pytest.raises(KeyError), one_thread():
         assert torch.get_num_threads() == 1
@@ -128,7 +129,7 @@ def test_torch_gets_its_threads_back() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Some flights of January, late more often in the rain; one never arrived."""
+    """Return a folder with flights of January, late more often in the rain; one never arrived."""
     draw = random.Random(0)
     lines = [
         "year,month,day,sched_dep_time,sched_arr_time,arr_delay,carrier,flight,tailnum,origin,dest,distance,hour,time_hour"
@@ -181,16 +182,23 @@ def test_a_folder_without_flights_is_named(tmp_path: Path) -> None:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_no_path() -> None:
-    options = parse_options(["--flights", "/secret/a", "--out=/secret/b", "--case", "flights", "--seeds", "3"])
-    assert command(options) == "python -m benchmarks.accuracy --case flights --seeds 3 --flights PATH"
+def test_the_recorded_command_has_no_path() -> None:
+    arguments = ["--flights", "/secret/a", "--out=/secret/b", "--case", "flights", "--seeds", "3"]
+    header = SUITE.header(SUITE.parse(arguments), arguments)
+    assert header["command"] == "python -m benchmarks.accuracy --flights PATH --case flights --seeds 3"
+    assert header["num_rounds"] == 3
 
 
-@pytest.mark.parametrize("wrong", [["--seeds", "1"], ["--seeds", "11"], ["--processes", "0"], ["--case", "none"]])
+@pytest.mark.parametrize("wrong", [["--seeds", "1"], ["--seeds", "11"], ["--processes", "0"]])
 def test_options_out_of_range_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(wrong)
+        SUITE.parse(wrong)
     assert wrong[1] in capsys.readouterr().err
+
+
+def test_a_case_of_no_such_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--case", "none"]) == 2
+    assert "--case" in capsys.readouterr().err
 
 
 def test_a_quick_run(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +217,7 @@ def test_a_quick_run(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture
     assert 0.4 < lines[0]["figures"]["linear_auc"]["mean"] < 0.9
 
 
-def test_a_run_beside_others_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adult, "read", small_adult)
     job = jobs.Job(case="adult", staleness=4, seed=1, quick=True, flights=None)
     assert jobs.run_job(job) == jobs.run_job(job)
@@ -226,8 +234,8 @@ def test_without_flights_the_case_is_left_out(capsys: pytest.CaptureFixture[str]
 
 
 def test_check_names_what_was_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    impossible = cases.AccuracyCase(name="adult", stalenesses=(0,), targets=(Target(figure="auc_0", at_least=2.0),))
-    monkeypatch.setattr("benchmarks.accuracy.__main__.full_cases", lambda: [impossible])
+    impossible = Case(kind="adult", stalenesses=(0,), targets=(Target(figure="auc_0", at_least=2.0),))
+    monkeypatch.setattr(type(SUITE), "cases", lambda suite, options: [impossible])
     monkeypatch.setattr(jobs, "run_job", lambda job: outcome(0.9))
     assert main(["--check", "--case", "adult", "--processes", "1"]) == 1
-    assert "adult: auc_0 is 0.9, wanted at least 2" in capsys.readouterr().err
+    assert "adult: auc_0 is 0.9, expected at least 2" in capsys.readouterr().err

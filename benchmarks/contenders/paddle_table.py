@@ -1,8 +1,8 @@
-"""PaddlePaddle, single process, static graph: one embedding with all rows and sparse gradients, stepped by its Adagrad.
+"""PaddlePaddle in one process, static graph: one embedding with all rows and sparse gradients, updated by its Adagrad.
 
-Its parameter server is another benchmark's. The dense parameters are stepped by SGD as everywhere, so gradients are
-appended once and two optimizers apply them. Whole and fixed steps are two programs; the fixed block is a variable that
-stays where it is, so that neither pays for feeding it. It has no row-wise Adagrad.
+`benchmarks.cluster` measures its parameter server. SGD updates the dense parameters, as in every contender, so
+gradients are appended once and two optimizers apply them. Whole and fixed steps are two programs; the fixed block is a
+persistent variable, so that no program pays for feeding it. It has no row-wise Adagrad.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,15 @@ import numpy as np
 
 from benchmarks.contenders import EPS, LR, RANGE
 from benchmarks.train.cases import BOTTOM, DENSE_LR, TOPS
-from benchmarks.train.pairs import Trainer
-from benchmarks.train.workload import NUM_DENSE, Batches
-from benchmarks.workload import NUM_FEATURES, SAMPLES, Floats, RowNumbers, total_rows
+from benchmarks.workload import NUM_DENSE, NUM_FEATURES, SAMPLES, Batches, Floats, RowNumbers, total_rows
 
 
 class PaddleTrain:
-    """The tables, and what runs programs on them."""
+    """The table, and the executor of the programs that use it."""
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         if optimizer != "adagrad":
-            raise RuntimeError(f"PaddlePaddle has no {optimizer}; this contender is for adagrad")
+            raise RuntimeError(f"expected the optimizer adagrad for PaddlePaddle, found {optimizer}")
         import paddle
 
         paddle.enable_static()
@@ -33,27 +31,27 @@ class PaddleTrain:
         self.started: set[str] = set()
 
     def embedding(self, ids: Any) -> Any:
-        """Rows of the one table, whichever program asks."""
+        """Return rows of the table, which all programs share."""
         attribute = self.paddle.ParamAttr(name="rows", initializer=self.paddle.nn.initializer.Uniform(-RANGE, RANGE))
         size = [self.count, self.dim]
         return self.paddle.static.nn.embedding(ids, size=size, is_sparse=True, param_attr=attribute)
 
     def start(self, startup: Any) -> None:
-        """Initialise a program's variables, except those of the table that another program has initialised."""
+        """Initialise a program's variables, except those of the table if another program has initialised them."""
         block = startup.global_block()
         for index in reversed(range(len(block.ops))):
             if self.started.issuperset(block.ops[index].output_arg_names):
                 block._remove_op(index)
         self.executor.run(startup)
-        made = {name for op in block.ops for name in op.output_arg_names}
-        self.started |= {name for name in made if name.startswith("rows")}
+        created = {name for op in block.ops for name in op.output_arg_names}
+        self.started |= {name for name in created if name.startswith("rows")}
 
-    def trainer(self, mode: str, top: str, precision: str) -> Trainer:
+    def trainer(self, mode: str, top: str, precision: str) -> "PaddleTrainer":
         if precision != "fp32":
-            raise RuntimeError(f"this contender has no {precision}")
+            raise RuntimeError(f"expected the precision fp32 for PaddlePaddle, found {precision}")
         return PaddleTrainer(self, top)
 
-    def prepare(self, batches: Batches) -> list[Any]:
+    def prepare_samples(self, batches: Batches) -> list[Any]:
         ids = np.ascontiguousarray(batches.rows.reshape(-1, NUM_FEATURES, SAMPLES).swapaxes(1, 2))
         return [
             {"ids": rows, "dense": dense, "labels": labels[:, None]}
@@ -64,12 +62,9 @@ class PaddleTrain:
         static = self.paddle.static
         main, startup = static.Program(), static.Program()
         with static.program_guard(main, startup):
-            found = self.embedding(static.data("ids", [None], "int64"))
+            block = self.embedding(static.data("ids", [None], "int64"))
         self.start(startup)
-        return np.array(self.executor.run(main, feed={"ids": rows}, fetch_list=[found])[0], np.float32)
-
-    def versions(self) -> dict[str, str]:
-        return {"paddlepaddle": str(self.paddle.__version__), "numpy": np.__version__}
+        return np.array(self.executor.run(main, feed={"ids": rows}, fetch_list=[block])[0], np.float32)
 
 
 class PaddleTrainer:
@@ -121,7 +116,7 @@ class PaddleTrainer:
         return self._stack(paddle.concat([x, dots], axis=1), (dim + len(pairs), *TOPS[self.top]), None)
 
     def _stack(self, x: Any, sizes: Sequence[int], last: str | None) -> Any:
-        """Linear layers with a ReLU between each two; drawn as torch does, from +-1/sqrt(inputs)."""
+        """Append linear layers with a ReLU between each two, initialised as by torch within +-1/sqrt(inputs)."""
         paddle = self.contender.paddle
         for number, (before, after) in enumerate(pairwise(sizes), start=2):
             drawn = paddle.ParamAttr(initializer=paddle.nn.initializer.Uniform(-(before**-0.5), before**-0.5))
@@ -130,15 +125,15 @@ class PaddleTrainer:
         return x
 
     def _step(self, loss: Any, fixed: list[Any]) -> None:
-        """Gradients once, then SGD for the dense parameters and Adagrad for the table."""
+        """Append gradients once, then SGD for the dense parameters and Adagrad for the table."""
         paddle = self.contender.paddle
         gradients = paddle.static.append_backward(loss)
         dense = [pair for pair in gradients if pair[0].name != "rows"]
         sparse = [pair for pair in gradients if pair[0].name == "rows"]
         if len(sparse) + len(fixed) != 1:
-            raise RuntimeError("the table has no gradient")
+            raise RuntimeError("expected a gradient of the table, found none")
         paddle.optimizer.SGD(DENSE_LR).apply_gradients(dense)
         if sparse:
-            # The same names, so the same state, in every program.
+            # The same names give every program the same state.
             with paddle.utils.unique_name.guard("rows_"):
                 paddle.optimizer.Adagrad(LR, epsilon=EPS).apply_gradients(sparse)

@@ -1,7 +1,7 @@
-"""Several processes that measure one contender together, each with one rank, its share of the features and its cores.
+"""Several processes that measure one contender together, each with a rank, a share of the features and cores.
 
-The worker that a driver starts is rank 0. It starts the other ranks, which do the same job, and reports for all of
-them. They meet through torch's gloo on loopback; a file in a temporary folder is their rendezvous.
+The worker that the harness starts is rank 0. It starts the other ranks, which do the same job, and reports for all of
+them. They communicate through torch's gloo on loopback; a file in a temporary folder is their rendezvous.
 """
 
 import json
@@ -22,22 +22,22 @@ CORES = sorted(os.sched_getaffinity(0))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This process among those that measure together."""
+    """The rank of this process and the world size."""
 
     rank: int = 0
     size: int = 1
     others: tuple[int, ...] = ()
-    """Process ids of the other ranks; only rank 0 knows them."""
+    """Process ids of the other ranks, on rank 0 only."""
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for every rank."""
         if self.size > 1:
             import torch.distributed
 
             torch.distributed.barrier()
 
     def longest(self, seconds: float) -> float:
-        """The largest of all ranks' numbers."""
+        """Return the largest of all ranks' numbers."""
         if self.size == 1:
             return seconds
         import torch.distributed
@@ -51,13 +51,13 @@ ALONE = Ranks()
 
 
 def run_ranks(job: dict[str, Any], run: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """The result of rank 0, which runs here; the other ranks are processes that end with it."""
+    """Return the result of rank 0, which runs here; the other ranks are processes that end with it."""
     with tempfile.TemporaryDirectory(prefix="satrap-bench-") as folder:
         job = {**job, "rendezvous": str(Path(folder) / "rendezvous")}
         others: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1, job["num_processes"]):
-                command = [sys.executable, "-m", "benchmarks.worker", json.dumps({**job, "rank": rank})]
+                command = [sys.executable, "-m", "benchmarks.harness.worker", json.dumps({**job, "rank": rank})]
                 others.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
             return run({**job, "rank": 0, "others": [other.pid for other in others]})
         finally:
@@ -67,7 +67,7 @@ def run_ranks(job: dict[str, Any], run: Callable[[dict[str, Any]], dict[str, Any
 
 
 def join(job: dict[str, Any]) -> Ranks:
-    """The ranks of a job, after all of them have met; ALONE where it is for one process."""
+    """Return the ranks of a job after their rendezvous; ALONE if the job is for one process."""
     if "rank" not in job:
         return ALONE
     import torch.distributed
@@ -80,10 +80,12 @@ def join(job: dict[str, Any]) -> Ranks:
 
 
 def use_threads(num_threads: int, rank: int = 0) -> None:
-    """Keep this thread, and threads yet to come, on the cores of its rank, and torch on as many threads."""
+    """Pin this thread, and the threads it will start, to the cores of its rank, and give torch as many threads."""
     cores = CORES[rank * num_threads : (rank + 1) * num_threads]
     if len(cores) < num_threads:
-        raise RuntimeError(f"rank {rank} wants {num_threads} threads and this process may use {len(CORES)} cores")
+        raise RuntimeError(
+            f"rank {rank} needs {num_threads} threads and this process may use {len(CORES)} cores; use fewer --threads"
+        )
     os.sched_setaffinity(0, cores)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(num_threads)

@@ -1,6 +1,5 @@
-"""What a result must say about where and from what it was measured: machine, commit, versions, date.
-
-Nothing here names the machine or its folders, so that results can be published as they are.
+"""The origin of a result: machine, commit, versions, date. Nothing here names the machine or its folders, so that
+results can be published as they are.
 """
 
 import datetime
@@ -8,14 +7,15 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe_machine() -> dict[str, Any]:
-    """The processor, the memory, and the kernel settings that change the figures."""
+    """Return the processor, the memory, and the kernel settings that change the figures."""
     return {
         "cpu": _cpu(),
         "l3": _text("/sys/devices/system/cpu/cpu0/cache/index3/size"),
@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_commit() -> str:
-    """The commit measured, with "+changes" if the tree differs from it; "unknown" outside a git checkout."""
+    """Return the commit, with "+changes" if the tree differs from it; "unknown" outside a git checkout."""
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return "unknown"
@@ -38,12 +38,21 @@ def describe_commit() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of what is installed here."""
+    """Return the versions of installed packages."""
     return {name: importlib.metadata.version(name) for name in packages}
 
 
+def imported_versions() -> dict[str, str]:
+    """Return the versions of the packages that this process has imported, and the SIMD path that Satrap uses."""
+    names = {"satrap": "satrap", "torch": "torch", "numpy": "numpy", "zmq": "pyzmq", "pyarrow": "pyarrow"}
+    names |= {"fbgemm_gpu": "fbgemm-gpu-cpu", "torchrec": "torchrec", "paddle": "paddlepaddle"}
+    imported = versions(*(package for module, package in names.items() if module in sys.modules))
+    core = sys.modules.get("satrap._core")
+    return imported | ({"simd": core.simd_paths()[0]} if core else {})
+
+
 def now() -> str:
-    """The date and time, UTC, to the second."""
+    """Return the date and time, UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -56,7 +65,7 @@ def _git(*arguments: str) -> str:
 
 
 def _cpu() -> str:
-    """The name, and the numbers that tell models apart where a hypervisor gives them one name ("AMD EPYC")."""
+    """Return the name, and the numbers that tell models apart which a hypervisor gives one name ("AMD EPYC")."""
     name, *numbers = (_field("/proc/cpuinfo", field) for field in ("model name", "cpu family", "model", "stepping"))
     return "{} (family {}, model {}, stepping {})".format(name, *numbers)
 
@@ -77,5 +86,5 @@ def _field(path: str, name: str) -> str:
 
 
 def _chosen(path: str) -> str:
-    """The bracketed word of a kernel setting such as "always [madvise] never"."""
+    """Return the bracketed word of a kernel setting such as "always [madvise] never"."""
     return next((word.strip("[]") for word in _text(path).split() if word.startswith("[")), "unknown")

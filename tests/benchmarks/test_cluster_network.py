@@ -1,5 +1,5 @@
-"""The emulated network of the cluster benchmark: what it decides, what is predicted of it, the records and the plot;
-where this machine can have one, packets over it and the case itself, small. And servers that are killed."""
+"""The kinds `network` and `restart`: the rules of the emulated network, its prediction, records and the plot; and where
+this machine supports it, packets over it and a small run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.cases import select_cases
-from benchmarks.cluster import cases, kinds, link, machines, network, plot, restart
-from benchmarks.cluster.__main__ import main
+from benchmarks.cluster import cases, link, machines, network, plot, restart
+from benchmarks.cluster.__main__ import SUITE, main
 from benchmarks.cluster.link import Network, Shape
 from benchmarks.cluster.prediction import Alone, link_bytes, step_seconds
-from benchmarks.cluster.processes import talking, told
-from benchmarks.cluster.turn import Turn
-from benchmarks.machine import ROOT
-from benchmarks.records import complaints
+from benchmarks.cluster.processes import receive, talking
+from benchmarks.harness.case import Case, select_cases
+from benchmarks.harness.machine import ROOT
+from benchmarks.harness.record import complaints, make_record
 
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
 emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machines.unable()))
 
 
-def case_named(pattern: str) -> cases.ClusterCase:
+def case_named(pattern: str) -> Case:
     (found,) = select_cases(cases.full_cases(), [pattern])
     return found
 
@@ -42,7 +41,7 @@ def shaped(gbit: float | None, delay_ms: float) -> Network[str]:
 
 
 def arrivals(net: Network[str]) -> dict[str, float]:
-    """When all that waits arrives, in the order in which it leaves."""
+    """Return when each waiting packet arrives, in the order in which they leave."""
     found = {}
     while (due := net.due()) is not None:
         found.update({packet: at for at, _, packet in net.leave(due)})
@@ -79,7 +78,7 @@ def test_two_senders_share_the_cable_of_their_receiver() -> None:
     assert arrivals(net) == pytest.approx({"a": 0.001, "b": 0.002, "c": 0.003, "d": 0.004})
 
 
-def test_being_asked_late_costs_no_time() -> None:
+def test_a_late_call_delays_no_packet() -> None:
     net = shaped(1, 0.0)
     for name in "ab":
         net.send(0.0, 125_000, 0, 1, "flow", name)
@@ -88,7 +87,7 @@ def test_being_asked_late_costs_no_time() -> None:
     assert arrivals(net) == pytest.approx({"c": 10.001})
 
 
-def test_what_would_wait_in_the_switch_behind_too_much_is_lost() -> None:
+def test_a_full_switch_drops_packets() -> None:
     net, size = shaped(1, 0.0), link.LIMIT // 4 - 1
     for number in range(8):
         for source in (0, 2):
@@ -114,11 +113,11 @@ LONE = {
 }
 
 
-def test_without_a_network_a_step_is_what_was_measured() -> None:
+def test_without_a_network_the_prediction_is_the_measurement() -> None:
     assert [step_seconds(Shape(), LONE, mode) for mode in ("0", "1", "4", "async")] == [0.05, 0.03, 0.03, 0.02]
 
 
-def test_synchronous_steps_wait_for_everything_and_stale_ones_for_the_longest() -> None:
+def test_synchronous_steps_add_up_waits_and_stale_steps_take_the_longest() -> None:
     slow = Shape(gbit=1, delay_ms=0.5)
     assert link_bytes(CROSSED) == 6e6
     serial = 0.05 + (4e6 + 6e6 + 1e6) / 125e6 + 4 * 1e-3
@@ -130,11 +129,15 @@ def test_synchronous_steps_wait_for_everything_and_stale_ones_for_the_longest() 
     assert step_seconds(fast, LONE, "4") == pytest.approx(0.03 + 1e6 / 1.25e9 + 2 * 2e-3)
 
 
-def test_a_turn_is_timed_when_as_many_steps_are_under_way_as_may_be() -> None:
-    assert [Turn(mode=mode, num_warmup=2, num_steps=5).num_untimed for mode in ("0", "16", "async")] == [2, 18, 6]
+def test_a_turn_is_timed_once_the_pipeline_is_full() -> None:
+    assert [network.Turn(mode=mode, num_warmup=2, num_steps=5).num_untimed for mode in ("0", "16", "async")] == [
+        2,
+        18,
+        6,
+    ]
 
 
-def test_rows_are_counted_by_lookup_and_all_else_by_step() -> None:
+def test_rows_are_counted_per_lookup_and_the_rest_per_step() -> None:
     total = [[0, 600, 700], [100, 0, 50], [110, 50, 0]]
     assert network.per_step(total, 10, [12, 14]) == [[0, 50, 50], [10, 0, 5], [11, 5, 0]]
 
@@ -143,14 +146,14 @@ def test_rows_are_counted_by_lookup_and_all_else_by_step() -> None:
 
 
 def results(modes: Mapping[str, float], predicted: Mapping[str, float], **more: Any) -> dict[str, Any]:
-    """One round in which every network is the same."""
+    """Return one round in which every network is the same."""
     streams = {
         f"network:{shape.name}/{mode}": {"ms": modes[mode], "predicted_ms": predicted[mode], **QUIET, **more}
         for shape in network.SHAPES
         for mode in modes
     }
-    told = {"alone": {}, "probes": {}, "lost_packets": 0, "peak_resident_bytes": 1, "versions": {}}
-    return {"streams": streams, **told}
+    measured = {"alone": {}, "probes": {}, "lost_packets": 0, "peak_resident_bytes": 1, "versions": {}}
+    return {"streams": streams, **measured}
 
 
 TOOK = {"0": 90.0, "1": 50.0, "4": 30.0, "16": 30.0, "async": 27.0}
@@ -159,7 +162,7 @@ EXPECTED = {"0": 90.0, "1": 45.0, "4": 27.0, "16": 27.0, "async": 27.0}
 
 def test_a_record_has_every_network_and_mode() -> None:
     noisy = results({mode: 2 * ms for mode, ms in TOOK.items()}, EXPECTED, noisy=True)
-    record = network.make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), noisy]})
+    record = make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), noisy]}, network.record)
     assert record["clean_rounds"] == [True, False]
     slow = record["networks"]["1gbit-0.2ms"]
     assert {mode: figure["median"] for mode, figure in slow["ratio"].items()} == {
@@ -171,11 +174,11 @@ def test_a_record_has_every_network_and_mode() -> None:
     assert record["figures"]["ratio/1gbit-0.2ms"]["median"] == 3.0
     assert slow["of_async"]["4"]["rounds"] == [0.9, 0.9]
     (complaint,) = complaints(record)
-    assert "of_async/1gbit-0.2ms is 0.9, wanted at least 0.95" in complaint
+    assert "of_async/1gbit-0.2ms is 0.9, expected at least 0.95" in complaint
 
 
-def test_a_round_that_failed_is_told_from_one_that_was_measured() -> None:
-    record = network.make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), None]})
+def test_a_round_that_failed_differs_from_one_that_was_measured() -> None:
+    record = make_record(case_named("network/20Mx64"), {"worker": [results(TOOK, EXPECTED), None]}, network.record)
     assert record["figures"]["of_async/1gbit-0.2ms"]["rounds"] == [0.9, None]
 
 
@@ -183,7 +186,7 @@ def test_the_plot_holds_every_point_and_the_prediction(tmp_path: Path) -> None:
     lines = []
     for dim in (64, 16):
         case = case_named(f"network/20Mx{dim}")
-        lines.append(network.make_record(case, {"worker": [results(TOOK, EXPECTED)]}))
+        lines.append(make_record(case, {"worker": [results(TOOK, EXPECTED)]}, network.record))
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"kind": "echo"}, *lines]))
     out = tmp_path / "figures" / "network.svg"
     assert plot.main([str(tmp_path / "results.jsonl"), str(out)]) == 0
@@ -201,17 +204,17 @@ def test_the_plot_holds_every_point_and_the_prediction(tmp_path: Path) -> None:
     assert float(lines_of[0][2].split(",")[1]) < heights[2] < heights[1] < heights[0]
 
 
-def test_a_plot_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.jsonl").write_text('{"kind": "echo"}\n')
     assert plot.main([str(tmp_path / "results.jsonl"), str(tmp_path / "out.svg")]) == 1
     assert "no line of the kind network" in capsys.readouterr().err
 
 
-def test_where_there_can_be_no_network_the_case_says_why(
+def test_a_case_that_cannot_run_reports_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machines, "TOOLS", ("ip", "no-such-tool"))
-    assert kinds.KINDS["network"].unable() == "no no-such-tool here (iproute2, util-linux)"
+    assert SUITE.kinds["network"].unable() == "no no-such-tool here (iproute2, util-linux)"
     assert main(["--quick", "--case", "network", "--check"]) == 1
     said = capsys.readouterr()
     assert said.out == "" and "network/26kx16/2t was not run: no no-such-tool here" in said.err
@@ -231,7 +234,7 @@ def test_packets_cross_and_are_counted() -> None:
     with machines.emulated(3) as made:
         here = made.addresses[0]
         with talking(made.command(0, [sys.executable, "-c", echo.format(here)])) as server:
-            assert told(server) is True
+            assert receive(server) is True
             made.reshape(Shape(gbit=1, delay_ms=30))
             command = made.command(2, [sys.executable, "-c", ask.format(here)])
             took = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
@@ -242,14 +245,14 @@ def test_packets_cross_and_are_counted() -> None:
 
 
 @emulation
-def test_machines_are_gone_with_their_driver() -> None:
+def test_machines_end_with_their_parent() -> None:
     code = (
         "import json, time; from benchmarks.cluster.machines import emulated\n"
         "with emulated(2) as made: print(json.dumps([made.switch_pid, *made._holders]), flush=True); time.sleep(600)"
     )
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        pids = told(driver)
+        pids = receive(driver)
     finally:
         driver.kill()
         driver.communicate()
@@ -274,13 +277,13 @@ def test_the_case_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert probes["1gbit-0.2ms"]["gbit_plain"] < 1
 
 
-def test_a_killed_server_is_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_killed_server_comes_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--quick", "--case", "restart", "--steps", "2", "--tmpfs", str(tmp_path)]) == 0
     (record,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert record["figures"]["listens_s"]["median"] > 0
     assert 0 < record["figures"]["away_s"]["median"] < 60
     assert list(tmp_path.iterdir()) == []
     slow = {"away_s": 2.5, "listens_s": 1.0, **QUIET}
-    told: dict[str, Any] = {"streams": {"restart:server": slow}, "peak_resident_bytes": 1, "versions": {}}
-    (complaint,) = complaints(restart.make_record(case_named("restart/10Mx64"), {"worker": [told]}))
-    assert "away_s is 2.5, wanted at most 2" in complaint
+    result: dict[str, Any] = {"streams": {"restart:server": slow}, "peak_resident_bytes": 1, "versions": {}}
+    (complaint,) = complaints(make_record(case_named("restart/10Mx64"), {"worker": [result]}, restart.record))
+    assert "away_s is 2.5, expected at most 2" in complaint

@@ -2,38 +2,45 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.cases import group_by_table, select_cases
-from benchmarks.command_line import describe_run
-from benchmarks.ranks import use_threads
-from benchmarks.records import complaints
-from benchmarks.runs import Results, Settings
+from benchmarks.harness.case import Case, group_cases, select_cases
+from benchmarks.harness.ranks import use_threads
+from benchmarks.harness.record import complaints, make_record
+from benchmarks.harness.rounds import Results, Run
 from benchmarks.summary import summary
-from benchmarks.train import cases, figures, pairs, plan, reading, workload
-from benchmarks.train.__main__ import parse_options
+from benchmarks.train import cases, pairs, plan, reading
+from benchmarks.train.__main__ import SUITE
 from benchmarks.workload import NUM_FEATURES, SAMPLES
+
+from benchmarks import workload
 
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
 LOUD = {"other_cpu": 0.5, "steal": 0.0, "noisy": True}
 
 
-def settings(folder: Path, **changes: Any) -> Settings:
-    given: dict[str, Any] = {"num_rounds": 1, "num_warmup": 1, "num_steps": 1, "contenders": (), "pythons": {}}
-    given |= {"batches": folder, "tmpfs": folder}
-    return Settings(**given | changes)
-
-
-def case_named(pattern: str) -> cases.TrainCase:
-    (found,) = select_cases(cases.full_cases(2), [pattern])
+def case_named(pattern: str) -> Case:
+    (found,) = select_cases(cases.full_cases(), [pattern])
     return found
 
 
+def planned(group: Sequence[Case], folder: Path, number: int = 0) -> dict[str, Run]:
+    """Return the runs of a round by label, with few steps."""
+    small = [replace(case, num_warmup=1, num_steps=1) for case in group]
+    return {run.label: run for run in plan.KINDS[group[0].kind].plan(small, number, folder)}
+
+
+def record_of(pattern: str, results: Results) -> dict[str, Any]:
+    case = case_named(pattern)
+    return make_record(case, results, plan.KINDS[case.kind].record)
+
+
 def stream(rate: float, step: float, cost: float, noise: Mapping[str, Any] = QUIET) -> dict[str, Any]:
-    """What a worker says of one mode with one model."""
+    """Return the figures of one mode with one model."""
     return {
         "samples_per_s": rate,
         "step_ms": step,
@@ -63,14 +70,14 @@ def one_round(**changes: Any) -> Results:
 
 
 def test_case_names_are_unique_and_every_case_has_targets() -> None:
-    for each in (cases.full_cases(2), cases.quick_cases(2)):
+    for each in (cases.full_cases(), cases.quick_cases()):
         assert len({case.name for case in each}) == len(each)
-    assert all(case.targets for case in cases.full_cases(2))
+    assert all(case.targets for case in cases.full_cases())
 
 
 def test_every_dim_top_precision_and_optimizer_is_measured() -> None:
     trained = {
-        (case.dim, case.top, case.precision, case.optimizer) for case in cases.full_cases(2) if case.kind == "train"
+        (case.dim, case.top, case.precision, case.optimizer) for case in cases.full_cases() if case.kind == "train"
     }
     wanted = itertools.product((16, 64), ("light", "heavy"), ("fp32", "bf16"), ("adagrad", "rowwise"))
     assert trained == set(wanted)
@@ -81,17 +88,17 @@ def test_every_dim_top_precision_and_optimizer_is_measured() -> None:
     [("20Mx16/light", 1.7), ("20Mx64/light", 2.1), ("20Mx16/heavy", 1.15), ("20Mx64/heavy", 1.15)],
 )
 def test_end_to_end_targets_are_those_of_fp32(name: str, least: float) -> None:
-    def wanted(precision: str) -> dict[str, str]:
-        return {t.figure: t.wanted() for t in case_named(f"train/{name}/{precision}/adagrad").targets}
+    def targets(precision: str) -> dict[str, str]:
+        return {t.figure: t.limits() for t in case_named(f"train/{name}/{precision}/adagrad").targets}
 
-    assert wanted("fp32") == {"ratio": f"at least {least:g}", **wanted("bf16")}
-    assert wanted("bf16") == {"cost_ratio": "at most 0.25", "stale_ratio": "at least 0.97"}
+    assert targets("fp32") == {"ratio": f"at least {least:g}", **targets("bf16")}
+    assert targets("bf16") == {"cost_ratio": "at most 0.25", "stale_ratio": "at least 0.97"}
 
 
-def test_cases_of_one_table_share_their_processes_and_peers_do_what_they_can(tmp_path: Path) -> None:
-    trained = [case for case in cases.quick_cases(2) if case.kind == "train"]
-    (group,) = group_by_table(trained)
-    runs = {each.label: each for each in plan.plan(group, 0, settings(tmp_path))}
+def test_cases_of_a_table_share_processes_and_peers_run_what_they_support(tmp_path: Path) -> None:
+    trained = [case for case in cases.quick_cases() if case.kind == "train"]
+    (group,) = group_cases(trained, lambda case: SUITE.kinds[case.kind].shares_table)
+    runs = planned(group, tmp_path)
     several = [f"{peer}{form}" for peer in ("fbgemm", "torch") for form in ("", "/huge", "/2p", "/2p/huge")]
     assert list(runs) == ["satrap", "satrap/1t", "torchrec", "torchrec/huge", *several, "paddle"]
     models = {label: [(m["top"], m["precision"]) for m in run.job["models"]] for label, run in runs.items()}
@@ -102,12 +109,12 @@ def test_cases_of_one_table_share_their_processes_and_peers_do_what_they_can(tmp
     assert "paddle" not in plan.peers_of(case_named("train/20Mx16/light/fp32/rowwise"))
 
 
-def test_modes_draw_batches_of_their_own_and_peers_get_the_first_modes(tmp_path: Path) -> None:
-    group = [cases.quick_cases(2)[0]]
+def test_each_mode_has_its_batches_and_peers_get_those_of_the_first(tmp_path: Path) -> None:
+    group = [cases.quick_cases()[0]]
 
     def files(round_number: int) -> dict[str, str]:
-        runs = plan.plan(group, round_number, settings(tmp_path))
-        return {label: mode["file"] for run in runs for label, mode in run.job["modes"].items()}
+        runs = planned(group, tmp_path, round_number)
+        return {label: mode["file"] for run in runs.values() for label, mode in run.job["modes"].items()}
 
     first, second = files(0), files(1)
     assert len(set(first.values())) == 3
@@ -116,8 +123,8 @@ def test_modes_draw_batches_of_their_own_and_peers_get_the_first_modes(tmp_path:
 
 
 def test_a_peer_is_measured_in_every_form_and_the_form_is_in_its_environment(tmp_path: Path) -> None:
-    (light, *_) = cases.quick_cases(2)
-    runs = {each.label: each for each in plan.plan([light], 0, settings(tmp_path))}
+    (light, *_) = cases.quick_cases()
+    runs = planned([light], tmp_path)
     labels = [form["labels"]["torch"] for run in runs.values() for form in run.job["forms"] if run.contender == "torch"]
     assert labels == ["torch", "torch/1t", "torch/huge", "torch/1t/huge", "torch/2p", "torch/2p/huge"]
     for label, run in runs.items():
@@ -126,25 +133,25 @@ def test_a_peer_is_measured_in_every_form_and_the_form_is_in_its_environment(tmp
         assert (processes, threads) == ((2, 1) if "/2p" in label else (1, 1 if "/1t" in label else 2))
 
 
-def test_a_file_of_text_is_read_only_where_the_source_exists(tmp_path: Path) -> None:
-    read = [case for case in cases.full_cases(2) if case.kind == "read"]
-    (group,) = group_by_table(read)
-    (run,) = plan.plan(group, 0, settings(tmp_path))
+def test_reading_requires_the_source(tmp_path: Path) -> None:
+    read = [case for case in cases.full_cases() if case.kind == "read"]
+    (group,) = group_cases(read, lambda case: SUITE.kinds[case.kind].shares_table)
+    (run,) = planned(group, tmp_path).values()
     assert "from satrap import Criteo" in run.needs
-    assert run.shared_bytes > 0
+    assert run.folder_bytes is not None and run.folder_bytes > 0
     assert [model["precision"] for model in run.job["models"]] == ["fp32", "bf16"]
 
 
-def test_the_command_of_a_run_names_no_folder() -> None:
+def test_the_recorded_command_has_no_local_path() -> None:
     arguments = ["--quick", "--out", "/a/b.jsonl", "--peers-home=/c", "--case", "train"]
-    header = describe_run("train", parse_options(arguments), arguments)
+    header = SUITE.header(SUITE.parse(arguments), arguments)
     assert header["command"] == "python -m benchmarks.train --quick --case train"
     assert (header["num_rounds"], header["benchmark"]) == (1, "train")
 
 
 def test_zero_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(["--rounds", "0"])
+        SUITE.parse(["--rounds", "0"])
     assert "--rounds must be at least 1" in capsys.readouterr().err
 
 
@@ -152,7 +159,7 @@ def test_zero_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ratios_are_taken_against_the_best_peer_of_the_round() -> None:
-    record = figures.make_record(case_named("train/20Mx16/light/fp32/adagrad"), one_round())
+    record = record_of("train/20Mx16/light/fp32/adagrad", one_round())
     found = {name: figure["median"] for name, figure in record["figures"].items()}
     assert found == {
         "ratio": 2.0,  # 90 / 45
@@ -170,14 +177,14 @@ def test_ratios_are_taken_against_the_best_peer_of_the_round() -> None:
     assert record["cost_ms"]["satrap"]["intervals"] == [[4.0, 6.0]]
     assert [target["met"] for target in record["targets"]] == [True, True, False]
     (complaint,) = complaints(record)
-    assert "stale_ratio is 0.8, wanted at least 0.97" in complaint
+    assert "stale_ratio is 0.8, expected at least 0.97" in complaint
 
 
-def test_the_best_form_of_a_peer_counts_and_one_thread_is_compared_with_one_thread() -> None:
+def test_the_best_form_of_a_peer_counts_and_one_thread_is_compared_with_one() -> None:
     ours = {"satrap/1t": stream(50, 80, 6), "satrap_plain/1t": stream(40, 90, 7)}
     forms = {"fbgemm/1t": stream(40, 99, 30), "fbgemm/1t/huge": stream(20, 99, 30), "fbgemm/2p": stream(60, 70, 20)}
     changes = {"satrap/1t": [run(ours)], **{label: [run({label: each})] for label, each in forms.items()}}
-    record = figures.make_record(case_named("train/20Mx16/light/fp32/adagrad"), one_round(**changes))
+    record = record_of("train/20Mx16/light/fp32/adagrad", one_round(**changes))
     found = {name: (figure["median"], figure["against"]) for name, figure in record["figures"].items()}
     assert found["ratio"] == (1.5, ["fbgemm/2p"])  # 90 / 60
     assert found["ratio_1t"] == (1.25, ["fbgemm/1t"])
@@ -190,13 +197,13 @@ def test_the_best_form_of_a_peer_counts_and_one_thread_is_compared_with_one_thre
     assert lines[0].startswith("today, Some CPU")
     (row,) = [line for line in lines if line.startswith("| train/")]
     assert "| 0.1 2p |" in row and "| 1.50 (1.50-1.50) |" in row and "| 1.25 (1.25-1.25) |" in row
-    assert [line.split(":")[0] for line in lines if "wanted" in line] == ["missed", "met", "missed"]
+    assert [line.split(":")[0] for line in lines if "expected" in line] == ["missed", "met", "missed"]
 
 
 def test_a_missing_peer_leaves_only_its_figures_unmeasured() -> None:
     results = one_round()
     del results["torch"]
-    record = figures.make_record(case_named("train/20Mx16/light/fp32/adagrad"), results)
+    record = record_of("train/20Mx16/light/fp32/adagrad", results)
     assert [(target["figure"], target["met"]) for target in record["targets"]] == [
         ("ratio", True),
         ("cost_ratio", None),
@@ -207,7 +214,7 @@ def test_a_missing_peer_leaves_only_its_figures_unmeasured() -> None:
 
 def test_a_peer_that_seems_to_pay_nothing_makes_no_ratio() -> None:
     results = one_round(torch=[run({"torch": stream(40, 95, -1)})])
-    record = figures.make_record(case_named("train/20Mx16/light/fp32/adagrad"), results)
+    record = record_of("train/20Mx16/light/fp32/adagrad", results)
     assert record["figures"]["cost_ratio"]["median"] is None
     assert record["figures"]["cost_ratio"]["against"] == ["torch"]
 
@@ -217,7 +224,7 @@ def test_a_round_that_was_disturbed_does_not_enter_the_median() -> None:
     results = one_round()
     two = {label: [*rounds, *rounds] for label, rounds in results.items()}
     two["satrap"] = [*results["satrap"], run(loud)]
-    record = figures.make_record(case_named("train/20Mx16/light/fp32/adagrad"), two)
+    record = record_of("train/20Mx16/light/fp32/adagrad", two)
     assert record["clean_rounds"] == [True, False]
     assert record["figures"]["ratio"]["median"] == 2.0
     assert record["figures"]["ratio"]["rounds"] == [2.0, 0.022]
@@ -226,16 +233,15 @@ def test_a_round_that_was_disturbed_does_not_enter_the_median() -> None:
 
 def test_contenders_that_changed_their_rows_differently_are_named() -> None:
     torch = run({"torch": stream(40, 95, 40)}, change=0.2)
-    record = figures.make_record(case_named("train/20Mx16/light/fp32/adagrad"), one_round(torch=[torch]))
+    record = record_of("train/20Mx16/light/fp32/adagrad", one_round(torch=[torch]))
     assert not record["same_work"]
     assert any("changed their rows differently" in line for line in complaints(record))
 
 
 def test_reading_has_figures_of_its_own() -> None:
-    case = case_named("read/250kx16/heavy/bf16")
-    told = {"mb_per_s": 160.0, "added_share": 0.2, **QUIET}
-    result = {"streams": {"heavy/bf16:satrap": told}, "peak_resident_bytes": 1, "versions": {}}
-    record = figures.make_record(case, {"satrap": [result]})
+    measured = {"mb_per_s": 160.0, "added_share": 0.2, **QUIET}
+    result = {"streams": {"heavy/bf16:satrap": measured}, "peak_resident_bytes": 1, "versions": {}}
+    record = record_of("read/250kx16/heavy/bf16", {"satrap": [result]})
     assert [target["met"] for target in record["targets"]] == [True, False]
 
 
@@ -284,12 +290,12 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
     stream_of = pairs.Stream(trainer=Recorder("a", []), batches=[0])
     pairs.take_turn(stream_of, 0, 1)
     stream_of.losses = [float("nan")]
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(RuntimeError, match="expected finite losses"):
         pairs.summarize(stream_of, num_warmup=0)
 
 
 def test_more_threads_than_cores_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="wants 100000 threads"):
+    with pytest.raises(RuntimeError, match="needs 100000 threads"):
         use_threads(100_000)
 
 
@@ -301,7 +307,7 @@ def test_the_interval_of_a_median_is_that_of_the_binomial(count: int) -> None:
     assert (low, high) == known.get(count, (0, count - 1))
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+def test_the_interval_contains_the_median_as_often_as_promised() -> None:
     rng = np.random.default_rng(5)
     intervals = [pairs.median_interval(sample.tolist()) for sample in rng.exponential(1.0, (2000, 30))]
     held = np.mean([low <= np.log(2.0) <= high for low, high in intervals])
@@ -311,8 +317,8 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 # -- workload ---------------------------------------------------------------------------------------------------------
 
 
-def test_batches_repeat_and_another_part_draws_others(tmp_path: Path) -> None:
-    path = workload.batches_file(tmp_path, 26_000, 2, 0)
+def test_batches_are_reproducible_and_differ_by_part(tmp_path: Path) -> None:
+    path = workload.samples_file(tmp_path, 26_000, 2, 0)
     first, again = workload.load_batches(path), workload.make_batches(26_000, 2, 0)
     other = workload.make_batches(26_000, 2, 1)
     assert len(first) == 2

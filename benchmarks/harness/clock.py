@@ -1,8 +1,8 @@
-"""Time, memory and noise of one process: what a worker reads before and after the steps it times.
+"""Time, memory and noise of one process, which a worker reads before and after the steps that it times.
 
-Noise is what others did meanwhile: `other_cpu`, the share of all cores that processes other than this one used, and
-`steal`, the share the host took away. Both come from Linux's counters, which are sampled every 10 ms, so a few ticks
-are their own error and count as none. Where the counters do not exist both are None.
+Noise is the load of others: `other_cpu`, the share of all cores that other processes used, and `steal`, the share that
+the host took. Both come from Linux's counters, which are sampled every 10 ms, so a few ticks are within their error and
+count as none. Without the counters both are None.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.ranks import ALONE, Ranks
+from benchmarks.harness.ranks import ALONE, Ranks
 
 Batch = TypeVar("Batch")
 OTHER_ERROR_TICKS = 3
@@ -24,7 +24,7 @@ NOISY_STEAL = 0.03
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuCounters:
-    """The machine's and this process's CPU time at one moment, in clock ticks."""
+    """The CPU time of the machine and of this process so far, in clock ticks."""
 
     busy: float
     stolen: float
@@ -33,10 +33,8 @@ class CpuCounters:
 
 
 def read_cpu(others: Sequence[int] = ()) -> CpuCounters | None:
-    """The counters now, or None on a machine without /proc/stat.
-
-    The time of the other processes, and of children that ended, counts as this process's own.
-    """
+    """Return the counters, None without /proc/stat. others: processes whose time counts as this one's, as does that of
+    children that have exited."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:
@@ -52,7 +50,7 @@ def read_cpu(others: Sequence[int] = ()) -> CpuCounters | None:
 
 
 def noise_between(before: CpuCounters | None, after: CpuCounters | None) -> dict[str, Any]:
-    """The shares of all cores that went to other processes and to the host between two readings, and if it is a lot."""
+    """Return the shares of all cores that other processes and the host took between two readings; noisy: too much."""
     if before is None or after is None:
         return {"other_cpu": None, "steal": None, "noisy": None}
     total = max(1.0, after.total - before.total)
@@ -70,9 +68,9 @@ def time_steps(
     ids_per_step: int,
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Run `step` on every batch once, in order; the first `num_warmup` are not timed. Rates are in ids per second.
+    """Run `step` on every batch once, in order; the first `num_warmup` steps are not timed. Rates are ids per second.
 
-    Several ranks begin the timed steps together and do not wait for each other in them; the slowest one's time counts.
+    Several ranks start the timed steps together and then do not wait for each other; the slowest one's time counts.
     """
     before = read_cpu(ranks.others)
     for batch in batches[:num_warmup]:
@@ -92,17 +90,17 @@ def time_steps(
 
 
 def resident_bytes() -> int:
-    """This process's resident memory, from the exact page walk (the cheap counter is off by megabytes)."""
+    """Return this process's resident memory, from the exact page walk (the cheap counter is off by megabytes)."""
     return _kib_field("/proc/self/smaps_rollup", "Rss:")
 
 
 def peak_resident_bytes(others: Sequence[int] = ()) -> int:
-    """The most resident memory that this process ever had, and that of each of the others."""
+    """Return the sum of the peak resident memory of this process and of each of the others."""
     return sum(_kib_field(f"/proc/{process}/status", "VmHWM:") for process in ("self", *others))
 
 
 def available_bytes() -> int:
-    """Memory the machine could still give out."""
+    """Return the memory that the machine has available."""
     return _kib_field("/proc/meminfo", "MemAvailable:")
 
 

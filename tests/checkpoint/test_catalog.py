@@ -50,15 +50,15 @@ def test_only_what_can_become_nothing_is_garbage(found: tuple[Catalog, set[str],
     catalog, _, torn = found
     newest = Version.parse(catalog.newest or "")
     assert set(catalog.garbage()) <= torn
-    assert set(catalog.passed_over) <= torn and not set(catalog.passed_over) & set(catalog.garbage())
+    assert set(catalog.skipped) <= torn and not set(catalog.skipped) & set(catalog.garbage())
     for name in torn:
         version = Version.parse(name)
         assert version is not None
         newer = newest is None or version.number > newest.number
-        assert (name in catalog.passed_over) == newer
+        assert (name in catalog.skipped) == newer
         if name in catalog.garbage():
             assert version.writer and newest is not None and version.number < newest.number
-        assert (name in catalog.swept_later) == bool(version.writer)
+        assert (name in catalog.removed_later) == bool(version.writer)
 
 
 @given(catalogs(), versions)

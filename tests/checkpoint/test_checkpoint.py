@@ -130,7 +130,9 @@ def test_a_position_of_another_order_is_refused(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 2)
     before = job.state()
     job.source.seed = 1
-    with pytest.raises(CheckpointError, match="position is of a source that is read otherwise: seed is 0 in the chec"):
+    with pytest.raises(
+        CheckpointError, match="position is of a source that is read differently: seed is 0 in the chec"
+    ):
         job.run.resume()
     same(job.state(), before)
     assert Job(str(tmp_path), 2).run.resume()
@@ -152,12 +154,12 @@ def test_an_object_that_refuses_its_state_changes_nothing(tmp_path: Path) -> Non
     job = Job(str(tmp_path), 2)
     before = job.state()
     job.run._objects["scheduler"] = Untakeable()
-    with pytest.raises(CheckpointError, match="scheduler does not take its state: unexpected keys"):
+    with pytest.raises(CheckpointError, match="scheduler cannot load its state: unexpected keys"):
         job.run.resume()
     same(job.state(), before)
     dense = torch.optim.SGD(job.model.parameters(), lr=0.5)
     with pytest.raises(
-        CheckpointError, match=r"optimizer does not take its state: the dense .* was Adam and is SGD here"
+        CheckpointError, match=r"optimizer cannot load its state: the state is of a dense optimizer Adam; expected SGD"
     ):
         Checkpoint(
             tmp_path,
@@ -172,7 +174,7 @@ def test_an_object_that_refuses_its_state_changes_nothing(tmp_path: Path) -> Non
 
 def test_an_optimizer_of_one_half_is_refused(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 1)
-    with pytest.raises(CheckpointError, match=r"optimizer is an Adam; wanted what embeddings\.optimizer"):
+    with pytest.raises(CheckpointError, match=r"optimizer is an Adam; expected the one that embeddings\.optimizer"):
         Checkpoint(tmp_path, job.model, job.optimizer.dense, job.embeddings)
 
 
@@ -201,7 +203,7 @@ def test_a_replaced_source_is_refused_where_its_position_would_be_lost(tmp_path:
     data = Iterable(batches(4), batch_size=8, shuffle=True)
     Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
     for other in (data.replace(seed=1), data.replace(seed=1).replace(seed=2)):
-        with pytest.raises(StreamError, match=r"is a replace\(\) of the one that Checkpoint\(\.\.\.\) was given"):
+        with pytest.raises(StreamError, match=r"is a replace\(\) of the one passed to Checkpoint\(\.\.\.\)"):
             embeddings.stream(other)
     embeddings.stream(Iterable(batches(4))).close()  # data of its own
     embeddings.stream(data).close()
@@ -273,7 +275,9 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, file: str, harm
     job = Job(str(tmp_path), 2)
     before = job.state()
     if (file, harm) == ("checkpoint.json", "remove"):  # then it is no checkpoint: the one before it is the newest
-        with pytest.warns(UserWarning, match=rf"{folder} has no whole checkpoint.json: .*000001-step-1 is the newest"):
+        with pytest.warns(
+            UserWarning, match=rf"{folder} has no complete checkpoint.json: .*000001-step-1 is the newest"
+        ):
             assert job.run.resume() and job.embeddings.step == 1
         job.train()  # whatever number that one had
         assert saved(tmp_path) == ["000001-step-1", "000002-step-2", "000003-step-2"]
@@ -317,7 +321,7 @@ class Unsavable:
 
 @pytest.mark.parametrize(("option", "value"), [("keep", 0), ("keep", True), ("full_every", "x")])
 def test_bad_options_are_refused(tmp_path: Path, option: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"{option} is {value!r}; wanted an integer"):
+    with pytest.raises(CheckpointError, match=f"{option} is {value!r}; expected an integer"):
         Job(str(tmp_path), 1, **{option: value})
 
 
@@ -329,7 +333,7 @@ def test_another_file_system(tmp_path: Path) -> None:
     assert again.run.resume()
     same(again.state(), job.state())
     assert not Job(f"memory://{tmp_path.name}/other", 5).run.resume()
-    assert not list(again.run._home._storage.staging.iterdir()), "what was fetched goes"
+    assert not list(again.run._directory._storage.staging.iterdir()), "what was fetched goes"
 
 
 def test_random_states_are_resumed(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_in_a_copy_of_the_scripts_folder_nothing_is_saved(tmp_path: Path, monkey
     parts = job.model, job.optimizer, job.embeddings
     place = RunContext(rank=0, world=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
     monkeypatch.setattr(satrap.run_context, "_here", place)
-    with pytest.raises(CheckpointError, match="path is 'run', and this script runs in a copy of its folder"):
+    with pytest.raises(CheckpointError, match="path is 'run', but this script runs in a temporary copy of its folder"):
         Checkpoint("run", *parts)
     Checkpoint(tmp_path / "run", *parts)
     Checkpoint("memory://run", *parts)
@@ -123,7 +123,7 @@ def test_a_save_that_is_published_has_succeeded(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", ["model", "optimizer"])
 def test_names_that_are_taken(name: str, tmp_path: Path) -> None:
     job = Job(str(tmp_path), 1)
-    with pytest.raises(CheckpointError, match=rf"further holds \['{name}'\]; these are saved anyway"):
+    with pytest.raises(CheckpointError, match=rf"further has the reserved names \['{name}'\]: use other names"):
         Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, further={name: job.scheduler})
 
 

@@ -159,7 +159,7 @@ def test_a_newest_version_that_is_not_whole_is_named(half: bool, store: Hostile)
     store.change(path, store.objects[path][:-2] if half else None)
     store.settle()
     job = Job(URL, 4)
-    words = rf"{URL}/{newest} has no whole checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next"
+    words = rf"{URL}/{newest} has no complete checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next"
     with pytest.warns(UserWarning, match=words):
         assert job.run.resume() and job.embeddings.step == 2
     job.train()
@@ -179,7 +179,7 @@ def test_lists_that_show_nothing_hide_no_checkpoint(store: Hostile) -> None:
 
 # -- two processes -----------------------------------------------------------------------------------------------------
 
-BOTH = rf"(?s){URL}: process \d+ on .* \(writer \w+\) saves into it now, and so did this one, process \d+ on .*end one"
+BOTH = rf"(?s){URL}: process \d+ on .* \(writer \w+\) saves into it, and so did this process, .*terminate one"
 
 
 def test_the_second_of_two_that_begin_together_is_refused(store: Hostile) -> None:
@@ -315,7 +315,7 @@ def test_foreign_objects_are_neither_read_nor_removed(store: Hostile) -> None:
         store.change(path, b"mine")
     store.settle()
     job = Job(URL, 4, keep=1)
-    with pytest.warns(UserWarning, match="000001-step-1 has no whole"):
+    with pytest.warns(UserWarning, match="000001-step-1 has no complete"):
         job.train()
     store.settle()
     assert job.run.save()
@@ -328,4 +328,4 @@ def test_nothing_is_left_on_this_machine(store: Hostile) -> None:
     again = Job(URL, 3)
     assert again.run.resume()
     for each in (job, again):
-        assert not list(each.run._home._storage.staging.iterdir())
+        assert not list(each.run._directory._storage.staging.iterdir())

@@ -84,7 +84,7 @@ def test_whoever_is_killed_it_ends_in_the_same_bits(
             os.kill(children(run)[str(draw.choice(victims))], signal.SIGKILL)
         status, _, err = finished(run)
     assert status == 0, err
-    assert "was ended by signal 9" in err and re.search(r"launch \d+ goes on after step \d+, from /.*-step-\d+", err)
+    assert "was ended by signal 9" in err and re.search(r"launch \d+ continues after step \d+, from /.*-step-\d+", err)
     same(tmp_path, undisturbed)
     nothing_is_left(tmp_path, [])
 
@@ -271,7 +271,7 @@ def test_a_launch_killed_before_its_first_checkpoint_begins_again(tmp_path: Path
         status, out, err = finished(run)
     assert status == 0, err
     assert f"{victim} is no longer where it was" in err or "trainer 0 was ended by signal 9" in err
-    assert "launch 2 begins at step 0: there was no checkpoint to resume, so all is lost that was trained since" in err
+    assert "launch 2 starts at step 0: found no checkpoint to resume, so all training since" in err
     again = out[out.index("began") :].split()
     assert again == ["began", *map(str, range(1, 41))], "the tables were emptied, too, or the rows would be refused"
     nothing_is_left(tmp_path, [])
@@ -344,7 +344,7 @@ def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
     with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
         status, _, err = finished(run)
     assert status == 1
-    assert "so their models would part: wrap the model before the optimizer is made" in err
+    assert "so their models would diverge: wrap the model before creating the optimizer" in err
 
 
 def test_a_checkpoint_that_not_all_trainers_see_is_not_taken_for_none(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_checkpoint_that_not_all_trainers_see_is_not_taken_for_none(tmp_path: 
         with started(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
             status, _, err = finished(run)
         assert status == attempt - 1, err
-    assert "some trainers see a checkpoint and others see none; here is " in err, err
+    assert "some trainers find a checkpoint and others none; this one finds " in err, err
 
 
 def test_compressed_gradients(tmp_path: Path) -> None:

@@ -358,15 +358,17 @@ def test_it_learns(kind: type[Any]) -> None:
 @each_kind
 @pytest.mark.parametrize("value", [-1, 1.5, "3", None, True])
 def test_num_dense_is_checked(kind: type[Any], value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}: num_dense is .*; wanted an integer of at least 0"):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: num_dense is .*; expected an integer of at least 0"):
         small(kind, value, Shape([4, 4]))
 
 
 @each_kind
 def test_embeddings_are_checked(kind: type[Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}: embeddings is a list; wanted satrap\.Embeddings or"):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: embeddings is a list; expected satrap\.Embeddings or"):
         small(kind, 1, [4, 4])
-    with pytest.raises(ConfigError, match=r"the features \(none is pooled\) make a block of 0 columns, total_dim is 0"):
+    with pytest.raises(
+        ConfigError, match=r"the features \(none is pooled\) make a block of 0 columns and total_dim is 0"
+    ):
         small(kind, 1, Shape([]))
     shape = Shape([4] * 6)
     shape.total_dim = 20
@@ -384,15 +386,15 @@ def test_features_that_are_not_pooled_are_not_in_the_block(kind: type[Any]) -> N
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DLRM(1, Shape([4, 8, 4])), "DLRM: feature 'C1' has dim 4 and 'C2' has 8; wanted one dim for all"),
-        (lambda: DLRM(1, Shape([4]), top=(8, 2)), r"DLRM: top is \(8, 2\); wanted 1 as its last width"),
-        (lambda: DLRM(1, Shape([4]), top=()), r"DLRM: top is \(\); wanted 1 as its last width"),
-        (lambda: DLRM(1, Shape([4]), bottom=(8, 0)), r"DLRM: bottom\[1\] is 0; wanted an integer of at least 1"),
-        (lambda: DLRM(1, Shape([4]), bottom=8), "DLRM: bottom is 8; wanted the widths of the layers"),  # type: ignore[arg-type]
-        (lambda: DCN(1, Shape([4]), num_cross=0), "DCN: num_cross is 0; wanted an integer of at least 1"),
-        (lambda: DCN(1, Shape([4]), rank=0), "DCN: rank is 0; wanted an integer of at least 1"),
-        (lambda: DCN(1, Shape([4]), deep="big"), "DCN: deep is 'big'; wanted the widths of the layers"),  # type: ignore[arg-type]
-        (lambda: FFNN(1, Shape([4]), hidden=(True,)), r"FFNN: hidden\[0\] is True; wanted an integer of at least 1"),
+        (lambda: DLRM(1, Shape([4, 8, 4])), "DLRM: feature 'C1' has dim 4 and 'C2' has 8; expected one dim for all"),
+        (lambda: DLRM(1, Shape([4]), top=(8, 2)), r"DLRM: top is \(8, 2\); expected 1 as its last width"),
+        (lambda: DLRM(1, Shape([4]), top=()), r"DLRM: top is \(\); expected 1 as its last width"),
+        (lambda: DLRM(1, Shape([4]), bottom=(8, 0)), r"DLRM: bottom\[1\] is 0; expected an integer of at least 1"),
+        (lambda: DLRM(1, Shape([4]), bottom=8), "DLRM: bottom is 8; expected the widths of the layers"),  # type: ignore[arg-type]
+        (lambda: DCN(1, Shape([4]), num_cross=0), "DCN: num_cross is 0; expected an integer of at least 1"),
+        (lambda: DCN(1, Shape([4]), rank=0), "DCN: rank is 0; expected an integer of at least 1"),
+        (lambda: DCN(1, Shape([4]), deep="big"), "DCN: deep is 'big'; expected the widths of the layers"),  # type: ignore[arg-type]
+        (lambda: FFNN(1, Shape([4]), hidden=(True,)), r"FFNN: hidden\[0\] is True; expected an integer of at least 1"),
     ],
 )
 def test_sizes_are_checked(make: Callable[[], object], message: str) -> None:
@@ -404,14 +406,14 @@ def test_sizes_are_checked(make: Callable[[], object], message: str) -> None:
 def test_shapes_of_the_inputs_are_checked(kind: type[Any]) -> None:
     name = kind.__name__
     model = small(kind, 2, Shape([4, 4]))
-    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 9\); wanted \[batch, 8\]"):
+    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 9\); expected \[batch, 8\]"):
         model(torch.zeros(3, 2), torch.zeros(3, 9))
-    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 2, 4\); wanted \[batch, 8\]"):
+    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 2, 4\); expected \[batch, 8\]"):
         model(torch.zeros(3, 2), torch.zeros(3, 2, 4))
-    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(4, 2\); wanted \(3, 2\)"):
+    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(4, 2\); expected \(3, 2\)"):
         model(torch.zeros(4, 2), torch.zeros(3, 8))
-    with pytest.raises(InputError, match=rf"{name}: dense has the shape None; wanted \(3, 2\)"):
+    with pytest.raises(InputError, match=rf"{name}: dense has the shape None; expected \(3, 2\)"):
         model(None, torch.zeros(3, 8))
-    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(3, 2\); wanted \(3, 0\)"):
+    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(3, 2\); expected \(3, 0\)"):
         small(kind, 0, Shape([4, 4]))(torch.zeros(3, 2), torch.zeros(3, 8))
     assert small(kind, 0, Shape([4, 4]))(torch.zeros(3, 0), torch.zeros(3, 8)).shape == (3,)

@@ -191,17 +191,17 @@ CALLS: list[Callable[..., Any]] = [auc, log_loss, normalised_entropy, Window(4).
 
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_input_is_refused(call: Callable[..., Any]) -> None:
-    with pytest.raises(InputError, match=r"labels have the shape \(2,\) and scores \(3,\); wanted one dimension"):
+    with pytest.raises(InputError, match=r"labels have the shape \(2,\) and scores \(3,\); expected one dimension"):
         call([0, 1], [0.0, 1.0, 2.0])
     with pytest.raises(InputError, match=r"shape \(2, 1\).*labels\[:, 0\]"):
         call([[0], [1]], [[0.0], [1.0]])
-    with pytest.raises(InputError, match=r"label 1 is 0.5; wanted 0 or 1"):
+    with pytest.raises(InputError, match=r"label 1 is 0.5; expected 0 or 1"):
         call([0, 0.5], [0.0, 1.0])
     with pytest.raises(InputError, match="label 0 is nan"):
         call([math.nan, 1.0], [0.0, 1.0])
-    with pytest.raises(InputError, match=r"score 1 is nan; wanted a number: has the model diverged\?"):
+    with pytest.raises(InputError, match=r"score 1 is nan; expected a number: has the model diverged\?"):
         call([0, 1], [0.0, math.nan])
-    with pytest.raises(InputError, match=r"labels is .*; wanted numbers"):
+    with pytest.raises(InputError, match=r"labels is .*; expected numbers"):
         call(["0", "1"], [0.0, 1.0])
     with pytest.raises(InputError, match=r"scores is a Tensor that cannot be read.*give \.detach\(\)\.float\(\)\.cpu"):
         call([0, 1], torch.zeros(2, requires_grad=True))
@@ -209,10 +209,10 @@ def test_wrong_input_is_refused(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None])
 def test_sizes_are_checked(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Window: num_samples is .*; wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"Window: num_samples is .*; expected an integer of at least 1"):
         Window(value)
-    with pytest.raises(ConfigError, match=r"Pass: num_bins is .*; wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"Evaluation: num_bins is .*; expected an integer of at least 1"):
         Evaluation(num_bins=value)
     if value is not None:
-        with pytest.raises(ConfigError, match=r"Pass: exact_samples is .*; wanted an integer of at least 1"):
+        with pytest.raises(ConfigError, match=r"Evaluation: exact_samples is .*; expected an integer of at least 1"):
             Evaluation(exact_samples=value)

@@ -196,19 +196,19 @@ def test_tensors_of_any_shape_and_dtype() -> None:
 def test_labels_and_scores_are_checked() -> None:
     meter = Meter(0.0)
     meter.step(1, 2, None, np.zeros(2), np.zeros(3))
-    with pytest.raises(InputError, match="Progress: 2 labels and 3 scores; wanted one score per label"):
+    with pytest.raises(InputError, match="Progress: 2 labels and 3 scores; expected one score per label"):
         meter.report(1.0)
     for labels, name in ((np.zeros((2, 2)), "labels"), (np.zeros(2), "scores")):
         meter = Meter(0.0)
         meter.step(1, 2, None, labels, np.zeros((2, 2)))
-        with pytest.raises(InputError, match=rf"Progress: {name} have the shape \(2, 2\); wanted one column"):
+        with pytest.raises(InputError, match=rf"Progress: {name} have the shape \(2, 2\); expected one column"):
             meter.report(1.0)
 
 
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
-class Stepped:
+class SteppedBatch:
     """A batch that was stepped."""
 
     def __init__(self, step: int = 1, samples: int = 1, label: Any = None) -> None:
@@ -249,7 +249,7 @@ def test_reports_come_when_they_are_due_and_nothing_is_read_before() -> None:
     with Progress(item, [kept], every_seconds=2.0, clock=clock) as progress:
         for number, now in enumerate((100.0, 101.0, 101.9, 102.0, 103.9, 104.5, 105.0), 1):
             clock.now = now
-            progress.step(Stepped(number, 10), loss=Watched())
+            progress.step(SteppedBatch(number, 10), loss=Watched())
             assert Watched.waits == (0, 0, 0, 4, 4, 6, 6)[number - 1]
         assert [report.step for report in kept.reports] == [4, 6]
     assert [(report.step, report.rows["item"]) for report in kept.reports] == [(4, 2), (6, 3), (7, 4)]
@@ -268,8 +268,8 @@ def test_padding_is_a_step_and_nothing_else() -> None:
     """Several trainers end together: one without samples computes lines of zeros, which say nothing of the model."""
     kept = Kept()
     progress = Progress(None, [kept], clock=Clock())
-    progress.step(Stepped(1, 2, np.array([0.0, 1.0])), loss=0.25, scores=np.array([-1.0, 1.0]))
-    progress.step(Stepped(2, 0, np.zeros(2)), loss=99.0, scores=np.ones(2))
+    progress.step(SteppedBatch(1, 2, np.array([0.0, 1.0])), loss=0.25, scores=np.array([-1.0, 1.0]))
+    progress.step(SteppedBatch(2, 0, np.zeros(2)), loss=99.0, scores=np.ones(2))
     progress.close()
     (report,) = kept.reports
     assert (report.step, report.samples, report.loss, report.window, report.auc) == (2, 2, 0.25, 2, 1.0)
@@ -280,7 +280,7 @@ def test_a_step_keeps_no_graph() -> None:
     progress = Progress(None, [Kept()], clock=Clock())
     activation = torch.ones(3, requires_grad=True) * 2
     scores = activation * activation
-    progress.step(Stepped(1, 3, torch.zeros(3)), loss=scores.sum(), scores=scores)
+    progress.step(SteppedBatch(1, 3, torch.zeros(3)), loss=scores.sum(), scores=scores)
     gone = weakref.ref(activation)
     del activation, scores
     gc.collect()
@@ -292,7 +292,7 @@ def test_what_waits_to_be_read_is_no_more_than_the_window() -> None:
     scores = [np.arange(4.0) for _ in range(50)]
     gone = [weakref.ref(each) for each in scores]
     for number in range(50):
-        progress.step(Stepped(number, 4, np.zeros(4)), scores=scores[number])
+        progress.step(SteppedBatch(number, 4, np.zeros(4)), scores=scores[number])
     scores.clear()
     assert sum(each() is not None for each in gone) == 3  # 12 samples cover 10
 
@@ -300,7 +300,7 @@ def test_what_waits_to_be_read_is_no_more_than_the_window() -> None:
 def test_after_an_error_nothing_is_read_and_all_is_closed() -> None:
     kept = Kept()
     with pytest.raises(RuntimeError, match="the user's"), Progress(None, [kept], clock=Clock()) as progress:
-        progress.step(Stepped(), loss=0.0)
+        progress.step(SteppedBatch(), loss=0.0)
         raise RuntimeError("the user's own error")
     assert (kept.reports, kept.num_closed) == ([], 1)
 
@@ -325,7 +325,7 @@ def test_the_interval_is_the_shortest_that_a_sink_wants() -> None:
         progress = Progress(None, [kept, *sinks], clock=clock, **options)
         while not kept.reports:
             clock.now += 0.25
-            progress.step(Stepped())
+            progress.step(SteppedBatch())
         return clock.now - 100
 
     assert first_report([]) == 10
@@ -336,20 +336,20 @@ def test_the_interval_is_the_shortest_that_a_sink_wants() -> None:
 
 def test_misuse_is_refused() -> None:
     for value in (0, -1, math.nan):
-        with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; wanted a number above 0"):
+        with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; expected a number above 0"):
             Progress(None, [], every_seconds=value)
-    with pytest.raises(ConfigError, match=r"Window: num_samples is 0 .*; wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"Window: num_samples is 0 .*; expected an integer of at least 1"):
         Progress(None, [], window=0)
     progress = Progress(None, [])
     progress.close()
-    with pytest.raises(InputError, match=r"Progress\.step: found it closed; make a new Progress"):
-        progress.step(Stepped())
+    with pytest.raises(InputError, match=r"Progress\.step: this Progress is closed; create a new one"):
+        progress.step(SteppedBatch())
 
 
 def test_labels_of_several_heads_are_named() -> None:
     progress = Progress(None, [Kept()])
-    batch = Stepped(1, 2, np.zeros((2, 2)))
-    with pytest.raises(InputError, match=r"labels have the shape \(2, 2\); wanted one column, e\.g\. labels\[:, 0\]"):
+    batch = SteppedBatch(1, 2, np.zeros((2, 2)))
+    with pytest.raises(InputError, match=r"labels have the shape \(2, 2\); expected one column, e\.g\. labels\[:, 0\]"):
         progress.step(batch, scores=np.zeros(2))
     progress.step(batch, scores=np.zeros(2), labels=np.zeros(2))
 
@@ -363,7 +363,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
             labels = torch.arange(100) % 2
             logits = (labels - 0.5).float().requires_grad_()
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
-            progress.step(Stepped(step, 100, labels), loss=loss, scores=logits)
+            progress.step(SteppedBatch(step, 100, labels), loss=loss, scores=logits)
     lines = screen.getvalue().splitlines()
     logged = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(lines) == len(logged) == 8

@@ -105,7 +105,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install tensorboard, or leave this sink out"):
+    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install tensorboard, or leave out this sink"):
         TensorBoard(tmp_path)
 
 

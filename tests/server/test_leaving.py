@@ -100,7 +100,7 @@ def test_a_step_that_is_stepped_twice_is_refused() -> None:
         loss_of(model, first).backward()
         optimizer.step()
         loss_of(model, second).backward()
-        with pytest.raises(StreamError, match="step 1 was stepped already, with some of its batches"):
+        with pytest.raises(StreamError, match="step 1 was already stepped with some of its batches"):
             optimizer.step()
 
 
@@ -149,7 +149,7 @@ def test_a_source_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
     stream = embeddings.stream(hanging(), overlap=True)
     next(stream)
     assert inside.wait(DEADLINE_SECONDS)
-    with pytest.raises(StreamError, match="satrap-read did not end within"):
+    with pytest.raises(StreamError, match="satrap-read did not stop within"):
         stream.close()
     stream.close()
     train(embeddings, model, optimizer, batches(2))
@@ -265,7 +265,7 @@ def test_training_in_eval_is_refused() -> None:
 
 
 def test_empty_tables_are_not_evaluated_unseen() -> None:
-    with pytest.warns(UserWarning, match="evaluated and no table has a row"):
+    with pytest.warns(UserWarning, match="evaluated, but no table has a row"):
         next(Embeddings(dict(job()[0].features)).eval().stream(batches(1)))
 
 

@@ -112,7 +112,7 @@ def test_the_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
     for path in (str(tmp_path / "run"), f"local://{tmp_path}/run"):
         with Reader(path) as reader:
             before = {name: value.clone() for name, value in model.state_dict().items()}
-            with pytest.raises(CheckpointError, match=r"is of another model: .*build it as it was"):
+            with pytest.raises(CheckpointError, match=r"is of another model: .*build the same model"):
                 reader.load_model(torch.nn.Linear(11, 8))
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             reader.load_model(model)
@@ -146,7 +146,7 @@ def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
     store.save(tmp_path / "t")
     with Reader(tmp_path / "t") as reader:
         np.testing.assert_array_equal(reader.lookup("t", EVERY[:10]), rows)
-        with pytest.raises(ConfigError, match="is the snapshot of a table; wanted the folder of a run"):
+        with pytest.raises(ConfigError, match="is the snapshot of a table; expected the folder of a run"):
             reader.load_model(torch.nn.Linear(1, 1))
         assert not reader.lookup("t", EVERY[10:]).any() and len(reader.tables["t"]) == 10
 
@@ -440,7 +440,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="either the path of a folder or servers"):
         Reader(tmp_path, servers=["tcp://127.0.0.1:1"])
     for empty in ("", None):
-        with pytest.raises(ConfigError, match="path is empty" if empty is not None else "give either the path"):
+        with pytest.raises(ConfigError, match="path is empty" if empty is not None else "pass either the path"):
             Reader(empty)
     with pytest.raises(ConfigError, match="keys are for servers"):
         Reader(tmp_path, keys="client.key")
@@ -453,14 +453,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with trained(2, tmp_path) as (embeddings, addresses):
         assert addresses is not None
         for path, servers in ((tmp_path / "run", None), (None, addresses)):
-            with pytest.raises(ConfigError, match="configured otherwise: table 'item', dim: 6 here, 5 there"):
+            with pytest.raises(ConfigError, match="configured differently: table 'item', dim: 6 here, 5 there"):
                 Reader(path, wrong, servers=servers)
             with pytest.raises(ConfigError, match="no table 'itme' here; the nearest known one is 'item'"):
                 Reader(path, {"item": Table("itme", dim=5)}, servers=servers)
             reader = Reader(path, servers=servers)
             if servers:
                 with pytest.raises(
-                    ConfigError, match=r"give rows only; the dense parameters are in the run's checkpoints"
+                    ConfigError, match=r"have rows only; the dense parameters are in the run's checkpoints"
                 ):
                     reader.load_model(torch.nn.Linear(1, 1))
             inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
@@ -470,7 +470,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 reader.lookup("itme", IDS)
             reader.close()
             reader.close()
-            with pytest.raises(StreamError, match="was closed: make another"):
+            with pytest.raises(StreamError, match="is closed: create a new one"):
                 reader(inputs)
-            with pytest.raises(StreamError, match="was closed: make another"):
+            with pytest.raises(StreamError, match="is closed: create a new one"):
                 reader.lookup("item", IDS)

@@ -110,5 +110,6 @@ def test_saves_at_other_steps_are_refused(trainers: Trainers, tmp_path: Path) ->
         _, found = run(trainers, services, tmp_path, batches=6, checkpoint=str(tmp_path / "run"), every=[2, 3])
     for each in found:
         assert each["refused"] == (
-            "the trainers save into ['run', 'run'] at steps [2, 3] with every_steps [2, 3]: save alike"
+            "the trainers save into ['run', 'run'] at steps [2, 3] with every_steps [2, 3]; expected the "
+            "same values on all trainers"
         )

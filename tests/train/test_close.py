@@ -178,9 +178,9 @@ def test_what_is_closed_says_so() -> None:
         embeddings.close()
         embeddings.close()
         for call in (lambda: embeddings.tables, lambda: embeddings(data[0]), embeddings.counters):
-            with pytest.raises(StreamError, match="were closed: make others"):
+            with pytest.raises(StreamError, match="are closed: create new ones"):
                 call()
-        with pytest.raises(StreamError, match="were closed: make others"):
+        with pytest.raises(StreamError, match="are closed: create new ones"):
             embeddings.stream(data)
         with pytest.raises(StreamError, match="ended when the embeddings were closed"):
             next(stream)
@@ -236,7 +236,7 @@ def test_a_stream_that_is_collected_inside_a_lock_that_its_threads_want_ends() -
         (client,) = streams[0]._worker.servers.view.clients
         with client._channels._lock:
             read.set()
-            eventually(lambda: streams[0]._pipeline._state.doing)  # a lookup, whose thread has no connection yet
+            eventually(lambda: streams[0]._pipeline._state.running)  # a lookup, whose thread has no connection yet
             began = time.monotonic()
             streams.clear()
             gc.collect()
@@ -329,7 +329,7 @@ def test_what_is_collected_in_a_fork_leaves_the_parents_alone(service: Service) 
     def body() -> None:
         began = time.monotonic()
         for call in (lambda: next(stream[0]), stream[0].drain):
-            with pytest.raises(ForkError, match="begun in process"):
+            with pytest.raises(ForkError, match="started in process"):
                 call()
         kept.clear()
         stream.clear()

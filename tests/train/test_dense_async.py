@@ -328,22 +328,22 @@ def test_a_trainer_that_is_done_keeps_no_row_from_eviction() -> None:
 
 
 def test_jobs_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="dense='async' and no servers"):
+    with pytest.raises(ConfigError, match="dense='async' without servers"):
         Embeddings(tables(), dense="async")
     with pytest.raises(ConfigError, match="dense is 'late'"):
         Embeddings(tables(), dense="late")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"table 'dense.x': with dense='async' names that begin with 'dense.'"):
+    with pytest.raises(ConfigError, match=r"table 'dense.x': dense='async' reserves the names that begin with"):
         Embeddings({"id": Table("dense.x", dim=2)}, dense="async", servers=["tcp://127.0.0.1:1"])
     embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
-    with pytest.raises(StreamError, match=r"not known yet: call optimizer\(...\) first"):
+    with pytest.raises(StreamError, match=r"no tables yet: call optimizer\(...\) first"):
         embeddings.stream(batches(1))
 
 
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        (lambda p: torch.optim.RMSprop(p), "RMSprop is no optimizer of a table; wanted one of torch's SGD, Adagrad"),
-        (lambda p: torch.optim.AdamW(p), "AdamW has weight_decay=0.01, which a table cannot do"),
+        (lambda p: torch.optim.RMSprop(p), "tables have no RMSprop; expected one of torch's SGD, Adagrad"),
+        (lambda p: torch.optim.AdamW(p), "AdamW has weight_decay=0.01, which tables do not support"),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), "weight_decay=0.5"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "dampening=0.5"),
         (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize=True"),
@@ -359,40 +359,40 @@ def test_optimizers_that_a_table_cannot_be(kind: Kind, found: str) -> None:
 
 def test_parameters_that_a_table_cannot_be() -> None:
     embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
-    with pytest.raises(ConfigError, match=r"parameter 0 is torch\.float64; wanted torch\.float32"):
+    with pytest.raises(ConfigError, match=r"parameter 0 is torch\.float64; expected torch\.float32"):
         embeddings.optimizer(torch.optim.SGD(Net().double().parameters(), lr=0.1))
     used = KINDS["Adam"](Net().parameters())
     for parameter in used.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     used.step()
-    with pytest.raises(ConfigError, match="this Adam has stepped already; wanted a new one"):
+    with pytest.raises(ConfigError, match="this Adam has already stepped; expected a new one"):
         embeddings.optimizer(used)
 
 
 def test_what_changes_under_way() -> None:
     with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
-        with pytest.raises(ConfigError, match="have an optimizer's parameters already"):
+        with pytest.raises(ConfigError, match="was already called, and cannot be called again"):
             embeddings.optimizer(torch.optim.SGD(Net().parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match="add them before"):
+        with pytest.raises(ConfigError, match="add it before"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         with embeddings.stream(batches(4)) as stream:
             loss_of(model, next(stream)).backward()
             optimizer.param_groups[0]["betas"] = (0.5, 0.9)
-            with pytest.raises(ConfigError, match=r"param group 0 was .* and is .*; only lr may change"):
+            with pytest.raises(ConfigError, match=r"param group 0 was .* and is now .*; expected only lr to change"):
                 optimizer.step()
             optimizer.param_groups[0]["betas"] = (0.8, 0.99)
             optimizer.step()
             model.layers[0].bias.grad = torch.ones(8)
             next(stream)
-            with pytest.raises(StreamError, match="gradients of dense parameters and no batch"):
+            with pytest.raises(StreamError, match="gradients of dense parameters, but no batch"):
                 optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 model.layers[0].bias.add_(1.0)
             further = next(stream)
-            with pytest.raises(StreamError, match="parameter 1 was changed here, and the servers hold it"):
+            with pytest.raises(StreamError, match="parameter 1 was changed in this process, but the servers own it"):
                 _ = further.embeddings
-            with pytest.raises(StreamError, match="parameter 1 was changed here"):
+            with pytest.raises(StreamError, match="parameter 1 was changed in this process"):
                 stream.close()
 
 
@@ -419,7 +419,7 @@ def test_a_sparse_gradient() -> None:
     with served(model=model) as (embeddings, _, optimizer):
         for one in embeddings.stream(batches(1)):
             (one.embeddings.sum() + model(torch.tensor([1])).sum()).backward()
-            with pytest.raises(ConfigError, match="parameter 0 has a sparse gradient; wanted a dense one"):
+            with pytest.raises(ConfigError, match="parameter 0 has a sparse gradient; expected a dense one"):
                 optimizer.step()
             optimizer.zero_grad()
 

@@ -22,7 +22,7 @@ from satrap import Adagrad, ConfigError, Constant, Embeddings, Inputs, Iterable,
 
 
 @pytest.mark.parametrize(
-    ("compress", "told"), [("bfloat16", "on the CPU take 'float16'"), ("int8", "wanted one of 'float16', 'bfloat16'")]
+    ("compress", "told"), [("bfloat16", "on the CPU use 'float16'"), ("int8", "expected one of 'float16', 'bfloat16'")]
 )
 def test_gradients_cannot_be_compressed_so(compress: Any, told: str) -> None:
     embeddings, model, _ = job()
@@ -32,7 +32,7 @@ def test_gradients_cannot_be_compressed_so(compress: Any, told: str) -> None:
 
 def test_one_of_torchruns_that_trains_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.warns(UserWarning, match="torchrun began this process, and it trains alone"):
+    with pytest.warns(UserWarning, match="torchrun started this process, but it trains alone"):
         job()
 
 

@@ -84,5 +84,5 @@ def test_models_that_take_more_and_have_several_heads() -> None:
         )
     assert found.auc() == pytest.approx(plain.auc(), abs=1e-6)
     numbers = f"auc={plain.auc():.4f}, log_loss={plain.log_loss():.4f}, ne={plain.normalised_entropy():.4f}"
-    assert repr(plain) == f"Pass(71 samples, {numbers})"
-    assert repr(metrics.Evaluation()) == "Pass(no samples)"
+    assert repr(plain) == f"Evaluation(71 samples, {numbers})"
+    assert repr(metrics.Evaluation()) == "Evaluation(no samples)"

@@ -66,7 +66,7 @@ def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
 _ENDED = (
     "interrupted while its source read",
     "was closed",
-    "another training stream was begun",  # whose beginning was interrupted, so that the loop has the earlier one
+    "another training stream started",  # its start was interrupted, so the loop has the earlier one
 )
 
 

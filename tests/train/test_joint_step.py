@@ -24,9 +24,9 @@ from loop import NUM_IDS, batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
-from satrap.train.joint_step import PADDING_ROWS, JointStep, Padded, described
+from satrap.train.joint_step import PADDING_ROWS, JointStep, PaddedBatches, describe
 from satrap.train.staleness_gate import StalenessGate
-from satrap.train.stream import JointStream, Stream
+from satrap.train.stream import JointStepCallbacks, Stream
 from trainers import Trainers
 
 N = 143
@@ -165,8 +165,8 @@ def test_a_batch_is_weighed_while_its_backward_pass_is_awaited() -> None:
     embeddings, model, optimizer = job(staleness=1)
     weights: list[float] = []
     others = iter([8, 8, 8, 0])
-    joint = JointStream(lambda own: JointStep.of([own, (next(others), 2, 0)], 0), weights.append)
-    inputs = Padded(iter([*batches(1), *batches(1, size=3)]), embeddings.features.names)
+    joint = JointStepCallbacks(lambda own: JointStep.of([own, (next(others), 2, 0)], 0), weights.append)
+    inputs = PaddedBatches(iter([*batches(1), *batches(1, size=3)]), embeddings.features.names)
     stream = Stream(
         inputs,
         embeddings.worker,
@@ -236,11 +236,11 @@ def test_padding_is_shaped_as_the_others_batches(label: tuple[int, ...] | None) 
         label=None if label is None else np.ones(label, np.float32),
         position=Position(0, 0, 1, 5),
     )
-    stream = Padded(iter([one]), ("a",))
+    stream = PaddedBatches(iter([one]), ("a",))
     assert next(stream) is one
     padding = next(stream)
-    assert described(padding) == described(None)
-    dense, found = JointStep.of([described(padding), described(one)], 0).padding()
+    assert describe(padding) == describe(None)
+    dense, found = JointStep.of([describe(padding), describe(one)], 0).padding()
     assert dense.shape == (2, 3) and not dense.any()
     assert (None if found is None else found.shape[1:]) == (None if label is None else label[1:])
     stream.stop()

@@ -260,7 +260,7 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
     pipeline = make(stuck(), StalenessGate(0), Tables(), "overlap")
     assert pipeline.next() == (0, 1)
     assert entered.wait(DEADLINE_SECONDS)
-    with pytest.raises(StreamError, match="satrap-read did not end"):
+    with pytest.raises(StreamError, match="satrap-read did not stop"):
         pipeline.close()
     release.set()
     eventually("the reader's end", lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))

@@ -318,7 +318,7 @@ def test_a_stream_is_one_pass() -> None:
     with pytest.warns(UserWarning, match="no table has a row yet"):
         stream = embeddings.stream(batches(3))
     assert len(list(stream)) == 3 and next(stream, None) is None
-    with pytest.raises(StreamError, match=r"a stream is one pass over its data: begin another one"):
+    with pytest.raises(StreamError, match=r"a stream is one pass over its data: start another one"):
         iter(stream)
 
 

@@ -137,5 +137,5 @@ def test_a_deterministic_update_waits_for_the_lookups_that_must_not_see_it(stale
 
 
 def test_lookups_and_updates_run_at_the_same_time_where_only_the_staleness_binds() -> None:
-    assert [StalenessGate(staleness).apart for staleness in (0, 1, 4)] == [False, True, True]
-    assert not any(StalenessGate(staleness, deterministic=True).apart for staleness in (0, 1, 4))
+    assert [StalenessGate(staleness).allows_overlap for staleness in (0, 1, 4)] == [False, True, True]
+    assert not any(StalenessGate(staleness, deterministic=True).allows_overlap for staleness in (0, 1, 4))

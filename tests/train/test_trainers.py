@@ -89,11 +89,11 @@ WAITED_FOR = """
 import sys, time
 from pathlib import Path
 import torch.distributed as dist
-from satrap.train.process_group import Trainers
+from satrap.train.process_group import ProcessGroup
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-trainers = Trainers()
+trainers = ProcessGroup()
 if rank == 0:
     (folder / "first").touch()
 else:
@@ -104,7 +104,7 @@ else:
 def work():
     assert (folder / "second").exists(), "the other one may still call what this changes"
 
-trainers.first_does(work, RuntimeError)
+trainers.run_first(work, RuntimeError)
 dist.destroy_process_group()
 """
 
@@ -253,12 +253,12 @@ def test_an_overflow_that_one_trainer_alone_has(
 LATE = """
 import datetime, sys, threading
 import torch.distributed as dist
-from satrap.train.process_group import Trainers
+from satrap.train.process_group import ProcessGroup
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
 dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # torch's own, of groups made from here on
-trainers = Trainers()
-trainers.first_does(lambda: threading.Event().wait(3), RuntimeError)
+trainers = ProcessGroup()
+trainers.run_first(lambda: threading.Event().wait(3), RuntimeError)
 assert trainers.all(True)
 print("both are here")
 dist.destroy_process_group()

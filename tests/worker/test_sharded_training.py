@@ -179,7 +179,7 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
             embeddings, model, optimizer = job(servers=addresses)
             assert isinstance(embeddings.worker, ShardedWorker)
             if again:
-                with pytest.raises(StreamError, match=r"rows of an earlier run, of up to step 3.*tables.clear\(\)"):
+                with pytest.raises(StreamError, match=r"of an earlier run, trained up to step 3.*tables.clear\(\)"):
                     embeddings.stream(batches(3))
                 embeddings.worker.tables.clear()
                 assert not any(len(table) for table in embeddings.tables.values())

@@ -1,4 +1,4 @@
-"""The models: their formulas by hand, the interaction's gradient, autocast, torch.compile, and that they learn."""
+"""Models: their formulas by hand, the gradient of the interaction, autocast, torch.compile, and that they learn."""
 
 import copy
 import re
@@ -22,7 +22,7 @@ from satrap.monitor.metrics import Evaluation
 
 @dataclass
 class Shape:
-    """What a model asks of the features."""
+    """The attributes of the features that a model reads."""
 
     dims: Sequence[int]
     names: Sequence[str] = field(init=False)
@@ -34,7 +34,7 @@ class Shape:
 
 
 class Embeddings:
-    """Stands for satrap.Embeddings, of which a model reads only this."""
+    """A stand-in for satrap.Embeddings, of which a model reads only the features."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         self.features = Shape(dims)
@@ -178,7 +178,7 @@ def test_a_model_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_the_core_has_second_derivatives_by_torchs_form() -> None:
-    """A gradient penalty."""
+    """As in a gradient penalty."""
     found = []
     interaction = Interaction(4, 2)
     for call in (interaction, interaction.in_torch):
@@ -201,7 +201,7 @@ def test_a_tracer_sees_operators_and_no_constant() -> None:
     torch.testing.assert_close(traced(block), interaction(None, block))
 
 
-def test_the_core_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_is_used_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     interaction, block = Interaction(3, 2), torch.randn(4, 6)
     calls = []
 
@@ -233,7 +233,7 @@ def test_the_core_refuses_other_sizes() -> None:
             call()
 
 
-# -- PyTorch's ways ----------------------------------------------------------------------------------------------------
+# -- PyTorch's conventions ---------------------------------------------------------------------------------------------
 
 
 @each_kind
@@ -246,13 +246,13 @@ def test_the_same_seed_gives_the_same_model(kind: type[Any], num_dense: int) -> 
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name])
     assert not all(torch.equal(value, states[2][name]) for name, value in states[0].items())
-    assert not {"pairs", "mirror"} & set(states[0])  # computed, not learnt
+    assert not {"pairs", "mirror"} & set(states[0])  # computed, not learned
 
 
 @each_kind
 @pytest.mark.parametrize("num_dense", [0, 3])
 def test_autocast(kind: type[Any], num_dense: int) -> None:
-    """Logits and the block's gradient stay float32, and are near those without autocast."""
+    """Logits and the block's gradient stay float32, and are close to those without autocast."""
     model = small(kind, num_dense, Embeddings([4] * 3))
     dense, block = inputs(64, num_dense, 12)
     labels = (torch.arange(64) % 2).float()
@@ -272,12 +272,12 @@ def test_autocast(kind: type[Any], num_dense: int) -> None:
         assert (narrow - plain).norm() < 0.1 * plain.norm()
 
 
-# torch's own tracing makes an object of the Function to hold its context.
+# torch's tracing creates an object of the Function to hold its context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @each_kind
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile(kind: type[Any], backend: str) -> None:
-    """One graph, which gives what the model gives, for a last short batch too."""
+    """One graph computes what the model computes, also for a short last batch."""
     torch.compiler.reset()
     model = small(kind, 3, Embeddings([4] * 3))
     compiled: Callable[..., torch.Tensor] = torch.compile(model, backend=backend, fullgraph=True)
@@ -305,7 +305,7 @@ def test_an_empty_batch(kind: type[Any]) -> None:
 
 
 class Additive(torch.nn.Module):
-    """A linear model: it has no pairs of ids."""
+    """A linear model, which has no pairs of ids."""
 
     def __init__(self, num_dense: int, shape: Shape) -> None:
         super().__init__()
@@ -317,11 +317,11 @@ class Additive(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Additive])
-def test_it_learns(kind: type[Any]) -> None:
-    """Near the AUC of the truth, on samples it has not seen.
+def test_the_models_learn(kind: type[Any]) -> None:
+    """The AUC on unseen samples is close to that of the true model.
 
-    Over 100 seeds of torch every model reached at least 0.97 of what there is, the linear one 0.91. Of six features
-    instead of three FFNN does not find the pairs from every seed.
+    Over 100 seeds of torch every model reached at least 0.97 of the possible AUC, the linear one 0.91. With six
+    features instead of three FFNN does not find the pairs from every seed.
     """
     torch.manual_seed(0)
     clicks = Clicks(num_samples=120_000, num_dense=3, num_ids=3, cardinalities=[5, 10, 20], num_factors=1)
@@ -377,7 +377,7 @@ def test_embeddings_are_checked(kind: type[Any]) -> None:
 
 
 @each_kind
-def test_features_that_are_not_pooled_are_not_in_the_block(kind: type[Any]) -> None:
+def test_features_without_pooling_are_not_in_the_block(kind: type[Any]) -> None:
     shape: Any = Shape([4, 16, 4])
     shape.columns, shape.total_dim = [0, -1, 4], 8
     assert small(kind, 1, shape)(torch.randn(2, 1), torch.randn(2, 8)).shape == (2,)

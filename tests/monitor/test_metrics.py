@@ -1,4 +1,5 @@
-"""AUC against counting pairs, windows and passes against arrays, bounds against the exact value, what is undefined."""
+"""Metrics: AUC against counted pairs, windows and passes against arrays, bounds against the exact value, undefined
+values."""
 
 import math
 import tracemalloc
@@ -15,13 +16,13 @@ from hypothesis import given
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.metrics import Evaluation, Window, auc, log_loss, normalised_entropy
 
-# Few values, so that ties are the normal case; and the ends of the order.
+# A few values, so that ties are frequent; and the extremes.
 scores = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.0, -0.0, 1e-300, math.inf, -math.inf]))
 samples = st.lists(st.tuples(st.booleans(), scores), max_size=40)
 
 
 def by_pairs(labels: list[bool], values: list[float]) -> Fraction | None:
-    """Mann-Whitney by its definition."""
+    """Return Mann-Whitney's statistic by its definition."""
     ones = [value for label, value in zip(labels, values, strict=True) if label]
     zeros = [value for label, value in zip(labels, values, strict=True) if not label]
     if not ones or not zeros:
@@ -43,7 +44,7 @@ def test_auc_counts_pairs(drawn: list[tuple[bool, float]]) -> None:
 
 
 @given(samples)
-def test_auc_of_turned_scores_is_the_rest(drawn: list[tuple[bool, float]]) -> None:
+def test_auc_of_negated_scores_is_the_complement(drawn: list[tuple[bool, float]]) -> None:
     labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
     same(auc(labels, -values), 1 - auc(labels, values))
     same(auc(~labels, values), 1 - auc(labels, values))
@@ -64,7 +65,7 @@ def test_log_loss_and_entropy_by_hand() -> None:
     same(log_loss([1, 0, 0], logits), wanted)
     entropy = -(math.log(1 / 3) / 3 + 2 * math.log(2 / 3) / 3)
     same(normalised_entropy([1, 0, 0], logits), wanted / entropy)
-    base_rate = np.full(3, math.log(1 / 2))  # knows nothing but the share of ones
+    base_rate = np.full(3, math.log(1 / 2))  # predicts the share of ones
     same(normalised_entropy([1, 0, 0], base_rate), 1.0)
 
 
@@ -76,7 +77,7 @@ def test_log_loss_of_huge_logits() -> None:
 
 
 @pytest.mark.parametrize("labels", [[], [1, 1], [0, 0, 0]])
-def test_what_is_not_defined_is_nan(labels: list[int]) -> None:
+def test_undefined_values_are_nan(labels: list[int]) -> None:
     logits = np.linspace(-1, 1, len(labels))
     for metrics in (Window(8), Evaluation(), Evaluation(exact_samples=1, num_bins=1)):
         metrics.add(labels, logits)
@@ -89,7 +90,7 @@ def test_what_is_not_defined_is_nan(labels: list[int]) -> None:
 
 
 @given(samples, st.integers(1, 12), st.lists(st.integers(0, 9), max_size=12))
-def test_a_window_is_the_last_samples(drawn: list[tuple[bool, float]], size: int, cuts: list[int]) -> None:
+def test_a_window_holds_the_last_samples(drawn: list[tuple[bool, float]], size: int, cuts: list[int]) -> None:
     labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
     window, at = Window(size), 0
     for step in [*cuts, len(drawn)]:
@@ -138,7 +139,7 @@ def test_the_bound_of_a_long_pass_is_small(rng: np.random.Generator) -> None:
     assert abs(metrics.auc() - auc(labels, logits)) <= error < 2 / (2 * 1000)
 
 
-def test_scores_that_many_share_cost_nothing(rng: np.random.Generator) -> None:
+def test_shared_scores_cause_no_error(rng: np.random.Generator) -> None:
     labels, logits = rng.random(5000) < 0.5, rng.integers(0, 50, 5000) / 7
     metrics = Evaluation(exact_samples=1000, num_bins=50)
     for part in np.split(np.arange(5000), 10):
@@ -147,8 +148,8 @@ def test_scores_that_many_share_cost_nothing(rng: np.random.Generator) -> None:
     same(metrics.auc(), auc(labels, logits))
 
 
-def test_the_bound_tells_when_scores_change(rng: np.random.Generator) -> None:
-    """The bins were made for other scores: all of these fall into one."""
+def test_the_bound_grows_when_scores_change(rng: np.random.Generator) -> None:
+    """The bins were built for other scores: all of these fall into one bin."""
     metrics = Evaluation(exact_samples=100, num_bins=100)
     metrics.add(rng.random(101) < 0.5, rng.normal(size=101))
     labels = rng.random(10_000) < 0.5
@@ -171,17 +172,17 @@ def test_a_long_pass_holds_no_samples(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-def test_a_pass_keeps_its_scores_to_the_last_bit(rng: np.random.Generator, dtype: Any) -> None:
+def test_a_pass_keeps_its_scores_exactly(rng: np.random.Generator, dtype: Any) -> None:
     labels, logits = rng.random(300) < 0.5, (1 + rng.random(300) / 1000).astype(dtype)
     wanted = auc(labels, logits)
     metrics = Evaluation()
     metrics.add(labels[:100], logits[:100])
     metrics.add(labels[100:], logits[100:])
-    labels[:], logits[:] = False, 0  # the caller may use his arrays again
+    labels[:], logits[:] = False, 0  # the caller may reuse the arrays
     assert metrics.auc() == wanted
 
 
-def test_tensors_and_any_kind_of_number_are_taken() -> None:
+def test_tensors_and_any_kind_of_number_are_accepted() -> None:
     for labels in (torch.tensor([0.0, 1.0]), torch.tensor([False, True]), np.array([0, 1], np.int8), [0, 1]):
         assert auc(labels, torch.tensor([0.0, 1.0])) == 1.0
 
@@ -203,7 +204,7 @@ def test_wrong_input_is_refused(call: Callable[..., Any]) -> None:
         call([0, 1], [0.0, math.nan])
     with pytest.raises(InputError, match=r"labels is .*; expected numbers"):
         call(["0", "1"], [0.0, 1.0])
-    with pytest.raises(InputError, match=r"scores is a Tensor that cannot be read.*give \.detach\(\)\.float\(\)\.cpu"):
+    with pytest.raises(InputError, match=r"scores is a Tensor that cannot be read.*pass \.detach\(\)\.float\(\)\.cpu"):
         call([0, 1], torch.zeros(2, requires_grad=True))
 
 

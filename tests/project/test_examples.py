@@ -47,7 +47,7 @@ def test_criteo_trains_goes_on_and_tests(criteo: Path, tmp_path: Path) -> None:
     print(f"AUC {auc} of at most {best:.4f}")
     assert (auc - 0.5) / (best - 0.5) > 0.75  # 0.29 with the batch size and the layers for a thousand times the data
     again = run("criteo.py", criteo / "day_0.gz", *options)
-    assert "continues after step 313" in again.stdout
+    assert "goes on after step 313" in again.stdout
     assert float(re.search(r"test AUC (0\.\d+)", again.stdout).group(1)) == auc  # type: ignore[union-attr]
 
 

@@ -37,13 +37,13 @@ def test_other_names_do_not_parse() -> None:
 @given(catalogs(), st.integers(1, 4))
 def test_kept_versions_can_be_resumed(found: tuple[Catalog, set[str], set[str]], keep: int) -> None:
     catalog, whole, _ = found
-    gone = set(catalog.removable(keep))
-    assert gone <= whole
-    stay = whole - gone
-    assert len(stay) >= min(keep, len(whole)) and catalog.newest not in gone
-    for name in stay:
+    removed = set(catalog.removable(keep))
+    assert removed <= whole
+    kept = whole - removed
+    assert len(kept) >= min(keep, len(whole)) and catalog.newest not in removed
+    for name in kept:
         parent = catalog.parents[name]
-        assert parent not in gone, "no parent of a kept version"
+        assert parent not in removed, "no parent of a kept version"
     assert not catalog.garbage() or catalog.newest is not None
 
 

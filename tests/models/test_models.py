@@ -74,8 +74,8 @@ def test_dlrm_by_hand(num_dense: int) -> None:
             first = [model.bottom(dense[sample])]
         vectors = first + vectors
         dots = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
-        wanted = model.top(torch.cat([*first, torch.stack(dots)]))
-        torch.testing.assert_close(logits[sample], wanted.float()[0])
+        expected = model.top(torch.cat([*first, torch.stack(dots)]))
+        torch.testing.assert_close(logits[sample], expected.float()[0])
 
 
 @pytest.mark.parametrize("num_dense", [0, 3])
@@ -127,11 +127,11 @@ def test_the_interaction_is_the_lower_triangle(shape: tuple[int, int, int]) -> N
     plain = vectors.detach().clone().requires_grad_()
     found = dot_products(vectors, pairs, mirror)
     i, j = torch.tril_indices(shape[1], shape[1], -1)
-    wanted = (plain[:, i] * plain[:, j]).sum(2)
-    torch.testing.assert_close(found, wanted)
-    weights = torch.randn_like(wanted)
+    expected = (plain[:, i] * plain[:, j]).sum(2)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
     torch.autograd.backward((found * weights).sum())
-    torch.autograd.backward((wanted * weights).sum())
+    torch.autograd.backward((expected * weights).sum())
     torch.testing.assert_close(vectors.grad, plain.grad)
 
 

@@ -31,16 +31,16 @@ def by_pairs(labels: list[bool], values: list[float]) -> Fraction | None:
     return Fraction(wins) / (len(ones) * len(zeros))
 
 
-def same(found: float, wanted: float) -> None:
-    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15, nan_ok=True)
+def same(found: float, expected: float) -> None:
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15, nan_ok=True)
 
 
 @given(samples)
 def test_auc_counts_pairs(drawn: list[tuple[bool, float]]) -> None:
     labels, values = [label for label, _ in drawn], [value for _, value in drawn]
-    wanted = by_pairs(labels, values)
+    expected = by_pairs(labels, values)
     found = auc(np.array(labels, bool), np.array(values))
-    assert math.isnan(found) if wanted is None else found == float(wanted)
+    assert math.isnan(found) if expected is None else found == float(expected)
 
 
 @given(samples)
@@ -61,10 +61,10 @@ def test_auc_of_known_examples() -> None:
 
 def test_log_loss_and_entropy_by_hand() -> None:
     logits = np.log(np.array([0.8, 0.4, 0.1]) / np.array([0.2, 0.6, 0.9]))
-    wanted = -(math.log(0.8) + math.log(0.6) + math.log(0.9)) / 3
-    same(log_loss([1, 0, 0], logits), wanted)
+    expected = -(math.log(0.8) + math.log(0.6) + math.log(0.9)) / 3
+    same(log_loss([1, 0, 0], logits), expected)
     entropy = -(math.log(1 / 3) / 3 + 2 * math.log(2 / 3) / 3)
-    same(normalised_entropy([1, 0, 0], logits), wanted / entropy)
+    same(normalised_entropy([1, 0, 0], logits), expected / entropy)
     base_rate = np.full(3, math.log(1 / 2))  # predicts the share of ones
     same(normalised_entropy([1, 0, 0], base_rate), 1.0)
 
@@ -117,13 +117,13 @@ def test_a_pass_is_exact_or_within_its_bound(
     for step in [*cuts, len(drawn)]:
         metrics.add(labels[at : at + step], values[at : at + step])
         at = min(at + step, len(drawn))
-        wanted = auc(labels[:at], values[:at])
+        expected = auc(labels[:at], values[:at])
         if exact is None or at <= exact:
             assert metrics.auc_error() == 0.0
-        if math.isnan(wanted):
+        if math.isnan(expected):
             assert math.isnan(metrics.auc())
         else:
-            assert abs(metrics.auc() - wanted) <= metrics.auc_error() + 1e-12
+            assert abs(metrics.auc() - expected) <= metrics.auc_error() + 1e-12
         same(metrics.log_loss(), log_loss(labels[:at], values[:at]))
         same(metrics.normalised_entropy(), normalised_entropy(labels[:at], values[:at]))
     assert metrics.num_samples == len(drawn)
@@ -174,12 +174,12 @@ def test_a_long_pass_holds_no_samples(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 def test_a_pass_keeps_its_scores_exactly(rng: np.random.Generator, dtype: Any) -> None:
     labels, logits = rng.random(300) < 0.5, (1 + rng.random(300) / 1000).astype(dtype)
-    wanted = auc(labels, logits)
+    expected = auc(labels, logits)
     metrics = Evaluation()
     metrics.add(labels[:100], logits[:100])
     metrics.add(labels[100:], logits[100:])
     labels[:], logits[:] = False, 0  # the caller may reuse the arrays
-    assert metrics.auc() == wanted
+    assert metrics.auc() == expected
 
 
 def test_tensors_and_any_kind_of_number_are_accepted() -> None:

@@ -152,8 +152,8 @@ def test_a_report_covers_its_interval(drawn: list[tuple[int, int, bool, bool]], 
         if len(seen_labels):
             last = slice(max(0, len(seen_labels) - window), None)
             assert report.auc == pytest.approx(auc(seen_labels[last], seen_scores[last]), nan_ok=True)
-            wanted = normalised_entropy(seen_labels[last], seen_scores[last])
-            assert report.normalised_entropy == pytest.approx(wanted, nan_ok=True)
+            expected = normalised_entropy(seen_labels[last], seen_scores[last])
+            assert report.normalised_entropy == pytest.approx(expected, nan_ok=True)
         else:
             assert report.auc is None and report.normalised_entropy is None
         since, reported = [], now
@@ -222,11 +222,11 @@ class RecordingEmbeddings:
     """Embeddings that record when their counters are read."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.asked = clock, list[float]()
+        self.clock, self.read_times = clock, list[float]()
 
     def counters(self) -> Counters:
-        self.asked.append(self.clock.now)
-        return Counters(rows={"item": len(self.asked)})
+        self.read_times.append(self.clock.now)
+        return Counters(rows={"item": len(self.read_times)})
 
 
 class LossOnDevice:
@@ -253,7 +253,7 @@ def test_reports_come_when_due_and_nothing_is_read_before() -> None:
             assert LossOnDevice.waits == (0, 0, 0, 4, 4, 6, 6)[number - 1]
         assert [report.step for report in kept.reports] == [4, 6]
     assert [(report.step, report.rows["item"]) for report in kept.reports] == [(4, 2), (6, 3), (7, 4)]
-    assert item.asked == [100.0, 102.0, 104.5, 105.0]
+    assert item.read_times == [100.0, 102.0, 104.5, 105.0]
     assert [report.samples_per_second for report in kept.reports] == [40 / 2.0, 20 / 2.5, 10 / 0.5]
     assert kept.num_closed == 1
 

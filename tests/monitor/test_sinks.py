@@ -38,11 +38,11 @@ def test_a_terminal_gets_one_bar_that_is_redrawn() -> None:
         screen.write(BARE)
         screen.close()
         screen.close()
-        wanted = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r\n".encode()
+        expected = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r\n".encode()
         found = b""
-        while len(found) < len(wanted):
+        while len(found) < len(expected):
             found += reader.read(1024)
-    assert found == wanted
+    assert found == expected
 
 
 def test_a_bar_in_an_encoding_without_blocks() -> None:
@@ -94,8 +94,8 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
     sink.close()
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
-    wanted = set(FULL.scalars()) - {"step"}
-    assert set(events.Tags()["scalars"]) == wanted
+    expected = set(FULL.scalars()) - {"step"}
+    assert set(events.Tags()["scalars"]) == expected
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (1200, pytest.approx(0.44118)),
         (1300, 0.25),

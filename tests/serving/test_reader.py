@@ -104,11 +104,11 @@ def test_it_reads_all_rows_and_changes_nothing(num_servers: int, opened: str, tm
 def test_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
     trained_job = SavedJob(str(tmp_path / "run"), 3)
     trained_job.train()
-    wanted = trained_job.model.state_dict()
+    expected = trained_job.model.state_dict()
     torch.manual_seed(5)
     first = torch.nn.Linear(11, 8)
     model = torch.nn.Sequential(first, torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    assert not torch.equal(first.weight, wanted["0.weight"])
+    assert not torch.equal(first.weight, expected["0.weight"])
     for path in (str(tmp_path / "run"), f"local://{tmp_path}/run"):
         with Reader(path) as reader:
             before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -116,7 +116,7 @@ def test_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
                 reader.load_model(torch.nn.Linear(11, 8))
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             reader.load_model(model)
-            assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+            assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
             torch.nn.init.zeros_(first.weight)
     with pytest.raises(StreamError, match="is closed"):
         reader.load_model(model)
@@ -125,7 +125,7 @@ def test_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
 def test_a_subset_of_the_features(tmp_path: Path) -> None:
     with trained(0, tmp_path) as (embeddings, _):
         inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
-        wanted = embeddings.split(embeddings(inputs).embeddings)
+        expected = embeddings.split(embeddings(inputs).embeddings)
         at = list(embeddings.features.names).index("tiny")
         assert inputs.offsets is not None
         begin, end = inputs.offsets[7 * at], inputs.offsets[7 * at + 7]
@@ -136,7 +136,7 @@ def test_a_subset_of_the_features(tmp_path: Path) -> None:
             offsets=inputs.offsets[7 * at : 7 * at + 8] - begin,
         )
         with Reader(tmp_path / "run", {"tiny": features()["tiny"]}) as reader:
-            assert torch.equal(reader(part).embeddings, wanted["tiny"])
+            assert torch.equal(reader(part).embeddings, expected["tiny"])
 
 
 def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
@@ -172,15 +172,15 @@ def test_it_follows_a_run_through_restarts_migrations_and_resumes(tmp_path: Path
     """A server is killed and restarted, buckets migrate, the run resumes its checkpoint; and the reader does not change
     the trainer's result."""
     data, found = batches(12), []
-    for looks in (False, True):
+    for with_reader in (False, True):
         with killables(tmp_path, 3) as servers, ExitStack() as stack:
             addresses = [each.address for each in servers]
             embeddings, model, optimizer = trainer = job(servers=addresses[:2])
             stack.enter_context(embeddings)
-            run = Checkpoint(tmp_path / str(looks), model, optimizer, embeddings, data)
+            run = Checkpoint(tmp_path / str(with_reader), model, optimizer, embeddings, data)
             train_until(*trainer, data, 3)
             run.save()
-            reader = stack.enter_context(Reader(None, tables(), servers=addresses[:1])) if looks else None
+            reader = stack.enter_context(Reader(None, tables(), servers=addresses[:1])) if with_reader else None
             check_reads(reader, embeddings, data)
             servers[1].kill()
             servers[1].restart()

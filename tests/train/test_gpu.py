@@ -104,9 +104,7 @@ def test_dlrm_uses_torchs_form_on_a_device(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="there are no two CUDA devices, which NCCL wants of two trainers"
-)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a CUDA device for each of two trainers")
 def test_two_trainers_of_a_run_with_a_device_each(tmp_path: Path) -> None:
     found = {}
     for device in ("cpu", DEVICE):

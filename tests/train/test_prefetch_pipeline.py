@@ -343,7 +343,7 @@ def test_a_pause_waits_for_lookups_and_updates(concurrent: tuple[PrefetchPipelin
     go_on.set()
     thread.join(DEADLINE_SECONDS)
     assert found == [([], [1, 2])]
-    eventually("what was handed over meanwhile", lambda: tables.applied == [1, 2, 3])
+    eventually("the updates submitted meanwhile", lambda: tables.applied == [1, 2, 3])
 
 
 def threads_of_tables() -> list[str]:

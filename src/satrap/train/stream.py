@@ -382,7 +382,7 @@ class Stream(Iterator[Batch]):
                 if not self._pipeline.bring(first.is_looked_up):
                     return
             elif self._pipeline.needs_user():
-                self._drop([first], "unused", "it was let go of unused")
+                self._drop([first], "unused", "it was released unused")
             else:
                 return
 
@@ -394,7 +394,7 @@ class Stream(Iterator[Batch]):
             warnings.warn(f"{left_out.total:,} samples of the source were not trained on: {left_out}", stacklevel=3)
         self._pipeline.drain()
         self._collect()
-        self._drop([held for held in self._held if held.is_released_unused], "unused", "it was let go of unused")
+        self._drop([held for held in self._held if held.is_released_unused], "unused", "it was released unused")
         self._close_if_done()
 
     def _left_out(self) -> LeftOut:

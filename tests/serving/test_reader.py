@@ -73,9 +73,8 @@ def trained(num_servers: int, path: Path) -> Iterator[tuple[Embeddings, list[str
 def test_it_reads_all_rows_and_changes_nothing(num_servers: int, opened: str, tmp_path: Path) -> None:
     with trained(num_servers, tmp_path) as (embeddings, addresses):
         before = {name: table.stats() for name, table in embeddings.tables.items()}
-        of = dict(
-            sorted(features().items(), key=lambda each: each[1].table.name, reverse=True)
-        )  # another order of the tables
+        # Another order of the tables.
+        of = dict(sorted(features().items(), key=lambda each: each[1].table.name, reverse=True))
         path = {"servers": None, "folder": str(tmp_path / "run"), "url": f"local://{tmp_path}/run"}[opened]
         servers = addresses[1:] if opened == "servers" and addresses else None
         with Reader(path, of, servers=servers, num_threads=2) as reader:

@@ -133,14 +133,14 @@ def test_an_interrupt_right_after_the_rename_loses_no_snapshot(tmp_path: Path, m
 KILLED_LOAD = """
 import os, signal, sys, satrap.table.snapshot.reader
 from satrap import Store, Table
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 def killed(*arguments): os.kill(os.getpid(), signal.SIGKILL)
 satrap.table.snapshot.reader.Snapshot._import = killed
 kind, folder, shared = sys.argv[1:]
 if kind == "load":
     Store.load(folder, shared=shared, num_threads=1)
 else:
-    Tables([Table("item", dim=2)], shared=shared, num_threads=1).restore({"item": [folder]})
+    TableGroup([Table("item", dim=2)], shared=shared, num_threads=1).restore({"item": [folder]})
 """
 
 

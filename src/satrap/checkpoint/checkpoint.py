@@ -137,9 +137,8 @@ class Checkpoint:
         with self._embeddings.paused():
             position = self._embeddings.position_of(self._data)
             request = [self._directory.name, self._embeddings.step, every_steps, position and position.to_dict()]
-            gathered = trainers.gather(
-                json.dumps(request).encode(), patient=True
-            )  # returns once all trainers are paused
+            # Once this returns, all trainers are paused.
+            gathered = trainers.gather(json.dumps(request).encode(), patient=True)
             directories, steps, intervals, positions = zip(*map(json.loads, gathered), strict=True)
             if set(intervals) == {_ENDED}:
                 return True
@@ -376,7 +375,6 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
-        for device, each in zip(
-            range(torch.cuda.device_count()), state["cuda"], strict=False
-        ):  # there may be fewer devices now
+        # There may be fewer devices now.
+        for device, each in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(each, device)

@@ -157,9 +157,7 @@ class _Disk:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock", self.url) from None
-                except (
-                    OSError
-                ):  # some network file systems cannot lock folders; then only the owner file protects the run
+                except OSError:  # some network file systems lock no folders: the owner file alone protects the run
                     break
                 time.sleep(0.02)
             yield

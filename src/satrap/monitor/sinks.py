@@ -29,9 +29,8 @@ class Screen:
 
     def __init__(self, stream: TextIO | None = None, *, as_bar: bool | None = None) -> None:
         """stream: standard error if None. as_bar: None draws a bar if the stream is a terminal."""
-        self._stream: TextIO | None = (
-            sys.stderr if stream is None else stream
-        )  # None in a process without standard error
+        # None in a process without standard error.
+        self._stream: TextIO | None = sys.stderr if stream is None else stream
         self._as_bar = self._stream is not None and self._stream.isatty() if as_bar is None else as_bar
         self.every_seconds = BAR_SECONDS if self._as_bar else LINE_SECONDS
         self._marks = "#."

@@ -295,9 +295,8 @@ class _InFolder:
                     self._model = state["objects"]["model"]
                     return
             except (SatrapError, OSError):
-                if (
-                    attempts_left == 1 or directory.newest_name() == name
-                ):  # else retry: a newer save may have removed this one
+                # A newer save may have removed this checkpoint: then retry.
+                if attempts_left == 1 or directory.newest_name() == name:
                     raise
 
     def _fill(self, folders: Mapping[str, list[Path]]) -> None:

@@ -130,7 +130,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if not self._gradients_checked:
             self._embeddings.trainers.require_same(p for group in self.dense.param_groups for p in group["params"])
             self._gradients_checked = True
-        # First, so that a gradient that is refused in this call leaves the dense half unchanged.
+        # First, so that a gradient refused in this call leaves the dense half unchanged; threads refuse it later.
         self._embeddings.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
         if self._at_servers is not None:
             return loss

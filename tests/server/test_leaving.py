@@ -111,7 +111,7 @@ def test_one_training_stream_at_a_time(overlap: bool) -> None:
     loss_of(model, next(outer)).backward()
     optimizer.step()
     train(embeddings, model, optimizer, batches(2), overlap=overlap)
-    with pytest.raises(StreamError, match="ended when another training stream was begun"):
+    with pytest.raises(StreamError, match="ended when another training stream started"):
         next(outer)
     assert sum(embeddings.counters().lost.values()) == 0
     outer.close()

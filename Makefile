@@ -17,7 +17,7 @@ fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export CTEST_PARALLEL_LEVEL = $(JOBS)
 
-.PHONY: setup test core-test python-test check bench demo wheel format stub reference clean
+.PHONY: setup test core-test python-test check bench demo docs wheel format stub reference clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/.dev
@@ -65,7 +65,7 @@ check: setup
 	$(bin)/ruff format --check .
 	$(bin)/mypy --strict $(python_dirs)
 	$(bin)/clang-format --dry-run -Werror $(core_files) $(core_test_files)
-	$(bin)/python -m pytest tests/project/test_layers.py
+	$(bin)/python -m pytest tests/project/test_layers.py tests/project/test_words.py
 
 bench: setup
 	$(bin)/python -m benchmarks.store
@@ -88,9 +88,14 @@ format: setup
 	$(bin)/ruff format .
 	$(bin)/clang-format -i $(core_files) $(core_test_files)
 
+# build/site: docs/, README.md and others as a site; a warning (a broken link, a page that is in no menu) is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
+
 # docs/reference.md, from the docstrings; a test compares the two.
-reference:
-	$(PYTHON) docs/reference.py
+reference: setup
+	$(bin)/python docs/reference.py
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.
 stub: setup

@@ -1,8 +1,8 @@
 """Adult census income: predicts from a person's answers whether they earn more than 50,000 dollars a year.
 
-The data lies beside this file (CC BY 4.0, see data/adult/README.md). Trains a DLRM by a plain PyTorch loop and prints
-the AUC on the test file. `--run FOLDER` keeps checkpoints there and goes on from the newest. The same script runs under
-`satrap run`, with any number of servers, workers and trainers.
+The data is next to this file (CC BY 4.0, see data/adult/README.md). The script trains a DLRM in a plain PyTorch loop
+and prints the AUC on the test file. `--run FOLDER` saves checkpoints there and resumes from the newest. The same script
+runs under `satrap run`, with any number of servers, workers and trainers.
 """
 
 import argparse
@@ -21,17 +21,17 @@ COLUMNS = """age workclass fnlwgt education education_num marital_status occupat
 
 
 def main() -> None:
-    """Trains and tests."""
+    """Train and test."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=0)
-    parser.add_argument("--run", help="a folder or URL for checkpoints")
-    given = parser.parse_args()
+    parser.add_argument("--run", help="folder or URL for checkpoints")
+    args = parser.parse_args()
 
     torch.manual_seed(0)
     names = (*CATEGORIES, "age_id", "hours_id")
     tables = {name: satrap.Table(name, dim=16, optimizer=satrap.Adagrad(lr=0.05)) for name in names}
-    embeddings = satrap.Embeddings(tables, staleness=given.staleness)
+    embeddings = satrap.Embeddings(tables, staleness=args.staleness)
     trainers = embeddings.trainers
     data = satrap.CSV(
         FOLDER / "adult.data.gz",
@@ -41,16 +41,16 @@ def main() -> None:
         dense=[satrap.DenseColumn(name, log1p=True) for name in NUMBERS],
         label="income",
         label_true=(">50K", ">50K."),  # the test file ends its labels with a dot
-        ids={"age_id": "age", "hours_id": "hours_per_week"},  # their effect is no straight line: they are ids as well
+        ids={"age_id": "age", "hours_id": "hours_per_week"},  # their effect is not linear, so they are ids as well
         batch_size=max(1, BATCH_SIZE // trainers.world),
         shuffle=True,
-        epochs=given.epochs,
+        epochs=args.epochs,
     )
     model = embeddings.parallel(satrap.models.DLRM(len(NUMBERS), embeddings, bottom=(64,), top=(128, 64, 1)))
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
-    run = satrap.Checkpoint(given.run, model, optimizer, embeddings, data) if given.run else None
+    run = satrap.Checkpoint(args.run, model, optimizer, embeddings, data) if args.run else None
     if run is not None and run.resume():
-        print(f"goes on after step {embeddings.step}")
+        print(f"continues after step {embeddings.step}")
 
     with satrap.Progress(embeddings, sinks=None if trainers.rank == 0 else []) as progress:
         for batch in embeddings.stream(data):

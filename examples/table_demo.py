@@ -1,7 +1,7 @@
-"""Two embedding tables learn who likes what, are saved, loaded, and kept up to date by changes alone.
+"""Trains two embedding tables on clicks, saves and loads one of them, and updates the copy by its changes alone.
 
-NumPy only, a few seconds: the score of a user and an item is the dot product of their rows, trained on clicks that were
-drawn from hidden vectors. Ids are any 64-bit numbers; a row is made when its id is first seen.
+It needs only NumPy and a few seconds. The score of a user and an item is the dot product of their rows; the clicks are
+drawn from hidden vectors. Ids are any 64-bit numbers; a row is created when its id first occurs.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from satrap import Adagrad, Normal, Store, Table
 
 NUM_USERS, NUM_ITEMS, BATCH, STEPS = 2_000, 1_000, 4_096, 1_000
 rng = np.random.default_rng(0)
-likes = rng.normal(size=(NUM_USERS, 4)) @ rng.normal(size=(4, NUM_ITEMS))  # the hidden truth
+likes = rng.normal(size=(NUM_USERS, 4)) @ rng.normal(size=(4, NUM_ITEMS))  # the hidden scores
 user_ids = rng.integers(2**64, size=NUM_USERS, dtype=np.uint64)
 item_ids = rng.integers(2**64, size=NUM_ITEMS, dtype=np.uint64)
 
@@ -23,9 +23,9 @@ items = Store(Table("item", dim=8, optimizer=Adagrad(lr=0.2), initial=start, dty
 
 
 def train(steps: int) -> None:
-    """Logistic regression on the dot product. The tables sum the gradients of ids that a batch brings twice."""
+    """Train a logistic regression on the dot product. The tables sum the gradients of ids that a batch repeats."""
     for _ in range(steps):
-        user = (NUM_USERS * rng.random(BATCH) ** 3).astype(int)  # some users come much more often than others
+        user = (NUM_USERS * rng.random(BATCH) ** 3).astype(int)  # some users occur much more often than others
         item = rng.integers(NUM_ITEMS, size=BATCH)
         clicked = rng.random(BATCH) < 1 / (1 + np.exp(-likes[user, item]))
         u, user_ticket = users.lookup(user_ids[user], with_ticket=True)
@@ -36,14 +36,14 @@ def train(steps: int) -> None:
 
 
 def accuracy() -> float:
-    """How often the score has the sign of the truth. It looks up without training, which changes nothing."""
+    """Return how often the score has the sign of the hidden score. A lookup without training changes nothing."""
     scores = users.lookup(user_ids, train=False) @ items.lookup(item_ids, train=False).T
     return float(((scores > 0) == (likes > 0)).mean())
 
 
 print(f"before: {accuracy():.1%} of all pairs right, {len(users)} users, {len(items)} items")
 train(STEPS)
-print(f"after {STEPS} batches: {accuracy():.1%}, {len(users)} users (the most there may be), {len(items)} items")
+print(f"after {STEPS} batches: {accuracy():.1%}, {len(users)} users (the capacity), {len(items)} items")
 with tempfile.TemporaryDirectory() as folder:
     version = items.save(Path(folder, "items"))
     replica = Store.load(Path(folder, "items"))
@@ -51,5 +51,5 @@ with tempfile.TemporaryDirectory() as folder:
     items.save_changes(Path(folder, "changes"), since=version)
     replica.apply_changes(Path(folder, "changes"))
 same = np.array_equal(replica.read(item_ids).values, items.read(item_ids).values)
-print(f"saved, loaded, brought up to date by what changed: the same bits? {same}")
+print(f"saved, loaded and updated by changes, the copy has the same bits: {same}")
 print("users:", ", ".join(f"{name} {count}" for name, count in users.stats().items()))

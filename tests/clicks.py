@@ -1,5 +1,5 @@
-"""Made-up click data that the tests of the sources share: samples as plain Python, how each format writes them, and
-what a loader must make of them. The model of the loader here is a dict and a list; XXH64 is written out once more.
+"""Generated click data that the tests of the sources share: samples as plain Python, a writer for each format, and the
+expected result of a loader, from a model of dicts and lists with its own implementation of XXH64.
 """
 
 import csv
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
     "weights": {"history": "history_weight"},
     "extra": ["session"],
 }
-"""What a source is told of these columns, if its files have types."""
+"""The declarations of these columns for files with types."""
 TEXT_OPTIONS: dict[str, Any] = OPTIONS | {
     "ids": {
         "user": IdColumn(kind="integer"),
@@ -36,7 +36,7 @@ TEXT_OPTIONS: dict[str, Any] = OPTIONS | {
         "tags": IdColumn(separator="|"),
     },
 }
-"""Likewise, if they are text."""
+"""The declarations of these columns for text files."""
 SCHEMA = pa.schema(
     [
         ("session", pa.string()),
@@ -51,11 +51,11 @@ SCHEMA = pa.schema(
     ]
 )
 Sample = dict[str, Any]
-Plain = tuple[Any, ...]
+SampleTuple = tuple[Any, ...]
 
 
 def make(n: int, seed: int, *, missing: float = 0.15, first: int = 0) -> list[Sample]:
-    """n samples. `session` tells them apart; values have few digits, so that text holds them exactly."""
+    """Generate n samples. `session` identifies a sample; values have few digits, so that text holds them exactly."""
     draw = random.Random(seed)
 
     def maybe(value: Any) -> Any:
@@ -81,15 +81,15 @@ def make(n: int, seed: int, *, missing: float = 0.15, first: int = 0) -> list[Sa
 
 
 def xxh64(data: bytes) -> int:
-    """XXH64 with seed 0, by its specification."""
+    """Compute XXH64 with seed 0, after its specification."""
     p1, p2, p3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
     p4, p5, mask = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 2**64 - 1
 
-    def turn(x: int, bits: int) -> int:
+    def rotate(x: int, bits: int) -> int:
         return ((x << bits) | (x >> (64 - bits))) & mask
 
     def step(lane: int, word: int) -> int:
-        return turn((lane + word * p2) & mask, 31) * p1 & mask
+        return rotate((lane + word * p2) & mask, 31) * p1 & mask
 
     at, h = 0, p5
     if len(data) >= 32:
@@ -98,25 +98,25 @@ def xxh64(data: bytes) -> int:
             for i in range(4):
                 lanes[i] = step(lanes[i], int.from_bytes(data[at : at + 8], "little"))
                 at += 8
-        h = sum(turn(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True)) & mask
+        h = sum(rotate(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True)) & mask
         for lane in lanes:
             h = ((h ^ step(0, lane)) * p1 + p4) & mask
     h = (h + len(data)) & mask
     while at + 8 <= len(data):
-        h = (turn(h ^ step(0, int.from_bytes(data[at : at + 8], "little")), 27) * p1 + p4) & mask
+        h = (rotate(h ^ step(0, int.from_bytes(data[at : at + 8], "little")), 27) * p1 + p4) & mask
         at += 8
     if at + 4 <= len(data):
-        h = (turn(h ^ (int.from_bytes(data[at : at + 4], "little") * p1 & mask), 23) * p2 + p3) & mask
+        h = (rotate(h ^ (int.from_bytes(data[at : at + 4], "little") * p1 & mask), 23) * p2 + p3) & mask
         at += 4
     for byte in data[at:]:
-        h = turn(h ^ (byte * p5 & mask), 11) * p1 & mask
+        h = rotate(h ^ (byte * p5 & mask), 11) * p1 & mask
     h = (h ^ (h >> 33)) * p2 & mask
     h = (h ^ (h >> 29)) * p3 & mask
     return h ^ (h >> 32)
 
 
-def expected(sample: Sample) -> Plain:
-    """What one sample of FEATURES, DENSE, a label and `session` must read as."""
+def expected(sample: Sample) -> SampleTuple:
+    """Return the form in which a sample must be read: `session`, label, DENSE and FEATURES."""
     history = sample["history"] or []
     return (
         sample["session"],
@@ -129,8 +129,8 @@ def expected(sample: Sample) -> Plain:
     )
 
 
-def samples_in(inputs: Inputs) -> list[Plain]:
-    """The samples of a batch, in the same form."""
+def samples_in(inputs: Inputs) -> list[SampleTuple]:
+    """Return the samples of a batch in the same form."""
     assert inputs.names == FEATURES
     bags = bags_of(inputs)
     weights = bags_of(inputs, inputs.weights) if inputs.weights is not None else bags
@@ -146,7 +146,7 @@ def samples_in(inputs: Inputs) -> list[Plain]:
 
 
 def bags_of(inputs: Inputs, values: Any = None) -> list[list[list[Any]]]:
-    """[feature][sample]: the ids, or other values beside them."""
+    """Return the ids, or other `values` with the same offsets, as [feature][sample]."""
     values = inputs.values if values is None else values
     n, count = inputs.batch_size, len(inputs.names)
     offsets = np.arange(n * count + 1) if inputs.offsets is None else inputs.offsets
@@ -154,8 +154,8 @@ def bags_of(inputs: Inputs, values: Any = None) -> list[list[list[Any]]]:
     return [[values[offsets[f * n + s] : offsets[f * n + s + 1]].tolist() for s in range(n)] for f in range(count)]
 
 
-def read(source: Any, **options: Any) -> list[Plain]:
-    """All samples that a source gives, in order."""
+def read(source: Any, **options: Any) -> list[SampleTuple]:
+    """Return all samples of a source, in order."""
     return [sample for inputs in source.batches(FEATURES, **options) for sample in samples_in(inputs)]
 
 
@@ -177,7 +177,7 @@ def write_arrow(path: Path, samples: Sequence[Sample], rows: int = 100, *, strea
 
 
 def write_csv(path: Path, samples: Sequence[Sample], delimiter: str = ",") -> None:
-    """With a header; .gz is compressed."""
+    """Write the samples with a header; .gz is compressed."""
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
@@ -203,7 +203,7 @@ WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {
 
 
 def source(kind: str, path: Any, **options: Any) -> Source:
-    """The source of files of a kind."""
+    """Return the source for files of a kind."""
     if kind == "parquet":
         return Parquet(path, **{"block_rows": 70, **OPTIONS, **options})
     if kind in ("arrow", "arrows"):

@@ -50,7 +50,7 @@ SLOWEST = (
     "test_remote_worker_trainers.py",
     "test_network_benchmark.py",
     "test_checkpoint.py",
-    "test_quickstart.py",
+    "test_docs.py",
     "test_train_benchmark.py",
     "test_faults_midway.py",
 )

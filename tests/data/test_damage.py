@@ -1,7 +1,7 @@
-"""Files whose bytes were damaged: a read raises SourceError that names the file, or the format has no way to tell.
+"""Files with damaged bytes: reading raises a SourceError that names the file, unless the format cannot detect it.
 
-Parquet can be written with a checksum of each page, which is verified; its footer and the format of Arrow files have
-none. What is read without one is checked as far as it must be to be used: offsets, indexes, UTF-8, numbers of rows.
+Parquet can store a checksum of each page, which is verified; its footer and Arrow files have none. Data without a
+checksum is checked as far as its use requires: offsets, indexes, UTF-8, numbers of rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def write(kind: str, table: pa.Table, path: Path) -> Source:
 
 
 def content(batches: Iterator[Inputs]) -> list[Any]:
-    """All that a batch has, to the last text."""
+    """Return the complete content of batches, for comparison."""
     return [
         (
             [None if a is None else a.tobytes() for a in (each.values, each.offsets, each.dense, each.label)],
@@ -70,11 +70,11 @@ def content(batches: Iterator[Inputs]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["parquet sums 1", "parquet sums 2", "parquet 2", "arrow", "packed arrow", "stream"])
-def test_flipped_bytes_are_refused_by_name(kind: str, tmp_path: Path, rng: np.random.Generator, seed: int) -> None:
-    """Or read as other values, where there is no checksum; nothing else is raised, and with one no value differs."""
+def test_flipped_bytes_are_refused_by_file_name(kind: str, tmp_path: Path, rng: np.random.Generator, seed: int) -> None:
+    """Without a checksum they may read as other values. No other error is raised; with checksums no value differs."""
     path, draw = tmp_path / "flipped", random.Random(seed)
     data = write(kind, columns(rng), path)
-    whole, wanted, refused = path.read_bytes(), content(data.batches(FEATURES)), 0
+    whole, expected, refused = path.read_bytes(), content(data.batches(FEATURES)), 0
     for _ in range(60):
         damaged = bytearray(whole)
         for _ in range(draw.choice([1, 1, 2, 8])):
@@ -86,16 +86,14 @@ def test_flipped_bytes_are_refused_by_name(kind: str, tmp_path: Path, rng: np.ra
             assert str(path) in str(error)
             refused += 1
         else:
-            assert found == wanted or "sums" not in kind
+            assert found == expected or "sums" not in kind
     assert refused > 10
 
 
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_a_flipped_value_is_noticed_by_its_pages_checksum(
-    sums: bool, version: str, compression: str, tmp_path: Path
-) -> None:
+def test_the_page_checksum_detects_a_flipped_value(sums: bool, version: str, compression: str, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     numbers = np.arange(1000, 1100)
     table = pa.table({"id": numbers, "x": numbers * 0.5})
@@ -104,7 +102,7 @@ def test_a_flipped_value_is_noticed_by_its_pages_checksum(
         data_page_version=version,
     )  # fmt: skip
     data, whole = Parquet(path, dense="x", block_rows=50), path.read_bytes()
-    given = 0
+    num_read = 0
     for name, value in (("id", struct.pack("<q", 1077)), ("x", struct.pack("<d", 538.5))):
         at = (
             whole.find(value)
@@ -115,24 +113,24 @@ def test_a_flipped_value_is_noticed_by_its_pages_checksum(
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         batches = data.batches(["id"])
         try:
-            given += sum(inputs.batch_size for inputs in batches)
+            num_read += sum(inputs.batch_size for inputs in batches)
         except SourceError as error:
             assert str(error).startswith(f"{path}, row group 1: cannot be read") or not sums
             assert not sums or "CRC" in str(error) or "checksum" in str(error)
-    assert not sums or given == 0
-    assert sums or compression != "none" or given == 200, "nothing tells that these bytes were flipped"
+    assert not sums or num_read == 0
+    assert sums or compression != "none" or num_read == 200, "nothing detects that these bytes were flipped"
 
 
 def test_a_footer_that_contradicts_its_pages(tmp_path: Path) -> None:
-    """Footers have no checksum: whichever number of rows is changed in it, none is lost without a word."""
+    """Footers have no checksum: whichever number of rows in it is changed, no row is lost silently."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": range(77), "b": [1.0] * 77}), path)
     whole = path.read_bytes()
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
-    places = [at.start() for at in re.finditer(b"\x9a\x01", whole[footer:])]  # 77, as Thrift writes it
+    offsets_of_77 = [at.start() for at in re.finditer(b"\x9a\x01", whole[footer:])]  # 77, as Thrift writes it
     refused = 0
-    assert len(places) >= 4
-    for at in places:
+    assert len(offsets_of_77) >= 4
+    for at in offsets_of_77:
         for other in (b"\x98\x01", b"\x9c\x01", b"\x82\x00", b"\x80\x00"):
             path.write_bytes(whole[: footer + at] + other + whole[footer + at + 2 :])
             try:
@@ -144,16 +142,16 @@ def test_a_footer_that_contradicts_its_pages(tmp_path: Path) -> None:
     assert refused >= 8
 
 
-# -- Arrow: what its reader does not look at ---------------------------------------------------------------------------
+# -- Arrow: damage that its reader does not detect ---------------------------------------------------------------------
 
 
-def of_buffers(kind: Any, *buffers: Any, children: list[Any] | None = None) -> Any:
+def array_of_buffers(kind: Any, *buffers: Any, children: list[Any] | None = None) -> Any:
     memory = [None if each is None else pa.py_buffer(each) for each in buffers]
     return pa.Array.from_buffers(kind, 100, memory, children=children)
 
 
-def bounds(dtype: Any, bound: int = 3) -> Any:
-    """Offsets of 100 bags of one each, of which one is another."""
+def damaged_offsets(dtype: Any, bound: int = 3) -> Any:
+    """Return the offsets of 100 bags of one id each, with one offset replaced."""
     offsets = np.arange(101, dtype=dtype)
     offsets[70] = bound
     return offsets
@@ -168,20 +166,20 @@ DAMAGED: dict[str, Any] = {
     "index": pa.DictionaryArray.from_arrays(pa.array(INDEX), pa.array(["a", "b"]), safe=False),
     "negative index": pa.DictionaryArray.from_arrays(pa.array(-INDEX), pa.array(["a", "b"]), safe=False),
     "number index": pa.DictionaryArray.from_arrays(pa.array(INDEX), pa.array([1, 2]), safe=False),
-    "list": of_buffers(pa.list_(pa.int64()), None, bounds(np.int32), children=[ITEMS]),
-    "large list": of_buffers(pa.large_list(pa.int64()), None, bounds(np.int64), children=[ITEMS]),
-    "list beyond": of_buffers(pa.list_(pa.int64()), None, bounds(np.int32, 10**6), children=[ITEMS]),
-    "list before": of_buffers(pa.list_(pa.int64()), None, bounds(np.int32, -10), children=[ITEMS]),
-    "text": of_buffers(pa.string(), None, bounds(np.int32), b"x" * 100),
-    "large text": of_buffers(pa.large_string(), None, bounds(np.int64), b"x" * 100),
-    "text beyond": of_buffers(pa.string(), None, bounds(np.int32, 10**6), b"x" * 100),
-    "bytes": of_buffers(pa.binary(), None, bounds(np.int32), b"x" * 100),
-    "utf8": of_buffers(pa.string(), None, np.arange(101, dtype=np.int32), bytes(TEXT)),
-    "texts": of_buffers(
+    "list": array_of_buffers(pa.list_(pa.int64()), None, damaged_offsets(np.int32), children=[ITEMS]),
+    "large list": array_of_buffers(pa.large_list(pa.int64()), None, damaged_offsets(np.int64), children=[ITEMS]),
+    "list beyond": array_of_buffers(pa.list_(pa.int64()), None, damaged_offsets(np.int32, 10**6), children=[ITEMS]),
+    "list before": array_of_buffers(pa.list_(pa.int64()), None, damaged_offsets(np.int32, -10), children=[ITEMS]),
+    "text": array_of_buffers(pa.string(), None, damaged_offsets(np.int32), b"x" * 100),
+    "large text": array_of_buffers(pa.large_string(), None, damaged_offsets(np.int64), b"x" * 100),
+    "text beyond": array_of_buffers(pa.string(), None, damaged_offsets(np.int32, 10**6), b"x" * 100),
+    "bytes": array_of_buffers(pa.binary(), None, damaged_offsets(np.int32), b"x" * 100),
+    "utf8": array_of_buffers(pa.string(), None, np.arange(101, dtype=np.int32), bytes(TEXT)),
+    "texts": array_of_buffers(
         pa.list_(pa.string()), None, np.arange(101, dtype=np.int32),
-        children=[of_buffers(pa.string(), None, bounds(np.int32), b"x" * 100)],
+        children=[array_of_buffers(pa.string(), None, damaged_offsets(np.int32), b"x" * 100)],
     ),
-    "indexes": of_buffers(
+    "indexes": array_of_buffers(
         pa.list_(pa.dictionary(pa.int32(), pa.string())), None, np.arange(101, dtype=np.int32),
         children=[pa.DictionaryArray.from_arrays(pa.array(INDEX), pa.array(["a"]), safe=False)],
     ),
@@ -191,8 +189,8 @@ DAMAGED: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ["file", "stream", "memory"])
 @pytest.mark.parametrize("use", ["id", "extra"])
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damage_that_arrow_does_not_see(case: str, use: str, kind: str, tmp_path: Path) -> None:
-    """It is named by file, rows and column. The samples before are given: only what is used is looked at."""
+def test_damage_that_arrow_does_not_detect(case: str, use: str, kind: str, tmp_path: Path) -> None:
+    """The error names file, rows and column. The samples before are returned: only data in use is checked."""
     path = tmp_path / "a.arrow"
     table = pa.table({"a": DAMAGED[case], "b": range(100)})
     if kind != "memory":
@@ -203,16 +201,16 @@ def test_damage_that_arrow_does_not_see(case: str, use: str, kind: str, tmp_path
     features = ["a"] if use == "id" else ["b"]
     data = data.replace(extra="a") if use == "extra" else data
     where = {"file": f"{path}, record batch 0", "stream": f"{path}", "memory": "the table"}[kind]
-    given = 0
+    num_read = 0
     with pytest.raises(SourceError, match=f"^{where}, rows 51 to 100, column 'a': cannot be read"):
         for inputs in data.batches(features):
-            given += inputs.batch_size
+            num_read += inputs.batch_size
             assert inputs.values[0] != inputs.values[-1] or use == "id"
-    assert given == 50
+    assert num_read == 50
 
 
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
-def test_a_union_is_refused_by_name(mode: str, tmp_path: Path) -> None:
+def test_a_union_is_refused_with_its_name(mode: str, tmp_path: Path) -> None:
     which = pa.array([0, 1], pa.int8())
     parts = [pa.array([1, 2]), pa.array(["a", "b"])]
     union = (
@@ -231,4 +229,4 @@ def test_a_union_is_refused_by_name(mode: str, tmp_path: Path) -> None:
             ):
                 list(data.batches(["a"]))
         (inputs,) = Arrow(tmp_path / "a.arrow").batches(["a"])
-        assert inputs.values.tolist() == [1, 2], "a column that is not used may be of any type"
+        assert inputs.values.tolist() == [1, 2], "an unused column may be of any type"

@@ -1,4 +1,4 @@
-"""Hashing: XXH64's published vectors, every kind of column against hashing value by value, and what is refused."""
+"""Hashing: the published vectors of XXH64, every kind of column against value-by-value hashing, and invalid input."""
 
 from typing import Any
 
@@ -19,22 +19,22 @@ TEXTS = ["", "a", "abc", "ünïcödé", "x" * 31, "y" * 32, "z" * 100]
 
 def test_published_vectors() -> None:
     assert dict(zip(VECTORS, hash_strings(list(VECTORS)).tolist(), strict=True)) == VECTORS
-    assert [xxh64(text.encode()) for text in VECTORS] == list(VECTORS.values())  # the tests' own model too
-    former, state = bytearray(), 2654435761  # the bytes that the reference implementation's former self-check hashes
+    assert [xxh64(text.encode()) for text in VECTORS] == list(VECTORS.values())  # the model of the tests agrees
+    former, state = bytearray(), 2654435761  # the bytes of the reference implementation's former self-check
     for _ in range(101):
         former.append(state >> 24)
         state = state * state % 2**32
-    wanted = {1: 0x4FCE394CC88952D8, 14: 0xCFFA8DB881BC3A3D, 101: 0x0EAB543384F878AD}
-    assert {n: int(hash_strings([bytes(former[:n])])[0]) for n in wanted} == wanted
+    expected = {1: 0x4FCE394CC88952D8, 14: 0xCFFA8DB881BC3A3D, 101: 0x0EAB543384F878AD}
+    assert {n: int(hash_strings([bytes(former[:n])])[0]) for n in expected} == expected
 
 
 @given(st.lists(st.binary(max_size=80)))
 def test_a_column_is_hashed_as_its_values(values: list[bytes]) -> None:
-    wanted = [xxh64(value) for value in values]
+    expected = [xxh64(value) for value in values]
     for kind in (pa.binary(), pa.large_binary(), pa.binary_view()):
-        assert hash_strings(pa.array(values, kind)).tolist() == wanted
-        assert hash_strings(pa.array([b"?", *values], kind).slice(1)).tolist() == wanted
-    assert hash_strings(pa.array(values, pa.binary()).dictionary_encode()).tolist() == wanted
+        assert hash_strings(pa.array(values, kind)).tolist() == expected
+        assert hash_strings(pa.array([b"?", *values], kind).slice(1)).tolist() == expected
+    assert hash_strings(pa.array(values, pa.binary()).dictionary_encode()).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))
@@ -63,7 +63,7 @@ def test_every_kind_of_column_of_texts(column: Any) -> None:
     assert hash_strings(column).tolist() == [xxh64(text.encode()) for text in TEXTS]
 
 
-def test_a_missing_text_counts_as_the_empty_one() -> None:
+def test_a_missing_text_is_hashed_as_the_empty_text() -> None:
     for column in (pa.array(["a", None]), pa.array(["a", None]).dictionary_encode(), ["a", None]):
         assert hash_strings(column).tolist() == [VECTORS["a"], VECTORS[""]]
     assert hash_strings(pa.nulls(2)).tolist() == [VECTORS[""]] * 2
@@ -85,10 +85,10 @@ def test_fixed_size_bytes() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: hash_strings([1, 2]), "found a column of int64; wanted texts or bytes"),
+        (lambda: hash_strings([1, 2]), "found a column of int64; expected texts or bytes"),
         (lambda: hash_strings([["a"]]), "found a column of list"),
-        (lambda: hash_strings(object()), "found object .*; wanted a column of texts"),
-        (lambda: hash_strings(["a", 1]), "found list .*; wanted a column of texts"),
+        (lambda: hash_strings(object()), "found object .*; expected a column of texts"),
+        (lambda: hash_strings(["a", 1]), "found list .*; expected a column of texts"),
         (lambda: hash_integers(np.array([1.0])), "ids are float64"),
         (lambda: hash_integers([1]), "ids is a list"),
         (lambda: _core.hash_texts(np.empty(0, np.int32), np.empty(0, np.uint8)), "offsets are empty"),
@@ -97,6 +97,6 @@ def test_fixed_size_bytes() -> None:
         (lambda: _core.hash_texts(np.array([-1, 0], np.int64), np.zeros(1, np.uint8)), "offsets must rise"),
     ],
 )
-def test_what_cannot_be_hashed_is_refused(call: Any, message: str) -> None:
+def test_invalid_input_is_refused(call: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         call()

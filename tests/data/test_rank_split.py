@@ -1,4 +1,4 @@
-"""Which rank reads what: every sample goes to one rank, ranks get as many, and another number of ranks goes on."""
+"""The split over ranks: each sample has one rank, the shares are even, and another number of ranks can continue."""
 
 import gzip
 import json
@@ -10,24 +10,25 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from made_source import Made, at, ids, made
 from satrap.config.columns import IdColumn
 from satrap.data.delimited import CSV
 from satrap.data.inputs import Position
-from satrap.data.rank_split import Part, deal
-from satrap.data.rank_split import share as deal_share
-from satrap.data.shuffle_order import permutation, share, turns
+from satrap.data.rank_split import RowRange, assign, rank_share
+from satrap.data.shuffle_order import legacy_share, legacy_turns, permutation
 from satrap.errors import SourceError
+from uneven_source import UnevenSource, at, ids, uneven_sources
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 3))
-def test_every_block_is_read_by_one_rank_or_shared_by_all(n: int, world: int, shuffle: bool, seed: int, e: int) -> None:
-    order = permutation(n, seed, e).tolist() if shuffle else list(range(n))
-    ranks = [turns(order, rank=rank, world=world) for rank in range(world)]
-    own = [turn.block for rank in ranks for turn in rank if not turn.shared]
-    shared = [[turn.block for turn in rank if turn.shared] for rank in ranks]
+def test_legacy_turns_assign_every_block_to_one_rank_or_to_all(
+    n: int, world: int, shuffle: bool, seed: int, epoch: int
+) -> None:
+    order = permutation(n, seed, epoch).tolist() if shuffle else list(range(n))
+    ranks = [legacy_turns(order, rank=rank, world=world) for rank in range(world)]
+    own = [turn.block for rank in ranks for turn in rank if not turn.is_shared]
+    shared = [[turn.block for turn in rank if turn.is_shared] for rank in ranks]
     assert all(each == shared[0] for each in shared)
     assert sorted(own + shared[0]) == list(range(n))
     assert len(shared[0]) < world and len({len(rank) for rank in ranks}) == 1
@@ -36,22 +37,22 @@ def test_every_block_is_read_by_one_rank_or_shared_by_all(n: int, world: int, sh
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 9))
-def test_rows_that_are_known_are_dealt_out_evenly_in_whole_blocks(rows: list[int], world: int) -> None:
-    ranks = deal([Part(block) for block in range(len(rows))], rows, world)
+def test_known_rows_are_assigned_evenly_in_whole_blocks(rows: list[int], world: int) -> None:
+    ranks = assign([RowRange(block) for block in range(len(rows))], rows, world)
     spans = [[(p.block, p.begin, rows[p.block] if p.end is None else p.end) for p in rank] for rank in ranks]
-    dealt = [(block, row) for rank in spans for block, begin, end in rank for row in range(begin, end)]
-    assert sorted(dealt) == [(block, row) for block, n in enumerate(rows) for row in range(n)], "every row once"
+    assigned = [(block, row) for rank in spans for block, begin, end in rank for row in range(begin, end)]
+    assert sorted(assigned) == [(block, row) for block, n in enumerate(rows) for row in range(n)], "each row once"
     counts = [sum(end - begin for _, begin, end in rank) for rank in spans]
     assert max(counts) - min(counts) <= 1
-    assert all(rank == sorted(rank) for rank in spans), "in their order"
-    assert sum(map(len, ranks)) - len(rows) < world, "at most one cut for each rank but one"
+    assert all(rank == sorted(rank) for rank in spans), "in the order of the blocks"
+    assert sum(map(len, ranks)) - len(rows) < world, "at most one cut less than ranks"
 
 
 @given(st.lists(st.integers(0, 20), max_size=10), st.integers(1, 9))
-def test_shares_of_pieces_are_even_after_every_piece(sizes: list[int], world: int) -> None:
+def test_shares_are_even_after_every_chunk(sizes: list[int], world: int) -> None:
     counts, before = [0] * world, 0
     for size in sizes:
-        found = [deal_share(size, before, rank, world) for rank in range(world)]
+        found = [rank_share(size, before, rank, world) for rank in range(world)]
         assert [row for begin, end in found for row in range(begin, end)] == list(range(size))
         counts = [count + end - begin for count, (begin, end) in zip(counts, found, strict=True)]
         assert max(counts) - min(counts) <= 1
@@ -59,25 +60,25 @@ def test_shares_of_pieces_are_even_after_every_piece(sizes: list[int], world: in
 
 
 @given(st.integers(0, 100), st.integers(0, 30), st.integers(1, 9))
-def test_shares_are_even_and_cover_everything(n: int, number: int, world: int) -> None:
-    shares = [share(n, number, rank, world) for rank in range(world)]
+def test_legacy_shares_are_even_and_complete(n: int, number: int, world: int) -> None:
+    shares = [legacy_share(n, number, rank, world) for rank in range(world)]
     assert sorted(chain.from_iterable(range(*each) for each in shares)) == list(range(n))
     assert {end - begin for begin, end in shares} <= {n // world, -(-n // world)}
 
 
-@given(made(), st.sampled_from([1, 2, 3, 7]))
-def test_ranks_partition_the_samples(data: Made, world: int) -> None:
+@given(uneven_sources(), st.sampled_from([1, 2, 3, 7]))
+def test_ranks_partition_the_samples(data: UnevenSource, world: int) -> None:
     ranks = [list(data.batches(["a"], rank=rank, world=world)) for rank in range(world)]
     assert Counter(i for rank in ranks for i in ids(rank)) == dict.fromkeys(range(data.total), data.epochs)
     counts = [len(ids(rank)) // (data.epochs or 1) for rank in ranks]
-    assert max(counts) - min(counts) <= 1, "as many for each"
+    assert max(counts) - min(counts) <= 1, "equally many for each rank"
     if world == 1:
         assert ids(ranks[0]) == ids(data.batches(["a"]))
 
 
-@given(made(), st.lists(st.sampled_from([1, 2, 3, 7]), min_size=2, max_size=4), st.data())
-def test_another_number_of_ranks_goes_on_with_what_is_left(data: Made, worlds: list[int], draw: st.DataObject) -> None:
-    """Trainers stop anywhere, each after its own number of batches, and others go on: every sample comes once."""
+@given(uneven_sources(), st.lists(st.sampled_from([1, 2, 3, 7]), min_size=2, max_size=4), st.data())
+def test_another_number_of_ranks_continues(data: UnevenSource, worlds: list[int], draw: st.DataObject) -> None:
+    """Trainers stop after different numbers of batches, and others continue: every sample occurs once."""
     seen: Counter[int] = Counter()
     start: Position | None = None
     for world in worlds:
@@ -89,16 +90,18 @@ def test_another_number_of_ranks_goes_on_with_what_is_left(data: Made, worlds: l
             first = start or Position(0, 0, 0)
             positions.append(at(batches[taken - 1]) if taken else first)
         start = Position.from_dict(Position.after(positions).to_dict())
-    assert not list(data.batches(["a"], position=start)), "nothing is left"
+    assert not list(data.batches(["a"], position=start)), "no sample is left"
     assert seen == dict.fromkeys(range(data.total), data.epochs)
 
 
-def test_positions_of_older_releases_go_on_as_there() -> None:
-    """The file was written by a release that dealt blocks out in another way."""
+def test_positions_of_older_releases_continue_as_there() -> None:
+    """A release that split blocks over ranks in another way wrote the file."""
     cases = json.loads((FIXTURES / "positions_of_older_releases.json").read_text())
     sizes = [[3, 4], [5], [], [2, 2, 2], [7], [1], [6, 1], [9]]
     for case in cases:
-        data = Made(sizes=sizes, guess=1, batch_size=4, shuffle=case["shuffle"], shuffle_blocks=3, seed=5, counted=True)
+        data = UnevenSource(
+            sizes=sizes, guess=1, batch_size=4, shuffle=case["shuffle"], shuffle_blocks=3, seed=5, rows_known=True
+        )
         position = Position.from_dict(case["position"])
         rest = data.batches(["a"], position=position, rank=case["rank"], world=case["world"])
         assert [inputs.values.tolist() for inputs in rest] == case["rest"]
@@ -107,8 +110,8 @@ def test_positions_of_older_releases_go_on_as_there() -> None:
 
 @pytest.mark.parametrize("ending", ["csv", "csv.gz"])
 @pytest.mark.parametrize("newlines", [False, True])
-def test_ranks_share_the_rows_of_a_text(ending: str, newlines: bool, tmp_path: Path) -> None:
-    """With blank lines, quoted newlines, no newline at the end and rows that are refused: each row is one rank's."""
+def test_ranks_share_the_rows_of_a_text_file(ending: str, newlines: bool, tmp_path: Path) -> None:
+    """Each row has one rank, with blank lines, quoted newlines, no newline at the end and malformed rows."""
     notes = ["a\n\nb" if newlines and i % 3 == 0 else "c" for i in range(200)]
     rows = [f'{i},"{note}"' for i, note in enumerate(notes)]
     rows[50:50], rows[90] = ["", ""], "bad,d"
@@ -125,15 +128,13 @@ def test_ranks_share_the_rows_of_a_text(ending: str, newlines: bool, tmp_path: P
         max_bad_rows=1,
         num_threads=2,
     )
-    wanted = sorted({*range(200)} - {90 - 2})
+    expected = sorted({*range(200)} - {90 - 2})
     for world in (1, 2, 3, 7):
         ranks = [data.batches(["id"], rank=rank, world=world) for rank in range(world)]
         found = [[i for inputs in rank for i in inputs.values.tolist()] for rank in ranks]
-        assert sorted(chain.from_iterable(found)) == wanted
-        assert sum(rank.left_out.malformed for rank in ranks) == 1, "the bad row is one rank's"
-        assert max(map(len, found)) - min(map(len, found)) <= 4, (
-            "two blank lines and a bad row are rows to be dealt out"
-        )
+        assert sorted(chain.from_iterable(found)) == expected
+        assert sum(rank.left_out.malformed for rank in ranks) == 1, "one rank has the bad row"
+        assert max(map(len, found)) - min(map(len, found)) <= 4, "two blank lines and a bad row count as rows"
     refused = data.replace(max_bad_rows=0)
     line = text[: text.index(b"bad,d")].count(b"\n") + 1
     with pytest.raises(SourceError, match=f"line {line}: column 'id'"):

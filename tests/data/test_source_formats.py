@@ -1,4 +1,4 @@
-"""Every format gives exactly the samples that a plain Python model makes of the same data, wherever the data lies."""
+"""Every format yields exactly the samples of a plain Python model of the same data, on every filesystem."""
 
 import bz2
 import gzip
@@ -32,7 +32,7 @@ from satrap.errors import ConfigError, SourceError
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("kind", WRITERS)
-def test_files_give_their_samples(kind: str, num_threads: int, tmp_path: Path, seed: int) -> None:
+def test_files_yield_their_samples(kind: str, num_threads: int, tmp_path: Path, seed: int) -> None:
     samples = make(730, seed)
     for i in range(3):
         WRITERS[kind](tmp_path / f"{i}.{kind}", samples[300 * i : 300 * i + 300])
@@ -50,7 +50,7 @@ def test_files_without_rows(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block_bytes", [1, 40, 1000, 1 << 20])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_text_is_cut_anywhere(block_bytes: int, ending: str, tmp_path: Path, seed: int) -> None:
+def test_text_is_split_anywhere(block_bytes: int, ending: str, tmp_path: Path, seed: int) -> None:
     samples = make(40, seed)
     clicks.write_csv(tmp_path / "a.csv", samples)
     text = (tmp_path / "a.csv").read_text().replace("\n", ending)
@@ -61,7 +61,7 @@ def test_text_is_cut_anywhere(block_bytes: int, ending: str, tmp_path: Path, see
             assert read(data) == [expected(sample) for sample in samples], name
 
 
-def test_quoted_newlines_and_other_writings(tmp_path: Path) -> None:
+def test_quoted_newlines_and_other_formats(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(
         b'a comment\nx :: y :: z\n 1 :: "two\nlines" :: ?\n\n 2 :: "say ""hi""" :: caf\xe9\n'
     )
@@ -116,7 +116,7 @@ def frames(samples: list[clicks.Sample]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", frames([]).keys())
-def test_frames_give_their_samples(kind: str, seed: int) -> None:
+def test_frames_yield_their_samples(kind: str, seed: int) -> None:
     samples = make(150, seed)
     frame = frames(samples)[kind]
     assert read(Frame(frame, batch_size=32, block_rows=40, **OPTIONS)) == [expected(sample) for sample in samples]
@@ -125,8 +125,8 @@ def test_frames_give_their_samples(kind: str, seed: int) -> None:
         assert read(data) == [expected(sample) for sample in samples]
 
 
-def only(data: Source, features: Any) -> Inputs:
-    """The one batch of a source."""
+def only_batch(data: Source, features: Any) -> Inputs:
+    """Return the only batch of a source."""
     (inputs,) = data.batches(features)
     return inputs
 
@@ -142,7 +142,7 @@ def test_a_dict_of_numpy_arrays() -> None:
         "flag": np.array([True, False, True]),
     }
     data = Frame(frame, dense=["x", "matrix", DenseColumn("flag")], label="flag", block_rows=2)
-    inputs = only(data, ["id", "name", "pair", "bag"])
+    inputs = only_batch(data, ["id", "name", "pair", "bag"])
     assert clicks.bags_of(inputs) == [
         [[3], [2**64 - 1], [5]],
         [[clicks.xxh64(text)] for text in (b"a", b"bc", b"")],
@@ -154,46 +154,46 @@ def test_a_dict_of_numpy_arrays() -> None:
     assert inputs.label is not None and inputs.label.tolist() == [1, 0, 1]
 
 
-def test_a_frame_whose_columns_are_numbered() -> None:
-    inputs = only(Frame(pd.DataFrame([[1, 2.0], [3, 4.0]], index=[7, 7]), dense="1"), ["0"])
+def test_a_frame_with_numbered_columns() -> None:
+    inputs = only_batch(Frame(pd.DataFrame([[1, 2.0], [3, 4.0]], index=[7, 7]), dense="1"), ["0"])
     assert inputs.values.tolist() == [1, 3]
     assert inputs.dense is not None and inputs.dense.tolist() == [[2], [4]]
 
 
-def test_one_id_each_needs_no_offsets() -> None:
+def test_bags_of_one_id_need_no_offsets() -> None:
     frame = {"a": np.arange(5), "b": np.arange(5, 10), "c": [[1], [2], [3], [4], [5]], "d": [1, None, 3, 4, 5]}
-    inputs = only(Frame(frame), ["b", "a", "c"])
+    inputs = only_batch(Frame(frame), ["b", "a", "c"])
     assert inputs.offsets is None and inputs.weights is None and inputs.dense is None and inputs.label is None
     assert inputs.values.tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 1, 2, 3, 4, 5]
-    assert only(Frame(frame), ["a", "d"]).offsets is not None
-    assert only(Frame(frame, missing_id=-1), ["d"]).values.tolist() == [1, 2**64 - 1, 3, 4, 5]
+    assert only_batch(Frame(frame), ["a", "d"]).offsets is not None
+    assert only_batch(Frame(frame, missing_id=-1), ["d"]).values.tolist() == [1, 2**64 - 1, 3, 4, 5]
 
 
-# -- what columns are declared to be ----------------------------------------------------------------------------------
+# -- declarations of columns -------------------------------------------------------------------------------------------
 
 
-def test_missing_ids_become_what_is_declared() -> None:
+def test_missing_ids_become_the_declared_id() -> None:
     frame = {"one": [1, None, 3], "many": [[1, None], None, []], "w": [[0.5, 0.25], None, []], "text": ["a", None, "b"]}
     data = Frame(frame, ids={"one": IdColumn(missing=9), "text": IdColumn(missing=7)}, missing_id=5)
-    bags = clicks.bags_of(only(data, ["one", "many", "text"]))
+    bags = clicks.bags_of(only_batch(data, ["one", "many", "text"]))
     assert bags[:2] == [[[1], [9], [3]], [[1, 5], [5], []]]
     assert bags[2] == [[clicks.xxh64(b"a")], [7], [clicks.xxh64(b"b")]]
-    weighted = only(data.replace(weights={"many": "w"}), ["many"])
+    weighted = only_batch(data.replace(weights={"many": "w"}), ["many"])
     assert clicks.bags_of(weighted, weighted.weights) == [[[0.5, 0.25], [1.0], []]]
-    assert clicks.bags_of(only(Frame(frame), ["many"])) == [[[1], [], []]]
+    assert clicks.bags_of(only_batch(Frame(frame), ["many"])) == [[[1], [], []]]
 
 
-def test_integers_may_be_hashed_or_be_texts() -> None:
+def test_integers_may_be_hashed_or_read_as_texts() -> None:
     ids = [0, 7, -3]
     hashed = [[clicks.xxh64((i % 2**64).to_bytes(8, "little"))] for i in ids]
     texts = [[clicks.xxh64(str(i).encode())] for i in ids]
     frame = {"a": ids, "f": [0.0, 7.0, -3.0]}
-    for name, column, wanted in (
+    for name, column, expected_samples in (
         ("a", IdColumn(hash=True), hashed),
         ("a", IdColumn(kind="string"), texts),
         ("f", IdColumn(kind="integer"), [[i % 2**64] for i in ids]),
     ):
-        assert clicks.bags_of(only(Frame(frame, ids={name: column}), [name])) == [wanted]
+        assert clicks.bags_of(only_batch(Frame(frame, ids={name: column}), [name])) == [expected_samples]
 
 
 @pytest.mark.parametrize("kind", ["csv", "frame"])
@@ -217,12 +217,12 @@ def test_labels_dense_and_lists_of_text(kind: str, tmp_path: Path) -> None:
         "ids": {"genres": IdColumn(separator="|")},
     }
     data: Source = CSV(tmp_path / "a.csv", **options) if kind == "csv" else Frame(rows, **options)
-    inputs = only(data, ["genres"])
+    inputs = only_batch(data, ["genres"])
     a, b = clicks.xxh64(b"a"), clicks.xxh64(b"b")
     assert clicks.bags_of(inputs) == [[[b, a], [], [a, b]]]
     assert inputs.label is not None and inputs.label.tolist() == [[1, 2, 1], [0, 3, 0], [1, 4, 0.5]]
-    wanted = np.array([[0, 0], [np.log(6), np.log1p(1e-6)], [-1, np.log(70001)]], np.float32)
-    assert inputs.dense is not None and np.allclose(inputs.dense, wanted, rtol=1e-7)
+    expected_samples = np.array([[0, 0], [np.log(6), np.log1p(1e-6)], [-1, np.log(70001)]], np.float32)
+    assert inputs.dense is not None and np.allclose(inputs.dense, expected_samples, rtol=1e-7)
     dropped = data.replace(label=LabelColumn("delay", kind="count", missing="drop"))
     batches = dropped.batches(["genres"])
     inputs = next(batches)
@@ -231,13 +231,13 @@ def test_labels_dense_and_lists_of_text(kind: str, tmp_path: Path) -> None:
     assert clicks.bags_of(inputs) == [[[b, a], []]]
 
 
-def test_label_true_is_short() -> None:
+def test_label_true_is_short_for_a_label_column() -> None:
     data = Frame({"income": ["<=50K", ">50K"], "a": [1, 2]}, label="income", label_true=">50K")
-    label = only(data, ["a"]).label
+    label = only_batch(data, ["a"]).label
     assert label is not None and label.tolist() == [0, 1]
 
 
-def test_a_misspelled_feature_of_ids_or_weights_is_warned_of() -> None:
+def test_a_misspelt_feature_in_ids_or_weights_causes_a_warning() -> None:
     data = {"user_id": [1, 2], "item": [3, 4], "w": [1.0, 2.0]}
     for options, words in (
         ({"ids": {"user_idd": IdColumn(kind="integer")}}, "ids names 'user_idd', .* did you mean 'user_id'?"),
@@ -246,15 +246,15 @@ def test_a_misspelled_feature_of_ids_or_weights_is_warned_of() -> None:
     ):
         with pytest.warns(UserWarning, match=words):
             Frame(data, batch_size=2, **options).batches(["user_id", "item"]).close()
-    others = Frame(data, batch_size=2, ids={"user_id": "user_id", "item": "item", "user_ip": "w", "far": "w"})
-    others.batches(["user_id"]).close()  # of a model with fewer features: nothing is warned of
+    unwarned = Frame(data, batch_size=2, ids={"user_id": "user_id", "item": "item", "user_ip": "w", "far": "w"})
+    unwarned.batches(["user_id"]).close()  # a model with fewer features: no warning
 
 
-def test_features_give_the_order_of_the_batch() -> None:
+def test_features_decide_the_order_of_the_batch() -> None:
     one, two = Table("one", dim=2), Table("two", dim=2)
     frame = {"a": [1], "b": [2], "c": [3], "w": [0.5]}
     features = Features({"c": one, "a": two, "b": one.bag("sum", weighted=True)})
-    inputs = only(Frame(frame, weights={"b": "w"}), features)
+    inputs = only_batch(Frame(frame, weights={"b": "w"}), features)
     assert inputs.names == ("c", "b", "a") and inputs.values.tolist() == [3, 2, 1]
     assert inputs.weights is not None and inputs.weights.tolist() == [1, 0.5, 1]
     with pytest.raises(ConfigError, match="feature 'b' is weighted and no column holds its weights"):
@@ -291,16 +291,16 @@ def test_criteo(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     assert raw.dense is not None and raw.dense.shape == (128, 1) and raw.dense.max() > 8
     assert clicks.bags_of(raw)[0] == [[clicks.xxh64(r[3][6].encode())] if r[3][6] else [] for r in rows[:128]]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] + b"\n" for line in text.splitlines()))
-    unlabelled = only(data.replace(path=tmp_path / "test.txt", label=None, batch_size=300), features)
+    unlabelled = only_batch(data.replace(path=tmp_path / "test.txt", label=None, batch_size=300), features)
     assert unlabelled.label is None and np.array_equal(unlabelled.values.reshape(26, -1), ids)
 
 
 def test_criteos_columns_are_fixed() -> None:
-    with pytest.raises(ConfigError, match=r"Criteo: columns is .*; its format fixes them: use CSV"):
+    with pytest.raises(ConfigError, match=r"Criteo: columns is .*; the format fixes them: use CSV"):
         Criteo("x", columns=["a", "b"])
 
 
-# -- where files lie ---------------------------------------------------------------------------------------------------
+# -- filesystems -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -320,11 +320,11 @@ def test_memory_filesystem(kind: str, memory: Any, tmp_path: Path, seed: int) ->
             WRITERS[kind](tmp_path / "a.gz", samples[300 * i : 300 * i + 300])
             (tmp_path / "a.gz").rename(tmp_path / "a")
         memory.pipe_file(f"/clicks/{i}/part.{kind}", (tmp_path / "a").read_bytes())
-    wanted = [expected(sample) for sample in samples]
-    assert read(source(kind, "memory://clicks", num_threads=3)) == wanted
-    assert read(source(kind, f"memory://clicks/*/part.{kind}", num_threads=3)) == wanted
-    assert read(source(kind, "/clicks", filesystem=memory, num_threads=3)) == wanted
-    assert read(source(kind, f"memory://clicks/1/part.{kind}")) == wanted[300:]
+    expected_samples = [expected(sample) for sample in samples]
+    assert read(source(kind, "memory://clicks", num_threads=3)) == expected_samples
+    assert read(source(kind, f"memory://clicks/*/part.{kind}", num_threads=3)) == expected_samples
+    assert read(source(kind, "/clicks", filesystem=memory, num_threads=3)) == expected_samples
+    assert read(source(kind, f"memory://clicks/1/part.{kind}")) == expected_samples[300:]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
@@ -332,16 +332,16 @@ def test_pyarrow_filesystems(kind: str, tmp_path: Path, seed: int) -> None:
     samples = make(100, seed)
     (tmp_path / "in").mkdir()
     WRITERS[kind](tmp_path / "in" / f"a.{kind}", samples)
-    wanted = [expected(sample) for sample in samples]
+    expected_samples = [expected(sample) for sample in samples]
     local = pyarrow.fs.LocalFileSystem()
-    assert read(source(kind, str(tmp_path / "in"), filesystem=local)) == wanted
-    assert read(source(kind, "in", filesystem=pyarrow.fs.SubTreeFileSystem(str(tmp_path), local))) == wanted
-    assert read(source(kind, f"file://{tmp_path}/in/*.{kind}")) == wanted
+    assert read(source(kind, str(tmp_path / "in"), filesystem=local)) == expected_samples
+    assert read(source(kind, "in", filesystem=pyarrow.fs.SubTreeFileSystem(str(tmp_path), local))) == expected_samples
+    assert read(source(kind, f"file://{tmp_path}/in/*.{kind}")) == expected_samples
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
-    """The user 1701 of one file would be another row than the user "1701" of the next."""
+    """The user 1701 of one file would have another row than the user "1701" of the next."""
     for i, values in enumerate(([1701, 2], ["1701", "x"], [None, None])):
         table = pa.table({"a": pa.array(values), "n": [0.5, 0.5]})
         if kind == "parquet":
@@ -349,7 +349,7 @@ def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
         else:
             pa.feather.write_feather(table, tmp_path / f"{i}.arrow", compression="uncompressed")
     data = Parquet(tmp_path) if kind == "parquet" else Arrow(tmp_path)
-    with pytest.raises(SourceError, match=r"1\.\w+: column 'a' has texts, and .*0\.\w+ has integers: the same id"):
+    with pytest.raises(SourceError, match=r"1\.\w+: column 'a' has texts, and .*0\.\w+ has integers; the same value"):
         data.batches(["a"])
     rest = data.replace(path=[str(tmp_path / f"{i}.{kind}") for i in (0, 2)])
     assert sum(inputs.batch_size for inputs in rest.batches(["a"])) == 4
@@ -368,10 +368,10 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (([1, 2, 3], [0, 1, 3], [0.5, 0.5, 0.5]), r"column 'a' has 3 arrays; wanted \(values, offsets\)"),
-        (([1, 2, 3], [-3, -2, -1]), "has offsets that fall or leave its 3 values"),
-        (([1, 2, 3], [0, 2, 1]), "has offsets that fall"),
-        (([1, 2, 3], [0, 2, 4]), "leave its 3 values"),
+        (([1, 2, 3], [0, 1, 3], [0.5, 0.5, 0.5]), r"column 'a' has 3 arrays; expected \(values, offsets\)"),
+        (([1, 2, 3], [-3, -2, -1]), "has offsets that decrease or exceed its 3 values"),
+        (([1, 2, 3], [0, 2, 1]), "has offsets that decrease"),
+        (([1, 2, 3], [0, 2, 4]), "exceed its 3 values"),
     ],
 )
 def test_lists_of_a_frame_are_checked(column: Any, message: str) -> None:

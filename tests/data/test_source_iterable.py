@@ -1,4 +1,4 @@
-"""Iterables: batches and samples in every form they may take, TorchRec's by their methods, and what is refused."""
+"""Iterables: batches and samples in every accepted form, TorchRec's by their methods, and invalid items."""
 
 import dataclasses
 import gc
@@ -25,7 +25,7 @@ from satrap.errors import ConfigError, SourceError
 
 
 class Jagged:
-    """As much of TorchRec's KeyedJaggedTensor as is looked at."""
+    """The part of TorchRec's KeyedJaggedTensor that Satrap reads."""
 
     def __init__(self, bags: dict[str, list[list[int]]], weights: bool = False) -> None:
         flat = [bag for each in bags.values() for bag in each]
@@ -50,7 +50,7 @@ class Jagged:
 BAGS = {"a": [[1], [], [2, 3]], "b": [[4, 5], [-6], [7]]}
 
 
-def test_batches_of_columns_come_as_they_are() -> None:
+def test_batches_of_columns_keep_their_sizes() -> None:
     samples = make(90, 0)
     items = [samples[:40], samples[40:41], samples[41:]]
     columns = [{name: [s[name] for s in item] for name in clicks.SCHEMA.names} for item in items]
@@ -65,16 +65,16 @@ def test_batches_of_columns_come_as_they_are() -> None:
 def test_samples_are_collected_into_batches(shuffle: bool) -> None:
     samples = make(10_000, 0)
     data = Iterable(samples, samples=True, batch_size=64, shuffle=shuffle, **OPTIONS)
-    found, wanted = read(data), [expected(sample) for sample in samples]
-    assert sorted(found) == sorted(wanted) and (found == wanted) is not shuffle
+    found, expected_samples = read(data), [expected(sample) for sample in samples]
+    assert sorted(found) == sorted(expected_samples) and (found == expected_samples) is not shuffle
     ranks = [s for rank in range(3) for s in read(data, rank=rank, world=3)]
-    assert sorted(ranks) == sorted(wanted)
+    assert sorted(ranks) == sorted(expected_samples)
     batches = list(data.batches(clicks.FEATURES))
     rest = list(data.batches(clicks.FEATURES, position=batches[100].position))
     assert [s for b in rest for s in clicks.samples_in(b)] == [s for b in batches[101:] for s in clicks.samples_in(b)]
 
 
-def test_whole_batches_are_dealt_out_and_resumed() -> None:
+def test_whole_batches_are_split_over_ranks_and_resumed() -> None:
     items = [{"a": np.arange(i, i + n)} for i, n in ((0, 3), (10, 1), (20, 0), (30, 2), (40, 4))]
     data = Iterable(items, epochs=2)
     ranks = [[inputs.values.tolist() for inputs in data.batches(["a"], rank=rank, world=2)] for rank in range(2)]
@@ -138,19 +138,19 @@ def test_keyed_jagged_tensors(form: str) -> None:
     assert bags_of(inputs, inputs.weights) == [[[1.5, 2], [2.5], [3]]]
 
 
-def test_keyed_jagged_tensors_are_cut_anew() -> None:
+def test_keyed_jagged_tensors_are_cut_to_the_batch_size() -> None:
     data = Iterable([Jagged(BAGS)] * 4, batch_size=5)
     batches = list(data.batches(["a", "b"]))
     assert [inputs.batch_size for inputs in batches] == [5, 5, 2]
     found = [list(map(list, zip(*bags_of(inputs), strict=True))) for inputs in batches]
-    wanted = [[[1], [4, 5]], [[], [2**64 - 6]], [[2, 3], [7]]] * 4
-    assert [sample for each in found for sample in each] == wanted
+    expected_samples = [[[1], [4, 5]], [[], [2**64 - 6]], [[2, 3], [7]]] * 4
+    assert [sample for each in found for sample in each] == expected_samples
 
 
 # -- Inputs ------------------------------------------------------------------------------------------------------------
 
 
-def test_inputs_go_through_unchanged() -> None:
+def test_inputs_are_passed_on_unchanged() -> None:
     values, offsets = np.arange(6, dtype=np.uint64), np.array([0, 1, 3, 3, 6])
     weights, dense = np.arange(6, dtype=np.float32), np.ones((2, 3), np.float32)
     for item in (
@@ -169,8 +169,8 @@ def test_inputs_go_through_unchanged() -> None:
         assert bags_of(swapped) == bags_of(item)[1:]
 
 
-def made_inputs(sizes: list[int], *, flat: bool = True, bags: bool = True) -> list[Inputs]:
-    """Items of two features. The ids of `b` tell the samples apart, their label and dense number go with them."""
+def generate_inputs(sizes: list[int], *, flat: bool = True, bags: bool = True) -> list[Inputs]:
+    """Return items of two features. The id of `b` identifies a sample; its label and dense number derive from it."""
     items, first = [], 0
     for size in sizes:
         own = np.arange(first, first + size)
@@ -184,7 +184,7 @@ def made_inputs(sizes: list[int], *, flat: bool = True, bags: bool = True) -> li
                 batch_size=size,
                 dense=own[:, None].astype(np.float32),
                 label=label if flat else label[:, None],
-                position=Position(7, 7, 7),  # of where it came from, which means nothing here
+                position=Position(7, 7, 7),  # its position in another source has no meaning here
                 extra={"x": own.tolist()},
             )
         )
@@ -192,13 +192,13 @@ def made_inputs(sizes: list[int], *, flat: bool = True, bags: bool = True) -> li
     return items
 
 
-def told(inputs: Inputs) -> tuple[Any, ...]:
+def content_of(inputs: Inputs) -> tuple[Any, ...]:
     assert inputs.dense is not None and inputs.label is not None
     return inputs.position, inputs.label.shape, bags_of(inputs), inputs.dense.tolist(), inputs.label.tolist()
 
 
 def rows_of(batches: list[Inputs]) -> list[tuple[Any, ...]]:
-    """Sample by sample."""
+    """Return the samples of batches, one by one."""
     found = []
     for inputs in batches:
         assert inputs.dense is not None and inputs.label is not None
@@ -208,7 +208,7 @@ def rows_of(batches: list[Inputs]) -> list[tuple[Any, ...]]:
     return found
 
 
-def wanted_rows(n: int) -> list[tuple[Any, ...]]:
+def expected_rows(n: int) -> list[tuple[Any, ...]]:
     return [(i, [i + 1000] * (i % 3), [i], float(i), float(i % 2)) for i in range(n)]
 
 
@@ -217,12 +217,12 @@ SIZES = [3, 1, 0, 5, 4]
 
 @pytest.mark.parametrize("bags", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
-def test_inputs_are_handed_on_alike_from_whatever_iterable(flat: bool, bags: bool) -> None:
-    items = made_inputs(SIZES, flat=flat, bags=bags)
+def test_every_kind_of_iterable_passes_on_the_same_inputs(flat: bool, bags: bool) -> None:
+    items = generate_inputs(SIZES, flat=flat, bags=bags)
     forms: list[Any] = [items, tuple(items), iter(items), (each for each in items), lambda: iter(items)]
     found = [list(Iterable(form).batches(["a", "b"])) for form in forms]
     for batches in found:
-        assert list(map(told, batches)) == list(map(told, found[0]))
+        assert list(map(content_of, batches)) == list(map(content_of, found[0]))
         filled = [item for item in items if item.batch_size]
         for inputs, item in zip(batches, filled, strict=True):
             assert inputs.values is item.values and inputs.label is item.label and inputs.extra == item.extra
@@ -234,15 +234,15 @@ def test_inputs_are_handed_on_alike_from_whatever_iterable(flat: bool, bags: boo
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 5, 100])
-def test_inputs_are_cut_anew_and_permuted(size: int, flat: bool, shuffle: bool) -> None:
-    data = Iterable(made_inputs(SIZES, flat=flat), batch_size=size, shuffle=shuffle, extra="x", epochs=2)
+def test_inputs_are_cut_to_the_batch_size_and_permuted(size: int, flat: bool, shuffle: bool) -> None:
+    data = Iterable(generate_inputs(SIZES, flat=flat), batch_size=size, shuffle=shuffle, extra="x", epochs=2)
     batches = list(data.batches(["a", "b"]))
     epochs = [
         [inputs for inputs in batches if inputs.position is not None and inputs.position.epoch == e] for e in (0, 1)
     ]
     for epoch in epochs:
-        assert sorted(rows_of(epoch)) == wanted_rows(13)
-        assert (rows_of(epoch) == wanted_rows(13)) is not shuffle
+        assert sorted(rows_of(epoch)) == expected_rows(13)
+        assert (rows_of(epoch) == expected_rows(13)) is not shuffle
         sizes = [inputs.batch_size for inputs in epoch]
         assert sum(sizes) == 13 and set(sizes[:-1]) <= {size}
     assert (rows_of(epochs[0]) == rows_of(epochs[1])) is not shuffle
@@ -250,36 +250,36 @@ def test_inputs_are_cut_anew_and_permuted(size: int, flat: bool, shuffle: bool) 
         assert inputs.label is not None and inputs.label.ndim == (1 if flat else 2)
     for i, inputs in enumerate(batches):
         rest = list(data.batches(["a", "b"], position=inputs.position))
-        assert list(map(told, rest)) == list(map(told, batches[i + 1 :]))
+        assert list(map(content_of, rest)) == list(map(content_of, batches[i + 1 :]))
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_a_position_within_an_item_gives_the_rest_of_it(flat: bool) -> None:
-    data = Iterable(made_inputs(SIZES, flat=flat), extra="x")
+def test_resuming_within_an_item_yields_the_rest_of_it(flat: bool) -> None:
+    data = Iterable(generate_inputs(SIZES, flat=flat), extra="x")
     for inputs in data.replace(batch_size=2).batches(["a", "b"]):
         assert inputs.position is not None
         batches = list(data.batches(["a", "b"], position=inputs.position))
-        assert rows_of(batches) == wanted_rows(13)[inputs.position.sample :]
+        assert rows_of(batches) == expected_rows(13)[inputs.position.sample :]
         assert {each.label.ndim for each in batches if each.label is not None} <= {1 if flat else 2}
 
 
-def test_inputs_that_are_no_batch_yet_become_one() -> None:
-    """Another order of features, offsets of a slice, other types, memory that cannot be written."""
-    (item,) = made_inputs([4], flat=False)
+def test_inputs_that_are_not_complete_batches_are_converted() -> None:
+    """They have another order of features, offsets of a slice, other types, or read-only memory."""
+    (item,) = generate_inputs([4], flat=False)
     assert item.offsets is not None and item.dense is not None
-    still = item.values.copy()
-    still.flags.writeable = False
+    read_only = item.values.copy()
+    read_only.flags.writeable = False
     for changes in (
         {"values": np.append(np.append(9, item.values), 9).astype(np.uint64), "offsets": item.offsets + 1},
         {"values": item.values.astype(np.int64), "offsets": item.offsets.astype(np.int32)},
         {"values": np.repeat(item.values, 2)[::2], "dense": np.asfortranarray(np.repeat(item.dense, 2, 1))[:, :1]},
-        {"values": still, "dense": item.dense.astype(np.float64)},
+        {"values": read_only, "dense": item.dense.astype(np.float64)},
         {"values": torch.from_numpy(item.values.view(np.int64)), "label": torch.from_numpy(item.label)},
         {"names": list(item.names)},
     ):
         (found,) = Iterable([dataclasses.replace(item, **changes)]).batches(["a", "b"])
-        (wanted,) = Iterable([item]).batches(["a", "b"])
-        assert told(found) == told(wanted) and found.values.dtype == np.uint64
+        (expected_inputs,) = Iterable([item]).batches(["a", "b"])
+        assert content_of(found) == content_of(expected_inputs) and found.values.dtype == np.uint64
         assert found.values.flags.writeable and not np.shares_memory(found.values, item.values)
     (found,) = Iterable([item], extra="x").batches(["b", "a"])
     assert bags_of(found) == bags_of(item)[::-1] and found.label is not None and found.label.shape == (4, 1)
@@ -287,7 +287,7 @@ def test_inputs_that_are_no_batch_yet_become_one() -> None:
     assert bags_of(found) == bags_of(item)[::-1]
 
 
-def test_a_brought_label_keeps_its_shape_and_a_declared_one_is_flat() -> None:
+def test_an_items_label_keeps_its_shape_and_a_declared_label_is_flat() -> None:
     jagged, column = Jagged(BAGS), torch.tensor([[1.0], [0.0], [1.0]])
     for size in (None, 2):
         for label, dims in ((column, 2), (column[:, 0], 1)):
@@ -298,16 +298,18 @@ def test_a_brought_label_keeps_its_shape_and_a_declared_one_is_flat() -> None:
         for declared, dims in (("y", 1), (["y"], 2)):
             for inputs in Iterable(columns, label=declared, batch_size=size).batches(["a"]):
                 assert inputs.label is not None and inputs.label.ndim == dims
-    mixed = made_inputs([2, 2]) + made_inputs([2], flat=False)
-    assert [told(inputs)[1] for inputs in Iterable(mixed).batches(["a"])] == [(2,), (2,), (2, 1)]
+    mixed = generate_inputs([2, 2]) + generate_inputs([2], flat=False)
+    assert [content_of(inputs)[1] for inputs in Iterable(mixed).batches(["a"])] == [(2,), (2,), (2, 1)]
     batches = Iterable(mixed, batch_size=3).batches(["a"])
     next(batches)
-    with pytest.raises(SourceError, match=r"of items with labels \[n\] and of items with labels \[n, 1\]; give one"):
+    with pytest.raises(
+        SourceError, match=r"of items with labels \[n\] and of items with labels \[n, 1\]; give all items"
+    ):
         next(batches)
 
 
-def test_inputs_are_let_go() -> None:
-    """Nothing holds an item once the next was taken, and nothing waits for the collector."""
+def test_inputs_are_released() -> None:
+    """No reference to an item remains once the next is taken; this needs no garbage collector."""
     alive: list[weakref.ref[Any]] = []
 
     def items() -> Iterator[Inputs]:
@@ -329,7 +331,7 @@ def test_inputs_are_let_go() -> None:
         gc.enable()
 
 
-# -- how items are taken -----------------------------------------------------------------------------------------------
+# -- iteration ---------------------------------------------------------------------------------------------------------
 
 
 def test_items_are_taken_in_the_callers_thread_one_at_a_time() -> None:
@@ -346,7 +348,7 @@ def test_items_are_taken_in_the_callers_thread_one_at_a_time() -> None:
         assert taken == i and inputs.values.tolist() == [i]
 
 
-def test_an_iterable_may_use_its_arrays_again() -> None:
+def test_an_iterable_may_reuse_its_arrays() -> None:
     def items() -> Iterator[Any]:
         column, weights, offsets = np.zeros(3, np.int64), np.zeros(3, np.float32), np.array([0, 1, 2, 3])
         for i in range(5):
@@ -370,14 +372,14 @@ def test_an_iterable_may_use_its_arrays_again() -> None:
         assert sorted(np.concatenate(found).tolist()) == list(range(15))
 
 
-def test_an_iterator_is_read_once() -> None:
+def test_an_iterator_can_be_read_once() -> None:
     data = Iterable(iter([{"a": [1]}, {"a": [2]}]))
     assert [inputs.values.tolist() for inputs in data.batches(["a"])] == [[1], [2]]
     with pytest.raises(SourceError, match="Iterable: this list_iterator was read before; give a list, or a function"):
         data.batches(["a"])
 
 
-def test_an_error_of_the_iterable_is_the_callers_own() -> None:
+def test_an_error_of_the_iterable_reaches_the_caller() -> None:
     def items() -> Iterator[dict[str, Any]]:
         yield {"a": [1]}
         raise ZeroDivisionError("mine")
@@ -405,42 +407,42 @@ class Floats(Jagged):
         return super().values() / 2
 
 
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ([3], {}, "item 0 is an int; wanted a dict of columns, an Inputs, or"),
+INVALID_ITEMS: list[tuple[Any, dict[str, Any], str]] = [
+    ([3], {}, "item 0 is an int; expected a dict of columns, an Inputs, or"),
     ([{"a": [1]}, {"b": [1]}], {}, r"item 1 has no column 'a' \(feature 'a'\); known are 'b'"),
     ([{"a": [1, 2], "x": [1.0]}], {"dense": "x"}, "item 0 has columns of different lengths"),
-    ([{"a": ([1],)}], {}, r"item 0: feature 'a' has 1 arrays; wanted \(values, offsets\[, weights\]\)"),
+    ([{"a": ([1],)}], {}, r"item 0: feature 'a' has 1 arrays; expected \(values, offsets\[, weights\]\)"),
     ([{"a": ["x", 1]}], {}, "item 0: column 'a' is a list that cannot be read"),
     ([{"a": [1], "y": [None]}], {"label": "y"}, "item 0, sample 0: the label, column 'y', is missing"),
     ([Jagged({"b": [[1]]})], {}, "item 0 has no feature 'a'; known are 'b'"),
     ([Jagged({})], {}, "item 0 has no feature 'a'; it has none"),
-    ([Uneven(BAGS)], {}, "item 0: 6 offsets of 2 keys; wanted one batch size for all keys"),
-    ([Floats(BAGS)], {}, "item 0: values are float32; wanted integers"),
-    ([Jagged(BAGS)], {"dense": "x"}, "item 0 brings its own dense; leave out dense="),
-    ([Jagged(BAGS)], {"extra": "x"}, "item 0: a KeyedJaggedTensor brings no column 'x'; leave out extra"),
+    ([Uneven(BAGS)], {}, "item 0: 6 offsets of 2 keys; expected one batch size for all keys"),
+    ([Floats(BAGS)], {}, "item 0: values are float32; expected integers"),
+    ([Jagged(BAGS)], {"dense": "x"}, "item 0 contains its own dense; leave out dense="),
+    ([Jagged(BAGS)], {"extra": "x"}, "item 0: a KeyedJaggedTensor has no column 'x'; leave out extra"),
     ([(torch.zeros(2, 1), Jagged(BAGS), None)], {}, "item 0: rows of dense are 2, wanted 3"),
-    ([malformed(batch_size=3)], {}, r"item 0: values have the shape \(2,\); wanted \(3,\) for 1 features of 3"),
-    ([malformed(offsets=np.array([0, 1]))], {}, r"item 0: offsets have the shape \(2,\); wanted \(3,\)"),
+    ([malformed(batch_size=3)], {}, r"item 0: values have the shape \(2,\); expected \(3,\) for 1 features of 3"),
+    ([malformed(offsets=np.array([0, 1]))], {}, r"item 0: offsets have the shape \(2,\); expected \(3,\)"),
     ([malformed(offsets=np.array([0, 2, 1]))], {}, "item 0: feature 0: offsets must rise within its 2 ids"),
     ([malformed(offsets=np.array([0, 1, 3]))], {}, "item 0: feature 0: offsets must rise within its 2 ids"),
-    ([malformed(weights=np.ones(3, np.float32))], {}, r"item 0: weights have the shape \(3,\); wanted \(2,\)"),
+    ([malformed(weights=np.ones(3, np.float32))], {}, r"item 0: weights have the shape \(3,\); expected \(2,\)"),
     ([malformed(label=np.ones(1, np.float32))], {}, "item 0: rows of label are 1, wanted 2"),
     ([malformed(dense=np.ones((3, 1), np.float32))], {}, "item 0: rows of dense are 3, wanted 2"),
-    ([malformed(values=np.ones(2))], {}, "item 0: values are float64; wanted integers"),
-    ([malformed(offsets=np.array([0.0, 1, 2]))], {}, "item 0: offsets are float64; wanted integers"),
-    ([malformed(extra={"x": [1]})], {"extra": "x"}, "item 0: extra 'x' has 1 values; wanted one for each of 2 samples"),
-    ([INPUTS], {"label": "x"}, "item 0 brings its own label"),
-    ([INPUTS], {"weights": {"a": "w"}}, "item 0 brings its own weights"),
+    ([malformed(values=np.ones(2))], {}, "item 0: values are float64; expected integers"),
+    ([malformed(offsets=np.array([0.0, 1, 2]))], {}, "item 0: offsets are float64; expected integers"),
+    ([malformed(extra={"x": [1]})], {"extra": "x"}, "extra 'x' has 1 values; expected one for each of 2 samples"),
+    ([INPUTS], {"label": "x"}, "item 0 contains its own label"),
+    ([INPUTS], {"weights": {"a": "w"}}, "item 0 contains its own weights"),
     ([INPUTS], {"ids": {"a": "b"}}, "item 0 has no feature 'b'; known are 'a'"),
     ([INPUTS], {"extra": "x"}, r"item 0 has no extra 'x'; it has \[\]"),
-    ([3], {"samples": True, "batch_size": 2}, r"item 0 is 3 \(int\); wanted a dict, one sample"),
+    ([3], {"samples": True, "batch_size": 2}, r"item 0 is 3 \(int\); expected a dict, one sample"),
     ([{"b": 1}], {"samples": True, "batch_size": 2}, "items from 0 on has no column 'a'"),
     ([{"a": 1, "y": 1}, {"a": 2}], {"samples": True, "batch_size": 2, "label": "y"}, "item 1: the label, column 'y'"),
 ]
 
 
-@pytest.mark.parametrize(("items", "options", "message"), REFUSED)
-def test_items_that_cannot_be_read_are_refused_by_number(items: Any, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("items", "options", "message"), INVALID_ITEMS)
+def test_invalid_items_are_refused_with_their_numbers(items: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
         list(Iterable(items, **options).batches(["a"]))
 
@@ -448,19 +450,19 @@ def test_items_that_cannot_be_read_are_refused_by_number(items: Any, options: di
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Iterable(3), r"Iterable: found 3 \(int\); wanted an iterable, or a function returning one"),
+        (lambda: Iterable(3), r"Iterable: found 3 \(int\); expected an iterable, or a function that returns one"),
         (
             lambda: Iterable("clicks/"),
-            r"found 'clicks/' \(str\); wanted batches. A file or folder is read by satrap.Parquet",
+            r"found 'clicks/' \(str\); expected batches. To read files, use satrap.Parquet",
         ),
-        (lambda: Iterable(PurePath("clicks")), "wanted batches. A file or folder is read by satrap.Parquet"),
+        (lambda: Iterable(PurePath("clicks")), "expected batches. To read files, use satrap.Parquet"),
         (lambda: Iterable(iter([]), epochs=2), "epochs is 2 and a list_iterator can be read once; give a list"),
-        (lambda: Iterable([], shuffle=True), "batch_size is None and shuffle or samples is True; give the size"),
+        (lambda: Iterable([], shuffle=True), "batch_size is None and shuffle or samples is True; set batch_size"),
         (lambda: Iterable([], samples=True), "batch_size is None and shuffle or samples is True"),
         (lambda: Iterable([], samples=1, batch_size=1), r"samples is 1 \(int\); wanted True or False"),  # type: ignore[arg-type]
     ],
 )
-def test_declarations_that_cannot_be_honoured(call: Callable[[], Any], message: str) -> None:
+def test_invalid_declarations_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call()
 
@@ -475,13 +477,13 @@ def test_columns_check_themselves_and_have_a_dict_form() -> None:
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: IdColumn("a", kind="int"), "id column 'a': kind is 'int' .*; wanted one of 'string', 'integer'"),  # type: ignore[arg-type]
         (lambda: IdColumn(hash=1), r"IdColumn: hash is 1 \(int\)"),  # type: ignore[arg-type]
-        (lambda: IdColumn(kind="string", hash=True), "hash is for integers; strings are hashed in any case"),
-        (lambda: IdColumn(separator="::"), "separator is '::' .*; wanted one ASCII character, e.g. '|'"),
+        (lambda: IdColumn(kind="string", hash=True), "hash=True is for integers; strings are always hashed"),
+        (lambda: IdColumn(separator="::"), "separator is '::' .*; expected one ASCII character, e.g. '|'"),
         (lambda: IdColumn(missing=0.5), "missing is 0.5"),  # type: ignore[arg-type]
         (lambda: IdColumn(weights=""), "IdColumn: the column is ''"),
         (lambda: LabelColumn(""), "LabelColumn: the column is ''"),
-        (lambda: LabelColumn("y", values={}), "label column 'y': values is {} .*; wanted texts and numbers"),
-        (lambda: LabelColumn("y", values={"a": 1}, true="a"), "wanted texts and numbers, without `true`"),
+        (lambda: LabelColumn("y", values={}), "label column 'y': values is {} .*; expected texts and numbers"),
+        (lambda: LabelColumn("y", values={"a": 1}, true="a"), "expected texts and numbers, without `true`"),
         (lambda: LabelColumn("y", values={"a": "b"}), r"values\['a'\] is 'b'"),  # type: ignore[dict-item]
         (lambda: LabelColumn("y", true=3), "label column 'y': true is 3"),  # type: ignore[arg-type]
         (lambda: LabelColumn("y", true="a", above=1), "above is for numbers, values and true are for texts; give one"),

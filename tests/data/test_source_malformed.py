@@ -1,4 +1,4 @@
-"""What is malformed is refused by file and line, or counted and skipped up to the limit; nothing else is lost."""
+"""Malformed rows are refused with file and line, or skipped and counted up to the limit; no other row is lost."""
 
 import gzip
 import itertools
@@ -36,23 +36,24 @@ TEXT: dict[str, Any] = {
 FEATURES = ["user", "history"]
 
 BAD_ROWS = {
-    "1,30,5,1|2,0.5|1": "it has 5 columns; wanted 6",
-    "1": "it has 1 columns; wanted 6",
-    "1,30,5,1|2,0.5|1,ann,8,9": "it has 8 columns; wanted 6",
-    "1,thirty,5,1,1,ann": "column 'age' holds 'thirty'; wanted a number",
-    "1,1e39,5,1,1,ann": "column 'age' holds '1e39'; wanted a finite number that float32 can hold",
-    "1,inf,5,1,1,ann": "column 'age' holds 'inf'; wanted a finite",
-    "yes,30,5,1,1,ann": "column 'click' holds 'yes'; wanted a number",
-    ",30,5,1,1,ann": "the label, column 'click', is missing; give it, or say LabelColumn(missing='drop')",
-    "1,30,5.0,1,1,ann": "column 'user' holds '5.0'; wanted a whole number of 64 bits, or declare kind='string'",
-    "1,30,5,1|x,1|1,ann": "column 'history' holds '1|x'; wanted a whole number",
+    "1,30,5,1|2,0.5|1": "it has 5 columns; expected 6",
+    "1": "it has 1 columns; expected 6",
+    "1,30,5,1|2,0.5|1,ann,8,9": "it has 8 columns; expected 6",
+    "1,thirty,5,1,1,ann": "column 'age' holds 'thirty'; expected a number",
+    "1,1e39,5,1,1,ann": "column 'age' holds '1e39'; expected a finite number that float32 can hold",
+    "1,inf,5,1,1,ann": "column 'age' holds 'inf'; expected a finite",
+    "yes,30,5,1,1,ann": "column 'click' holds 'yes'; expected a number",
+    ",30,5,1,1,ann": "the label, column 'click', is missing; add it, or declare LabelColumn(missing='drop')",
+    "1,30,5.0,1,1,ann": "column 'user' holds '5.0'; expected a whole number of 64 bits, or declare kind='string'",
+    "1,30,5,1|x,1|1,ann": "column 'history' holds '1|x'; expected a whole number",
     "1,30,5,1|2,1,ann": "column 'w' has 1 weights for 2 ids of feature 'history'",
-    "1,30,5,1||2,1|1|1,ann": "column 'history' holds '1||2'; it lists a missing id, and weights stand beside its ids",
-    "1,30,5,1,nan,ann": "column 'w' holds 'nan'; wanted a finite number",
+    "1,30,5,1||2,1|1|1,ann": "column 'history' holds '1||2'; it lists a missing id, and its ids have weights",
+    "1,30,5,1,nan,ann": "column 'w' holds 'nan'; expected a finite number",
     '1,30,5,1,1,"ann': "column 'name' holds '\"ann'; its quote is not closed in this line",
-    '1,30,5,1,1,"an"n': "column 'name' holds '\"an\"n'; a quoted field goes on behind its quote",
-    "1,30,5,1,1,\udcff": "column 'name' holds '\\\\xff'; that is not UTF-8: give encoding='latin-1' if it is that",
-    f"1,{'9' * 400}x,5,1,1,ann": "column 'age' holds '" + "9" * 59 + "...; wanted a number",
+    '1,30,5,1,1,"an"n': "column 'name' holds '\"an\"n'; the quoted field continues after its closing quote",
+    "1,30,5,1,1,\udcff": "column 'name' holds '\\\\xff'; expected UTF-8: if the file is Latin-1, give "
+    "encoding='latin-1'",
+    f"1,{'9' * 400}x,5,1,1,ann": "column 'age' holds '" + "9" * 59 + "...; expected a number",
 }
 
 
@@ -66,25 +67,27 @@ def write(path: Path, rows: list[str], text: str = HEADER) -> Path:
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
 @pytest.mark.parametrize("row", BAD_ROWS)
-def test_a_malformed_row_of_text_is_refused_by_file_and_line(row: str, name: str, tmp_path: Path) -> None:
+def test_a_malformed_row_of_text_is_refused_with_file_and_line(row: str, name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, [GOOD] * 200 + [row] + [GOOD] * 200)
     data = CSV(path, block_bytes=500, batch_size=50, **TEXT)
     with pytest.raises(SourceError) as error:
         list(data.batches(FEATURES))
     assert str(error.value).startswith(f"{path}, line 202: {BAD_ROWS[row]}")
-    assert str(error.value).endswith("; mend the row, or allow more with max_bad_rows")
+    assert str(error.value).endswith("; fix the row, or allow more with max_bad_rows")
     batches = data.replace(max_bad_rows=1).batches(FEATURES)
     assert sum(inputs.batch_size for inputs in batches) == 400 and batches.left_out.malformed == 1
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_the_limit_of_bad_rows_is_for_an_epoch(num_threads: int, tmp_path: Path) -> None:
+def test_the_limit_of_bad_rows_applies_to_an_epoch(num_threads: int, tmp_path: Path) -> None:
     rows = list(itertools.islice(itertools.cycle([GOOD, "1,x,5,1,1,ann", GOOD, GOOD]), 100))
     path = write(tmp_path / "a.csv", rows)
     data = CSV(path, block_bytes=200, epochs=2, max_bad_rows=25, num_threads=num_threads, **TEXT)
     batches = data.batches(FEATURES)
     assert sum(inputs.batch_size for inputs in batches) == 150 and batches.left_out.malformed == 50
-    with pytest.raises(SourceError, match=r"line 99: column 'age' holds 'x'.*; 24 bad rows are allowed in an epoch"):
+    with pytest.raises(
+        SourceError, match=r"line 99: column 'age' holds 'x'.*; only 24 bad rows are allowed in an epoch"
+    ):
         list(data.replace(max_bad_rows=24).batches(FEATURES))
 
 
@@ -99,15 +102,15 @@ def test_lines_are_counted_through_quoted_newlines_and_headers(tmp_path: Path) -
 def test_text_labels_that_are_not_listed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", [">50K,1", ">50k,1"], "income,a\n")
     label = LabelColumn("income", values={">50K": 1, "<=50K": 0})
-    with pytest.raises(SourceError, match=r"line 3: column 'income' holds '>50k'; wanted one of '>50K', '<=50K'"):
+    with pytest.raises(SourceError, match=r"line 3: column 'income' holds '>50k'; expected one of '>50K', '<=50K'"):
         list(CSV(path, label=label).batches(["a"]))
 
 
 def test_criteo_lines(tmp_path: Path) -> None:
     line = "1\t" + "\t".join(["3"] * 13 + ["68fd1e64"] * 26)
     for bad, why in (
-        (line.rpartition("\t")[0], "it has 39 columns; wanted 40"),
-        (line.replace("3", "three", 1), "column 'I1' holds 'three'; wanted a number"),
+        (line.rpartition("\t")[0], "it has 39 columns; expected 40"),
+        (line.replace("3", "three", 1), "column 'I1' holds 'three'; expected a number"),
         (line.replace("1\t", "\t", 1), "the label, column 'label', is missing"),
     ):
         path = write(tmp_path / "day_0", [line, bad, line], "")
@@ -115,35 +118,37 @@ def test_criteo_lines(tmp_path: Path) -> None:
             list(Criteo(path).batches(["C1"]))
 
 
-# -- torn files --------------------------------------------------------------------------------------------------------
+# -- incomplete files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows", "csv.gz"])
-def test_a_torn_file_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Wherever it was cut, and the samples before the tear are the right ones."""
+def test_an_incomplete_file_is_refused_with_its_name(kind: str, tmp_path: Path) -> None:
+    """The file may be cut anywhere, and the samples before the cut are correct."""
     samples = make(300, 0)
     WRITERS[kind](tmp_path / f"whole.{kind}", samples)
     whole = (tmp_path / f"whole.{kind}").read_bytes()
-    path = tmp_path / f"torn.{kind}"
-    wanted = [expected(sample) for sample in samples]
+    path = tmp_path / f"incomplete.{kind}"
+    expected_samples = [expected(sample) for sample in samples]
     for cut in {1, 7, 8, 40, len(whole) // 3, len(whole) // 2, len(whole) - 9, len(whole) - 1}:
         path.write_bytes(whole[:cut])
         found: list[Any] = []
-        with pytest.raises(SourceError, match=rf"torn\.{kind}"):
+        with pytest.raises(SourceError, match=rf"incomplete\.{kind}"):
             for inputs in source(kind, path, batch_size=16).batches(clicks.FEATURES):
                 found += clicks.samples_in(inputs)
-        assert found == wanted[: len(found)]
+        assert found == expected_samples[: len(found)]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "csv.gz"])
-def test_a_damaged_file_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_with_its_name(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     path.write_bytes(b"this is not what the name says, " * 100)
-    with pytest.raises(SourceError, match=rf"a.{kind}: cannot be read .*: it is torn, damaged, or of another format"):
+    with pytest.raises(
+        SourceError, match=rf"a.{kind}: cannot be read .*; it is incomplete, damaged, or of another format"
+    ):
         read(source(kind, path))
 
 
-def test_a_file_that_shrank_while_it_was_read(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     clicks.write_csv(tmp_path / "a.csv", make(500, 0))
     batches = source("csv", tmp_path / "a.csv", batch_size=10, num_threads=0).batches(clicks.FEATURES)
     first = clicks.samples_in(next(batches))
@@ -161,22 +166,22 @@ def test_a_file_that_shrank_while_it_was_read(tmp_path: Path) -> None:
 TYPED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "label": ({"click": None}, "the label, column 'click', is missing"),
     "nan label": ({"click": float("nan")}, "the label, column 'click', is missing"),
-    "infinite label": ({"click": float("inf")}, "column 'click' holds inf; wanted a finite label"),
-    "dense": ({"age": 1e39}, "column 'age' holds 1e\\+39; wanted finite numbers that float32 can hold"),
-    "wide dense": ({"wide": [1.0, float("-inf")]}, r"column 'wide' holds \[1.0, -inf\]; wanted finite"),
-    "weights": ({"w": [1.0]}, "column 'w' has 1 weights and column 'history' 2 ids"),
-    "no weights": ({"w": None}, "column 'w' has 0 weights and column 'history' 2 ids"),
-    "weight": ({"w": [1.0, float("nan")]}, "column 'w' holds .*; wanted finite weights"),
-    "missing id": ({"history": [1, None]}, "column 'history' lists a missing id, and weights stand beside"),
-    "float id": ({"user": 0.5}, "column 'user' holds 0.5; wanted a whole number"),
-    "float ids": ({"pair": [1.0, 2.5]}, r"column 'pair' holds \[1.0, 2.5\]; wanted a whole number"),
-    "text label": ({"income": "50K"}, "column 'income' holds '50K'; wanted one of '>50K', '<=50K'"),
+    "infinite label": ({"click": float("inf")}, "column 'click' holds inf; expected a finite label"),
+    "dense": ({"age": 1e39}, "column 'age' holds 1e\\+39; expected finite numbers that float32 can hold"),
+    "wide dense": ({"wide": [1.0, float("-inf")]}, r"column 'wide' holds \[1.0, -inf\]; expected finite"),
+    "weights": ({"w": [1.0]}, "column 'w' has 1 weights and column 'history' has 2 ids"),
+    "no weights": ({"w": None}, "column 'w' has 0 weights and column 'history' has 2 ids"),
+    "weight": ({"w": [1.0, float("nan")]}, "column 'w' holds .*; expected finite weights"),
+    "missing id": ({"history": [1, None]}, "column 'history' lists a missing id, and its ids have weights"),
+    "float id": ({"user": 0.5}, "column 'user' holds 0.5; expected a whole number"),
+    "float ids": ({"pair": [1.0, 2.5]}, r"column 'pair' holds \[1.0, 2.5\]; expected a whole number"),
+    "text label": ({"income": "50K"}, "column 'income' holds '50K'; expected one of '>50K', '<=50K'"),
 }
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "frame", "dict"])
 @pytest.mark.parametrize("case", TYPED_ROWS)
-def test_a_malformed_typed_row_is_refused_by_row(case: str, kind: str, tmp_path: Path) -> None:
+def test_a_malformed_typed_row_is_refused_with_its_number(case: str, kind: str, tmp_path: Path) -> None:
     good = {
         "click": 1.0,
         "income": ">50K",
@@ -228,7 +233,7 @@ def test_a_malformed_typed_row_is_refused_by_row(case: str, kind: str, tmp_path:
         )
 
 
-def test_dropped_and_bad_rows_in_one_piece() -> None:
+def test_dropped_and_bad_rows_in_one_chunk() -> None:
     frame = {"click": [1, None, 0, None], "age": [1.0, 2.0, np.inf, np.inf], "a": [1, 2, 3, 4]}
     data = Frame(frame, dense="age", label=LabelColumn("click", missing="drop"), max_bad_rows=1)
     batches = data.batches(["a"])
@@ -239,30 +244,38 @@ def test_dropped_and_bad_rows_in_one_piece() -> None:
 # -- types and names ---------------------------------------------------------------------------------------------------
 
 WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"a": [0.5]}, {}, "column 'a' is of type double; wanted integers or texts for ids; convert them, or declare"),
+    ({"a": [0.5]}, {}, "column 'a' is of type double; expected integers or texts for ids; convert them, or declare"),
     (
         {"a": ["x"]},
         {"ids": {"a": IdColumn(kind="integer")}},
-        "column 'a' is of type string; wanted integers, as declared",
+        "column 'a' is of type string; expected integers, as declared",
     ),
     (
         {"a": pa.array([1], pa.timestamp("ms"))},
         {},
-        r"column 'a' is of type timestamp\[ms\]; wanted integers or texts for ids",
+        r"column 'a' is of type timestamp\[ms\]; expected integers or texts for ids",
     ),
     ({"a": [[[1]]]}, {}, "column 'a' is of type list"),
-    ({"a": [1]}, {"ids": {"a": IdColumn(separator="|")}}, "column 'a' is of type int64; wanted texts to split at '|'"),
-    ({"a": [1], "x": ["1"]}, {"dense": "x"}, "column 'x' is of type string; wanted numbers"),
-    ({"a": [1], "x": [[1.0]]}, {"dense": "x"}, "column 'x' is of type list<.*>; wanted numbers"),
-    ({"a": [1], "x": ["1"]}, {"label": "x"}, "column 'x' is of type string; wanted numbers, or say what its texts"),
-    ({"a": [1], "x": [1]}, {"label": "x", "label_true": "1"}, "column 'x' is of type int64; wanted texts, of which"),
-    ({"a": [1], "x": ["1"]}, {"weights": {"a": "x"}}, "column 'x' is of type string; wanted numbers for weights"),
+    (
+        {"a": [1]},
+        {"ids": {"a": IdColumn(separator="|")}},
+        "column 'a' is of type int64; expected texts to split at '|'",
+    ),
+    ({"a": [1], "x": ["1"]}, {"dense": "x"}, "column 'x' is of type string; expected numbers"),
+    ({"a": [1], "x": [[1.0]]}, {"dense": "x"}, "column 'x' is of type list<.*>; expected numbers"),
+    ({"a": [1], "x": ["1"]}, {"label": "x"}, "column 'x' is of type string; expected numbers; for texts"),
+    (
+        {"a": [1], "x": [1]},
+        {"label": "x", "label_true": "1"},
+        "column 'x' is of type int64; expected texts, as label_true",
+    ),
+    ({"a": [1], "x": ["1"]}, {"weights": {"a": "x"}}, "column 'x' is of type string; expected numbers for weights"),
 ]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "table", "dict"])
 @pytest.mark.parametrize(("columns", "options", "message"), WRONG_TYPES)
-def test_types_that_do_not_fit_are_refused_by_name(
+def test_types_that_do_not_fit_are_refused_with_the_column(
     columns: dict[str, Any], options: dict[str, Any], message: str, kind: str, tmp_path: Path
 ) -> None:
     table, data = pa.table(columns), Frame(columns, **options)
@@ -287,7 +300,7 @@ def test_types_that_do_not_fit_are_refused_by_name(
         ({"extra": "sesion"}, "has no column 'sesion' (extra); the nearest known one is 'session'"),
     ],
 )
-def test_a_misspelt_column_is_refused_with_the_nearest(
+def test_a_misspelt_column_is_refused_with_the_nearest_name(
     kind: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / f"a.{kind}"
@@ -297,7 +310,7 @@ def test_a_misspelt_column_is_refused_with_the_nearest(
     assert str(error.value).startswith(f"{path} {message}")
 
 
-def test_headers_must_agree_and_be_there(tmp_path: Path) -> None:
+def test_headers_must_exist_and_agree(tmp_path: Path) -> None:
     write(tmp_path / "1.csv", ["1,2"], "a,b\n")
     write(tmp_path / "2.csv", ["1,2"], "b,a\n")
     write(tmp_path / "3.csv.gz", ["1,2"], "b,a\n")
@@ -308,9 +321,9 @@ def test_headers_must_agree_and_be_there(tmp_path: Path) -> None:
         ):
             list(data.batches(["a"]))
     for content, message in (
-        (b"", "it is empty; wanted a header that names its columns, or give columns="),
+        (b"", "it is empty; expected a header that names its columns, or give columns="),
         (b"\xff\n1\n", "its header is not utf-8 .*; give columns="),
-        (b"a,a\n1,2\n", "has 2 columns 'a' .*; wanted one"),
+        (b"a,a\n1,2\n", "has 2 columns 'a' .*; expected one"),
     ):
         (tmp_path / "4.csv").write_bytes(content)
         with pytest.raises(SourceError, match=rf"4.csv:? {message}"):
@@ -361,13 +374,13 @@ def test_globs_folders_and_lists(tmp_path: Path) -> None:
             CSV(path).batches(["a"])
     wrong: list[tuple[Any, str]] = [
         ([], "path is an empty list"),
-        (3, r"path is 3 \(int\); wanted a file, a folder, a glob or a URL"),
+        (3, r"path is 3 \(int\); expected a file, a folder, a glob or a URL"),
         ("", "path is ''"),
     ]
     for path, message in wrong:
         with pytest.raises(ConfigError, match=message):
             CSV(path).batches(["a"])
-    with pytest.raises(ConfigError, match=r"filesystem is .*; wanted one of pyarrow.fs or fsspec"):
+    with pytest.raises(ConfigError, match=r"filesystem is .*; expected one of pyarrow.fs or fsspec"):
         CSV("x", filesystem=3).batches(["a"])
 
 
@@ -375,19 +388,19 @@ def test_globs_folders_and_lists(tmp_path: Path) -> None:
 
 BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: CSV("x", batch_size=0), "CSV: batch_size is 0; wanted an integer from 1"),
-    (lambda: CSV("x", batch_size=None), "CSV: batch_size is None; wanted an integer from 1"),
+    (lambda: CSV("x", batch_size=None), "CSV: batch_size is None; expected an integer from 1"),
     (lambda: CSV("x", epochs=0), "CSV: epochs is 0"),
     (lambda: CSV("x", shuffle_blocks=0), "shuffle_blocks is 0"),
     (lambda: CSV("x", shuffle=1), r"shuffle is 1 \(int\); wanted True or False"),  # type: ignore[arg-type]
     (lambda: CSV("x", seed=-1), "seed is -1"),
     (lambda: CSV("x", max_bad_rows=-1), "max_bad_rows is -1"),
     (lambda: CSV("x", num_threads=65), "num_threads is 65"),
-    (lambda: CSV("x", dense=3), "CSV: dense is 3 .*; wanted names of columns, or DenseColumn objects"),  # type: ignore[arg-type]
-    (lambda: CSV("x", label=["a", 3]), "CSV: label is .*; wanted names of columns, or LabelColumn objects"),  # type: ignore[list-item]
+    (lambda: CSV("x", dense=3), "CSV: dense is 3 .*; expected names of columns, or DenseColumn objects"),  # type: ignore[arg-type]
+    (lambda: CSV("x", label=["a", 3]), "CSV: label is .*; expected names of columns, or LabelColumn objects"),  # type: ignore[list-item]
     (lambda: CSV("x", label_true="a"), "label_true is 'a' and there is no label"),
-    (lambda: CSV("x", label=LabelColumn("a"), label_true="a"), "label_true goes with a label that is named by a text"),
-    (lambda: CSV("x", ids=["a"]), "CSV: ids is .*; wanted a dict by feature"),  # type: ignore[arg-type]
-    (lambda: CSV("x", ids={"a": 3}), r"IdColumn: the column is 3 \(int\); wanted its name"),  # type: ignore[dict-item]
+    (lambda: CSV("x", label=LabelColumn("a"), label_true="a"), "label_true requires a column's name as label, found"),
+    (lambda: CSV("x", ids=["a"]), "CSV: ids is .*; expected a dict by feature"),  # type: ignore[arg-type]
+    (lambda: CSV("x", ids={"a": 3}), r"IdColumn: the column is 3 \(int\); expected its name"),  # type: ignore[dict-item]
     (lambda: CSV("x", weights={"a": ""}), r"CSV: weights\['a'\]: the column is ''"),
     (lambda: CSV("x", weights="w"), "CSV: weights is 'w'"),  # type: ignore[arg-type]
     (
@@ -395,9 +408,9 @@ BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
         "missing is 18446744073709551616; wanted an integer from -9223372036854775808",
     ),
     (lambda: CSV("x", extra=["a", "a"]), "CSV: extra holds 'a' twice"),
-    (lambda: CSV("x", delimiter=""), r"CSV: delimiter is '' \(str\); wanted 1 to 8 ASCII characters"),
+    (lambda: CSV("x", delimiter=""), r"CSV: delimiter is '' \(str\); expected 1 to 8 ASCII characters"),
     (lambda: CSV("x", delimiter="é"), "CSV: delimiter is 'é'"),
-    (lambda: CSV("x", quote="''"), "CSV: quote is .*; wanted one ASCII character, or None"),
+    (lambda: CSV("x", quote="''"), "CSV: quote is .*; expected one ASCII character, or None"),
     (lambda: CSV("x", quote=","), "CSV: quote ',' is part of delimiter ','"),
     (lambda: CSV("x", columns=["a", "a"]), "CSV: columns holds 'a' twice"),
     (lambda: CSV("x", columns=3), "CSV: columns is 3"),  # type: ignore[arg-type]
@@ -410,23 +423,23 @@ BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Parquet("x", block_rows=0), "Parquet: block_rows is 0"),
     (lambda: Arrow("x", block_rows=0), "Arrow: block_rows is 0"),
     (lambda: Frame({}, block_rows=0), "Frame: block_rows is 0"),
-    (lambda: Frame(3), r"Frame: found 3 \(int\); wanted a DataFrame, an Arrow table or a dict of arrays"),
-    (lambda: Frame(type("LazyFrame", (), {})()), r"Frame: found a LazyFrame; wanted rows: call .collect\(\)"),
+    (lambda: Frame(3), r"Frame: found 3 \(int\); expected a DataFrame, an Arrow table or a dict of arrays"),
+    (lambda: Frame(type("LazyFrame", (), {})()), r"Frame: found a LazyFrame; expected rows: call .collect\(\)"),
     (lambda: CSV("x").replace(batchsize=3), "CSV: unknown key 'batchsize'; the nearest known one is 'batch_size'"),
     (
         lambda: Frame({"a": [1]}, ids={"a": IdColumn(weights="v")}, weights={"a": "w"}).batches(["a"]),
-        "feature 'a': weights are 'v' and 'w'; give one",
+        "feature 'a': its weights are 'v' and 'w'; give one column",
     ),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), BAD_DECLARATIONS)
-def test_declarations_that_cannot_be_honoured(call: Callable[[], Any], message: str) -> None:
+def test_invalid_declarations_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call()
 
 
-def test_replace_keeps_the_rest() -> None:
+def test_replace_keeps_the_other_fields() -> None:
     data = Criteo("a", batch_size=7, dense=["I1"], ids={"ad": "C1"}, label_true="1")
     assert data.replace() == data and data.replace(path="b").replace(path="a") == data
     assert data.replace(batch_size=8).batch_size == 8 and data.replace(batch_size=8).dense == data.dense
@@ -434,9 +447,9 @@ def test_replace_keeps_the_rest() -> None:
 
 
 def test_frames_of_uneven_columns() -> None:
-    with pytest.raises(SourceError, match=r"columns of different lengths: {'a': 2, 'x': 1}; wanted one length"):
+    with pytest.raises(SourceError, match=r"columns of different lengths: {'a': 2, 'x': 1}; expected one length"):
         Frame({"a": [1, 2], "x": [1.0]}, dense="x").batches(["a"])
-    with pytest.raises(SourceError, match=r"column 'a' has the shape \(1, 1, 1\); wanted one or two dimensions"):
+    with pytest.raises(SourceError, match=r"column 'a' has the shape \(1, 1, 1\); expected one or two dimensions"):
         list(Frame({"a": np.zeros((1, 1, 1), int)}).batches(["a"]))
     with pytest.raises(SourceError, match="the frame: column 'a' is a list that cannot be read"):
         list(Frame({"a": [1, "x"]}).batches(["a"]))
@@ -446,7 +459,7 @@ def test_frames_of_uneven_columns() -> None:
         Frame({}).batches(["b"])
 
 
-def test_a_tab_between_fields_is_no_blank(tmp_path: Path) -> None:
+def test_a_tab_between_fields_is_not_a_blank(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
     path.write_text('a\ty\n "1" \t "0"\n2\t1\n \t0\n')
     data = CSV(path, delimiter="\t", strip=True, label="y", missing_id=7)

@@ -1,4 +1,4 @@
-"""Iterables that go on by themselves: their offsets travel with the batches and are handed back."""
+"""Iterables that resume by themselves: positions hold their offsets, which are passed back to them."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,19 +21,19 @@ from satrap.errors import ConfigError, SourceError
     st.sampled_from([1, 1, 2, 3]),
     st.data(),
 )
-def test_data_with_offsets_goes_on_by_itself(
+def test_data_with_offsets_resumes_by_itself(
     sizes: list[int], batch_size: int | None, samples: bool, world: int, draw: st.DataObject
 ) -> None:
-    """Like a broker: what lies before the offset is not given again. Stopped anywhere, it goes on as if it had not."""
+    """As with a message broker, items before the offset are not returned again. Resuming continues the sequence."""
     ends = np.cumsum(sizes).tolist()
-    asked: list[int] = []
+    requested: list[int] = []
 
     def items(offset: dict[str, int] | None) -> Iterator[Any]:
-        asked.append(0 if offset is None else offset["p0"])
+        requested.append(0 if offset is None else offset["p0"])
         if samples:
-            yield from (({"a": i}, {"p0": i + 1}) for i in range(asked[-1], sum(sizes)))
+            yield from (({"a": i}, {"p0": i + 1}) for i in range(requested[-1], sum(sizes)))
         else:
-            at = ends.index(asked[-1]) + 1 if asked[-1] else 0
+            at = ends.index(requested[-1]) + 1 if requested[-1] else 0
             pairs = zip(sizes[at:], ends[at:], strict=True)
             yield from (({"a": np.arange(end - size, end)}, {"p0": end}) for size, end in pairs if size)
 
@@ -50,17 +50,20 @@ def test_data_with_offsets_goes_on_by_itself(
         assert [each.values.tolist() for each in rest] == [each.values.tolist() for each in whole[taken:]]
         assert [each.position for each in rest] == [each.position for each in whole[taken:]]
         if position is not None and not samples and world == 1:
-            num_given = sum(inputs.batch_size for inputs in whole[:taken])
-            assert asked[-1] == max(end for end in [0, *ends] if end < num_given), "where the last item given begins"
+            num_returned = sum(inputs.batch_size for inputs in whole[:taken])
+            assert requested[-1] == max(end for end in [0, *ends] if end < num_returned), "start of the last item"
     assert sorted(found) == list(range(sum(sizes)))
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (lambda: Iterable([1], offsets=True), "offsets is True and items is .*; wanted a function of an offset"),
-        (lambda: Iterable(lambda _: [], offsets=True, shuffle=True, batch_size=1), "offsets and shuffle are True"),
-        (lambda: list(Iterable(lambda _: [{"a": [1]}], offsets=True).batches(["a"])), "item 0 is .*; wanted a pair"),
+        (lambda: Iterable([1], offsets=True), "offsets is True and items is .*; expected a function of an offset"),
+        (
+            lambda: Iterable(lambda _: [], offsets=True, shuffle=True, batch_size=1),
+            "offsets and shuffle are True, but",
+        ),
+        (lambda: list(Iterable(lambda _: [{"a": [1]}], offsets=True).batches(["a"])), "item 0 is .*; expected a pair"),
         (lambda: list(Iterable(lambda _: [({"a": [1]}, {1})], offsets=True).batches(["a"])), "its offset is .*JSON"),
         (lambda: list(Iterable(lambda _: [({"a": [1]}, None)], offsets=True).batches(["a"])), "its offset is None"),
     ],

@@ -1,4 +1,4 @@
-"""What crosses to a worker before a batch does: sources, features and assignments as plain JSON types, and back."""
+"""The declarations that are sent to a worker, as plain JSON types and back: sources, features and worker specs."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: type(source).__name__)
-def test_a_declaration_comes_back(source: Any) -> None:
+def test_a_declaration_survives_the_round_trip(source: Any) -> None:
     assert travels(source)
-    told = json.loads(json.dumps(source_to_dict(source)))
-    found: Any = source_from_dict(told)
-    assert type(found) is type(source) and source_to_dict(found) == told
+    sent = json.loads(json.dumps(source_to_dict(source)))
+    found: Any = source_from_dict(sent)
+    assert type(found) is type(source) and source_to_dict(found) == sent
     path = source.path if isinstance(source.path, str) else list(source.path)
     assert found.replace(path=0) == source.replace(path=0) and found.path == path
-    assert type(source).from_dict(told) == found
+    assert type(source).from_dict(sent) == found
 
 
 def test_paths_are_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_paths_are_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     ]
 
 
-class Own(Parquet):
-    """A source of the user's own, whose code is nowhere else."""
+class UserSource(Parquet):
+    """A source that the user wrote; other processes do not have its code."""
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ class Own(Parquet):
     [
         Arrow(pa.table({"a": [1]})),
         Parquet("a", filesystem=pyarrow.fs.LocalFileSystem()),
-        Own("a"),
+        UserSource("a"),
         Frame({"a": [1]}),
         Iterable([]),
         [],
@@ -97,47 +97,47 @@ class Own(Parquet):
     ],
     ids=["table", "filesystem", "own", "frame", "iterable", "list", "nothing"],
 )
-def test_what_holds_data_or_code_stays(data: Any) -> None:
+def test_sources_with_data_or_code_do_not_travel(data: Any) -> None:
     assert not travels(data)
 
 
 @pytest.mark.parametrize(
     ("call", "found"),
     [
-        (lambda: Frame(pa.table({})).to_dict(), "(?s)Frame: data is .*, which plain JSON types cannot say"),
-        (lambda: Arrow(pa.table({})).to_dict(), "(?s)Arrow: path is .*, which plain JSON types cannot say"),
+        (lambda: Frame(pa.table({})).to_dict(), "(?s)Frame: data is .*, which has no form in plain JSON types"),
+        (lambda: Arrow(pa.table({})).to_dict(), "(?s)Arrow: path is .*, which has no form in plain JSON types"),
         (lambda: CSV("a", filesystem=pyarrow.fs.LocalFileSystem()).to_dict(), "CSV: filesystem is "),
         (lambda: source_from_dict({"type": "Frame"}), "type is 'Frame'; known are"),
         (lambda: source_from_dict({"type": "Parket"}), "the nearest known one is 'Parquet'"),
         (lambda: source_from_dict({"type": "Parquet", "paht": ""}), "unknown key 'paht'"),
         (lambda: source_from_dict({"type": "CSV"}), "the key 'path' is missing"),
         (lambda: source_from_dict({"type": "CSV", "path": "a", "dense": [{"type": "Column"}]}), "type is 'Column'"),
-        (lambda: Parquet.from_dict({"type": "CSV", "path": "a"}), "type is 'CSV'; wanted 'Parquet'"),
+        (lambda: Parquet.from_dict({"type": "CSV", "path": "a"}), "type is 'CSV'; expected 'Parquet'"),
         (lambda: Features.from_dict({}), "wanted a dict of at least one"),
         (lambda: WorkerSpec.from_dict({"servers": []}), "the key 'features' is missing"),
     ],
 )
-def test_what_is_refused(call: Any, found: str) -> None:
+def test_invalid_declarations_are_refused(call: Any, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         call()
 
 
-def assignment(of: Features, **changes: Any) -> WorkerSpec:
-    given: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "together": 2}
-    return WorkerSpec(features=of, **{**given, **changes})
+def worker_spec(of: Features, **changes: Any) -> WorkerSpec:
+    fields: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "together": 2}
+    return WorkerSpec(features=of, **{**fields, **changes})
 
 
-def test_an_assignment_comes_back_in_its_order() -> None:
-    one = assignment(features())
+def test_a_worker_spec_survives_the_round_trip_in_its_order() -> None:
+    one = worker_spec(features())
     found = WorkerSpec.from_dict(json.loads(json.dumps(one.to_dict())))
     assert found == one and list(found.features) == list(one.features) and found.job == one.job
     assert one.differences(found) == []
 
 
-def test_assignments_differ_field_by_field() -> None:
+def test_worker_specs_differ_field_by_field() -> None:
     table = one_table().tables[0]
-    one = assignment(Features({"id": table, "bag": table.bag("mean")}))
-    other = assignment(Features({"id": table, "bag": table.sequence(2)}), wire="float16", together=0)
+    one = worker_spec(Features({"id": table, "bag": table.bag("mean")}))
+    other = worker_spec(Features({"id": table, "bag": table.sequence(2)}), wire="float16", together=0)
     assert one.differences(other) == [
         "wire: 'float32' here, 'float16' there",
         "together: 2 here, 0 there",
@@ -145,11 +145,11 @@ def test_assignments_differ_field_by_field() -> None:
         "feature 'bag', max_length: None here, 2 there",
         "feature 'bag', keep: None here, 'last' there",
     ]
-    assert one.differences(assignment(one_table())) == ["features: ['id', 'bag'] here, ['id'] there"]
+    assert one.differences(worker_spec(one_table())) == ["features: ['id', 'bag'] here, ['id'] there"]
 
 
-def test_a_run_says_which_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the script does not."""
+def test_a_run_context_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides if the script does not name them."""
     of = dict(one_table())
     with serving(1) as services, working(2) as workers:
         place = RunContext(
@@ -170,6 +170,6 @@ def test_a_run_says_which_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> 
             worker.servers.close()
 
 
-def test_the_worker_s_process_needs_no_torch() -> None:
+def test_the_worker_process_needs_no_torch() -> None:
     code = "import satrap.worker.remote.service, satrap.worker.remote.protocol, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

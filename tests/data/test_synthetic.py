@@ -1,4 +1,4 @@
-"""The generator: pure in (seed, sample), true to its laws and to its own probabilities, in files as in memory."""
+"""The generator: a pure function of (seed, sample) that follows its laws and probabilities, in memory and in files."""
 
 import gzip
 import math
@@ -49,14 +49,14 @@ def test_following_samples_are_the_rest_of_a_longer_set() -> None:
     assert_same(rest, {name: values[1000:] for name, values in longer.items()})
 
 
-def test_a_seed_draws_other_samples_of_another_truth() -> None:
+def test_another_seed_draws_other_samples_of_another_model() -> None:
     one, other = whole(Clicks(num_samples=4000, seed=0)), whole(Clicks(num_samples=4000, seed=1))
     for name in ("label", "dense", "ids", "logit"):
         assert (one[name] == other[name]).mean() < 0.7, name
 
 
-def test_the_draws_are_these() -> None:
-    """Pinned: a run that is repeated years later has the same data."""
+def test_the_draws_never_change() -> None:
+    """A run that is repeated years later has the same data."""
     block = whole(Clicks(num_samples=3))
     assert block["ids"][:, 25].tolist() == [15801107302963338813, 13661272628126206290, 696698295848885826]
     assert block["ranks"][:, 25].tolist() == [190, 21068, 1795]
@@ -71,8 +71,8 @@ def test_no_samples() -> None:
     assert math.isnan(clicks.best_auc())
 
 
-def test_memory_is_that_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred million ids, and more samples than are held."""
+def test_memory_is_bounded_by_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are a hundred million ids, and more samples than memory holds at a time."""
     monkeypatch.setattr(synthetic, "_BLOCK", 4096)
     clicks = Clicks(num_samples=100_000, cardinalities=100_000_000)
     tracemalloc.start()
@@ -107,7 +107,7 @@ def test_shapes_names_and_types() -> None:
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.05, 2.0])
 @pytest.mark.parametrize("cardinality", [1, 3, 1024, 1025, 3000, 100_000])
 def test_ranks_follow_the_law(exponent: float, cardinality: int) -> None:
-    """An even grid in place of random numbers: the counts are then the law, up to its steps."""
+    """With an even grid in place of random numbers, the counts are the law up to rounding."""
     grid = (np.arange(1 << 20) + 0.5) / (1 << 20)
     found = np.cumsum(np.bincount(synthetic._Zipf(cardinality, exponent).ranks(grid), minlength=cardinality)) / len(
         grid
@@ -117,13 +117,13 @@ def test_ranks_follow_the_law(exponent: float, cardinality: int) -> None:
     np.testing.assert_allclose(found, np.cumsum(weights) / weights.sum(), atol=3e-6)
 
 
-def test_the_ends_of_the_unit_interval_are_ranks() -> None:
+def test_the_ends_of_the_unit_interval_are_valid_ranks() -> None:
     ends = np.array([0.0, 1 - 2.0**-53])
     for cardinality in (1, 1024, 1025, 1 << 32):
         assert synthetic._Zipf(cardinality, 1.05).ranks(ends).tolist() == [0, cardinality - 1]
 
 
-def test_ids_are_unlike_for_all_features_and_ranks() -> None:
+def test_ids_differ_for_all_features_and_ranks() -> None:
     block = whole(Clicks(num_samples=30_000, num_ids=5, cardinalities=[300, 300, 2000, 1 << 32, 50], zipf=0.5))
     owners: dict[int, tuple[int, int]] = {}
     for feature in range(5):
@@ -161,7 +161,7 @@ def test_cardinalities_may_be_an_array() -> None:
         {"num_factors": 9, "zipf": 0.0, "cardinalities": 5000},
     ],
 )
-def test_rate_and_strength_are_what_was_asked(options: dict[str, Any]) -> None:
+def test_base_rate_and_strength_are_as_declared(options: dict[str, Any]) -> None:
     clicks = Clicks(num_samples=60_000, **options)
     block = whole(clicks)
     spread = math.sqrt(clicks.base_rate * (1 - clicks.base_rate) / clicks.num_samples)
@@ -195,9 +195,9 @@ def test_the_best_is_that_of_the_logits() -> None:
     assert clicks.best_auc(5000) == auc(block["label"][:5000], block["logit"][:5000])
 
 
-def test_every_part_counts() -> None:
-    """Without its dense values, its effects or its pairs the truth is another one."""
-    truth = Clicks(num_samples=1)._truth
+def test_every_part_contributes_to_the_logit() -> None:
+    """Dense values, effects and pairs each have their share of the logit's variance."""
+    truth = Clicks(num_samples=1)._true_model
     samples = np.arange(20_000, dtype=np.uint64)
     parts = truth._parts(np.log1p(np.maximum(truth._draw_counts(samples), 0)), truth._draw_ranks(samples))
     for name, (mean, factor) in truth._scales.items():
@@ -235,7 +235,7 @@ def test_criteo_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch)
             word = row[14 + feature]
             assert len(word) == 8 and int(word, 16) >= 0
             assert texts.setdefault((feature, word), number) == number
-    assert len(set(texts.values())) == len(texts)  # as many words as ids
+    assert len(set(texts.values())) == len(texts)  # there are as many words as ids
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -254,17 +254,17 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("write", [Clicks.write_criteo, Clicks.write_parquet])
-def test_a_file_that_fails_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
     def broken(*_: Any) -> Any:
         raise OSError("disk full")
 
     path = tmp_path / "clicks"
-    path.write_text("the old one")
+    path.write_text("the old file")
     monkeypatch.setattr(synthetic, "_record_batch", broken)
     with pytest.raises(OSError, match="disk full"):
         write(Clicks(num_samples=10), path)
     assert [each.name for each in tmp_path.iterdir()] == ["clicks"]
-    assert path.read_text() == "the old one"
+    assert path.read_text() == "the old file"
 
 
 @pytest.mark.parametrize("write", [Clicks.write_criteo, Clicks.write_parquet])
@@ -279,32 +279,32 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write:
 
 @pytest.mark.parametrize("name", ["num_samples", "num_dense", "num_ids", "num_factors", "seed", "first_sample"])
 @pytest.mark.parametrize("value", [-1, 1.5, True, None, "4", 1 << 63])
-def test_an_integer_in_its_range(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^Clicks: {name} is .*; wanted an integer from [01] to \d+$"):
+def test_integers_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^Clicks: {name} is .*; expected an integer from [01] to \d+$"):
         Clicks(**{"num_samples": 1, name: value})
 
 
 @pytest.mark.parametrize("name", ["zipf", "strength", "base_rate"])
 @pytest.mark.parametrize("value", [-0.1, 21, math.nan, math.inf, None, True, "1"])
-def test_a_number_in_its_range(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^Clicks: {name} is .*; wanted a number from \S+ to \S+$"):
+def test_numbers_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^Clicks: {name} is .*; expected a number from \S+ to \S+$"):
         Clicks(num_samples=1, **{name: value})
 
 
 def test_cardinalities_are_checked() -> None:
-    with pytest.raises(ConfigError, match="Clicks: 2 cardinalities for num_ids 3; wanted one for each feature"):
+    with pytest.raises(ConfigError, match="Clicks: 2 cardinalities for num_ids 3; expected one for each"):
         Clicks(num_samples=1, num_ids=3, cardinalities=[5, 6])
-    with pytest.raises(ConfigError, match=r"Clicks: cardinalities\[1\] is 0; wanted an integer from 1 to 4294967296"):
+    with pytest.raises(ConfigError, match=r"Clicks: cardinalities\[1\] is 0; expected an integer from 1 to 4294967296"):
         Clicks(num_samples=1, num_ids=2, cardinalities=[5, 0])
-    with pytest.raises(ConfigError, match="Clicks: cardinalities is 103; wanted an integer from 104 to"):
+    with pytest.raises(ConfigError, match="Clicks: cardinalities is 103; expected an integer from 104 to"):
         Clicks(num_samples=1, cardinalities=103)
-    with pytest.raises(ConfigError, match="Clicks: cardinalities is 'many'; wanted an integer"):
+    with pytest.raises(ConfigError, match="Clicks: cardinalities is 'many'; expected an integer"):
         Clicks(num_samples=1, cardinalities="many")  # type: ignore[arg-type]
 
 
-def test_what_is_asked_of_samples_is_checked() -> None:
+def test_arguments_of_methods_are_checked() -> None:
     clicks = Clicks(num_samples=10)
-    with pytest.raises(ConfigError, match="Clicks: batch_size is 0; wanted an integer from 1 to"):
+    with pytest.raises(ConfigError, match="Clicks: batch_size is 0; expected an integer from 1 to"):
         next(clicks.batches(0))
-    with pytest.raises(ConfigError, match="Clicks: num_samples is 11; wanted an integer from 0 to 10"):
+    with pytest.raises(ConfigError, match="Clicks: num_samples is 11; expected an integer from 0 to 10"):
         clicks.best(11)

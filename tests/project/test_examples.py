@@ -36,7 +36,7 @@ def criteo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_criteo_trains_goes_on_and_tests(criteo: Path, tmp_path: Path) -> None:
+def test_criteo_trains_resumes_and_tests(criteo: Path, tmp_path: Path) -> None:
     options = ("--samples", "40000", "--test", criteo / "test.txt", "--run", tmp_path / "run")
     first = run("criteo.py", criteo / "day_0.gz", *options)
     assert first.returncode == 0, first.stderr
@@ -47,7 +47,7 @@ def test_criteo_trains_goes_on_and_tests(criteo: Path, tmp_path: Path) -> None:
     print(f"AUC {auc} of at most {best:.4f}")
     assert (auc - 0.5) / (best - 0.5) > 0.75  # 0.29 with the batch size and the layers for a thousand times the data
     again = run("criteo.py", criteo / "day_0.gz", *options)
-    assert "goes on after step 313" in again.stdout
+    assert "continues after step 313" in again.stdout
     assert float(re.search(r"test AUC (0\.\d+)", again.stdout).group(1)) == auc  # type: ignore[union-attr]
 
 
@@ -67,7 +67,7 @@ def test_criteo_estimates_the_number_of_samples(criteo: Path) -> None:
     assert estimate(criteo.as_uri()) == estimate(str(criteo / "day_*")) + estimate(str(criteo / "test.txt"))
 
 
-def test_a_path_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_the_error_names_a_path_that_does_not_exist(tmp_path: Path) -> None:
     done = run("criteo.py", tmp_path / "nothing")
     assert done.returncode != 0
     assert str(tmp_path / "nothing") in done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The face of the package: its public names, what importing costs, the shipped stub, and the README's example."""
+"""The face of the package: its public names, what importing costs, and the shipped stub."""
 
 import importlib.metadata
 import re
@@ -63,14 +63,3 @@ def test_the_committed_stub_is_the_generated_one() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "src/satrap/py.typed").is_file()
-
-
-def test_the_readme_example_runs() -> None:
-    whole = (ROOT / "README.md").read_text()
-    assert len(whole.splitlines()) < 150
-    text = whole.partition("## Use the table alone")[2]  # the training loop has a test of its own
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert blocks
-    for block in blocks:
-        assert len(block.splitlines()) <= 30
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})

@@ -1,64 +1,12 @@
-"""What a new user runs first: the README's training loop as it is written, and the example that `make demo` runs."""
+"""The example that `make demo` runs, and what it installs. The code of the pages is run by test_docs.py."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
-
-
-def write_clicks(folder: Path, num: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
-    user = rng.integers(0, 50, num)
-    columns = {
-        "user_id": user,
-        "item_id": rng.integers(0, 100, num),
-        "history": [rng.integers(0, 100, rng.integers(0, 4)) for _ in range(num)],
-        "age": rng.random(num),
-        "price": rng.random(num),
-        "click": (user % 2).astype(np.int64),
-    }
-    pq.write_table(pa.table(columns), folder / "part.parquet")
-
-
-def test_the_quickstart_runs_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
-    write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
-    section = (ROOT / "README.md").read_text().partition("## Train")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
-    assert 0.4 < float(capsys.readouterr().out) <= 1.0
-
-
-def test_the_guide_runs_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_clicks(tmp_path / "clicks/train", 20_000, seed=0)
-    write_clicks(tmp_path / "clicks/test", 2_000, seed=1)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
-    assert len(blocks) == 6
-    namespace: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, "docs/training.md", "exec"), namespace)
-    shown = capsys.readouterr()
-    assert "step 80 | 40k samples in" in shown.err
-    assert shown.out.startswith("AUC ")
-    assert torch.export.load(tmp_path / "model.pt2").module()(torch.zeros(7, 2), torch.zeros(7, 24)).shape == (7,)
-    assert float(shown.out.split()[-1]) == namespace["found"].auc()  # a Reader of the checkpoint's
 
 
 def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:

@@ -1,7 +1,7 @@
-"""What a user says about the columns of a source: which are dense numbers, labels and ids, and what missing means.
+"""Declarations of a source's columns: which hold dense numbers, labels and ids, and what a missing value means.
 
-Frozen dataclasses, checked when they are made. `Columns` settles them for the features of a model; `sources` reads
-data by it. Nothing here reads anything, and no class knows a file format.
+The classes are frozen dataclasses, checked when they are created. `Columns` resolves them for the features of a model;
+the package `data` reads by it. No class here reads data or knows a file format.
 """
 
 import warnings
@@ -32,15 +32,15 @@ _NO_BOUND = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class DenseColumn(Config):
-    """A column of numbers for the dense network. A list of fixed size is as many numbers."""
+    """A column of numbers for the dense network. A list of fixed size counts as that many numbers."""
 
     name: str
-    """The column."""
+    """The name of the column."""
     _: KW_ONLY
     missing: float = 0.0
-    """What a missing value reads as; NaN is a missing value. An infinite one is refused."""
+    """The number that a missing value reads as; NaN is a missing value. An infinite value is malformed."""
     log1p: bool = False
-    """Read x as ln(1 + max(x, 0)), what counts are trained on. `missing` is not changed."""
+    """Whether to read x as ln(1 + max(x, 0)), as is usual for counts. `missing` is not transformed."""
 
     def __post_init__(self) -> None:
         check_column("DenseColumn", self.name)
@@ -51,22 +51,24 @@ class DenseColumn(Config):
 
 @dataclass(frozen=True, slots=True)
 class LabelColumn(Config):
-    """A column of what the model learns to tell: a number, or a text that stands for one."""
+    """A column of the values that the model learns to predict: numbers, or texts that stand for numbers."""
 
     name: str
-    """The column."""
+    """The name of the column."""
     _: KW_ONLY
     kind: LabelKind = "binary"
-    """Which numbers it may hold: 0 and 1 ("binary"), any finite one ("real"), a whole one from 0 ("count"). A row with
-    another number is malformed. Binary by default: a click of 7 is a fault in the data that training would not show."""
+    """Which numbers the column may hold: 0 and 1 ("binary"), any finite number ("real"), or whole numbers from 0
+    ("count"). A row with another number is malformed. The default is binary, since training would not reveal that a
+    click of 7 is an error in the data."""
     values: Mapping[str, float] | None = None
-    """Texts and the numbers that they stand for, e.g. {">50K": 1, "<=50K": 0}. Any other text is refused."""
+    """Texts and the numbers that they stand for, e.g. {">50K": 1, "<=50K": 0}. Any other text is malformed."""
     true: str | Sequence[str] | None = None
-    """The text or texts that stand for 1; any other text stands for 0. Instead of `values`."""
+    """The text or texts that stand for 1; any other text stands for 0. An alternative to `values`."""
     above: float | None = None
-    """A number above this reads as 1, any other as 0."""
+    """Numbers above this read as 1, all others as 0."""
     missing: float | Literal["refuse", "drop"] = "refuse"
-    """A missing label: its row is refused, dropped and counted, or the label reads as this number."""
+    """What to do about a missing label: treat its row as malformed ("refuse"), drop and count the row ("drop"), or read
+    the label as this number."""
 
     def __post_init__(self) -> None:
         check_column("LabelColumn", self.name)
@@ -75,7 +77,7 @@ class LabelColumn(Config):
         if self.values is not None:
             if not isinstance(self.values, Mapping) or not self.values or self.true is not None:
                 raise ConfigError(
-                    f"{where}: values is {describe(self.values)}; wanted texts and numbers, without `true`"
+                    f"{where}: values is {describe(self.values)}; expected texts and numbers, without `true`"
                 )
             values = {
                 str(text): check_number(where, f"values[{text!r}]", v, _NO_BOUND) for text, v in self.values.items()
@@ -97,10 +99,10 @@ class LabelColumn(Config):
 
     def _check_kind(self, name: str, number: float) -> None:
         if self.outside(np.array([number], np.float32))[0]:
-            raise ConfigError(f"label column {self.name!r}: {name} is {number:g}; wanted {self.wanted}")
+            raise ConfigError(f"label column {self.name!r}: {name} is {number:g}; expected {self.wanted}")
 
     def outside(self, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Which numbers are not of its kind; NaN, which is a missing label, is of none."""
+        """Return which numbers are not of the column's kind; NaN, which is a missing label, is of no kind."""
         match self.kind:
             case "binary":
                 inside = (numbers == 0) | (numbers == 1)
@@ -112,7 +114,7 @@ class LabelColumn(Config):
 
     @property
     def wanted(self) -> str:
-        """Its kind, for messages, and what to declare instead."""
+        """The numbers of the column's kind, in words for messages, and what to declare for others."""
         match self.kind:
             case "binary":
                 return f"0 or 1, or declare LabelColumn({self.name!r}, above=...), kind='real' or kind='count'"
@@ -122,35 +124,35 @@ class LabelColumn(Config):
 
     @property
     def texts(self) -> dict[str, float] | None:
-        """The texts that stand for numbers; None: the column holds numbers."""
+        """The texts that stand for numbers, with the numbers; None: the column holds numbers."""
         if self.true is not None:
             return dict.fromkeys(self.true, 1.0)
         return None if self.values is None else dict(self.values)
 
     @property
     def other(self) -> float | None:
-        """What any other text stands for; None: it is refused."""
+        """The number that any other text stands for; None: another text is malformed."""
         return None if self.true is None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class IdColumn(Config):
-    """A column of ids of one feature: one id, or a list of them, for each sample."""
+    """A column with the ids of one feature: one id, or a list of ids, for each sample."""
 
     name: str = ""
-    """The column; empty: it is called as the feature is."""
+    """The name of the column; empty: the name of the feature."""
     _: KW_ONLY
     kind: Literal["string", "integer"] | None = None
-    """Texts become ids by `satrap.data.hashing`; integers are ids as they are. None: as the column's type says; in a
-    text file, which has no types, texts."""
+    """What the column holds: texts, which `satrap.data.hashing` turns into ids, or integers, which are ids unchanged.
+    None: the column's type decides; text files have no types, so they hold texts."""
     hash: bool = False
-    """Hash integers too."""
+    """Whether to hash integers as well."""
     missing: int | None = None
-    """The id that stands for a missing one. None: the sample has an empty bag, and a list is shorter."""
+    """The id that replaces a missing one. None: the sample has an empty bag, or the list is shorter."""
     separator: str | None = None
-    """The column is a text that lists ids, with this character between them."""
+    """The character between ids, where the column holds texts that list ids."""
     weights: str | None = None
-    """The column with a weight for each id."""
+    """The name of the column with a weight for each id."""
 
     def __post_init__(self) -> None:
         if self.name != "":
@@ -160,33 +162,35 @@ class IdColumn(Config):
             check_choice(where, "kind", self.kind, ("string", "integer"))
         check_flag(where, "hash", self.hash)
         if self.hash and self.kind == "string":
-            raise ConfigError(f"{where}: hash is for integers; strings are hashed in any case: leave it out")
+            raise ConfigError(f"{where}: hash=True is for integers; strings are always hashed: leave it out")
         if self.missing is not None:
             set_field(self, "missing", check_id(where, "missing", self.missing))
         if self.separator is not None and (
             not isinstance(self.separator, str) or len(self.separator) != 1 or not self.separator.isascii()
         ):
-            raise ConfigError(f"{where}: separator is {describe(self.separator)}; wanted one ASCII character, e.g. '|'")
+            raise ConfigError(
+                f"{where}: separator is {describe(self.separator)}; expected one ASCII character, e.g. '|'"
+            )
         if self.weights is not None:
             check_column(where, self.weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The columns of a source, settled for some features."""
+    """The columns of a source, resolved for the features of a model."""
 
     features: tuple[str, ...]
-    """In the order of the batch."""
+    """The features, in the order of the batch."""
     ids: tuple[IdColumn, ...]
-    """Of each feature; every one names its column."""
+    """The column of each feature, with its name."""
     dense: tuple[DenseColumn, ...]
     label: tuple[LabelColumn, ...]
-    one_label: bool
-    """One label comes as [batch_size], not as [batch_size, 1]."""
+    is_single_label: bool
+    """Whether the label is returned as [batch_size] and not as [batch_size, number of labels]."""
     extra: tuple[str, ...]
 
     @classmethod
-    def settle(
+    def resolve(
         cls,
         features: Features | Sequence[str],
         *,
@@ -197,86 +201,88 @@ class Columns:
         label: LabelColumn | tuple[LabelColumn, ...] | None,
         extra: tuple[str, ...],
     ) -> Self:
-        """The declared columns for these features; those of other features are left alone."""
+        """Resolve the declared columns for these features; declarations for other features are ignored."""
         names = as_names("batches", "features", tuple(features) if isinstance(features, Features) else features)
         _warn_of_unused("ids", {name: column.name for name, column in ids.items()}, names)
         _warn_of_unused("weights", weights, names)
-        settled = []
+        resolved = []
         for name in names:
             column = ids.get(name, IdColumn())
             if name in weights:
                 if column.weights not in (None, weights[name]):
                     raise ConfigError(
-                        f"feature {name!r}: weights are {column.weights!r} and {weights[name]!r}; give one"
+                        f"feature {name!r}: its weights are {column.weights!r} and {weights[name]!r}; give one column"
                     )
                 column = replace(column, weights=weights[name])
             if isinstance(features, Features) and features[name].weighted and column.weights is None:
                 raise ConfigError(
-                    f"feature {name!r} is weighted and no column holds its weights: name it, e.g. "
+                    f"feature {name!r} is weighted and no column holds its weights; name the column, e.g. "
                     f"weights={{{name!r}: '{name}_weight'}}"
                 )
             missing = missing_id if column.missing is None else column.missing
-            settled.append(replace(column, name=column.name or name, missing=missing))
+            resolved.append(replace(column, name=column.name or name, missing=missing))
         labels = () if label is None else label if isinstance(label, tuple) else (label,)
-        one_label = not isinstance(label, tuple)
-        return cls(features=names, ids=tuple(settled), dense=dense, label=labels, one_label=one_label, extra=extra)
+        is_single_label = not isinstance(label, tuple)
+        return cls(
+            features=names, ids=tuple(resolved), dense=dense, label=labels, is_single_label=is_single_label, extra=extra
+        )
 
-    def needed(self) -> dict[str, str]:
-        """Each column that must be there, and what needs it."""
-        needed: dict[str, str] = {}
+    def required(self) -> dict[str, str]:
+        """Return the names of the required columns, each with what requires it."""
+        required: dict[str, str] = {}
         for feature, column in zip(self.features, self.ids, strict=True):
-            needed.setdefault(column.name, f"feature {feature!r}")
+            required.setdefault(column.name, f"feature {feature!r}")
             if column.weights is not None:
-                needed.setdefault(column.weights, f"the weights of feature {feature!r}")
+                required.setdefault(column.weights, f"the weights of feature {feature!r}")
         for dense in self.dense:
-            needed.setdefault(dense.name, "dense")
+            required.setdefault(dense.name, "dense")
         for label in self.label:
-            needed.setdefault(label.name, "label")
+            required.setdefault(label.name, "label")
         for extra in self.extra:
-            needed.setdefault(extra, "extra")
-        return needed
+            required.setdefault(extra, "extra")
+        return required
 
-    def check(self, where: str, known: Sequence[str]) -> None:
-        """Refuses a needed column that is not among the known ones, or is there twice."""
-        for name, what in self.needed().items():
+    def check_present(self, where: str, known: Sequence[str]) -> None:
+        """Raise if a required column is missing from the known ones, or occurs twice."""
+        for name, purpose in self.required().items():
             if name not in known:
                 nearest = suggest(name, list(known)) if known else "it has no columns"
-                raise SourceError(f"{where} has no column {name!r} ({what}); {nearest}")
+                raise SourceError(f"{where} has no column {name!r} ({purpose}); {nearest}")
             if list(known).count(name) > 1:
-                raise SourceError(f"{where} has {list(known).count(name)} columns {name!r} ({what}); wanted one")
+                raise SourceError(f"{where} has {list(known).count(name)} columns {name!r} ({purpose}); expected one")
 
 
-def _warn_of_unused(what: str, given: Mapping[str, str | None], features: Sequence[str]) -> None:
-    """Warns of names that look like mistakes: nearly that of a feature that has no entry, or a column's in its place.
+def _warn_of_unused(option: str, declared: Mapping[str, str | None], features: Sequence[str]) -> None:
+    """Warn about names that are probably mistakes: close to a feature without an entry, or a column in its place.
 
-    Other names that are no feature are left alone: the source may serve several models.
+    Other names that are not features are ignored, since the source may serve several models.
     """
-    left = [feature for feature in features if feature not in given]
-    for name, column in given.items():
+    unassigned = [feature for feature in features if feature not in declared]
+    for name, column in declared.items():
         if name in features:
             continue
-        if near := get_close_matches(name, left, n=1, cutoff=0.8):
-            meant = f"did you mean {near[0]!r}?"
-        elif column in left:
-            meant = f"it maps features to columns: did you mean {what}={{{column!r}: {name!r}}}?"
+        if near := get_close_matches(name, unassigned, n=1, cutoff=0.8):
+            hint = f"did you mean {near[0]!r}?"
+        elif column in unassigned:
+            hint = f"it maps features to columns: did you mean {option}={{{column!r}: {name!r}}}?"
         else:
             continue
         warnings.warn(
-            f"{what} names {name!r}, which is no feature of this model and is not used; {meant}", stacklevel=2
+            f"{option} names {name!r}, which is not a feature of this model and is ignored; {hint}", stacklevel=2
         )
 
 
 def check_column(where: str, name: object) -> str:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: the column is {describe(name)}; wanted its name")
+        raise ConfigError(f"{where}: the column is {describe(name)}; expected its name")
     return name
 
 
 def as_names(where: str, name: str, value: object) -> tuple[str, ...]:
-    """One text, or several different ones."""
-    given: Any = (value,) if isinstance(value, str) else value
-    if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted texts")
-    if len(set(given)) != len(given):
-        raise ConfigError(f"{where}: {name} holds {next(each for each in given if given.count(each) > 1)!r} twice")
-    return tuple(given)
+    """Return one text, or several different ones, as a tuple."""
+    names: Any = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected texts")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{where}: {name} holds {next(each for each in names if names.count(each) > 1)!r} twice")
+    return tuple(names)

@@ -1,8 +1,8 @@
-"""Arrow: IPC files and streams (Feather files are such), and tables in memory.
+"""Arrow data as sources: IPC files (Feather files are IPC files) and streams, and tables in memory.
 
-A file's record batches are the blocks; short ones that lie side by side make one, and long ones come in pieces. Local
-files are mapped into memory; elsewhere a record batch is the least that can be read. A stream can only be read from its
-start: it is one block. A table is cut into ranges of rows, which are views of it.
+The blocks of a file are its record batches; adjacent short ones form one block, and long ones are read in chunks. Local
+files are mapped into memory; from other filesystems, whole record batches are read. A stream can only be read from its
+start, so it is one block. A table is split into ranges of rows, which are views of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_integer, set_field
-from satrap.data.block import Block, Piece
+from satrap.data.block import Block, Chunk
 from satrap.data.decode import check_kinds, check_types, decode_table
 from satrap.data.file_source import File, files_signature, find_files
 from satrap.data.inputs import Position
@@ -31,9 +31,9 @@ class Arrow(Source):
     """A file, folder, glob or URL, or a list of those; or a pyarrow Table or RecordBatch."""
     _: KW_ONLY
     filesystem: Any = None
-    """Where the path lies: a filesystem of pyarrow.fs or fsspec. None: as the path says."""
+    """The filesystem of the path, from pyarrow.fs or fsspec. None: the path decides."""
     block_rows: int = 32768
-    """About how many rows are read at a time."""
+    """The approximate number of rows that are read at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,9 +44,9 @@ class Arrow(Source):
         if isinstance(self.path, arrow.Table | arrow.RecordBatch):
             return table_blocks(self.path, columns, self.block_rows, self.max_bad_rows, "the table")
         files = find_files(self.path, self.filesystem)
-        found = [self._blocks_of(file, columns) for file in files]
-        check_kinds((file.name, kinds) for file, (_, kinds) in zip(files, found, strict=True))
-        return [block for blocks, _ in found for block in blocks]
+        results = [self._blocks_of(file, columns) for file in files]
+        check_kinds((file.name, kinds) for file, (_, kinds) in zip(files, results, strict=True))
+        return [block for blocks, _ in results for block in blocks]
 
     def signature(self) -> dict[str, Any]:
         arrow = pyarrow_for("reading Arrow data")
@@ -62,30 +62,32 @@ class Arrow(Source):
             kinds = check_types(reader.schema, columns, file.name)
             if not is_file:
                 if bytes(opened.read_at(len(_STREAM_END), max(0, file.size - len(_STREAM_END)))) != _STREAM_END:
-                    raise SourceError(f"{file.name}: the stream has no end mark: it was cut, or its writer not closed")
-                return [_Stream(self, columns, file)], kinds
+                    raise SourceError(
+                        f"{file.name}: the stream has no end mark, so it is incomplete: write it again and close it"
+                    )
+                return [_StreamBlock(self, columns, file)], kinds
             count = reader.num_record_batches
-            # The footer does not say how long they are. In memory that costs nothing; elsewhere it means to read them.
-            known = range(count if file.is_local else min(count, 1))
-            rows = [reader.get_batch(i).num_rows for i in known]
-        together = max(1, self.block_rows // max([1, *rows[:1]]))
+            # The footer does not hold their lengths. Local files cost nothing to look at; others would have to be read.
+            known_batches = range(count if file.is_local else min(count, 1))
+            rows = [reader.get_batch(i).num_rows for i in known_batches]
+        batches_per_block = max(1, self.block_rows // max([1, *rows[:1]]))
         blocks: list[Block] = [
-            _RecordBatches(self, columns, file, first, min(count, first + together), rows)
-            for first in range(0, count, together)
+            _RecordBatchBlock(self, columns, file, first, min(count, first + batches_per_block), rows)
+            for first in range(0, count, batches_per_block)
         ]
         return blocks, kinds
 
 
-class _RecordBatches(Block):
-    """Some record batches of a file, side by side."""
+class _RecordBatchBlock(Block):
+    """Adjacent record batches of a file."""
 
     def __init__(self, source: Arrow, columns: Columns, file: File, first: int, end: int, rows: list[int]) -> None:
-        """rows: the number in each record batch of the file, or in the first one only."""
+        """rows: the number of rows of each record batch of the file, or only of the first one."""
         self._source, self._columns, self._file = source, columns, file
         self._first, self._end = first, end
         if file.is_local:
             self.num_rows = sum(rows[first:end])
-        self.num_pieces = max(1, -(-(self.num_rows or rows[0]) // source.block_rows))
+        self.num_chunks = max(1, -(-(self.num_rows or rows[0]) // source.block_rows))
 
     def read(self) -> Iterator[tuple[str, int, Any]]:
         arrow = pyarrow_for("reading Arrow data")
@@ -93,24 +95,24 @@ class _RecordBatches(Block):
         with self._file.open(mapped=True, part=part) as opened:
             reader = _ipc().open_file(opened)
             batches = [reader.get_batch(i) for i in range(self._first, self._end)]
-            table = arrow.Table.from_batches(batches, reader.schema).select(list(self._columns.needed()))
+            table = arrow.Table.from_batches(batches, reader.schema).select(list(self._columns.required()))
             for row in range(0, table.num_rows, self._source.block_rows):
                 yield part, row, table.slice(row, self._source.block_rows)
 
-    def num_rows_of(self, raw: tuple[str, int, Any]) -> int:
+    def count_rows(self, raw: tuple[str, int, Any]) -> int:
         return int(raw[2].num_rows)
 
-    def cut(self, raw: tuple[str, int, Any], begin: int, end: int) -> tuple[str, int, Any]:
+    def slice(self, raw: tuple[str, int, Any], begin: int, end: int) -> tuple[str, int, Any]:
         batch, before, table = raw
         return batch, before + begin, table.slice(begin, end - begin)
 
-    def decode(self, raw: tuple[str, int, Any]) -> Piece:
+    def decode(self, raw: tuple[str, int, Any]) -> Chunk:
         batch, before, table = raw
         return decode_table(table, self._columns, f"{self._file.name}, {batch}", before, self._source.max_bad_rows)
 
 
-class _Stream(Block):
-    """A stream of record batches."""
+class _StreamBlock(Block):
+    """All record batches of a stream."""
 
     def __init__(self, source: Arrow, columns: Columns, file: File) -> None:
         self._source, self._columns, self._file = source, columns, file
@@ -119,53 +121,53 @@ class _Stream(Block):
         before = 0
         with self._file.open(mapped=True) as opened:
             for batch in _ipc().open_stream(opened):
-                chosen = batch.select(list(self._columns.needed()))
+                chosen = batch.select(list(self._columns.required()))
                 for row in range(0, batch.num_rows, self._source.block_rows):
                     yield before + row, chosen.slice(row, self._source.block_rows)
                 before += batch.num_rows
 
-    def num_rows_of(self, raw: tuple[int, Any]) -> int:
+    def count_rows(self, raw: tuple[int, Any]) -> int:
         return int(raw[1].num_rows)
 
-    def cut(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
+    def slice(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
         before, batch = raw
         return before + begin, batch.slice(begin, end - begin)
 
-    def decode(self, raw: tuple[int, Any]) -> Piece:
+    def decode(self, raw: tuple[int, Any]) -> Chunk:
         before, batch = raw
         return decode_table(batch, self._columns, self._file.name, before, self._source.max_bad_rows)
 
 
-class _Rows(Block):
+class _TableBlock(Block):
     """A range of rows of a table in memory."""
 
-    exact = True
+    is_exact = True
 
-    def __init__(self, table: Any, columns: Columns, begin: int, most_bad: int, where: str) -> None:
-        self._table, self._columns, self._begin, self._most_bad, self._where = table, columns, begin, most_bad, where
+    def __init__(self, table: Any, columns: Columns, begin: int, max_bad: int, where: str) -> None:
+        self._table, self._columns, self._begin, self._max_bad, self._where = table, columns, begin, max_bad, where
         self.num_rows = table.num_rows
 
     def read(self) -> Iterator[tuple[int, Any]]:
         yield self._begin, self._table
 
-    def num_rows_of(self, raw: tuple[int, Any]) -> int:
+    def count_rows(self, raw: tuple[int, Any]) -> int:
         return int(raw[1].num_rows)
 
-    def cut(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
+    def slice(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
         before, table = raw
         return before + begin, table.slice(begin, end - begin)
 
-    def decode(self, raw: tuple[int, Any]) -> Piece:
+    def decode(self, raw: tuple[int, Any]) -> Chunk:
         before, table = raw
-        return decode_table(table, self._columns, self._where, before, self._most_bad)
+        return decode_table(table, self._columns, self._where, before, self._max_bad)
 
 
-def table_blocks(table: Any, columns: Columns, block_rows: int, most_bad: int, where: str) -> list[Block]:
-    """Blocks of an Arrow table: ranges of its rows."""
+def table_blocks(table: Any, columns: Columns, block_rows: int, max_bad: int, where: str) -> list[Block]:
+    """Return the blocks of an Arrow table: ranges of its rows."""
     check_types(table.schema, columns, where)
-    chosen = table.select(list(columns.needed()))
+    chosen = table.select(list(columns.required()))
     return [
-        _Rows(chosen.slice(begin, block_rows), columns, begin, most_bad, where)
+        _TableBlock(chosen.slice(begin, block_rows), columns, begin, max_bad, where)
         for begin in range(0, table.num_rows, block_rows)
     ]
 

@@ -1,13 +1,15 @@
-"""The road from blocks to batches: windows of samples, shuffled or not, cut into batches, each with its position.
+"""Turns blocks into batches: windows of samples, shuffled or not, cut into batches, each with its position.
 
-Takes decoded pieces from `ahead` in the order that `order` decides, and gives `Inputs`. Knows no file format.
+`BatchAssembler` takes decoded chunks from `read_ahead`, in the order that `shuffle_order` and `rank_split` decide, and
+yields `Inputs`. It knows no file format.
 
-Windows. A window is what is permuted together and held in memory: at most `num_pieces` pieces (1 without shuffling).
-A window that begins with a block takes in block after block. If it is full before a block has ended, the rest of that
-block follows in windows of its own. All windows from one that begins with a block up to the next such are a chain. A
-position names the block that a chain begins with and how many of the chain's samples were given: going on there means
-to read that chain from its start, and nothing before it. A batch may take its samples from several windows; one that
-is just what came whole, in its order, is handed on without a copy.
+Windows. A window is the set of samples that is permuted together and held in memory: at most `num_chunks` chunks (1
+without shuffling). A window that starts at the beginning of a block continues through the following blocks. If it is
+full before a block has ended, the rest of that block follows in windows of its own. The windows from one that starts
+at the beginning of a block up to the next such window form a window group. A position names the block at which a group
+starts and how many samples of the group were consumed: resuming reads that group from its start, and nothing before
+it. A batch may take samples from several windows. A complete batch of the data, in unchanged order, is passed on
+without a copy.
 """
 
 from collections import deque
@@ -21,29 +23,29 @@ from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.columns import Columns
-from satrap.data.block import Block, Piece
-from satrap.data.decode import joined
+from satrap.data.block import Block, Chunk
+from satrap.data.decode import concatenated
 from satrap.data.inputs import Inputs, Position
 from satrap.data.left_out import LeftOut
-from satrap.data.rank_split import Cut, Dealer, Part, Plan, plans
+from satrap.data.rank_split import EpochPlan, GroupShare, RowAssigner, RowRange, plan_epoch
 from satrap.data.read_ahead import ReadAhead
-from satrap.data.shuffle_order import Turn, permutation, share, turns
+from satrap.data.shuffle_order import LegacyTurn, legacy_share, legacy_turns, permutation
 from satrap.errors import SourceError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchAssembler:
-    """One iteration over a source, settled."""
+    """The settings of one iteration over a source, and its batches."""
 
     blocks: Sequence[Block]
     columns: Columns
     batch_size: int | None
-    """None: each piece is a batch, as it came."""
+    """None: each chunk is a batch, unchanged."""
     shuffle: bool
     seed: int
     epochs: int | None
     drop_last: bool
-    num_pieces: int
+    num_chunks: int
     num_threads: int
     max_bad_rows: int
     position: Position
@@ -51,115 +53,120 @@ class BatchAssembler:
     world: int
 
     def batches(self, left_out: LeftOut) -> Generator[Inputs]:
-        """The batches from the position on."""
+        """Yield the batches from the position on, and count the samples that are left out."""
         at = self.position
         while self.epochs is None or at.epoch < self.epochs:
             number = at.batch
-            for inputs in _Epoch(self, at, left_out).batches():
+            for inputs in _EpochReader(self, at, left_out).batches():
                 number += 1
                 yield inputs
             if number == 0 and self.epochs is None:
-                if self.world > 1:  # the others may have some
+                if self.world > 1:  # other ranks may have batches
                     return
-                raise SourceError(f"epoch {at.epoch} has no batch, and epochs is None: no end")
+                raise SourceError(
+                    f"epoch {at.epoch} has no batch and epochs is None, so reading would never end; give more data or "
+                    "set epochs"
+                )
             at = Position(at.epoch + 1, 0, 0, before=at.before)
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
+    """Samples that are permuted together."""
+
     block: int
-    """What its chain begins with, as a position counts blocks."""
+    """The block at which its group starts, as a position counts blocks."""
     end: int
-    """What follows its chain, likewise."""
+    """The block after its group, as a position counts blocks."""
     rows: int
-    """How many rows were dealt out before its chain."""
+    """How many rows were assigned before its group."""
     before: int
-    """Samples of the chain in earlier windows."""
+    """Samples of the group in earlier windows."""
     number: int
-    """How many windows of the chain come before it."""
-    chain: int
-    """The number of its chain, from 1 in this iteration."""
+    """How many windows of the group come before it."""
+    group: int
+    """The number of its group, from 1 in this iteration."""
     offset: Any
-    """What the data gave to go on from before its chain."""
-    parts: list[Piece]
-    """Without their `extra`."""
+    """The data's own offset before its group."""
+    chunks: list[Chunk]
+    """The chunks, without their `extra`."""
     order: NDArray[np.int64]
     extra: dict[str, Any]
-    whole: Inputs | None
-    """The window is this batch."""
+    ready_batch: Inputs | None
+    """The data's own batch with exactly these samples in this order, if there is one."""
 
     def __len__(self) -> int:
         return len(self.order)
 
 
 @dataclass(slots=True)
-class _Chain:
-    """A chain whose windows are being made."""
+class _WindowGroup:
+    """A group to which windows are being added."""
 
     block: int
-    """What it begins with, as a position counts blocks."""
+    """The block at which it starts, as a position counts blocks."""
     rows: int
-    """How many rows were dealt out before it."""
+    """How many rows were assigned before it."""
     number: int
     """Its number, from 1 in this iteration."""
     offset: Any
-    """What the data gave to go on from before it."""
-    samples: int = 0
-    """In its windows so far."""
-    windows: int = 0
+    """The data's own offset before it."""
+    num_samples: int = 0
+    """Samples in its windows so far."""
+    num_windows: int = 0
 
 
-class _Cuts:
-    """Takes a rank's share out of the windows of one chain that other ranks left."""
+class _GroupShares:
+    """Takes a rank's share of the windows of one group that other ranks left unfinished."""
 
-    def __init__(self, cuts: Sequence[Cut]) -> None:
-        self._cuts = cuts
-        self._seen = [0] * len(cuts)  # of each share its samples in earlier windows
+    def __init__(self, shares: Sequence[GroupShare]) -> None:
+        self._shares = shares
+        self._num_seen = [0] * len(shares)  # samples of each share in earlier windows
 
     def apply(self, window: _Window) -> _Window:
-        """The rank's samples of the next window. Those that it was given itself are left in: see `_Epoch._cut`."""
+        """Return the rank's samples of the next window. `_EpochReader._cut` leaves out those that it has consumed."""
         begin, end, before = 0, len(window), window.before
-        for i, cut in enumerate(self._cuts):
-            n, part = end - begin, (cut.rank + window.number) % cut.num_ranks
-            begin, end = begin + n * part // cut.num_ranks, begin + n * (part + 1) // cut.num_ranks
-            before, self._seen[i] = self._seen[i], self._seen[i] + end - begin
-            if i + 1 < len(self._cuts):
-                begin += min(max(0, cut.given - before), end - begin)
-        return replace(window, before=before, order=window.order[begin:end], whole=None)
+        for i, share in enumerate(self._shares):
+            n, part = end - begin, (share.rank + window.number) % share.num_ranks
+            begin, end = begin + n * part // share.num_ranks, begin + n * (part + 1) // share.num_ranks
+            before, self._num_seen[i] = self._num_seen[i], self._num_seen[i] + end - begin
+            if i + 1 < len(self._shares):
+                begin += min(max(0, share.num_consumed - before), end - begin)
+        return replace(window, before=before, order=window.order[begin:end], ready_batch=None)
 
 
 @dataclass(slots=True)
-class _Segment:
-    """Samples of a window that were not given yet: order[begin : end]."""
+class _WindowSlice:
+    """Samples of a window that are not in a batch yet: order[begin : end]."""
 
     window: _Window
     begin: int
     end: int
 
 
-class _Epoch:
-    """One epoch of a road, from a position in it."""
+class _EpochReader:
+    """Reads one epoch from a position in it, and cuts it into batches."""
 
-    def __init__(self, road: BatchAssembler, start: Position, left_out: LeftOut) -> None:
-        self.road = road
+    def __init__(self, assembler: BatchAssembler, start: Position, left_out: LeftOut) -> None:
+        self.assembler = assembler
         self.left_out = left_out
-        self.skipped = 0  # bad rows of this epoch
-        self.num_chains = 0  # begun in this iteration
-        self.offset = start.offset  # that the last piece brought
+        self.num_bad = 0  # rows of this epoch that were skipped
+        self.num_groups = 0  # started in this iteration
+        self.offset = start.offset  # of the last chunk
         self.before = tuple(each for each in start.before if max(p.epoch for p in each) >= start.epoch)
         self.start = replace(start, before=self.before)
-        num_blocks = len(road.blocks)
-        order = permutation(num_blocks, road.seed, start.epoch) if road.shuffle else np.arange(num_blocks)
-        self.turns: list[Turn] = []
-        if road.world > 1 and start.is_of_older_release:
-            self.turns = turns(order.tolist(), rank=road.rank, world=road.world)
-            self.plan = Plan([], [Part(turn.block) for turn in self.turns])
+        num_blocks = len(assembler.blocks)
+        order = permutation(num_blocks, assembler.seed, start.epoch) if assembler.shuffle else np.arange(num_blocks)
+        self.legacy_turns: list[LegacyTurn] = []
+        if assembler.world > 1 and start.is_of_older_release:
+            self.legacy_turns = legacy_turns(order.tolist(), rank=assembler.rank, world=assembler.world)
+            self.plan = EpochPlan([], [RowRange(turn.block) for turn in self.legacy_turns])
         else:
-            rows = [block.num_rows for block in road.blocks]
-            self.plan = plans(order.tolist(), rows, road.world, start.epoch, self.before)[road.rank]
+            rows = [block.num_rows for block in assembler.blocks]
+            self.plan = plan_epoch(order.tolist(), rows, assembler.world, start.epoch, self.before)[assembler.rank]
         if start.block > len(self.plan):
             raise SourceError(
-                f"position {start} is at block {start.block} and rank {road.rank} of {road.world} reads "
+                f"position {start} is at block {start.block} and rank {assembler.rank} of {assembler.world} reads "
                 f"{len(self.plan)} in an epoch: the source or its settings changed since the position was saved"
             )
 
@@ -168,147 +175,153 @@ class _Epoch:
             yield from self._cut(windows)
 
     def _cut(self, windows: Iterator[_Window]) -> Iterator[Inputs]:
-        size, pending, number = self.road.batch_size, deque[_Segment](), self.start.batch
-        have = 0
+        """Cut windows into batches; leave out the samples before the start."""
+        size, pending, number = self.assembler.batch_size, deque[_WindowSlice](), self.start.batch
+        num_pending = 0
         for window in windows:
             begin = 0
-            if window.chain == 1:
+            if window.group == 1:
                 begin = min(max(0, self.start.sample - window.before), len(window))
             if begin == len(window):
                 continue
-            pending.append(_Segment(window, begin, len(window)))
-            have += len(window) - begin
-            while have >= (size or have) > 0:
+            pending.append(_WindowSlice(window, begin, len(window)))
+            num_pending += len(window) - begin
+            while num_pending >= (size or num_pending) > 0:
                 number += 1
-                yield self._batch(pending, size or have, number)
-                have -= size or have
-        if have and self.road.drop_last:
-            self.left_out.short += have
-        elif have:
-            yield self._batch(pending, have, number + 1)
+                yield self._batch(pending, size or num_pending, number)
+                num_pending -= size or num_pending
+        if num_pending and self.assembler.drop_last:
+            self.left_out.short += num_pending
+        elif num_pending:
+            yield self._batch(pending, num_pending, number + 1)
 
     def _windows(self) -> Generator[_Window]:
-        """The windows from the start on: of chains that other ranks left, then of the rank's own parts."""
-        first = len(self.plan.chains)
-        dealer = Dealer(self.start.rows, whole=self.road.batch_size is None)
+        """Yield the windows from the start on: first of unfinished groups, then of the rank's own row ranges."""
+        first = len(self.plan.groups)
+        assigner = RowAssigner(self.start.rows, whole_chunks=self.assembler.batch_size is None)
         for index in range(self.start.block, first):
-            chain = self.plan.chains[index]
-            with closing(self._pieces(self._begun(index, chain.parts), index, dealer)) as pieces:
-                cuts = _Cuts(chain.cuts)
-                for window in self._gathered((index, rows, piece) for _, rows, piece in pieces):
-                    yield cuts.apply(window)
+            group = self.plan.groups[index]
+            with closing(self._chunks(self._from_start(index, group.row_ranges), index, assigner)) as chunks:
+                shares = _GroupShares(group.shares)
+                for window in self._fill_windows((index, rows, chunk) for _, rows, chunk in chunks):
+                    yield shares.apply(window)
         at = max(self.start.block, first)
-        with closing(self._pieces(self._begun(at, self.plan.parts[at - first :]), at, dealer)) as pieces:
-            yield from self._gathered(pieces)
+        with closing(self._chunks(self._from_start(at, self.plan.row_ranges[at - first :]), at, assigner)) as chunks:
+            yield from self._fill_windows(chunks)
 
-    def _begun(self, index: int, parts: Sequence[Part]) -> Sequence[Part]:
-        """The parts from an index on; where reading begins, that many rows were dealt out as the position says."""
-        if index != self.start.block or not self.start.sample or not parts:
-            return parts
-        return [parts[0]._replace(rows=self.start.rows), *parts[1:]]
+    def _from_start(self, index: int, row_ranges: Sequence[RowRange]) -> Sequence[RowRange]:
+        """Return the row ranges from an index on; the first one read has the position's number of rows before it."""
+        if index != self.start.block or not self.start.sample or not row_ranges:
+            return row_ranges
+        return [row_ranges[0]._replace(rows_before=self.start.rows), *row_ranges[1:]]
 
-    def _gathered(self, pieces: Iterator[tuple[int, int, Piece | None]]) -> Iterator[_Window]:
-        parts: list[Piece] = []
-        begun: _Chain | None = None
-        for index, rows, piece in pieces:
-            if begun is None:
-                self.num_chains += 1
-                begun = _Chain(index, rows, self.num_chains, self.offset)
-            if piece is not None and len(piece):
-                parts.append(piece)
-            is_end = piece is None or piece.offset is not None  # of a block, or of what the data goes on behind
-            if piece is not None and piece.offset is not None:
-                self.offset = piece.offset
-            if len(parts) == self.road.num_pieces or (is_end and begun.windows and parts):
-                yield self._window(begun, index + 1, parts)
-                parts = []
-            if is_end and begun.windows:
-                begun = None
-        if begun is not None and parts:
-            yield self._window(begun, index + 1, parts)
+    def _fill_windows(self, numbered: Iterator[tuple[int, int, Chunk | None]]) -> Iterator[_Window]:
+        """Collect chunks in windows, and windows in groups."""
+        chunks: list[Chunk] = []
+        group: _WindowGroup | None = None
+        for index, rows, chunk in numbered:
+            if group is None:
+                self.num_groups += 1
+                group = _WindowGroup(index, rows, self.num_groups, self.offset)
+            if chunk is not None and len(chunk):
+                chunks.append(chunk)
+            is_end = chunk is None or chunk.offset is not None  # of a block, or an offset at which the data can resume
+            if chunk is not None and chunk.offset is not None:
+                self.offset = chunk.offset
+            if len(chunks) == self.assembler.num_chunks or (is_end and group.num_windows and chunks):
+                yield self._window(group, index + 1, chunks)
+                chunks = []
+            if is_end and group.num_windows:
+                group = None
+        if group is not None and chunks:
+            yield self._window(group, index + 1, chunks)
 
-    def _pieces(self, parts: Sequence[Part], first: int, dealer: Dealer) -> Generator[tuple[int, int, Piece | None]]:
-        """The rank's samples in these parts: (part, rows dealt out before it, piece), with None where a part ends."""
-        road = self.road
+    def _chunks(
+        self, row_ranges: Sequence[RowRange], first: int, assigner: RowAssigner
+    ) -> Generator[tuple[int, int, Chunk | None]]:
+        """Yield the rank's samples of row ranges as (range, rows assigned before, chunk); None ends each range."""
+        assembler = self.assembler
         ahead = ReadAhead(
-            ((road.blocks[part.block], part) for part in parts),
-            dealer,
-            num_threads=road.num_threads,
-            num_pieces=road.num_pieces + 2 * road.num_threads,
+            ((assembler.blocks[row_range.block], row_range) for row_range in row_ranges),
+            assigner,
+            num_threads=assembler.num_threads,
+            num_chunks=assembler.num_chunks + 2 * assembler.num_threads,
         )
         with ahead:
             index, number = first, 0
-            for rows_before, piece in ahead.pieces():
-                if piece is None:
+            for rows_before, chunk in ahead.chunks():
+                if chunk is None:
                     yield index, rows_before, None
                     index, number = index + 1, 0
                     continue
-                self._count(piece)
-                yield index, rows_before, self._share(piece, index, number)
+                self._count(chunk)
+                yield index, rows_before, self._legacy_share(chunk, index, number)
                 number += 1
 
-    def _share(self, piece: Piece, index: int, number: int) -> Piece:
-        """What a rank took of a piece in an epoch that an older release began."""
-        road = self.road
-        if not self.turns or not self.turns[index].shared:
-            return piece
-        if road.batch_size is None:  # pieces stay whole
-            return piece if number % road.world == road.rank else replace(piece, end=0)
-        begin, end = share(len(piece), self.turns[index].block + number, road.rank, road.world)
-        return replace(piece, begin=begin, end=end, whole=None, samples=piece.decoded())
+    def _legacy_share(self, chunk: Chunk, index: int, number: int) -> Chunk:
+        """Return the rank's share of a chunk in an epoch that an older release started; else the whole chunk."""
+        assembler = self.assembler
+        if not self.legacy_turns or not self.legacy_turns[index].is_shared:
+            return chunk
+        if assembler.batch_size is None:  # each chunk is a batch, which is not divided
+            return chunk if number % assembler.world == assembler.rank else replace(chunk, end=0)
+        begin, end = legacy_share(len(chunk), self.legacy_turns[index].block + number, assembler.rank, assembler.world)
+        return replace(chunk, begin=begin, end=end, ready_batch=None, samples=chunk.decoded())
 
-    def _count(self, piece: Piece) -> None:
-        self.left_out.no_label += piece.dropped
-        room = self.road.max_bad_rows - self.skipped
-        if len(piece.bad) > room:
-            allowed = self.road.max_bad_rows
-            hint = f"{allowed} bad rows are allowed in an epoch and were skipped before" if allowed else "mend the row"
-            raise SourceError(f"{piece.bad[room]}; {hint}, or allow more with max_bad_rows")
-        self.skipped += len(piece.bad)
-        self.left_out.malformed += len(piece.bad)
+    def _count(self, chunk: Chunk) -> None:
+        """Count the rows that decoding left out; raise if there are more bad rows than allowed."""
+        self.left_out.no_label += chunk.num_dropped
+        num_allowed = self.assembler.max_bad_rows - self.num_bad
+        if len(chunk.bad_rows) > num_allowed:
+            allowed = self.assembler.max_bad_rows
+            hint = f"only {allowed} bad rows are allowed in an epoch: fix the row" if allowed else "fix the row"
+            raise SourceError(f"{chunk.bad_rows[num_allowed]}; {hint}, or allow more with max_bad_rows")
+        self.num_bad += len(chunk.bad_rows)
+        self.left_out.malformed += len(chunk.bad_rows)
 
-    def _window(self, begun: "_Chain", end: int, parts: list[Piece]) -> _Window:
-        n = sum(map(len, parts))
-        if self.road.shuffle:
-            at = begun.block - len(self.plan.chains)
-            block = (self.plan.parts[at] if at >= 0 else self.plan.chains[begun.block].parts[0]).block
-            order = permutation(n, self.road.seed, self.start.epoch, block, begun.windows)
+    def _window(self, group: "_WindowGroup", end: int, chunks: list[Chunk]) -> _Window:
+        """Close a window of these chunks and add it to its group."""
+        n = sum(map(len, chunks))
+        if self.assembler.shuffle:
+            at = group.block - len(self.plan.groups)
+            block = (self.plan.row_ranges[at] if at >= 0 else self.plan.groups[group.block].row_ranges[0]).block
+            order = permutation(n, self.assembler.seed, self.start.epoch, block, group.num_windows)
         else:
             order = np.arange(n, dtype=np.int64)
         extra = {
-            name: joined([piece.extra[name].slice(piece.begin, len(piece)) for piece in parts])
-            for name in self.road.columns.extra
+            name: concatenated([chunk.extra[name].slice(chunk.begin, len(chunk)) for chunk in chunks])
+            for name in self.assembler.columns.extra
         }
-        whole = parts[0].whole if not self.road.shuffle and len(parts) == 1 else None
-        bare = [replace(piece, extra={}) for piece in parts]
+        ready_batch = chunks[0].ready_batch if not self.assembler.shuffle and len(chunks) == 1 else None
+        bare = [replace(chunk, extra={}) for chunk in chunks]
         window = _Window(
-            block=begun.block,
+            block=group.block,
             end=end,
-            rows=begun.rows,
-            before=begun.samples,
-            number=begun.windows,
-            chain=begun.number,
-            offset=begun.offset,
-            parts=bare,
+            rows=group.rows,
+            before=group.num_samples,
+            number=group.num_windows,
+            group=group.number,
+            offset=group.offset,
+            chunks=bare,
             order=order,
             extra=extra,
-            whole=whole,
+            ready_batch=ready_batch,
         )
-        begun.samples += n
-        begun.windows += 1
+        group.num_samples += n
+        group.num_windows += 1
         return window
 
-    def _batch(self, pending: deque[_Segment], n: int, number: int) -> Inputs:
-        """The next n samples of the pending segments, which hold as many."""
-        taken: list[_Segment] = []
-        wanted = n
-        while wanted:
-            segment = pending[0]
-            end = min(segment.end, segment.begin + wanted)
-            taken.append(_Segment(segment.window, segment.begin, end))
-            wanted -= end - segment.begin
-            segment.begin = end
-            if segment.begin == segment.end:
+    def _batch(self, pending: deque[_WindowSlice], n: int, number: int) -> Inputs:
+        """Return a batch of the next n pending samples; there must be as many."""
+        taken: list[_WindowSlice] = []
+        remaining = n
+        while remaining:
+            current = pending[0]
+            end = min(current.end, current.begin + remaining)
+            taken.append(_WindowSlice(current.window, current.begin, end))
+            remaining -= end - current.begin
+            current.begin = end
+            if current.begin == current.end:
                 pending.popleft()
         last = taken[-1]
         position = Position(
@@ -321,24 +334,24 @@ class _Epoch:
             self.before,
             last.window.offset,
         )
-        if last.window.whole is not None and last.begin == 0 and last.end == n == len(last.window):
-            return replace(last.window.whole, position=position)
-        return inputs_of(self.road.columns, [(s.window, s.window.order[s.begin : s.end]) for s in taken], position)
+        if last.window.ready_batch is not None and last.begin == 0 and last.end == n == len(last.window):
+            return replace(last.window.ready_batch, position=position)
+        return inputs_of(self.assembler.columns, [(s.window, s.window.order[s.begin : s.end]) for s in taken], position)
 
 
 def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], position: Position) -> Inputs:
-    """One batch of samples of some windows."""
-    parts: list[Piece] = []
+    """Return one batch of samples from several windows."""
+    chunks: list[Chunk] = []
     orders, before = [], 0
     for window, order in taken:
-        parts += window.parts
+        chunks += window.chunks
         orders.append(order + before)
-        before += sum(map(len, window.parts))
+        before += sum(map(len, window.chunks))
     values, offsets, weights, dense, label = _core.gather(
-        [(piece.decoded(), piece.begin, piece.stop) for piece in parts], np.concatenate(orders)
+        [(chunk.decoded(), chunk.begin, chunk.stop) for chunk in chunks], np.concatenate(orders)
     )
-    extra = {name: joined([w.extra[name].take(order) for w, order in taken]) for name in columns.extra}
-    flat = label is not None and _has_flat_label(columns, parts)
+    extra = {name: concatenated([w.extra[name].take(order) for w, order in taken]) for name in columns.extra}
+    is_flat = label is not None and _is_label_flat(columns, chunks)
     return Inputs(
         names=columns.features,
         values=values,
@@ -346,36 +359,38 @@ def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], 
         weights=weights,
         batch_size=sum(map(len, orders)),
         dense=dense,
-        label=label[:, 0] if label is not None and flat else label,
+        label=label[:, 0] if label is not None and is_flat else label,
         position=position,
         extra=extra,
     )
 
 
-def _has_flat_label(columns: Columns, parts: list[Piece]) -> bool:
-    """The one label comes as [n], because it is declared so or, where the samples brought it, came so."""
+def _is_label_flat(columns: Columns, chunks: list[Chunk]) -> bool:
+    """Return whether the label has shape [n]: because one column is declared, or because it is so in the data."""
     if columns.label:
-        return columns.one_label
-    flat = {piece.flat_label for piece in parts}
-    if len(flat) > 1:
-        raise SourceError("a batch takes samples of items with labels [n] and of items with labels [n, 1]; give one")
-    return flat.pop()
+        return columns.is_single_label
+    is_flat = {chunk.is_label_flat for chunk in chunks}
+    if len(is_flat) > 1:
+        raise SourceError(
+            "a batch takes samples of items with labels [n] and of items with labels [n, 1]; give all items one shape"
+        )
+    return is_flat.pop()
 
 
 class Batches(Iterator[Inputs]):
-    """The batches of a source. Dropping it, or `close`, ends its threads."""
+    """An iterator over the batches of a source. `close`, or dropping the last reference to it, stops its threads."""
 
-    def __init__(self, road: BatchAssembler, length: Callable[[], int]) -> None:
-        """length: how many they are; TypeError if that is not known."""
+    def __init__(self, assembler: BatchAssembler, length: Callable[[], int]) -> None:
+        """length: returns the number of batches, or raises TypeError if it is unknown."""
         self._length = length
         self._left_out = LeftOut()
-        self._batches = road.batches(self._left_out)
+        self._batches = assembler.batches(self._left_out)
 
     def __iter__(self) -> "Batches":
         return self
 
     def __len__(self) -> int:
-        """How many they are, from the first one on; TypeError where that is not known before they are read."""
+        """Return the number of batches from the first one on; TypeError if it is unknown before they are read."""
         return self._length()
 
     def __next__(self) -> Inputs:
@@ -388,10 +403,10 @@ class Batches(Iterator[Inputs]):
         self.close()
 
     def close(self) -> None:
-        """Ends the iteration; returns when no thread of it runs any more."""
+        """Stop the iteration; return when all of its threads have ended."""
         self._batches.close()
 
     @property
     def left_out(self) -> LeftOut:
-        """Samples that were left out so far."""
+        """The samples that were left out so far, by reason."""
         return replace(self._left_out)

@@ -1,8 +1,8 @@
-"""What every kind of source gives to the road of a batch: blocks that can be read on their own, piece by piece.
+"""The interface between the kinds of sources and the code they share: blocks that can be read on their own.
 
-A block is what reading can begin at: a row group, a byte range of a text file, a record batch, a file that can only be
-read from its start. It comes in pieces of bounded size, most blocks in one. Reading a piece from its block is done in
-order, one piece at a time; decoding pieces to samples is done in any order, in many threads at once.
+A block is where reading can start: a row group, a byte range of a text file, a record batch, or a whole file that can
+only be read from its start. It is read in chunks of bounded size; most blocks are one chunk. The chunks of a block are
+read in order, one at a time; they are decoded to samples in any order, in many threads at once.
 """
 
 from abc import ABC, abstractmethod
@@ -16,80 +16,80 @@ from satrap.data.inputs import Inputs
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is refused."""
+    """A malformed row."""
 
     where: Callable[[], str]
-    """Says the file and the line. Finding the line may mean to read the file up to it."""
+    """Returns the file and the line. Finding the line may require reading the file up to it."""
     why: str
-    """What was found and what was wanted."""
+    """What was found and what was expected."""
 
     def __str__(self) -> str:
         return f"{self.where()}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Decoded samples of a block. Refused and dropped rows are not among them."""
+class Chunk:
+    """Decoded samples of a block, without malformed and dropped rows."""
 
     samples: Samples | Callable[[], Samples]
-    """A function, where `whole` is given: it makes them of that, for whoever cuts or permutes them."""
-    whole: Inputs | None = None
-    """All of them as the batch that they came as. It can be handed on as it is, which costs no copy."""
-    flat_label: bool = False
-    """One label that no column declares, but the samples brought, came as [n] and not as [n, 1]."""
+    """With a `ready_batch`, a function that converts it to samples if they are to be cut or permuted."""
+    ready_batch: Inputs | None = None
+    """All samples, as a batch of the data. It can be passed on unchanged, without a copy."""
+    is_label_flat: bool = False
+    """Whether the data has a label without a declared column whose shape is [n] and not [n, 1]."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Arrow arrays, as long as the samples."""
-    bad: tuple[BadRow, ...] = ()
-    """Rows that were refused: at most one more than the user allows."""
-    dropped: int = 0
-    """Rows without a label, where the user said to drop them."""
+    """Arrow arrays with one value for each sample."""
+    bad_rows: tuple[BadRow, ...] = ()
+    """Malformed rows: at most one more than the user allows."""
+    num_dropped: int = 0
+    """Rows dropped because their label is missing."""
     begin: int = 0
-    """The first of the samples that is wanted."""
+    """The first of the samples that are used."""
     end: int | None = None
-    """The sample behind the last that is wanted; None: all are."""
+    """The sample after the last that is used; None: all are."""
     offset: Any = None
-    """What the data gave to go on from behind these samples."""
+    """The data's own offset, from which reading continues after these samples."""
 
     @property
     def stop(self) -> int:
-        """The sample behind the last that is wanted."""
+        """The sample after the last that is used."""
         if self.end is not None:
             return self.end
-        return len(self.decoded()) if self.whole is None else self.whole.batch_size
+        return len(self.decoded()) if self.ready_batch is None else self.ready_batch.batch_size
 
     def __len__(self) -> int:
         return self.stop - self.begin
 
     def decoded(self) -> Samples:
-        """The samples, made now if they were not."""
+        """Return the samples, converted from the ready batch if necessary."""
         return self.samples() if callable(self.samples) else self.samples
 
 
 class Block(ABC):
     """A part of a source that can be read on its own."""
 
-    num_pieces = 1
-    """How many pieces to expect; a guess, only for reading ahead."""
-    exact = False
-    """That is exactly how many there are, so that the end need not be looked for."""
+    num_chunks = 1
+    """How many chunks to expect; an estimate, used only for reading ahead."""
+    is_exact = False
+    """Whether `num_chunks` is exact, so that reading need not look for the end."""
     num_rows: int | None = None
-    """How many rows it has; None: not known before it is read."""
+    """The number of rows; None: unknown before the block is read."""
     num_items: int | None = None
-    """How many samples it has, or batches if each of its pieces is one, where that is known but they cannot be read on
-    their own; None: not known before it is read."""
+    """The number of samples, or of batches if each chunk is one, where it is known but they cannot be read on their
+    own; None: unknown before the block is read."""
 
     @abstractmethod
     def read(self) -> Iterator[Any]:
-        """The pieces, not decoded yet. Opens what it reads when the first is asked for."""
+        """Yield the chunks, not decoded yet. Opens the data when the first is requested."""
 
     @abstractmethod
-    def num_rows_of(self, raw: Any) -> int:
-        """How many rows a piece has that `read` gave. A row may turn out to be no sample when it is decoded."""
+    def count_rows(self, raw: Any) -> int:
+        """Return the number of rows of a chunk from `read`. Decoding may leave out some of them."""
 
     @abstractmethod
-    def cut(self, raw: Any, begin: int, end: int) -> Any:
-        """Some rows of a piece that `read` gave, as such a piece."""
+    def slice(self, raw: Any, begin: int, end: int) -> Any:
+        """Return some rows of a chunk from `read`, in the same form."""
 
     @abstractmethod
-    def decode(self, raw: Any) -> Piece:
-        """The samples of a piece that `read` gave."""
+    def decode(self, raw: Any) -> Chunk:
+        """Return the samples of a chunk from `read`."""

@@ -1,7 +1,8 @@
-"""Arrow columns become decoded samples: whole columns at a time, by pyarrow and the core, never value by value.
+"""Converts Arrow columns to samples: whole columns at a time, by pyarrow and the core, never value by value.
 
-Knows what `columns` declares and what Arrow types exist; Parquet, Arrow files, frames and items of iterables all end
-here. A row that cannot be honoured is found after its columns were converted, taken out, and reported by its number.
+This module knows the declarations in `columns` and the types of Arrow. Parquet files, Arrow files, frames and the items
+of iterables all pass through it. Malformed rows are found after their columns were converted; they are removed, and
+reported by their numbers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,29 +15,29 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from satrap.config.optional_deps import pyarrow_for
-from satrap.data.block import BadRow, Piece
-from satrap.data.file_source import naming
+from satrap.data.block import BadRow, Chunk
+from satrap.data.file_source import errors_naming
 from satrap.data.hashing import hash_integers, hash_strings, is_text
 from satrap.errors import SourceError
 
 _Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
-_Flat = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]
+_FlatIds = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]
 _LARGEST_EXACT = 2.0**53  # floats beyond it skip integers
-_WHOLE = "a whole number of at most 2**53"
+_INTEGER = "a whole number of at most 2**53"
 
 
 @dataclass(slots=True)
 class _Fault:
-    """Rows that have something wrong."""
+    """Malformed rows with one cause."""
 
     rows: NDArray[np.bool_]
     why: Callable[[int], str]
-    """What is wrong with one of them."""
+    """Returns what is wrong with a row."""
 
 
 @dataclass(slots=True)
 class _Decoder:
-    """Converts the columns of one piece and remembers what was wrong."""
+    """Converts the columns of one chunk and collects the faults that it finds."""
 
     where: str
     n: int
@@ -47,31 +48,31 @@ class _Decoder:
     # -- ids -----------------------------------------------------------------------------------------------------------
 
     def bag(self, column: IdColumn, array: Any, weights: Any) -> _Bag:
-        """The ids of one feature; weights: the column beside it, or None."""
+        """Return the ids of one feature; weights: the column of their weights, or None."""
         array = self._split(column, array)
         bag: tuple[NDArray[np.uint64], NDArray[np.int64] | None]
         if _is_list(self.arrow, array.type):
-            bag = self._lists(column, array, weights is not None)
+            bag = self._list_ids(column, array, weights is not None)
         else:
-            bag = self._single(column, array)
+            bag = self._single_ids(column, array)
         return (*bag, None if weights is None else self._weights(column, weights, bag, _numpy(array.is_null())))
 
     def _split(self, column: IdColumn, array: Any) -> Any:
-        """Texts that list ids become lists of texts, in which an empty text is a missing id."""
+        """Split texts that list ids; an empty item is a missing id."""
         if column.separator is None or self.arrow.types.is_null(array.type):
             return array
         array, arrow = self._decoded(array), self.arrow
         if not is_text(arrow, array.type):
             self._refuse_type(column.name, array.type, f"texts to split at {column.separator!r}")
-        gone = _numpy(arrow.compute.equal(array, "").fill_null(True))
+        is_missing = _numpy(arrow.compute.equal(array, "").fill_null(True))
         lists = arrow.compute.split_pattern(array, column.separator)
-        lengths = np.where(gone, 0, _numpy(arrow.compute.list_value_length(lists).fill_null(0)))
-        items = lists.filter(arrow.array(~gone)).flatten()
+        lengths = np.where(is_missing, 0, _numpy(arrow.compute.list_value_length(lists).fill_null(0)))
+        items = lists.filter(arrow.array(~is_missing)).flatten()
         items = arrow.compute.if_else(arrow.compute.equal(items, ""), arrow.scalar(None, items.type), items)
-        return arrow.LargeListArray.from_arrays(arrow.array(_ends(lengths)), items, mask=arrow.array(gone))
+        return arrow.LargeListArray.from_arrays(arrow.array(_offsets(lengths)), items, mask=arrow.array(is_missing))
 
-    def _flat(self, column: IdColumn, array: Any) -> _Flat:
-        """Ids, which of them are there, and which cannot be ids; None: all of them, none of them."""
+    def _flat_ids(self, column: IdColumn, array: Any) -> _FlatIds:
+        """Return ids, which of them are present (None: all), and which values cannot be ids (None: none)."""
         arrow, kind = self.arrow, array.type
         types = arrow.types
         valid = None if array.null_count == 0 else _numpy(array.is_valid())
@@ -81,13 +82,13 @@ class _Decoder:
             if column.kind == "integer":
                 self._refuse_type(column.name, kind, "integers, as declared: convert it, or declare kind='string'")
             if types.is_dictionary(kind) and array.dictionary.null_count:
-                return self._flat(column, array.dictionary_decode())
+                return self._flat_ids(column, array.dictionary_decode())
             return hash_strings(array), valid, None
         if types.is_dictionary(kind):
-            return self._flat(column, array.dictionary_decode())
+            return self._flat_ids(column, array.dictionary_decode())
         wrong = None
         if types.is_floating(kind) and column.kind == "integer":
-            array, valid, wrong = self._whole(array)
+            array, valid, wrong = self._integers(array)
         elif not (types.is_integer(kind) or types.is_boolean(kind)):
             hint = "; convert them, or declare kind='integer' if they are whole" if types.is_floating(kind) else ""
             self._refuse_type(column.name, kind, f"integers or texts for ids{hint}")
@@ -97,42 +98,42 @@ class _Decoder:
         ids = _numpy(array.cast(wide).fill_null(0)).view(np.uint64)
         return (hash_integers(ids) if column.hash else ids), valid, wrong
 
-    def _whole(self, array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Floats that a frame made of integers because some are missing."""
+    def _integers(self, array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Convert floats to integers: frames store integers as floats where some are missing."""
         numbers = _numpy(array.cast(self.arrow.float64()).fill_null(np.nan))
         valid = ~np.isnan(numbers)
-        whole = valid & (np.abs(numbers) <= _LARGEST_EXACT) & (np.floor(numbers) == numbers)
-        return self.arrow.array(np.where(whole, numbers, 0.0).astype(np.int64)), valid, valid & ~whole
+        integral = valid & (np.abs(numbers) <= _LARGEST_EXACT) & (np.floor(numbers) == numbers)
+        return self.arrow.array(np.where(integral, numbers, 0.0).astype(np.int64)), valid, valid & ~integral
 
-    def _single(self, column: IdColumn, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None]:
-        ids, valid, wrong = self._flat(column, array)
+    def _single_ids(self, column: IdColumn, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None]:
+        ids, valid, wrong = self._flat_ids(column, array)
         if wrong is not None:
-            self._fault(column.name, wrong, array, _WHOLE)
+            self._fault(column.name, wrong, array, _INTEGER)
         if valid is None or valid.all():
             return ids, None
         if column.missing is not None:
             return np.where(valid, ids, np.uint64(column.missing)), None
-        return ids[valid], _ends(valid)
+        return ids[valid], _offsets(valid)
 
-    def _lists(self, column: IdColumn, array: Any, weighted: bool) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    def _list_ids(self, column: IdColumn, array: Any, weighted: bool) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         lengths = _numpy(self.arrow.compute.list_value_length(array).fill_null(0)).astype(np.int64)
-        offsets = _ends(lengths)
-        ids, valid, wrong = self._flat(column, array.flatten())
+        offsets = _offsets(lengths)
+        ids, valid, wrong = self._flat_ids(column, array.flatten())
         if wrong is not None:
-            self._fault(column.name, np.diff(_ends(wrong)[offsets]) > 0, array, _WHOLE)
+            self._fault(column.name, np.diff(_offsets(wrong)[offsets]) > 0, array, _INTEGER)
         if valid is not None and not valid.all():
             if column.missing is not None:
                 ids = np.where(valid, ids, np.uint64(column.missing))
             else:
-                ends = _ends(valid)[offsets]
+                ends = _offsets(valid)[offsets]
                 if weighted:
-                    why = f"column {column.name!r} lists a missing id, and weights stand beside its ids: remove both"
+                    why = f"column {column.name!r} lists a missing id, and its ids have weights: remove both"
                     self.faults.append(_Fault(np.diff(ends) < lengths, lambda _: why))
                 ids, offsets = ids[valid], ends
-        gone = _numpy(array.is_null())
-        if column.missing is not None and gone.any():
-            ids = np.insert(ids, offsets[:-1][gone], np.uint64(column.missing))
-            offsets = offsets + _ends(gone)
+        is_missing = _numpy(array.is_null())
+        if column.missing is not None and is_missing.any():
+            ids = np.insert(ids, offsets[:-1][is_missing], np.uint64(column.missing))
+            offsets = offsets + _offsets(is_missing)
         return ids, offsets
 
     def _weights(
@@ -142,7 +143,7 @@ class _Decoder:
         bag: tuple[NDArray[np.uint64], NDArray[np.int64] | None],
         missing: NDArray[np.bool_],
     ) -> NDArray[np.float32]:
-        """As many weights as ids: those beside a missing bag are left out, and the id that stands for it weighs 1."""
+        """Return one weight for each id. The weights of a missing bag are ignored, and the id in its place weighs 1."""
         ids, offsets = bag
         if offsets is None:
             offsets = np.arange(self.n + 1, dtype=np.int64)
@@ -154,37 +155,37 @@ class _Decoder:
         if not (_is_number(self.arrow, flat.type) or self.arrow.types.is_null(flat.type)):
             self._refuse_type(column.weights, weights.type, "numbers for weights")
         numbers = _floats(flat)
-        starts = _ends(lengths)[:-1]
-        wanted = np.diff(offsets)
-        uneven = ~missing & (lengths != wanted)
+        starts = _offsets(lengths)[:-1]
+        expected = np.diff(offsets)
+        uneven = ~missing & (lengths != expected)
         if uneven.any():
             what = f"column {column.name!r}", f"column {column.weights!r}"
             self.faults.append(
-                _Fault(uneven, lambda i: f"{what[1]} has {lengths[i]} weights and {what[0]} {wanted[i]} ids")
+                _Fault(uneven, lambda i: f"{what[1]} has {lengths[i]} weights and {what[0]} has {expected[i]} ids")
             )
-        bad = np.append(0, np.cumsum(~np.isfinite(numbers)))
-        infinite = ~missing & (bad[starts + lengths] > bad[starts])
+        num_infinite = np.append(0, np.cumsum(~np.isfinite(numbers)))
+        infinite = ~missing & (num_infinite[starts + lengths] > num_infinite[starts])
         if infinite.any():
             self._fault(column.weights, infinite, weights, "finite weights")
         out = np.ones(len(ids), np.float32)
-        good = ~missing & ~uneven & (wanted > 0)
-        position = np.repeat(np.where(good, starts - offsets[:-1], 0), wanted) + np.arange(len(ids))
-        taken = np.repeat(good, wanted)
+        good = ~missing & ~uneven & (expected > 0)
+        position = np.repeat(np.where(good, starts - offsets[:-1], 0), expected) + np.arange(len(ids))
+        taken = np.repeat(good, expected)
         out[taken] = numbers[position[taken]]
         return out
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def dense(self, columns: Mapping[DenseColumn, Any]) -> NDArray[np.float32] | None:
-        """[n, numbers], of all dense columns side by side."""
+        """Return all dense columns side by side, as [n, num_dense]."""
         if not columns:
             return None
         widths = [_width(self.arrow, array.type) for array in columns.values()]
         out = np.empty((self.n, sum(widths)), np.float32)
-        at = 0
+        begin = 0
         for (column, array), width in zip(columns.items(), widths, strict=True):
-            out[:, at : at + width] = self._numbers(column, array, width)
-            at += width
+            out[:, begin : begin + width] = self._numbers(column, array, width)
+            begin += width
         return out
 
     def _numbers(self, column: DenseColumn, array: Any, width: int) -> NDArray[np.float32]:
@@ -194,7 +195,7 @@ class _Decoder:
         if not (_is_number(self.arrow, flat.type) or self.arrow.types.is_null(flat.type)):
             self._refuse_type(column.name, array.type, "numbers")
         numbers = _floats(flat)
-        if flat is not array and array.null_count:  # what lies below a missing list means nothing
+        if flat is not array and array.null_count:  # the values below a missing list are undefined
             numbers = np.where(np.repeat(_numpy(array.is_null()), width), np.float32(np.nan), numbers)
         infinite = np.logical_or.reduce(np.isinf(numbers).reshape(self.n, width), axis=1)
         if infinite.any():
@@ -207,12 +208,14 @@ class _Decoder:
         return numbers.reshape(self.n, width)
 
     def label(self, column: LabelColumn, array: Any) -> NDArray[np.float32]:
-        """[n]."""
+        """Return the labels, as [n]."""
         array = self._decoded(array)
         texts = column.texts
         if texts is None:
             if not (_is_number(self.arrow, array.type) or self.arrow.types.is_null(array.type)):
-                self._refuse_type(column.name, array.type, "numbers, or say what its texts stand for (label_true)")
+                self._refuse_type(
+                    column.name, array.type, "numbers; for texts, declare what they stand for (label_true)"
+                )
             numbers = _floats(array)
         else:
             numbers = self._text_label(column, array, texts)
@@ -232,22 +235,22 @@ class _Decoder:
 
     def _text_label(self, column: LabelColumn, array: Any, texts: Mapping[str, float]) -> NDArray[np.float32]:
         if not (is_text(self.arrow, array.type) or self.arrow.types.is_null(array.type)):
-            self._refuse_type(column.name, array.type, "texts, of which you say what they stand for")
+            self._refuse_type(column.name, array.type, "texts, as label_true or its LabelColumn declares")
         array = array.cast(self.arrow.large_string())
         index = self.arrow.compute.index_in(array, value_set=self.arrow.array(list(texts), self.arrow.large_string()))
         known = np.array([*texts.values(), np.nan if column.other is None else column.other], np.float32)
         numbers = known[_numpy(index.fill_null(len(texts)))]
-        there = _numpy(array.is_valid())
+        present = _numpy(array.is_valid())
         if column.other is None:
             unknown = np.isnan(numbers)
-            unknown &= there
+            unknown &= present
             self._fault(column.name, unknown, array, "one of " + ", ".join(map(repr, texts)))
             numbers = np.where(unknown, np.float32(0), numbers)
-        return np.where(there, numbers, np.float32(np.nan))
+        return np.where(present, numbers, np.float32(np.nan))
 
     def _missing_labels(self, column: LabelColumn, missing: NDArray[np.bool_]) -> None:
         if column.missing == "refuse":
-            why = f"the label, column {column.name!r}, is missing; give it, or say LabelColumn(missing='drop')"
+            why = f"the label, column {column.name!r}, is missing; add it, or declare LabelColumn(missing='drop')"
             self.faults.append(_Fault(missing, lambda _: why))
         elif column.missing == "drop":
             self.dropped = missing if self.dropped is None else self.dropped | missing
@@ -257,20 +260,22 @@ class _Decoder:
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    def _fault(self, name: str | None, rows: NDArray[np.bool_], array: Any, wanted: str) -> None:
-        self.faults.append(_Fault(rows, lambda i: f"column {name!r} holds {_short(array[i])}; wanted {wanted}"))
+    def _fault(self, name: str | None, rows: NDArray[np.bool_], array: Any, expected: str) -> None:
+        self.faults.append(
+            _Fault(rows, lambda i: f"column {name!r} holds {_abbreviated(array[i])}; expected {expected}")
+        )
 
-    def _refuse_type(self, name: str | None, kind: Any, wanted: str) -> None:
-        raise SourceError(f"{self.where}: column {name!r} is of type {kind}; wanted {wanted}")
+    def _refuse_type(self, name: str | None, kind: Any, expected: str) -> None:
+        raise SourceError(f"{self.where}: column {name!r} is of type {kind}; expected {expected}")
 
 
 def decode(
-    arrays: Mapping[str, Any], n: int, columns: Columns, *, where: str, row: Callable[[int], str], most_bad: int
-) -> Piece:
-    """The samples of n rows of Arrow arrays.
+    arrays: Mapping[str, Any], n: int, columns: Columns, *, where: str, row: Callable[[int], str], max_bad: int
+) -> Chunk:
+    """Return the samples of n rows of Arrow arrays.
 
-    where: names the file or frame in messages about types; row: names one of the rows.
-    most_bad: bad rows up to this number are left out; the piece reports one more at most.
+    where: the file or frame, for messages about types; row: returns the name of a row.
+    max_bad: up to this many bad rows are skipped; the chunk reports at most one more.
     """
     decoder = _Decoder(where, n)
     bags = [
@@ -280,85 +285,89 @@ def decode(
     dense = decoder.dense({column: arrays[column.name] for column in columns.dense})
     labels = [decoder.label(column, arrays[column.name]) for column in columns.label]
     left_out = np.zeros(n, bool) if decoder.dropped is None else decoder.dropped
-    dropped = int(left_out.sum())
-    bad: list[BadRow] = []
+    num_dropped = int(left_out.sum())
+    bad_rows: list[BadRow] = []
     for i in np.flatnonzero(np.logical_or.reduce([np.zeros(n, bool), *(each.rows for each in decoder.faults)])):
         if left_out[i]:
             continue
         why = next(each.why for each in decoder.faults if each.rows[i])(int(i))
-        bad.append(BadRow(lambda i=int(i): row(i), why))  # type: ignore[misc]
+        bad_rows.append(BadRow(lambda i=int(i): row(i), why))  # type: ignore[misc]
         left_out[i] = True
-        if len(bad) > most_bad:
-            return Piece(samples=_core.Samples(0, [], None, None), bad=tuple(bad), dropped=dropped)
+        if len(bad_rows) > max_bad:
+            return Chunk(samples=_core.Samples(0, [], None, None), bad_rows=tuple(bad_rows), num_dropped=num_dropped)
     if left_out.any():
-        keep = pyarrow_for("reading data").array(~left_out)
-        kept = {name: array.filter(keep) for name, array in arrays.items()}
-        piece = decode(kept, n - int(left_out.sum()), columns, where=where, row=row, most_bad=0)
-        return Piece(samples=piece.samples, extra=piece.extra, bad=tuple(bad), dropped=dropped)
+        is_kept = pyarrow_for("reading data").array(~left_out)
+        kept_arrays = {name: array.filter(is_kept) for name, array in arrays.items()}
+        chunk = decode(kept_arrays, n - int(left_out.sum()), columns, where=where, row=row, max_bad=0)
+        return Chunk(samples=chunk.samples, extra=chunk.extra, bad_rows=tuple(bad_rows), num_dropped=num_dropped)
     label = np.ascontiguousarray(np.stack(labels, axis=1)) if labels else None
     extra = {name: arrays[name] for name in columns.extra}
-    return Piece(samples=_core.Samples(n, bags, dense, label), extra=extra)
+    return Chunk(samples=_core.Samples(n, bags, dense, label), extra=extra)
 
 
-def decode_table(table: Any, columns: Columns, where: str, before: int, most_bad: int) -> Piece:
-    """The samples of an Arrow table or record batch. before: rows that come before it in what `where` names."""
+def decode_table(table: Any, columns: Columns, where: str, before: int, max_bad: int) -> Chunk:
+    """Return the samples of an Arrow table or record batch, which `before` rows precede in what `where` names."""
     rows = f"{where}, rows {before + 1} to {before + table.num_rows}"
-    with naming(rows):
+    with errors_naming(rows):
         arrays = arrays_of(table)
     for name, array in arrays.items():
-        with naming(f"{rows}, column {name!r}"):
+        with errors_naming(f"{rows}, column {name!r}"):
             _validate(array)
-    with naming(rows):
+    with errors_naming(rows):
         return decode(
             arrays,
             table.num_rows,
             columns,
             where=where,
             row=lambda i: f"{where}, row {before + i + 1}",
-            most_bad=most_bad,
+            max_bad=max_bad,
         )
 
 
 def _validate(array: Any) -> None:
-    """Raises if an offset, a dictionary index, a type id or a text's UTF-8 is damaged: nobody checks them when they are
-    used. Of a list only the items of these rows are looked at, since a file may hold all its rows in one array."""
+    """Raise if an offset, a dictionary index, a type id or a text's UTF-8 is damaged; their use does not check them.
+
+    Of a list, only the items of these rows are checked, since a file may hold the items of all rows in one array.
+    """
     arrow = pyarrow_for("reading data")
     types = arrow.types
-    array.validate()  # buffers are there, and long enough
+    array.validate()  # the buffers exist and are long enough
     if not (types.is_list(array.type) or types.is_large_list(array.type)):
         array.validate(full=True)
         return
     offsets = _numpy(array.offsets)
     if offsets[0] < 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > len(array.values):
-        raise ValueError(f"its offsets fall, or leave its {len(array.values)} items")
+        raise ValueError(f"its offsets decrease, or exceed its {len(array.values)} items")
     _validate(array.values.slice(offsets[0], offsets[-1] - offsets[0]))
 
 
 def arrays_of(table: Any) -> dict[str, Any]:
-    """The columns of an Arrow table or record batch, each in one array."""
+    """Return the columns of an Arrow table or record batch, each as one array."""
     arrow = pyarrow_for("reading data")
     out = {}
     for name, column in zip(table.schema.names, table.columns, strict=True):
         if isinstance(column, arrow.ChunkedArray):
             chunks = column.chunks
-            column = joined(chunks) if chunks else arrow.array([], column.type)
+            column = concatenated(chunks) if chunks else arrow.array([], column.type)
         out[name] = column.storage if isinstance(column, arrow.ExtensionArray) else column
     return out
 
 
-def joined(arrays: list[Any]) -> Any:
-    """Arrow arrays, one after the other."""
+def concatenated(arrays: list[Any]) -> Any:
+    """Concatenate Arrow arrays."""
     return arrays[0] if len(arrays) == 1 else pyarrow_for("joining columns").concat_arrays(arrays)
 
 
 def check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
-    """Refuses columns that are not there or of a type that cannot be read, before any row is. Returns of each id column
-    what its ids are made of, "texts" or "integers"; a column that is all null is made of neither."""
-    columns.check(where, schema.names)
+    """Raise if a column is missing or of a type that cannot be read, before any row is read.
+
+    Returns whether the values of each id column are "texts" or "integers"; a column that is all null is left out.
+    """
+    columns.check_present(where, schema.names)
     arrow = pyarrow_for("reading data")
     empty = {}
-    for name in columns.needed():
-        kind = _storage(arrow, schema.field(name).type)
+    for name in columns.required():
+        kind = _storage_type(arrow, schema.field(name).type)
         try:
             empty[name] = arrow.array([], kind)
         except (arrow.ArrowException, LookupError, TypeError) as error:  # a union
@@ -366,7 +375,7 @@ def check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
                 f"{where}: column {name!r} is of type {kind}, which cannot be read; leave the column out, or write it "
                 "as another type"
             ) from error
-    decode(empty, 0, columns, where=where, row=str, most_bad=0)
+    decode(empty, 0, columns, where=where, row=str, max_bad=0)
     kinds = {column.name: _item_type(arrow, empty[column.name].type) for column in columns.ids}
     return {
         name: "texts" if is_text(arrow, kind) else "integers"
@@ -376,15 +385,15 @@ def check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
 
 
 def check_kinds(kinds: Iterable[tuple[str, Mapping[str, str]]]) -> None:
-    """Refuses files, by name, of which some have integers for ids and others texts: one thing would have two ids."""
+    """Raise if a column holds integers in one file and texts in another: the same value would become two ids."""
     seen: dict[str, tuple[str, str]] = {}
     for where, found in kinds:
         for column, kind in found.items():
             before, first = seen.setdefault(column, (kind, where))
             if kind != before:
                 raise SourceError(
-                    f"{where}: column {column!r} has {kind}, and {first} has {before}: the same id would be two; write "
-                    "it in one type"
+                    f"{where}: column {column!r} has {kind}, and {first} has {before}; the same value would become two "
+                    "ids: write the column in one type"
                 )
 
 
@@ -393,7 +402,7 @@ def _item_type(arrow: Any, kind: Any) -> Any:
     return _item_type(arrow, kind.value_type) if _is_list(arrow, kind) else kind
 
 
-def _storage(arrow: Any, kind: Any) -> Any:
+def _storage_type(arrow: Any, kind: Any) -> Any:
     return kind.storage_type if isinstance(kind, arrow.BaseExtensionType) else kind
 
 
@@ -418,7 +427,7 @@ def _width(arrow: Any, kind: Any) -> int:
 
 
 def _floats(array: Any) -> NDArray[np.float32]:
-    """Numbers as float32; a missing one is NaN, one beyond float32 infinite."""
+    """Return numbers as float32: NaN where missing, infinite where beyond float32."""
     arrow = pyarrow_for("reading data")
     kind = array.type
     if arrow.types.is_boolean(kind) or arrow.types.is_decimal(kind) or arrow.types.is_null(kind):
@@ -433,11 +442,11 @@ def _numpy(array: Any) -> NDArray[Any]:
     return numbers
 
 
-def _ends(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Where each begins and the last one ends, given how long they are."""
+def _offsets(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the offsets of items of these lengths: where each begins, and where the last one ends."""
     return np.append(0, np.cumsum(lengths, dtype=np.int64)).astype(np.int64, copy=False)
 
 
-def _short(scalar: Any) -> str:
+def _abbreviated(scalar: Any) -> str:
     text = repr(scalar.as_py())
     return text if len(text) <= 60 else text[:60] + "..."

@@ -1,7 +1,7 @@
-"""Delimited text: CSV, TSV and what is like it, plain or compressed, parsed by the core.
+"""Delimited text files as sources: CSV, TSV and similar, plain or compressed, parsed by the core.
 
-Says what the fields of a row mean; `text_file` finds the rows. Text has no types: an id column holds texts that are
-hashed, unless it is declared otherwise. A field that is empty, or one of the texts in `missing`, is missing.
+This module knows what the fields of a row mean; `delimited_file` finds the rows. Text has no types: the texts of an id
+column are hashed unless it is declared otherwise. An empty field, or one of the texts in `missing`, is a missing value.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ from satrap import _core
 from satrap.config.columns import Columns, DenseColumn, LabelColumn, as_names
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_choice, check_flag, check_integer, describe, set_field
-from satrap.data.block import BadRow, Block, Piece
-from satrap.data.delimited_file import TextFile, TextLayout, TextPiece
+from satrap.data.block import BadRow, Block, Chunk
+from satrap.data.delimited_file import TextChunk, TextFile, TextLayout
 from satrap.data.file_source import File, files_signature, find_files
 from satrap.data.inputs import Position
 from satrap.data.source import Source
 from satrap.errors import ConfigError
 
-_VALUE, _REFUSE, _DROP = 0, 1, 2  # what the core does about a missing label
-_LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # as the core numbers them
-_PACKED = 5  # how many times smaller compressed text may be; only for reading ahead
+_VALUE, _REFUSE, _DROP = 0, 1, 2  # the core's numbers for the handling of a missing label
+_LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # the core's numbers
+_COMPRESSION = 5  # the assumed compression ratio; used only for reading ahead
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class CSV(Source):
     columns: Sequence[str] | None = None
     """The names of all columns of a file without a header. None: the first line of each file names them."""
     delimiter: str = ","
-    """What stands between two fields: 1 to 8 ASCII characters, e.g. "\\t" or "::"."""
+    """The separator of fields: 1 to 8 ASCII characters, e.g. "\\t" or "::"."""
     quote: str | None = '"'
-    """What may enclose a field, then doubled inside it; None: an ordinary character."""
+    """The character that may enclose a field, and is doubled inside it; None: no character encloses fields."""
     missing: str | Sequence[str] = ()
-    """Texts that mean that a field is missing, besides the empty one; e.g. "?" or "NA"."""
+    """Texts that stand for a missing value, besides the empty text; e.g. "?" or "NA"."""
     strip: bool = False
-    """Blanks around a field are not part of it."""
+    """Whether to remove the blanks around a field."""
     skip_lines: int = 0
-    """Lines at the start of each file that are not read, before the header."""
+    """The number of lines to skip at the start of each file, before the header."""
     encoding: str = "utf-8"
-    """"utf-8" or "latin-1"."""
+    """The encoding of the files: "utf-8" or "latin-1"."""
     newlines_in_values: bool = False
-    """A quoted field may hold newlines. A file must then be read from its start, so a position does so too."""
+    """Whether a quoted field may hold newlines. Such a file can only be read from its start, also to resume."""
     block_bytes: int = 4 << 20
-    """How many bytes of text are read at a time."""
+    """The number of bytes of text that are read at a time."""
     max_line_bytes: int = 16 << 20
-    """A longer line is an error: it would be held in memory whole."""
+    """The maximum length of a line, which is held in memory as a whole. A longer line is an error."""
     filesystem: Any = None
-    """Where the path lies: a filesystem of pyarrow.fs or fsspec. None: as the path says."""
+    """The filesystem of the path, from pyarrow.fs or fsspec. None: the path decides."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,12 +62,14 @@ class CSV(Source):
         if self.columns is not None:
             set_field(self, "columns", as_names(where, "columns", self.columns))
         if not isinstance(self.delimiter, str) or not 1 <= len(self.delimiter) <= 8 or not self.delimiter.isascii():
-            raise ConfigError(f"{where}: delimiter is {describe(self.delimiter)}; wanted 1 to 8 ASCII characters")
+            raise ConfigError(f"{where}: delimiter is {describe(self.delimiter)}; expected 1 to 8 ASCII characters")
         if self.quote is not None:
             if not isinstance(self.quote, str) or len(self.quote) != 1 or not self.quote.isascii():
-                raise ConfigError(f"{where}: quote is {describe(self.quote)}; wanted one ASCII character, or None")
+                raise ConfigError(f"{where}: quote is {describe(self.quote)}; expected one ASCII character, or None")
             if self.quote in self.delimiter:
-                raise ConfigError(f"{where}: quote {self.quote!r} is part of delimiter {self.delimiter!r}")
+                raise ConfigError(
+                    f"{where}: quote {self.quote!r} is part of delimiter {self.delimiter!r}; give another quote"
+                )
         set_field(self, "missing", as_names(where, "missing", self.missing))
         check_choice(where, "encoding", self.encoding, ("utf-8", "latin-1"))
         for name in ("strip", "newlines_in_values"):
@@ -83,15 +85,15 @@ class CSV(Source):
         names = self.columns
         if names is None:
             names = TextFile(files[0], self._layout(), None).header()
-        columns.check(files[0].name, names)
-        rows = _Rows(self, columns, names)
-        return [block for file in files for block in self._blocks_of(file, rows)]
+        columns.check_present(files[0].name, names)
+        parser = _RowParser(self, columns, names)
+        return [block for file in files for block in self._blocks_of(file, parser)]
 
-    def _blocks_of(self, file: File, rows: "_Rows") -> list[Block]:
-        text = TextFile(file, self._layout(), rows.names)
+    def _blocks_of(self, file: File, parser: "_RowParser") -> list[Block]:
+        text = TextFile(file, self._layout(), parser.names)
         if text.is_stream:
-            return [_WholeFile(text, rows)]
-        return [_Range(text, rows, begin, end) for begin, end in text.ranges()]
+            return [_WholeFileBlock(text, parser)]
+        return [_RangeBlock(text, parser, begin, end) for begin, end in text.ranges()]
 
     def _layout(self) -> TextLayout:
         return TextLayout(
@@ -106,79 +108,79 @@ class CSV(Source):
         )
 
 
-class _Rows:
-    """What a row of text becomes."""
+class _RowParser:
+    """Converts rows of text to samples."""
 
     def __init__(self, source: CSV, columns: Columns, names: Sequence[str]) -> None:
         self.names = list(names)
-        self._most_bad = source.max_bad_rows
+        self._max_bad = source.max_bad_rows
         self._columns = columns
-        self._format = form = _core.TextFormat()
-        form.delimiter, form.strip, form.quoted_newlines = source.delimiter, source.strip, source.newlines_in_values
-        form.quote = -1 if source.quote is None else ord(source.quote)
-        form.missing = ["", *source.missing]
-        form.num_dense, form.num_labels = len(columns.dense), len(columns.label)
-        form.num_features, form.num_texts = len(columns.features), len(columns.extra)
+        self._format = fmt = _core.TextFormat()
+        fmt.delimiter, fmt.strip, fmt.quoted_newlines = source.delimiter, source.strip, source.newlines_in_values
+        fmt.quote = -1 if source.quote is None else ord(source.quote)
+        fmt.missing = ["", *source.missing]
+        fmt.num_dense, fmt.num_labels = len(columns.dense), len(columns.label)
+        fmt.num_features, fmt.num_texts = len(columns.features), len(columns.extra)
         uses: dict[str, list[_core.FieldUse]] = {name: [] for name in self.names}
         for column, use in _uses(columns):
             uses[column].append(use)
-        form.columns = [uses[name] for name in self.names]
+        fmt.columns = [uses[name] for name in self.names]
 
-    def decode(self, file: TextFile, piece: TextPiece) -> Piece:
-        samples, texts, bad, dropped = _core.parse_text(self._format, piece.text, self._most_bad)
+    def decode(self, file: TextFile, chunk: TextChunk) -> Chunk:
+        samples, texts, bad_rows, num_dropped = _core.parse_text(self._format, chunk.text, self._max_bad)
         extra = {name: _text_array(*text) for name, text in zip(self._columns.extra, texts, strict=True)}
-        return Piece(
+        return Chunk(
             samples=samples,
             extra=extra,
-            bad=tuple(self._bad_row(file, piece, *each) for each in bad),
-            dropped=dropped,
+            bad_rows=tuple(self._bad_row(file, chunk, *each) for each in bad_rows),
+            num_dropped=num_dropped,
         )
 
     def _bad_row(
-        self, file: TextFile, piece: TextPiece, at: int, fault: str, column: int, begin: int, end: int, *counts: int
+        self, file: TextFile, chunk: TextChunk, at: int, fault: str, column: int, begin: int, end: int, *counts: int
     ) -> BadRow:
-        lines = int(_core.count_lines(piece.text[:at]))
-        first_line = piece.first_line
+        lines = int(_core.count_lines(chunk.text[:at]))
+        first_line = chunk.first_line
         return BadRow(
             lambda: f"{file.file.name}, line {first_line() + lines}",
-            self._why(fault, column, bytes(piece.text[begin : min(end, begin + 200)]), counts),
+            self._why(fault, column, bytes(chunk.text[begin : min(end, begin + 200)]), counts),
         )
 
     def _why(self, fault: str, column: int, field: bytes, counts: Sequence[int]) -> str:
-        found, wanted = counts
+        found, expected = counts
         name = self.names[column]
         text = repr(field.partition(b"\n")[0].decode(errors="backslashreplace").rstrip("\r"))
         text = text if len(text) <= 60 else text[:60] + "..."
         match fault:
             case "few_columns" | "many_columns":
-                return f"it has {found} columns; wanted {wanted}"
+                return f"it has {found} columns; expected {expected}"
             case "weights":
                 feature, ids = self._columns.features[column], self._columns.ids[column]
-                return f"column {ids.weights!r} has {found} weights for {wanted} ids of feature {feature!r}"
+                return f"column {ids.weights!r} has {found} weights for {expected} ids of feature {feature!r}"
             case "label":
-                return f"the label, column {name!r}, is missing; give it, or say LabelColumn(missing='drop')"
+                return f"the label, column {name!r}, is missing; add it, or declare LabelColumn(missing='drop')"
             case "label_text":
                 texts = next(label.texts for label in self._columns.label if label.name == name and label.texts)
-                return f"column {name!r} holds {text}; wanted one of {', '.join(map(repr, texts))}"
+                return f"column {name!r} holds {text}; expected one of {', '.join(map(repr, texts))}"
             case "label_kind":
                 label = next(label for label in self._columns.label if label.name == name and label.above is None)
-                return f"column {name!r} holds {text}; wanted {label.wanted}"
-        return f"column {name!r} holds {text}; {_WANTED[fault]}"
+                return f"column {name!r} holds {text}; expected {label.wanted}"
+        return f"column {name!r} holds {text}; {_HINTS[fault]}"
 
 
-_WANTED = {
-    "number": "wanted a number",
-    "finite": "wanted a finite number that float32 can hold",
-    "integer": "wanted a whole number of 64 bits, or declare kind='string'",
-    "utf8": "that is not UTF-8: give encoding='latin-1' if it is that",
-    "quote": "a quoted field goes on behind its quote: double the quotes inside it, or give quote=None",
+_HINTS = {
+    "number": "expected a number",
+    "finite": "expected a finite number that float32 can hold",
+    "integer": "expected a whole number of 64 bits, or declare kind='string'",
+    "utf8": "expected UTF-8: if the file is Latin-1, give encoding='latin-1'",
+    "quote": "the quoted field continues after its closing quote: double the quotes inside it, or give quote=None",
     "open_quote": "its quote is not closed in this line: close it, or give newlines_in_values=True, or quote=None",
-    "empty_item": "it lists a missing id, and weights stand beside its ids: remove both",
+    "empty_item": "it lists a missing id, and its ids have weights: remove both",
 }
 
 
 def _uses(columns: Columns) -> Iterator[tuple[str, _core.FieldUse]]:
-    """Each column that is used, and what for."""
+    """Yield each column that is used, with its use."""
     for i, dense in enumerate(columns.dense):
         yield dense.name, _dense_use(i, dense)
     for i, label in enumerate(columns.label):
@@ -213,55 +215,55 @@ def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
     return use
 
 
-class _Text(Block):
-    """Rows of a file, in pieces of text."""
+class _TextBlock(Block):
+    """Rows of a text file."""
 
     _file: TextFile
-    _rows: _Rows
+    _parser: _RowParser
 
-    def num_rows_of(self, raw: TextPiece) -> int:
+    def count_rows(self, raw: TextChunk) -> int:
         return int(_core.count_rows(raw.text, self._quote))
 
-    def cut(self, raw: TextPiece, begin: int, end: int) -> TextPiece:
+    def slice(self, raw: TextChunk, begin: int, end: int) -> TextChunk:
         low, high = _core.rows_within(raw.text, self._quote, begin, end)
         first_line = raw.first_line
-        return TextPiece(raw.text[low:high], lambda: first_line() + int(_core.count_lines(raw.text[:low])))
+        return TextChunk(raw.text[low:high], lambda: first_line() + int(_core.count_lines(raw.text[:low])))
 
-    def decode(self, raw: TextPiece) -> Piece:
-        return self._rows.decode(self._file, raw)
+    def decode(self, raw: TextChunk) -> Chunk:
+        return self._parser.decode(self._file, raw)
 
     @property
     def _quote(self) -> int:
-        """What may enclose a newline that ends no row; -1: nothing."""
+        """The quote that may enclose a newline which does not end a row; -1: none."""
         layout = self._file.layout
         return layout.quote_byte if layout.newlines_in_values else -1
 
 
-class _Range(_Text):
-    """The rows that begin in a range of a file's bytes."""
+class _RangeBlock(_TextBlock):
+    """The rows that begin in a byte range of a file."""
 
-    exact = True
+    is_exact = True
 
-    def __init__(self, file: TextFile, rows: _Rows, begin: int, end: int) -> None:
-        self._file, self._rows, self._begin, self._end = file, rows, begin, end
+    def __init__(self, file: TextFile, parser: _RowParser, begin: int, end: int) -> None:
+        self._file, self._parser, self._begin, self._end = file, parser, begin, end
 
-    def read(self) -> Iterator[TextPiece]:
-        yield self._file.piece(self._begin, self._end)
+    def read(self) -> Iterator[TextChunk]:
+        yield self._file.chunk(self._begin, self._end)
 
 
-class _WholeFile(_Text):
+class _WholeFileBlock(_TextBlock):
     """A file that can only be read from its start."""
 
-    def __init__(self, file: TextFile, rows: _Rows) -> None:
-        self._file, self._rows = file, rows
-        self.num_pieces = max(1, _PACKED * file.file.size // file.layout.block_bytes)
+    def __init__(self, file: TextFile, parser: _RowParser) -> None:
+        self._file, self._parser = file, parser
+        self.num_chunks = max(1, _COMPRESSION * file.file.size // file.layout.block_bytes)
 
-    def read(self) -> Iterator[TextPiece]:
-        return self._file.pieces()
+    def read(self) -> Iterator[TextChunk]:
+        return self._file.chunks()
 
 
 def _text_array(offsets: Any, data: Any, present: Any) -> Any:
-    """A column of texts as an Arrow array around the parser's memory."""
+    """Return a column of texts as an Arrow array that shares the parser's memory."""
     arrow = pyarrow_for("reading text")
     valid = np.packbits(np.asarray(present), bitorder="little")
     buffers = [arrow.py_buffer(valid), arrow.py_buffer(np.asarray(offsets)), arrow.py_buffer(np.asarray(data))]

@@ -1,8 +1,9 @@
-"""One delimited text file: where its rows begin, and how it is cut into blocks of whole rows.
+"""A delimited text file: finds its rows, and splits it into blocks of whole rows.
 
-A plain file is cut into byte ranges, each of which can be read on its own: the rows that begin in the range. A
-compressed file, or one whose quoted values may hold newlines, can only be read from its start: it is one block, in
-pieces. Lines are counted only where a message needs one. What the fields mean is not known here.
+A plain file is split into byte ranges, each of which can be read on its own: it has the rows that begin in the range. A
+compressed file, or one whose quoted values may hold newlines, can only be read from its start: it is one block of
+several chunks. Lines are counted only where a message needs a line number. This module does not know the meaning of
+fields.
 """
 
 import csv
@@ -20,15 +21,15 @@ from satrap.data.file_source import File
 from satrap.errors import SourceError
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-_HEAD_BYTES = 4096  # read at a time where a header is looked for
-_SLACK_BYTES = 1 << 16  # read beyond a range at once, so that its last row seldom takes another request
+_HEAD_BYTES = 4096  # read at a time to find the header
+_SLACK_BYTES = 1 << 16  # read beyond a range, so that its last row rarely needs another request
 _BOM = b"\xef\xbb\xbf"
 _NEWLINE = ord("\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLayout:
-    """How a text is written, apart from what its columns mean."""
+    """The format of a text file, apart from the meaning of its columns."""
 
     delimiter: str
     quote: str | None
@@ -45,19 +46,19 @@ class TextLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextChunk:
     """Whole rows of a file, as UTF-8."""
 
     text: NDArray[np.uint8]
     first_line: Callable[[], int]
-    """The number of its first line, from 1. May read the file up to there."""
+    """Returns the number of the first line, from 1. It may read the file up to there."""
 
 
 class TextFile:
-    """A file of rows. Its start is looked at once, by whichever thread comes first."""
+    """A text file of rows. Its start is read once, by the first thread that needs it."""
 
     def __init__(self, file: File, layout: TextLayout, columns: Sequence[str] | None) -> None:
-        """columns: what a header must name, in this order; None: not known yet."""
+        """columns: the names that a header must have, in this order; None: not known yet."""
         self.file, self.layout = file, layout
         self._columns = columns
         self._codec = next((codec for end, codec in _CODECS.items() if file.path.endswith(end)), None)
@@ -66,39 +67,39 @@ class TextFile:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it can only be read from its start."""
+        """Whether the file can only be read from its start."""
         return self._codec is not None or self.layout.newlines_in_values
 
     def header(self) -> list[str]:
-        """The names of the columns, from the file's first line."""
+        """Return the names of the columns, from the file's first line."""
         with self._opened() as stream:
-            return self._parse_header(_Lines(stream, self.layout, self.file.name).head())
+            return self._parse_header(_LineSplitter(stream, self.layout, self.file.name).head())
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The byte ranges that the file is cut into."""
+        """Return the byte ranges into which the file is split."""
         size, step = self.file.size, self.layout.block_bytes
         return [(begin, min(size, begin + step)) for begin in range(0, size, step)]
 
-    def pieces(self) -> Iterator[TextPiece]:
-        """The whole file, piece by piece."""
+    def chunks(self) -> Iterator[TextChunk]:
+        """Yield the whole file in chunks."""
         with self._opened() as stream:
-            lines = _Lines(stream, self.layout, self.file.name)
+            lines = _LineSplitter(stream, self.layout, self.file.name)
             self._check_header(lines.head())
             for before, text in lines.rows():
-                yield TextPiece(self._decoded(text), lambda before=before: before + 1)  # type: ignore[misc]
+                yield TextChunk(self._decoded(text), lambda before=before: before + 1)  # type: ignore[misc]
 
-    def piece(self, begin: int, end: int) -> TextPiece:
-        """The rows that begin in a byte range."""
-        start = self._begin()
+    def chunk(self, begin: int, end: int) -> TextChunk:
+        """Return the rows that begin in a byte range."""
+        start = self._first_row()
         first = max(begin, start)
         if first >= end:
-            return TextPiece(np.empty(0, np.uint8), lambda: 1)
-        at = first if first == start else first - 1  # the byte before tells whether a row begins here
+            return TextChunk(np.empty(0, np.uint8), lambda: 1)
+        at = first if first == start else first - 1  # if the byte before is a newline, a row begins at `first`
         with self.file.open() as opened:
             text = self._read(opened, at, end + _SLACK_BYTES)
             low = 0 if first == start else _behind_newline(text[: end - at], 0)
             if at + low >= end:
-                return TextPiece(np.empty(0, np.uint8), lambda: 1)
+                return TextChunk(np.empty(0, np.uint8), lambda: 1)
             high = _behind_newline(text, end - 1 - at)
             while high > len(text) and at + len(text) < self.file.size:
                 seen = len(text)
@@ -106,14 +107,14 @@ class TextFile:
                     _refuse_long_line(self.file.name, self._line(end), self.layout.max_line_bytes)
                 text = np.concatenate([text, self._read(opened, at + seen, at + 2 * seen)])
                 high = _behind_newline(text, seen)
-        return TextPiece(self._decoded(text[low : min(high, len(text))]), lambda: self._line(at + low))
+        return TextChunk(self._decoded(text[low : min(high, len(text))]), lambda: self._line(at + low))
 
-    def _begin(self) -> int:
-        """The byte at which the first row begins."""
+    def _first_row(self) -> int:
+        """Return the byte at which the first row begins."""
         with self._lock:
             if self._start is None:
                 with self.file.open() as stream:
-                    lines = _Lines(stream, self.layout, self.file.name)
+                    lines = _LineSplitter(stream, self.layout, self.file.name)
                     self._check_header(lines.head())
                     self._start = lines.taken
             return self._start
@@ -124,8 +125,8 @@ class TextFile:
         found = self._parse_header(header)
         if found != list(self._columns):
             raise SourceError(
-                f"{self.file.name}: its header names the columns {found}; the first file has {list(self._columns)}: "
-                "the files of one source have the same columns in the same order"
+                f"{self.file.name}: its header names the columns {found}; the first file has {list(self._columns)}; "
+                "give all files of a source the same columns in the same order"
             )
 
     def _parse_header(self, header: bytes) -> list[str]:
@@ -138,7 +139,7 @@ class TextFile:
             ) from error
         if not text:
             raise SourceError(
-                f"{self.file.name}: it is empty; wanted a header that names its columns, or give columns="
+                f"{self.file.name}: it is empty; expected a header that names its columns, or give columns="
             )
         if layout.quote is None or len(layout.delimiter) > 1:
             names = text.split(layout.delimiter)
@@ -147,7 +148,7 @@ class TextFile:
         return [name.strip() for name in names]
 
     def _opened(self) -> Any:
-        return _Stream(self.file, self._codec)
+        return _DecompressedStream(self.file, self._codec)
 
     def _decoded(self, text: NDArray[np.uint8]) -> NDArray[np.uint8]:
         if self.layout.encoding == "utf-8":
@@ -155,18 +156,18 @@ class TextFile:
         return np.frombuffer(text.tobytes().decode(self.layout.encoding).encode(), np.uint8)
 
     def _read(self, opened: Any, begin: int, end: int) -> NDArray[np.uint8]:
-        """The bytes from begin to end, or to the end of the file."""
+        """Return the bytes from begin to end, or to the end of the file."""
         end = min(end, self.file.size)
         text = np.frombuffer(opened.read_at(max(0, end - begin), begin), np.uint8)
         if begin + len(text) < end:
             raise SourceError(
-                f"{self.file.name}: it ends at byte {begin + len(text)} and had {self.file.size} when it was found: it "
-                "was changed while it was read"
+                f"{self.file.name}: it ends at byte {begin + len(text)} and had {self.file.size} bytes when reading "
+                "began; it must not change meanwhile"
             )
         return text
 
     def _line(self, byte: int) -> int:
-        """The number of the line that begins at a byte: the newlines before it are counted, and one more."""
+        """Return the number of the line that begins at a byte: one more than the newlines before it."""
         number, at = 1, 0
         with self.file.open() as opened:
             while at < byte:
@@ -176,11 +177,11 @@ class TextFile:
 
 
 def _refuse_long_line(name: str, line: int, most: int) -> None:
-    raise SourceError(f"{name}, line {line}: it is longer than max_line_bytes={most}; allow more, or mend the file")
+    raise SourceError(f"{name}, line {line}: it is longer than max_line_bytes={most}; allow more, or fix the file")
 
 
-class _Stream:
-    """A file that is read from its start, decompressed. What goes wrong while it is open names the file."""
+class _DecompressedStream:
+    """A file that is read from its start and decompressed. Errors while it is open name the file."""
 
     def __init__(self, file: File, codec: str | None) -> None:
         self._opened = file.open()
@@ -196,71 +197,71 @@ class _Stream:
         return self._opened.__exit__(*error)
 
 
-class _Lines:
-    """Cuts a stream behind newlines."""
+class _LineSplitter:
+    """Splits a stream after newlines."""
 
     def __init__(self, stream: Any, layout: TextLayout, name: str) -> None:
         self._stream, self._layout, self._name = stream, layout, name
-        self._rest = b""
+        self._buffer = b""
         self.taken = 0
-        """Bytes of the lines that were taken."""
+        """The number of bytes of the lines that were taken."""
         self._number = 0
 
     def head(self) -> bytes:
-        """Takes the lines before the first row; returns the last of them, the header."""
+        """Take the lines before the first row; return the last of them, the header."""
         header = b""
         self._fill(len(_BOM))
-        if self._rest.startswith(_BOM):
-            self._rest, self.taken = self._rest[len(_BOM) :], len(_BOM)
+        if self._buffer.startswith(_BOM):
+            self._buffer, self.taken = self._buffer[len(_BOM) :], len(_BOM)
         for _ in range(self._layout.skip_lines + int(self._layout.header)):
             header = self._line()
         return header
 
     def rows(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Everything after it in pieces of whole rows, with the number of lines before each."""
-        layout, wanted = self._layout, self._layout.block_bytes
-        over = False
-        while not over:
-            over = not self._fill(wanted)
-            text = np.frombuffer(self._rest, np.uint8)
+        """Yield the rest in chunks of whole rows, each with the number of lines before it."""
+        layout, num_bytes = self._layout, self._layout.block_bytes
+        at_end = False
+        while not at_end:
+            at_end = not self._fill(num_bytes)
+            text = np.frombuffer(self._buffer, np.uint8)
             quote = layout.quote_byte if layout.newlines_in_values else -1
-            end = len(text) if over else int(_core.last_row_end(text, quote))
-            if end == 0 and not over:
+            end = len(text) if at_end else int(_core.last_row_end(text, quote))
+            if end == 0 and not at_end:
                 if len(text) > layout.max_line_bytes:
                     _refuse_long_line(self._name, self._number + 1, layout.max_line_bytes)
-                wanted = len(text) + layout.block_bytes
+                num_bytes = len(text) + layout.block_bytes
                 continue
-            wanted = layout.block_bytes
-            self._rest = self._rest[end:]
+            num_bytes = layout.block_bytes
+            self._buffer = self._buffer[end:]
             if end:
                 yield self._number, text[:end]
             self._number += int(_core.count_lines(text[:end]))
 
     def _line(self) -> bytes:
-        at, over = self._rest.find(b"\n"), False
-        while at < 0 and not over:
-            if len(self._rest) > self._layout.max_line_bytes:
+        at, at_end = self._buffer.find(b"\n"), False
+        while at < 0 and not at_end:
+            if len(self._buffer) > self._layout.max_line_bytes:
                 _refuse_long_line(self._name, self._number + 1, self._layout.max_line_bytes)
-            over = not self._fill(len(self._rest) + _HEAD_BYTES)
-            at = self._rest.find(b"\n")
-        end = len(self._rest) if at < 0 else at + 1
-        line, self._rest = self._rest[:end], self._rest[end:]
+            at_end = not self._fill(len(self._buffer) + _HEAD_BYTES)
+            at = self._buffer.find(b"\n")
+        end = len(self._buffer) if at < 0 else at + 1
+        line, self._buffer = self._buffer[:end], self._buffer[end:]
         self.taken += end
         self._number += 1
         return line
 
     def _fill(self, size: int) -> bool:
-        """Holds that many bytes ready; False if the stream ends before."""
-        while len(self._rest) < size:
-            more = self._stream.read(size - len(self._rest))
-            if not more:
+        """Buffer that many bytes; return False if the stream ends before."""
+        while len(self._buffer) < size:
+            read = self._stream.read(size - len(self._buffer))
+            if not read:
                 return False
-            self._rest = self._rest + more if self._rest else more
+            self._buffer = self._buffer + read if self._buffer else read
         return True
 
 
 def _behind_newline(text: NDArray[np.uint8], at: int) -> int:
-    """Behind the first newline at or after `at`; one more than the text has bytes if there is none."""
+    """Return the index after the first newline at or after `at`; without one, the text's length plus one."""
     step = 4096
     for begin in range(max(at, 0), len(text), step):
         found = np.flatnonzero(text[begin : begin + step] == _NEWLINE)

@@ -1,46 +1,48 @@
-"""How many batches a road has from its position on, where that is known before anything is read.
+"""The number of batches that a source has after a position, where it is known before anything is read.
 
-Blocks know their rows (Parquet, tables and frames in memory), or one block knows its items: samples, or batches. Where
-rows may be left out, or the data says nothing of its length, there is no answer. Several trainers take as many steps
-as the one with the most rows has batches.
+It is known where every block knows its rows (Parquet, tables and frames in memory), or where the only block knows its
+items: samples or batches. It is unknown where rows may be left out, or where the data does not say its length. With
+several trainers, all of them run as many steps as the trainer with the most rows has batches.
 """
 
 import numpy as np
 
 from satrap.data.batch_assembler import BatchAssembler
-from satrap.data.rank_split import plans
+from satrap.data.rank_split import plan_epoch
 from satrap.data.shuffle_order import permutation
 
 
-def num_batches(road: BatchAssembler) -> int:
-    """The steps that are left at the beginning of a stream; TypeError says why they are not known."""
-    at = road.position
-    if road.epochs is None:
+def num_batches(assembler: BatchAssembler) -> int:
+    """Return the number of steps from the stream's position to its end; TypeError says why it is unknown."""
+    position = assembler.position
+    if assembler.epochs is None:
         raise TypeError("epochs is None, so there is no end")
-    if road.max_bad_rows or any(label.missing == "drop" for label in road.columns.label):
+    if assembler.max_bad_rows or any(label.missing == "drop" for label in assembler.columns.label):
         raise TypeError("rows may be left out, by max_bad_rows or by a label's missing='drop'")
-    if at.before or (at.is_of_older_release and road.world > 1):
-        raise TypeError("this epoch was begun by another number of trainers, or by an older release")
-    if at.epoch >= road.epochs:
+    if position.before or (position.is_of_older_release and assembler.world > 1):
+        raise TypeError("another number of trainers, or an older release, started this epoch")
+    if position.epoch >= assembler.epochs:
         return 0
-    found = [block.num_items if block.num_rows is None else block.num_rows for block in road.blocks]
-    known = [each for each in found if each is not None]
-    if len(known) < len(found):
+    sizes = [block.num_items if block.num_rows is None else block.num_rows for block in assembler.blocks]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
         raise TypeError("the data does not say how many samples it has before it is read")
-    size, cut = road.batch_size or 1, 0 if road.drop_last else (road.batch_size or 1) - 1
-    most = -(-sum(known) // road.world)
-    return (most - _given(road, known) + cut) // size + (road.epochs - at.epoch - 1) * ((most + cut) // size)
+    size, round_up = assembler.batch_size or 1, 0 if assembler.drop_last else (assembler.batch_size or 1) - 1
+    most = -(-sum(known) // assembler.world)
+    return (most - _num_consumed(assembler, known) + round_up) // size + (assembler.epochs - position.epoch - 1) * (
+        (most + round_up) // size
+    )
 
 
-def _given(road: BatchAssembler, rows: list[int]) -> int:
-    """What this trainer was given of the epoch: rows, or items that are batches."""
-    at = road.position
-    if road.batch_size is None:
-        if at.batch > rows[0]:
-            raise TypeError("its position counts batches that were cut in another way")
-        return at.batch
-    if road.blocks and road.blocks[0].num_rows is None:  # one block of samples, and so one chain
-        return at.sample
-    order = permutation(len(rows), road.seed, at.epoch) if road.shuffle else np.arange(len(rows))
-    parts = plans(order.tolist(), rows, road.world)[road.rank].parts[: at.block]
-    return sum((rows[part.block] if part.end is None else part.end) - part.begin for part in parts) + at.sample
+def _num_consumed(assembler: BatchAssembler, rows: list[int]) -> int:
+    """Return how many rows of the epoch this trainer has consumed, or how many items where each is a batch."""
+    position = assembler.position
+    if assembler.batch_size is None:
+        if position.batch > rows[0]:
+            raise TypeError("the position counts batches that were cut in another way")
+        return position.batch
+    if assembler.blocks and assembler.blocks[0].num_rows is None:  # one block of samples, and so one window group
+        return position.sample
+    order = permutation(len(rows), assembler.seed, position.epoch) if assembler.shuffle else np.arange(len(rows))
+    row_ranges = plan_epoch(order.tolist(), rows, assembler.world)[assembler.rank].row_ranges[: position.block]
+    return sum((rows[r.block] if r.end is None else r.end) - r.begin for r in row_ranges) + position.sample

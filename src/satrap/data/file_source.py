@@ -1,9 +1,9 @@
-"""Files of a source, wherever they lie: paths, globs, folders and URLs become a list of files that can be opened.
+"""Files of a source on any filesystem: resolves paths, globs, folders and URLs to a list of files to open.
 
-A path without a filesystem is local, or a URL: pyarrow opens those of its own filesystems (s3, gs, hdfs, abfs), fsspec
-all others. A folder stands for every file in it, at any depth, but for names that begin with "." or "_", which other
-tools use for what is no data. Files of a folder or glob come in the order of their paths. pyarrow releases the GIL
-while its own filesystems read; an fsspec one is asked for ranges of bytes, which needs no cursor that threads share.
+A path without a filesystem is local, or a URL: pyarrow opens URLs of its own filesystems (s3, gs, hdfs, abfs), fsspec
+all others. A folder stands for every file in it, at any depth, except names that begin with "." or "_", which other
+tools use for files without data. The files of a folder or glob are in the order of their paths. pyarrow releases the
+GIL while its own filesystems read; reads from fsspec request ranges of bytes, so threads share no cursor.
 """
 
 import io
@@ -30,35 +30,37 @@ class File:
 
     storage: "Storage"
     path: str
-    """As its storage names it."""
+    """The path in its storage."""
     size: int
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """The file's name in messages."""
         return self.storage.prefix + self.path
 
     @property
     def is_local(self) -> bool:
-        """Whether it is mapped into memory where that is asked for."""
+        """Whether the file can be mapped into memory."""
         return self.size > 0 and self.storage.is_local
 
     @contextmanager
     def open(self, *, mapped: bool = False, part: str = "") -> Iterator[Any]:
-        """The file as a pyarrow file with random access, mapped into memory if asked for and local. What goes wrong
-        while it is open names it, and the part that is read."""
+        """Open the file as a pyarrow file with random access; `mapped` maps it into memory if it is local.
+
+        Errors while it is open name the file and the part that is read.
+        """
         where = f"{self.name}, {part}" if part else self.name
-        with naming(where), self.storage.open(self.path, self.size, mapped) as opened:
+        with errors_naming(where), self.storage.open(self.path, self.size, mapped) as opened:
             if (now := opened.size()) != self.size:
                 raise SourceError(
-                    f"{self.name} has {now} bytes and had {self.size} when reading began: it was changed meanwhile"
+                    f"{self.name} has {now} bytes and had {self.size} when reading began; it must not change meanwhile"
                 )
             yield opened
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Damaged data raises a SourceError that names it, whatever pyarrow, NumPy or Python makes of the damage."""
+def errors_naming(where: str) -> Iterator[None]:
+    """Turn the errors that pyarrow, NumPy and Python raise for damaged data into a SourceError that names the data."""
     arrow = pyarrow_for("reading files")
     try:
         yield
@@ -66,28 +68,30 @@ def naming(where: str) -> Iterator[None]:
         raise
     except (arrow.ArrowException, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
         found = str(error) or type(error).__name__
-        raise SourceError(f"{where}: cannot be read ({found}): it is torn, damaged, or of another format") from error
+        raise SourceError(
+            f"{where}: cannot be read ({found}); it is incomplete, damaged, or of another format: write it again"
+        ) from error
 
 
 class Storage(ABC):
-    """Where files lie."""
+    """A filesystem that holds files."""
 
     prefix: str
-    """What stands before a path in messages."""
+    """The text before a path in messages."""
     is_local = False
     """Whether files can be mapped into memory."""
 
     @abstractmethod
     def stat(self, path: str) -> int | None:
-        """The file's size; -1 for a folder; None if nothing is there."""
+        """Return the file's size; -1 for a folder; None if the path does not exist."""
 
     @abstractmethod
     def find(self, folder: str) -> list[tuple[str, int]]:
-        """Every file below the folder, with its size; none if there is no such folder."""
+        """Return every file below the folder, with its size; none if there is no such folder."""
 
     @abstractmethod
     def open(self, path: str, size: int, mapped: bool) -> Any:
-        """The file as a pyarrow file with random access."""
+        """Open the file as a pyarrow file with random access."""
 
 
 class _ArrowStorage(Storage):
@@ -136,14 +140,14 @@ class _FsspecStorage(Storage):
 
     def open(self, path: str, size: int, mapped: bool) -> Any:
         arrow = pyarrow_for("reading files")
-        return arrow.PythonFile(_Ranges(self._filesystem, path, size), mode="r")
+        return arrow.PythonFile(_RangeReadFile(self._filesystem, path, size), mode="r")
 
 
-class _Ranges(io.RawIOBase):
-    """A file of an fsspec filesystem with a cursor of its own; some filesystems hand the same file to everybody."""
+class _RangeReadFile(io.RawIOBase):
+    """A file of an fsspec filesystem with its own cursor; some filesystems return one shared file for a path."""
 
     def __init__(self, filesystem: Any, path: str, size: int) -> None:
-        self._filesystem, self._path, self._size, self._at = filesystem, path, size, 0
+        self._filesystem, self._path, self._size, self._cursor = filesystem, path, size, 0
 
     def readable(self) -> bool:
         return True
@@ -152,34 +156,34 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = base + offset
-        return self._at
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._cursor, io.SEEK_END: self._size}[whence]
+        self._cursor = base + offset
+        return self._cursor
 
     def tell(self) -> int:
-        return self._at
+        return self._cursor
 
     def size(self) -> int:
         return self._size
 
     def read(self, size: int | None = -1) -> bytes:
-        end = self._size if size is None or size < 0 else min(self._size, self._at + size)
-        if end <= self._at:
+        end = self._size if size is None or size < 0 else min(self._size, self._cursor + size)
+        if end <= self._cursor:
             return b""
-        data = bytes(self._filesystem.cat_file(self._path, start=self._at, end=end))
-        self._at += len(data)
+        data = bytes(self._filesystem.cat_file(self._path, start=self._cursor, end=end))
+        self._cursor += len(data)
         return data
 
 
 @dataclass(frozen=True, slots=True)
 class PermittedFiles:
-    """Given as a source's filesystem: the files that its paths and URLs name, as far as they are permitted."""
+    """A filesystem for a source: the files that its paths and URLs name, as far as they are permitted."""
 
     permitted: PathAllowlist
 
 
 class _PermittedStorage(Storage):
-    """What a folder or glob came to is asked about once more when it is opened: it may be a link that leads out."""
+    """A storage that checks every file again when it is opened: a file of a folder or glob may link to elsewhere."""
 
     def __init__(self, storage: Storage, permitted: PathAllowlist) -> None:
         self._storage, self._permitted = storage, permitted
@@ -197,12 +201,12 @@ class _PermittedStorage(Storage):
 
 
 def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
-    """Which files a position is in: their names without folders, since data may be moved, and sizes."""
+    """Return the files' names (without folders, since data may be moved) and sizes, for a source's signature."""
     return {"files": [[PurePosixPath(file.path).name, file.size] for file in find_files(path, filesystem)]}
 
 
 def absolute(path: Any) -> Any:
-    """The same paths for a process with another current folder."""
+    """Return the same paths for a process with another working directory."""
     if isinstance(path, list | tuple):
         return [absolute(each) for each in path]
     text = os.fsdecode(path)
@@ -210,37 +214,39 @@ def absolute(path: Any) -> Any:
 
 
 def find_files(path: Any, filesystem: Any = None) -> list[File]:
-    """The files that a path, a glob, a folder or a list of those stands for; at least one."""
-    given = list(path) if isinstance(path, Sequence) and not isinstance(path, str | bytes) else [path]
-    if not given:
-        raise ConfigError("path is an empty list; wanted at least one path")
+    """Return the files that a path, a glob, a folder or a list of those stands for; at least one."""
+    paths = list(path) if isinstance(path, Sequence) and not isinstance(path, str | bytes) else [path]
+    if not paths:
+        raise ConfigError("path is an empty list; expected at least one path")
     files: list[File] = []
-    for each in given:
+    for each in paths:
         if not isinstance(each, str | os.PathLike) or not os.fspath(each):
-            raise ConfigError(f"path is {describe(each)}; wanted a file, a folder, a glob or a URL, or a list of those")
+            raise ConfigError(
+                f"path is {describe(each)}; expected a file, a folder, a glob or a URL, or a list of those"
+            )
         files += _expand(os.fsdecode(each), filesystem)
     return files
 
 
 def _expand(path: str, filesystem: Any) -> list[File]:
-    storage, inside = _storage(path, filesystem)
-    size = storage.stat(inside)  # first: a file may have a glob's characters in its name
+    storage, inner = _resolve(path, filesystem)
+    size = storage.stat(inner)  # before globs: the name of a file may hold a glob's characters
     if size is not None and size >= 0:
-        return [File(storage, inside, size)]
-    magic = GLOB_CHARACTER.search(inside)
-    if size is None and magic is None:
-        where = "" if str(path) == inside else f" ({inside})"
+        return [File(storage, inner, size)]
+    glob = GLOB_CHARACTER.search(inner)
+    if size is None and glob is None:
+        where = "" if str(path) == inner else f" ({inner})"
         raise SourceError(f"{path}: there is no such file or folder{where}")
-    base = inside if size is not None or magic is None else inside[: magic.start()].rpartition("/")[0]
-    wanted = re.compile("" if size is not None else _pattern(inside[len(base) :]) + r"\Z")
+    base = inner if size is not None or glob is None else inner[: glob.start()].rpartition("/")[0]
+    matcher = re.compile("" if size is not None else _pattern(inner[len(base) :]) + r"\Z")
     found = []
-    for each, size in sorted(storage.find(base or ("/" if inside.startswith("/") else ""))):
+    for each, size in sorted(storage.find(base or ("/" if inner.startswith("/") else ""))):
         below = each[len(base.rstrip("/")) :]
         hidden = any(part.startswith((".", "_")) for part in below.split("/"))
-        if wanted.match(each[len(base) :]) and not (hidden and not _names_hidden(inside[len(base) :])):
+        if matcher.match(each[len(base) :]) and not (hidden and not _names_hidden(inner[len(base) :])):
             found.append(File(storage, each, size))
     if not found:
-        raise SourceError(f"{path}: {'the folder holds' if magic is None else 'the glob matches'} no file")
+        raise SourceError(f"{path}: {'the folder holds' if glob is None else 'the glob matches'} no file")
     return found
 
 
@@ -249,7 +255,7 @@ def _names_hidden(pattern: str) -> bool:
 
 
 def _pattern(glob: str) -> str:
-    """A glob as a regular expression: * and ? stay within a folder, ** crosses folders."""
+    """Return a glob as a regular expression: * and ? match within a folder, ** matches across folders."""
     out, at = "", 0
     while at < len(glob):
         char = glob[at]
@@ -272,30 +278,30 @@ def _pattern(glob: str) -> str:
     return out
 
 
-def _storage(path: str, filesystem: Any) -> tuple[Storage, str]:
-    """Where the path lies, and what it is called there."""
+def _resolve(path: str, filesystem: Any) -> tuple[Storage, str]:
+    """Return the storage that holds the path, and the path within it."""
     arrow = pyarrow_for("reading files")
     url = URL.match(path)
     if isinstance(filesystem, PermittedFiles):
         filesystem.permitted.require_below(path)
-        storage, inside = _storage(path, None)
-        return storage if is_url(path) else _PermittedStorage(storage, filesystem.permitted), inside
+        storage, inner = _resolve(path, None)
+        return storage if is_url(path) else _PermittedStorage(storage, filesystem.permitted), inner
     if filesystem is not None:
         if isinstance(filesystem, arrow.fs.FileSystem):
             return _ArrowStorage(filesystem, ""), path[url.end() :] if url else path
         if hasattr(filesystem, "cat_file") and hasattr(filesystem, "find"):
             return _FsspecStorage(filesystem, ""), filesystem._strip_protocol(path)
-        raise ConfigError(f"filesystem is {describe(filesystem)}; wanted one of pyarrow.fs or fsspec")
+        raise ConfigError(f"filesystem is {describe(filesystem)}; expected one of pyarrow.fs or fsspec")
     if url is None or url[1] == "file":
         local = os.path.abspath(os.path.expanduser(path[url.end() :] if url else path))
         return _ArrowStorage(arrow.fs.LocalFileSystem(), ""), local
     if url[1] in _OWN_SCHEMES:
-        magic = GLOB_CHARACTER.search(path)
-        base = path if magic is None else path[: magic.start()].rpartition("/")[0]
+        glob = GLOB_CHARACTER.search(path)
+        base = path if glob is None else path[: glob.start()].rpartition("/")[0]
         try:
-            own, inside = arrow.fs.FileSystem.from_uri(base)
+            native, inner = arrow.fs.FileSystem.from_uri(base)
             prefix = "" if url[1] in ("hdfs", "viewfs") else url[0]
-            return _ArrowStorage(own, prefix), inside + path[len(base) :]
+            return _ArrowStorage(native, prefix), inner + path[len(base) :]
         except (arrow.ArrowException, OSError, ValueError) as error:
             raise SourceError(f"{path}: its filesystem cannot be reached ({error})") from error
     try:
@@ -303,7 +309,7 @@ def _storage(path: str, filesystem: Any) -> tuple[Storage, str]:
     except ImportError as error:
         raise SourceError(f"{path}: {url[0]} needs fsspec ({error}): pip install fsspec") from error
     try:
-        foreign, inside = fsspec.core.url_to_fs(path)
+        other, inner = fsspec.core.url_to_fs(path)
     except (ImportError, ValueError, OSError) as error:
         raise SourceError(f"{path}: its filesystem cannot be reached ({error})") from error
-    return _FsspecStorage(foreign, url[0]), inside
+    return _FsspecStorage(other, url[0]), inner

@@ -1,7 +1,7 @@
-"""Frames in memory: pandas and polars DataFrames, Arrow tables, and dicts of arrays, by name of column.
+"""Frames in memory as sources: pandas and polars DataFrames, Arrow tables, and dicts of arrays by column name.
 
-A frame is turned into Arrow memory a range of rows at a time, so it is never in memory twice; polars and most NumPy
-columns are not copied at all. Neither pandas nor polars is imported here: a frame brings its own.
+A frame is converted to Arrow arrays one range of rows at a time, so memory never holds it twice; polars and most NumPy
+columns are not copied at all. Neither pandas nor polars is imported here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_integer, describe, set_field
 from satrap.data.arrow import table_blocks
-from satrap.data.block import Block, Piece
+from satrap.data.block import Block, Chunk
 from satrap.data.decode import check_types, decode_table
 from satrap.data.inputs import Position
 from satrap.data.source import Source
@@ -23,48 +23,48 @@ from satrap.errors import ConfigError, SourceError
 
 @dataclass(frozen=True, eq=False)
 class Frame(Source):
-    """A DataFrame of pandas or polars, an Arrow table, or a dict of arrays that are equally long."""
+    """A DataFrame of pandas or polars, an Arrow table, or a dict of arrays of equal length."""
 
     data: Any = field(repr=False, compare=False)
     """The frame. In a dict, a column is an array of one or (for lists of one length, or several dense numbers) two
     dimensions, a list, or (values, offsets) for lists of ids."""
     _: KW_ONLY
     block_rows: int = 32768
-    """How many rows are taken at a time."""
+    """How many rows are read at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         set_field(self, "block_rows", check_integer("Frame", "block_rows", self.block_rows, 1, 1 << 30))
         if type(self.data).__name__ == "LazyFrame":
-            raise ConfigError("Frame: found a LazyFrame; wanted rows: call .collect()")
+            raise ConfigError("Frame: found a LazyFrame; expected rows: call .collect()")
         if not _is_frame(self.data) and not isinstance(self.data, Mapping):
             raise ConfigError(
-                f"Frame: found {describe(self.data)}; wanted a DataFrame, an Arrow table or a dict of arrays"
+                f"Frame: found {describe(self.data)}; expected a DataFrame, an Arrow table or a dict of arrays"
             )
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         arrow = pyarrow_for("reading frames")
         if isinstance(self.data, arrow.Table):
             return table_blocks(self.data, columns, self.block_rows, self.max_bad_rows, "the frame")
-        rows = _Rows(self.data, columns)
+        rows = _FrameRows(self.data, columns)
         check_types(rows.table(0, 0).schema, columns, "the frame")
         return [
-            _Range(rows, columns, begin, min(rows.n, begin + self.block_rows), self.max_bad_rows)
+            _FrameBlock(rows, columns, begin, min(rows.n, begin + self.block_rows), self.max_bad_rows)
             for begin in range(0, rows.n, self.block_rows)
         ]
 
 
-class _Rows:
-    """Rows of a frame, or of a dict of columns."""
+class _FrameRows:
+    """The rows of a frame or of a dict of columns, as Arrow tables."""
 
     def __init__(self, data: Any, columns: Columns) -> None:
         names = list(data if isinstance(data, Mapping) else data.columns)
-        columns.check("the frame", [str(name) for name in names])
-        keys = {str(name): name for name in names}  # pandas names columns by numbers, too
-        self._data = {name: data[keys[name]] for name in columns.needed()}
+        columns.check_present("the frame", [str(name) for name in names])
+        keys = {str(name): name for name in names}  # pandas also has numbers as column names
+        self._data = {name: data[keys[name]] for name in columns.required()}
         lengths = {name: column_length(value) for name, value in self._data.items()}
         if len(set(lengths.values())) != 1:
-            raise SourceError(f"the frame has columns of different lengths: {lengths}; wanted one length")
+            raise SourceError(f"the frame has columns of different lengths: {lengths}; expected one length")
         self.n = next(iter(lengths.values()))
 
     def table(self, begin: int, end: int) -> Any:
@@ -72,52 +72,55 @@ class _Rows:
         return pyarrow_for("reading frames").table(arrays)
 
 
-class _Range(Block):
+class _FrameBlock(Block):
     """A range of a frame's rows."""
 
-    exact = True
+    is_exact = True
 
-    def __init__(self, rows: _Rows, columns: Columns, begin: int, end: int, most_bad: int) -> None:
-        self._rows, self._columns, self._most_bad = rows, columns, most_bad
+    def __init__(self, rows: _FrameRows, columns: Columns, begin: int, end: int, max_bad: int) -> None:
+        self._rows, self._columns, self._max_bad = rows, columns, max_bad
         self._begin, self._end = begin, end
         self.num_rows = end - begin
 
     def read(self) -> Iterator[tuple[int, int]]:
         yield self._begin, self._end
 
-    def num_rows_of(self, raw: tuple[int, int]) -> int:
+    def count_rows(self, raw: tuple[int, int]) -> int:
         return raw[1] - raw[0]
 
-    def cut(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
+    def slice(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
         return raw[0] + begin, raw[0] + end
 
-    def decode(self, raw: tuple[int, int]) -> Piece:
+    def decode(self, raw: tuple[int, int]) -> Chunk:
         begin, end = raw
-        return decode_table(self._rows.table(begin, end), self._columns, "the frame", begin, self._most_bad)
+        return decode_table(self._rows.table(begin, end), self._columns, "the frame", begin, self._max_bad)
 
 
 def column_length(value: Any) -> int:
-    """How many samples a column has: one less than offsets, if it is (values, offsets)."""
+    """Return the number of samples of a column: one less than offsets, if it is (values, offsets)."""
     return len(value[1]) - 1 if isinstance(value, tuple) else len(value)
 
 
 def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None = None) -> Any:
-    """Some samples of a column as an Arrow array: of an array of one or two dimensions, a torch tensor, an Arrow array,
-    a list, a pandas or polars Series, or (values, offsets)."""
+    """Return some samples of a column as an Arrow array.
+
+    The column may be an array of one or two dimensions, a torch tensor, an Arrow array, a list, a pandas or polars
+    Series, or (values, offsets).
+    """
     arrow = pyarrow_for("reading columns")
     end = column_length(value) if end is None else end
     try:
         if isinstance(value, tuple):
             if len(value) != 2:
                 raise SourceError(
-                    f"{where}: column {name!r} has {len(value)} arrays; wanted (values, offsets), and weights in a "
-                    "column of their own, named by weights="
+                    f"{where}: column {name!r} has {len(value)} arrays; expected (values, offsets); put weights in "
+                    "another column and name it in weights="
                 )
             offsets = np.asarray(as_numpy(value[1]), np.int64)[begin : end + 1]
             if offsets[0] < 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > len(value[0]):
                 raise SourceError(
-                    f"{where}: column {name!r} has offsets that fall or leave its {len(value[0])} values; wanted them "
-                    "to rise from 0 to that number"
+                    f"{where}: column {name!r} has offsets that decrease or exceed its {len(value[0])} values; "
+                    "expected them to rise from 0 to that number"
                 )
             values = as_arrow(where, name, value[0], int(offsets[0]), int(offsets[-1]))
             return arrow.LargeListArray.from_arrays(arrow.array(offsets - offsets[0]), values)
@@ -128,7 +131,7 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
             return value.slice(begin, end - begin).to_arrow()
         value = as_numpy(value)
         if isinstance(value, np.ndarray) and value.ndim not in (1, 2):
-            raise SourceError(f"{where}: column {name!r} has the shape {value.shape}; wanted one or two dimensions")
+            raise SourceError(f"{where}: column {name!r} has the shape {value.shape}; expected one or two dimensions")
         part = value.iloc[begin:end] if hasattr(value, "iloc") else value[begin:end]
         if isinstance(part, np.ndarray) and part.ndim == 2:
             flat = arrow.array(np.ascontiguousarray(part).reshape(-1))
@@ -150,7 +153,7 @@ def _inferred(arrow: Any, values: Any) -> Any:
 
 
 def as_numpy(value: Any) -> Any:
-    """A torch tensor as an array, without importing torch; anything else as it is."""
+    """Return a torch tensor as a NumPy array, without importing torch; return anything else unchanged."""
     if hasattr(value, "detach") and hasattr(value, "cpu"):
         return value.detach().cpu().numpy()
     return value

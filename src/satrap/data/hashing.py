@@ -1,9 +1,9 @@
-"""Values that are not ids yet become ids: one documented 64-bit hash, computed by the core over whole columns.
+"""Hashes values to ids: one documented 64-bit hash, computed by the core over whole columns.
 
-The hash is XXH64 with seed 0, as its specification has it: of a text's UTF-8 bytes, of binary data as it is, of an
-integer's 8 bytes, the lowest first. A model that was trained on hashed ids depends on it, so it never changes. What a
-missing value becomes is decided by `columns`; here it counts as the empty text. Two different texts share an id with
-probability 2**-64; different integers never do.
+The hash is XXH64 with seed 0, as specified: of the UTF-8 bytes of a text, of binary data unchanged, and of the 8
+little-endian bytes of an integer. A model that was trained on hashed ids depends on the hash, so it never changes.
+`columns` decides what a missing value becomes; here it is hashed as the empty text. Two different texts share an id
+with probability 2**-64; different integers never do.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from satrap.errors import InputError
 
 
 def hash_integers(integers: ArrayLike) -> NDArray[np.uint64]:
-    """An id for each integer: uint64 or int64 [n], the latter by its bit pattern."""
+    """Return an id for each integer: uint64 or int64 [n]; int64 is hashed by its bit pattern."""
     return np.asarray(_core.hash_integers(as_ids("hash_integers", integers)))
 
 
 def hash_strings(strings: Any) -> NDArray[np.uint64]:
-    """An id for each text: an Arrow column of texts or bytes, also dictionary-encoded, a NumPy array or a list."""
+    """Return an id for each text of a column: an Arrow column (also dictionary-encoded), a NumPy array or a list."""
     arrow = pyarrow_for("hashing strings")
     column = strings
     if not isinstance(column, arrow.Array | arrow.ChunkedArray):
@@ -31,7 +31,7 @@ def hash_strings(strings: Any) -> NDArray[np.uint64]:
             column = arrow.array(strings)
         except (arrow.ArrowException, TypeError, ValueError) as error:
             raise InputError(
-                f"hash_strings: found {type(strings).__name__} ({error}); wanted a column of texts"
+                f"hash_strings: found {type(strings).__name__} ({error}); expected a column of texts"
             ) from None
     if isinstance(column, arrow.ChunkedArray):
         column = arrow.concat_arrays(column.chunks) if column.num_chunks else arrow.array([], column.type)
@@ -43,7 +43,7 @@ def hash_strings(strings: Any) -> NDArray[np.uint64]:
 
 
 def is_text(arrow: Any, kind: Any) -> bool:
-    """Whether `hash_strings` takes a column of this Arrow type."""
+    """Return whether `hash_strings` accepts a column of this Arrow type."""
     types = arrow.types
     return bool(
         types.is_string(kind)
@@ -62,7 +62,7 @@ def _hash_column(arrow: Any, column: Any) -> NDArray[np.uint64]:
     if arrow.types.is_null(column.type):
         column = column.cast(arrow.string())
     if not is_text(arrow, column.type):
-        raise InputError(f"hash_strings: found a column of {column.type}; wanted texts or bytes")
+        raise InputError(f"hash_strings: found a column of {column.type}; expected texts or bytes")
     if (
         types.is_string_view(column.type)
         or types.is_binary_view(column.type)

@@ -1,7 +1,7 @@
-"""One batch as a loader read it: ids of all features, dense numbers, labels, and where the loader stands after it.
+"""A batch as a loader read it: ids of all features, dense numbers, labels, and the loader's position after it.
 
-Plain data and nothing else. A source makes it, `worker` checks it against its features and looks it up. It fits no
-model in particular, and holds no row.
+These classes are plain data. A source creates a batch; `worker` checks it against the features and looks up its ids. It
+depends on no particular model, and holds no embeddings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,53 +18,54 @@ _MAX_COUNT = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """Where a loader stands: it has given every batch before this one."""
+    """How far a loader has read. A loader that starts at a batch's position continues with the next batch."""
 
     epoch: int
-    """How often the data was read whole before."""
+    """How many times all data was read before."""
     block: int
-    """Reading goes on at this block, in the order of the epoch."""
+    """The block at which reading continues, in the order of the epoch."""
     batch: int
-    """How many batches of the epoch were given before."""
+    """How many batches of the epoch were returned."""
     sample: int = 0
-    """How many samples were given since that block began. Batches and blocks do not end together, so `batch` alone
-    would not say where in the block to go on."""
+    """How many samples were returned from the start of that block on. Batches and blocks do not end together, so
+    `batch` alone would not say where in the block to continue."""
     end: int = 0
-    """The block behind the last one that was begun; 0 before the first, and in positions of older releases."""
+    """The block after the last one that was started; 0 before the first, and in positions of older releases."""
     rows: int = 0
-    """How many rows of the epoch lie before that block, where ranks share its pieces."""
+    """How many rows of the epoch precede that block, where ranks share the chunks of blocks."""
     before: tuple[tuple["Position", ...], ...] = ()
-    """Where earlier numbers of trainers stopped in this epoch: the positions of all of them, oldest first."""
+    """Where runs with other numbers of trainers stopped in this epoch: the positions of all trainers of each, oldest
+    first."""
     offset: Any = field(default=None, compare=False)
-    """What the data itself gave to go on from, where it does: plain JSON types."""
+    """The data's own offset from which to continue, if it has offsets: plain JSON types."""
 
     def __post_init__(self) -> None:
         for name in ("epoch", "block", "batch", "sample", "end", "rows"):
             set_field(self, name, check_integer("Position", name, getattr(self, name), 0, _MAX_COUNT))
 
     def to_dict(self) -> dict[str, Any]:
-        """This position as plain JSON types."""
-        told: dict[str, Any] = {"epoch": self.epoch, "block": self.block, "batch": self.batch, "sample": self.sample}
-        told |= {name: value for name in ("end", "rows") if (value := getattr(self, name))}
+        """Return this position as plain JSON types."""
+        result: dict[str, Any] = {"epoch": self.epoch, "block": self.block, "batch": self.batch, "sample": self.sample}
+        result |= {name: value for name in ("end", "rows") if (value := getattr(self, name))}
         if self.before:
-            told["before"] = [[each.to_dict() for each in positions] for positions in self.before]
-        return told if self.offset is None else told | {"offset": self.offset}
+            result["before"] = [[each.to_dict() for each in positions] for positions in self.before]
+        return result if self.offset is None else result | {"offset": self.offset}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The position that `to_dict` wrote."""
-        given = known_keys(cls, "Position", data)
-        before = tuple(tuple(cls.from_dict(each) for each in positions) for positions in given.get("before", ()))
-        return cls(**given | {"before": before})
+        """Return the position that `to_dict` wrote."""
+        fields = known_keys(cls, "Position", data)
+        before = tuple(tuple(cls.from_dict(each) for each in positions) for positions in fields.get("before", ()))
+        return cls(**fields | {"before": before})
 
     @property
     def is_of_older_release(self) -> bool:
-        """Whether it counts blocks as they were dealt out to several trainers before every sample was trained on."""
+        """Whether an older release saved it, which split blocks over trainers in another way and left samples out."""
         return self.sample > 0 and self.end == 0
 
     @classmethod
     def after(cls, positions: Sequence["Position"]) -> Self:
-        """Where another number of trainers goes on behind trainers at these positions."""
+        """Return the position at which another number of trainers continues after trainers at these positions."""
         epoch = min(each.epoch for each in positions)
         before = next(each.before for each in positions if each.epoch == epoch)
         return cls(epoch, 0, 0, before=(*before, tuple(replace(each, before=()) for each in positions)))
@@ -72,24 +73,24 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """One batch. A bag is the ids of one feature in one sample; features stand in the order of `Features`."""
+    """One batch. A bag is the ids of one feature in one sample. The features are in the order of `Features`."""
 
     names: tuple[str, ...]
-    """The features."""
+    """The names of the features."""
     values: NDArray[np.uint64]
-    """Ids: feature after feature, of each sample after sample."""
+    """The ids: feature after feature, and sample after sample within each feature."""
     offsets: NDArray[np.int64] | None = None
     """[features * batch_size + 1]: the bag of feature f in sample s is values[offsets[i] : offsets[i + 1]], where
     i = f * batch_size + s. None: every bag holds exactly one id."""
     weights: NDArray[np.float32] | None = None
-    """Like `values`. Those of features that are not weighted mean nothing."""
+    """A weight for each of `values`. The weights of features that are not weighted have no meaning."""
     batch_size: int
-    """Samples."""
+    """The number of samples."""
     dense: NDArray[np.float32] | None = None
     """[batch_size, num_dense], C-contiguous."""
     label: NDArray[np.float32] | None = None
     """[batch_size] or [batch_size, num_labels]."""
     position: Position | None = None
-    """Where the loader stands after this batch: go on here. None: it cannot be resumed."""
+    """The loader's position after this batch, from which to resume. None: the loader cannot be resumed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns that the user asked for."""
+    """Further columns that the source declares."""

@@ -1,9 +1,9 @@
-"""Any iterable: of batches as dicts, Inputs or TorchRec's jagged tensors, or of samples as dicts.
+"""Iterables as sources: of batches (dicts, Inputs or TorchRec's jagged tensors), or of samples (dicts).
 
-Items are taken in the caller's thread, one at a time. An Inputs that is a batch already is checked and handed on as it
-is; anything else is copied before the next item is taken. TorchRec is not imported: what has keys(), values() and
-offsets() is taken for a KeyedJaggedTensor, and what has dense_features, sparse_features and labels for its Batch. An
-iterable can only be read from its start, so a position costs reading what came before, unless the data has offsets.
+Items are taken in the caller's thread, one at a time. An Inputs that is a complete batch is checked and passed on
+unchanged; anything else is copied before the next item is taken. TorchRec is not imported: an object with keys(),
+values() and offsets() counts as a KeyedJaggedTensor, one with dense_features, sparse_features and labels as a Batch. An
+iterable can only be read from its start: to resume, all earlier items are read again, unless the data has offsets.
 """
 
 import json
@@ -20,39 +20,41 @@ from satrap import _core
 from satrap.config.columns import Columns, IdColumn
 from satrap.config.features import Features
 from satrap.config.validation import check_flag, describe, kind_of, suggest
-from satrap.data.block import Block, Piece
+from satrap.data.block import Block, Chunk
 from satrap.data.decode import decode
 from satrap.data.frame import as_arrow, as_numpy
 from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError, SourceError
 
-_PIECE_SAMPLES = 4096  # taken at a time where each item is a sample
+_CHUNK_SAMPLES = 4096  # taken together where each item is a sample
 
 
 @dataclass(frozen=True, eq=False)
 class Iterable(Source):
-    """The items of an iterable, or of what a function returns.
+    """The items of an iterable, or of the iterable that a function returns.
 
     An item is a batch: a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label), of which dense and label may
     be None. A column of a dict is an array of one or (for lists of one length) two dimensions, a list, or for a
     feature (values, offsets) or (values, offsets, weights).
 
-    An Inputs of just these features is not copied unless `batch_size` cuts it anew: leave its arrays alone until its
-    batch is used. A label that an item brings keeps its shape, [n] or [n, 1].
+    An Inputs with exactly these features is not copied unless `batch_size` divides it: do not change its arrays until
+    its batch has been used. The label of such an item keeps its shape, [n] or [n, 1].
     """
 
     items: Any = field(repr=False, compare=False)
-    """The iterable. A function that returns one, or a list, can be read again; an iterator only once."""
+    """The iterable, or a function that returns one. A function or a list can be read again, an iterator only once."""
     _: KW_ONLY
     samples: bool = False
-    """Each item is one sample: a dict of a value, or a list of values, for each column. Missing keys are missing."""
+    """Whether each item is one sample: a dict with a value, or a list of values, for each column. A missing key is a
+    missing value."""
     offsets: bool = False
-    """The data knows how to go on: `items` is a function of an offset, None at the start, and gives pairs (item, offset
-    behind it). A checkpoint saves the offset before the first item that was not trained on whole, and the function is
-    called with it when the run resumes. An offset is what JSON can say: a number, a text, a dict by partition."""
+    """Whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns pairs
+    (item, offset after it). A checkpoint saves the offset before the first item that was not trained on completely,
+    and the function is called with it when the run resumes. An offset has plain JSON types: a number, a text, a dict by
+    partition."""
     batch_size: int | None = None
-    """Samples in a batch, whatever the items hold. None: each item is a batch."""
+    """The number of samples in a batch, whatever the items hold. None: each item is a batch."""
     _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,21 +63,23 @@ class Iterable(Source):
         super().__post_init__()
         if isinstance(self.items, str | bytes | os.PathLike):
             raise ConfigError(
-                f"Iterable: found {describe(self.items)}; wanted batches. A file or folder is read by satrap.Parquet, "
+                f"Iterable: found {describe(self.items)}; expected batches. To read files, use satrap.Parquet, "
                 "satrap.Arrow, satrap.CSV, satrap.JsonLines or satrap.Criteo"
             )
         if not callable(self.items) and not hasattr(self.items, "__iter__"):
             raise ConfigError(
-                f"Iterable: found {describe(self.items)}; wanted an iterable, or a function returning one"
+                f"Iterable: found {describe(self.items)}; expected an iterable, or a function that returns one"
             )
         if self.offsets and not callable(self.items):
             raise ConfigError(
-                f"Iterable: offsets is True and items is {describe(self.items)}; wanted a function of an offset that "
-                "returns pairs (item, offset behind it)"
+                f"Iterable: offsets is True and items is {describe(self.items)}; expected a function of an offset that "
+                "returns pairs (item, offset after it)"
             )
         if self.offsets and self.shuffle:
-            raise ConfigError("Iterable: offsets and shuffle are True: an offset means an order; leave out one of them")
-        if self._is_once() and self.epochs != 1:
+            raise ConfigError(
+                "Iterable: offsets and shuffle are True, but offsets require a fixed order; leave out one of them"
+            )
+        if self._is_one_shot() and self.epochs != 1:
             raise ConfigError(
                 f"Iterable: epochs is {self.epochs} and a {type(self.items).__name__} can be read once; give a list, "
                 "or a function that returns a new iterator"
@@ -83,107 +87,107 @@ class Iterable(Source):
 
     def _check_no_batch_size(self, where: str) -> None:
         if self.shuffle or self.samples:
-            raise ConfigError(f"{where}: batch_size is None and shuffle or samples is True; give the size of a batch")
+            raise ConfigError(f"{where}: batch_size is None and shuffle or samples is True; set batch_size")
 
     def _num_threads(self) -> int:
         return 0
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
-        # By name only: items may bring the weights of a weighted feature without a column for them.
+        # Only the names: items may contain the weights of a weighted feature without a column for them.
         return super()._columns(features.names if isinstance(features, Features) else features)
 
     def signature(self) -> dict[str, Any]:
         return super().signature() | ({"offsets": True} if self.offsets else {})
 
-    def _is_once(self) -> bool:
+    def _is_one_shot(self) -> bool:
         return isinstance(self.items, Iterator)
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
-        if self._is_once():
+        if self._is_one_shot():
             if self._used:
                 raise SourceError(
                     f"Iterable: this {type(self.items).__name__} was read before; give a list, or a function that "
                     "returns a new iterator"
                 )
             self._used.append(True)
-        return [_Items(self, columns, None if position is None else position.offset)]
+        return [_ItemsBlock(self, columns, None if position is None else position.offset)]
 
 
-class _Items(Block):
-    """All items."""
+class _ItemsBlock(Block):
+    """All items of the iterable."""
 
     def __init__(self, source: Iterable, columns: Columns, offset: Any) -> None:
-        """offset: where the first epoch goes on."""
+        """offset: where the first epoch continues."""
         self._source, self._columns, self._offset = source, columns, offset
         if isinstance(source.items, Sized) and (source.samples or source.batch_size is None):
             self.num_items = len(source.items)
 
-    def read(self) -> Iterator[Piece]:
-        most_bad, offset = self._source.max_bad_rows, None
+    def read(self) -> Iterator[Chunk]:
+        max_bad, offset = self._source.max_bad_rows, None
         items = self._items()
         if self._source.samples:
             before = 0
-            while some := list(islice(items, _PIECE_SAMPLES)):
+            while taken := list(islice(items, _CHUNK_SAMPLES)):
                 if self._source.offsets:
-                    pairs = [_pair(before + i, item) for i, item in enumerate(some)]
-                    some, offset = [item for item, _ in pairs], pairs[-1][1]
-                yield replace(_decode_samples(before, some, self._columns, most_bad), offset=offset)
-                before += len(some)
+                    pairs = [_unpack_pair(before + i, item) for i, item in enumerate(taken)]
+                    taken, offset = [item for item, _ in pairs], pairs[-1][1]
+                yield replace(_decode_samples(before, taken, self._columns, max_bad), offset=offset)
+                before += len(taken)
             return
         for number, item in enumerate(items):
             if self._source.offsets:
-                item, offset = _pair(number, item)
-            piece = replace(decode_item(f"item {number}", item, self._columns, most_bad), offset=offset)
-            if self._source.batch_size is not None:  # it waits while the next item is made
-                piece = replace(piece, samples=piece.decoded(), whole=None)
-            yield piece
+                item, offset = _unpack_pair(number, item)
+            chunk = replace(decode_item(f"item {number}", item, self._columns, max_bad), offset=offset)
+            if self._source.batch_size is not None:  # it is kept while the next item is generated
+                chunk = replace(chunk, samples=chunk.decoded(), ready_batch=None)
+            yield chunk
 
     def _items(self) -> Iterator[Any]:
-        given = self._source.items
+        items = self._source.items
         if self._source.offsets:
             offset, self._offset = self._offset, None
-            return iter(given(offset))
-        return iter(given() if callable(given) else given)
+            return iter(items(offset))
+        return iter(items() if callable(items) else items)
 
-    def num_rows_of(self, raw: Piece) -> int:
+    def count_rows(self, raw: Chunk) -> int:
         return len(raw)
 
-    def cut(self, raw: Piece, begin: int, end: int) -> Piece:
-        return replace(raw, samples=raw.decoded(), whole=None, begin=begin, end=end)
+    def slice(self, raw: Chunk, begin: int, end: int) -> Chunk:
+        return replace(raw, samples=raw.decoded(), ready_batch=None, begin=begin, end=end)
 
-    def decode(self, raw: Piece) -> Piece:
+    def decode(self, raw: Chunk) -> Chunk:
         return raw
 
 
-def _pair(number: int, item: Any) -> tuple[Any, Any]:
-    """An item and the offset behind it."""
+def _unpack_pair(number: int, item: Any) -> tuple[Any, Any]:
+    """Return an item and the offset after it."""
     if not isinstance(item, tuple) or len(item) != 2:
-        raise SourceError(f"item {number} is {describe(item)}; wanted a pair (item, offset behind it)")
+        raise SourceError(f"item {number} is {describe(item)}; expected a pair (item, offset after it)")
     try:
         text = json.dumps(item[1])
     except (TypeError, ValueError):
         text = "null"
     if text == "null":
         raise SourceError(
-            f"item {number}: its offset is {describe(item[1])}; wanted what JSON can say: a number, a text, a list or "
+            f"item {number}: its offset is {describe(item[1])}; expected plain JSON types: a number, a text, a list or "
             "a dict of those"
         )
     return item[0], item[1]
 
 
-def _decode_samples(before: int, items: list[Any], columns: Columns, most_bad: int) -> Piece:
+def _decode_samples(before: int, items: list[Any], columns: Columns, max_bad: int) -> Chunk:
     for i, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise SourceError(f"item {before + i} is {describe(item)}; wanted a dict, one sample")
+            raise SourceError(f"item {before + i} is {describe(item)}; expected a dict, one sample")
     known = {name for item in items for name in item}
-    columns.check(f"items from {before} on", sorted(known))
+    columns.check_present(f"items from {before} on", sorted(known))
     where = f"items from {before} on"
-    arrays = {name: as_arrow(where, name, [item.get(name) for item in items]) for name in columns.needed()}
-    return decode(arrays, len(items), columns, where=where, row=lambda i: f"item {before + i}", most_bad=most_bad)
+    arrays = {name: as_arrow(where, name, [item.get(name) for item in items]) for name in columns.required()}
+    return decode(arrays, len(items), columns, where=where, row=lambda i: f"item {before + i}", max_bad=max_bad)
 
 
-def decode_item(where: str, item: Any, columns: Columns, most_bad: int = 0) -> Piece:
-    """One batch in any of the forms that `Iterable` takes."""
+def decode_item(where: str, item: Any, columns: Columns, max_bad: int = 0) -> Chunk:
+    """Return the samples of a batch, in any of the forms that `Iterable` accepts."""
     if isinstance(item, Inputs):
         return _decode_inputs(where, item, columns)
     if all(hasattr(item, name) for name in ("dense_features", "sparse_features", "labels")):
@@ -193,10 +197,10 @@ def decode_item(where: str, item: Any, columns: Columns, most_bad: int = 0) -> P
     if isinstance(item, tuple) and len(item) == 3 and _is_jagged(item[1]):
         return _decode_jagged(where, item, columns)
     if isinstance(item, Mapping):
-        return _decode_dict(where, item, columns, most_bad)
+        return _decode_dict(where, item, columns, max_bad)
     raise SourceError(
-        f"{where} is {kind_of(item)}; wanted a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label); a "
-        "DataFrame, a table or a dict of columns goes into satrap.Frame"
+        f"{where} is {kind_of(item)}; expected a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label); "
+        "pass a DataFrame, a table or a dict of columns to satrap.Frame"
     )
 
 
@@ -204,44 +208,44 @@ def _is_jagged(item: Any) -> bool:
     return all(hasattr(item, name) for name in ("keys", "values", "offsets"))
 
 
-def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, most_bad: int) -> Piece:
-    columns.check(where, list(item))
+def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad: int) -> Chunk:
+    columns.check_present(where, list(item))
     ids, arrays = [], {}
     for feature, column in zip(columns.features, columns.ids, strict=True):
         value = item[column.name]
         if isinstance(value, tuple) and len(value) not in (2, 3):
             raise SourceError(
-                f"{where}: feature {feature!r} has {len(value)} arrays; wanted (values, offsets[, weights])"
+                f"{where}: feature {feature!r} has {len(value)} arrays; expected (values, offsets[, weights])"
             )
         if isinstance(value, tuple) and len(value) == 3:
             column = replace(column, weights=f"{column.name}, weights")
             arrays[column.name] = as_arrow(where, column.name, value[:2])
             arrays[str(column.weights)] = as_arrow(where, str(column.weights), (value[2], value[1]))
         ids.append(column)
-    settled = replace(columns, ids=tuple(ids))
-    for name in settled.needed():
+    resolved = replace(columns, ids=tuple(ids))
+    for name in resolved.required():
         if name not in arrays:
             arrays[name] = as_arrow(where, name, item[name])
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        raise SourceError(f"{where} has columns of different lengths: {lengths}; wanted one length")
+        raise SourceError(f"{where} has columns of different lengths: {lengths}; expected one length")
     n = next(iter(lengths.values()))
-    return decode(arrays, n, settled, where=where, row=lambda i: f"{where}, sample {i}", most_bad=most_bad)
+    return decode(arrays, n, resolved, where=where, row=lambda i: f"{where}, sample {i}", max_bad=max_bad)
 
 
-def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Piece:
+def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Chunk:
     _refuse_declared(where, columns)
     n = item.batch_size
     num_bags = n * len(item.names)
-    for name, array, wanted in (
+    for name, array, expected in (
         ("offsets", item.offsets, num_bags + 1),
         ("values", item.values if item.offsets is None else None, num_bags),
         ("weights", item.weights, len(item.values)),
     ):
-        if array is not None and array.shape != (wanted,):
+        if array is not None and array.shape != (expected,):
             raise SourceError(
-                f"{where}: {name} have the shape {array.shape}; wanted ({wanted},) for {len(item.names)} features of "
-                f"{n} samples"
+                f"{where}: {name} have the shape {array.shape}; expected ({expected},) for {len(item.names)} features "
+                f"of {n} samples"
             )
     missing = [name for name in columns.extra if name not in item.extra]
     if missing:
@@ -249,17 +253,17 @@ def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Piece:
     extra = {name: as_arrow(where, name, item.extra[name]) for name in columns.extra}
     for name, column in extra.items():
         if len(column) != n:
-            raise SourceError(f"{where}: extra {name!r} has {len(column)} values; wanted one for each of {n} samples")
-    flat_label = _is_flat(item.label)
+            raise SourceError(f"{where}: extra {name!r} has {len(column)} values; expected one for each of {n} samples")
+    is_label_flat = _is_flat(item.label)
     if not _is_batch_of(columns, item):
-        return Piece(samples=_samples_of(where, item, columns), extra=extra, flat_label=flat_label)
-    whole = replace(item, extra={**item.extra, **extra}) if extra else item
+        return Chunk(samples=_samples_of(where, item, columns), extra=extra, is_label_flat=is_label_flat)
+    ready_batch = replace(item, extra={**item.extra, **extra}) if extra else item
     samples = partial(_samples_of, where, item, columns)
-    return Piece(samples=samples, whole=whole, extra=extra, flat_label=flat_label)
+    return Chunk(samples=samples, ready_batch=ready_batch, extra=extra, is_label_flat=is_label_flat)
 
 
 def _is_batch_of(columns: Columns, item: Inputs) -> bool:
-    """It is a batch of these columns as `Inputs` describes one: nothing is to be chosen, converted or refused."""
+    """Return whether an Inputs is a complete batch of these columns: nothing needs to be selected or converted."""
     n, offsets = item.batch_size, item.offsets
     return (
         item.names == columns.features == tuple(column.name for column in columns.ids)
@@ -286,19 +290,19 @@ def _samples_of(where: str, item: Inputs, columns: Columns) -> _core.Samples:
     offsets = None if item.offsets is None else _integers(where, "offsets", item.offsets).view(np.int64)
     bags: list[Any] = []
     for column in columns.ids:
-        at = _place(where, column, item.names) * n
+        begin = _feature_index(where, column, item.names) * n
         if offsets is None:
-            weights = None if item.weights is None else item.weights[at : at + n]
-            bags.append((values[at : at + n], None, weights))
+            weights = None if item.weights is None else item.weights[begin : begin + n]
+            bags.append((values[begin : begin + n], None, weights))
         else:
-            bags.append((values, offsets[at : at + n + 1], item.weights))
+            bags.append((values, offsets[begin : begin + n + 1], item.weights))
     return _samples(where, n, bags, item.dense, item.label)
 
 
-def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> Piece:
+def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> Chunk:
     _refuse_declared(where, columns)
     if columns.extra:
-        raise SourceError(f"{where}: a KeyedJaggedTensor brings no column {columns.extra[0]!r}; leave out extra")
+        raise SourceError(f"{where}: a KeyedJaggedTensor has no column {columns.extra[0]!r}; leave out extra")
     dense, jagged, label = item
     keys = list(jagged.keys())
     values = _integers(where, "values", jagged.values()).view(np.uint64)
@@ -307,23 +311,23 @@ def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> 
     weights = None if weights is None else np.asarray(as_numpy(weights), np.float32)
     n, rest = divmod(len(offsets) - 1, max(1, len(keys)))
     if rest or len(offsets) == 0:
-        raise SourceError(f"{where}: {len(offsets)} offsets of {len(keys)} keys; wanted one batch size for all keys")
+        raise SourceError(f"{where}: {len(offsets)} offsets of {len(keys)} keys; expected one batch size for all keys")
     bags = []
     for column in columns.ids:
-        at = _place(where, column, keys) * n
-        bags.append((values, offsets[at : at + n + 1], weights))
-    return Piece(samples=_samples(where, n, bags, dense, label), flat_label=_is_flat(label))
+        begin = _feature_index(where, column, keys) * n
+        bags.append((values, offsets[begin : begin + n + 1], weights))
+    return Chunk(samples=_samples(where, n, bags, dense, label), is_label_flat=_is_flat(label))
 
 
 def _refuse_declared(where: str, columns: Columns) -> None:
-    """An item that brings dense numbers, labels and weights has no columns to choose them from."""
+    """Raise if columns are declared for an item that contains its own dense numbers, labels and weights."""
     weights = [column.weights for column in columns.ids if column.weights is not None]
     for name, declared in (("dense", columns.dense), ("label", columns.label), ("weights", weights)):
         if declared:
-            raise SourceError(f"{where} brings its own {name}; leave out {name}=, or give dicts of columns")
+            raise SourceError(f"{where} contains its own {name}; leave out {name}=, or give dicts of columns")
 
 
-def _place(where: str, column: IdColumn, names: Sequence[str]) -> int:
+def _feature_index(where: str, column: IdColumn, names: Sequence[str]) -> int:
     if column.name not in names:
         nearest = suggest(column.name, list(names)) if names else "it has none"
         raise SourceError(f"{where} has no feature {column.name!r}; {nearest}")
@@ -338,10 +342,10 @@ def _samples(where: str, n: int, bags: list[Any], dense: Any, label: Any) -> _co
 
 
 def _integers(where: str, name: str, numbers: Any) -> Any:
-    """As uint64 or int64."""
+    """Return integers as uint64 or int64."""
     array = np.asarray(as_numpy(numbers))
     if array.dtype.kind not in "iu":
-        raise SourceError(f"{where}: {name} are {array.dtype}; wanted integers")
+        raise SourceError(f"{where}: {name} are {array.dtype}; expected integers")
     return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
 
 
@@ -350,7 +354,7 @@ def _is_flat(label: Any) -> bool:
 
 
 def _numbers(numbers: Any) -> Any:
-    """[n, width], of one or two dimensions."""
+    """Return numbers of one or two dimensions as [n, width]."""
     if numbers is None:
         return None
     array = np.ascontiguousarray(as_numpy(numbers), np.float32)

@@ -1,4 +1,4 @@
-"""How many samples a source has and does not give, by the setting that allows it."""
+"""Counts of the samples that a source leaves out, by the setting that allows it."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -9,14 +9,14 @@ from satrap.errors import InputError
 
 @dataclass(slots=True)
 class LeftOut:
-    """Samples that were left out so far."""
+    """The numbers of samples that were left out so far."""
 
     malformed: int = 0
-    """Rows that could not be read; `max_bad_rows` allows them."""
+    """Malformed rows; `max_bad_rows` allows them."""
     no_label: int = 0
     """Rows whose label is missing; `LabelColumn(missing="drop")` allows them."""
     short: int = 0
-    """Samples of last batches that were short; `drop_last` allows them."""
+    """Samples of short last batches; `drop_last` leaves them out."""
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
         return LeftOut(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -25,25 +25,25 @@ class LeftOut:
         return LeftOut(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
-        said = [
+        reasons = [
             f"{self.malformed:,} malformed (max_bad_rows)",
             f"{self.no_label:,} without a label",
             f"{self.short:,} in short last batches (drop_last)",
         ]
-        return ", ".join(text for text, count in zip(said, astuple(self), strict=True) if count)
+        return ", ".join(reason for reason, count in zip(reasons, astuple(self), strict=True) if count)
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all counts."""
         return sum(astuple(self))
 
     def to_list(self) -> list[int]:
-        """These counts as plain JSON types."""
+        """Return these counts as plain JSON types."""
         return list(astuple(self))
 
     @classmethod
     def from_list(cls, counts: Sequence[int]) -> "LeftOut":
-        """The counts that `to_list` wrote."""
+        """Return the counts that `to_list` wrote."""
         if len(counts) != 3:
-            raise InputError(f"LeftOut: found {len(counts)} counts; wanted 3")
+            raise InputError(f"LeftOut: found {len(counts)} counts; expected 3")
         return cls(*(check_integer("LeftOut", "count", each, 0, 2**63 - 1) for each in counts))

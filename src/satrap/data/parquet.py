@@ -1,8 +1,8 @@
-"""Parquet files: their row groups are the blocks, read by pyarrow; only the needed columns are.
+"""Parquet files as sources: their row groups are the blocks. pyarrow reads them, and only the required columns.
 
-Short row groups that lie side by side in a file make one block, so that blocks hold about `block_rows` rows. A row
-group that is longer comes in pieces of `block_rows`; one that is very long is read through a small buffer, so that
-memory stays bounded however a file was written.
+Adjacent short row groups of a file form one block, so that blocks have about `block_rows` rows. A longer row group is
+read in chunks of `block_rows`; a very long one is read through a small buffer, so that memory stays bounded however a
+file was written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_integer, set_field
-from satrap.data.block import Block, Piece
+from satrap.data.block import Block, Chunk
 from satrap.data.decode import check_kinds, check_types, decode_table
 from satrap.data.file_source import File, files_signature, find_files
 from satrap.data.hashing import is_text
@@ -21,10 +21,10 @@ from satrap.data.inputs import Position
 from satrap.data.source import Source
 from satrap.errors import SourceError
 
-_FOOTER_THREADS = 16  # footers are small: their reading is waiting
-_MAX_GROUP_BYTES = 32 << 20  # of a row group that is read at once
-_BUFFER_BYTES = 8 << 20  # of all columns together, where the row group is larger
-_LEAST_BUFFER_BYTES = 64 << 10  # of one
+_FOOTER_THREADS = 16  # footers are small, so reading them is mostly waiting
+_MAX_GROUP_BYTES = 32 << 20  # larger row groups are read through a small buffer
+_BUFFER_BYTES = 8 << 20  # of all columns together
+_LEAST_BUFFER_BYTES = 64 << 10  # of one column
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Parquet(Source):
     """A file, folder, glob or URL, or a list of those."""
     _: KW_ONLY
     filesystem: Any = None
-    """Where the path lies: a filesystem of pyarrow.fs or fsspec. None: as the path says."""
+    """The filesystem of the path, from pyarrow.fs or fsspec. None: the path decides."""
     block_rows: int = 32768
-    """About how many rows are read at a time."""
+    """The approximate number of rows that are read at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,9 +46,9 @@ class Parquet(Source):
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         files = find_files(self.path, self.filesystem)
         with ThreadPoolExecutor(min(_FOOTER_THREADS, len(files)), thread_name_prefix="satrap-footer") as pool:
-            found = list(pool.map(lambda file: self._blocks_of(file, columns), files))
-        check_kinds((file.name, kinds) for file, (_, kinds) in zip(files, found, strict=True))
-        return [block for blocks, _ in found for block in blocks]
+            results = list(pool.map(lambda file: self._blocks_of(file, columns), files))
+        check_kinds((file.name, kinds) for file, (_, kinds) in zip(files, results, strict=True))
+        return [block for blocks, _ in results for block in blocks]
 
     def signature(self) -> dict[str, Any]:
         return super().signature() | files_signature(self.path, self.filesystem)
@@ -63,8 +63,8 @@ class Parquet(Source):
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             if sum(rows) != metadata.num_rows:
                 raise SourceError(
-                    f"{file.name}: its footer counts {metadata.num_rows} rows and {sum(rows)} in its row groups: it is "
-                    "damaged, write it again"
+                    f"{file.name}: its footer counts {metadata.num_rows} rows, and {sum(rows)} in its row groups; the "
+                    "file is damaged: write it again"
                 )
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         arrow = pyarrow_for("reading Parquet")
@@ -76,13 +76,13 @@ class Parquet(Source):
             if end == len(rows) or count + rows[end] > self.block_rows:
                 groups = list(range(first, end))
                 large = max(sizes[first:end]) > _MAX_GROUP_BYTES
-                blocks.append(_RowGroups(self, columns, file, groups, texts, before, count, large))
+                blocks.append(_RowGroupBlock(self, columns, file, groups, texts, before, count, large))
                 first, before, count = end, before + count, 0
         return blocks, kinds
 
 
-class _RowGroups(Block):
-    """Some row groups of a file, side by side."""
+class _RowGroupBlock(Block):
+    """Adjacent row groups of a file."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class _RowGroups(Block):
         rows: int,
         large: bool,
     ) -> None:
-        """texts: columns that are hashed, once for each different text; before: rows of the file above the block."""
+        """texts: columns whose distinct texts are hashed once each; before: the rows of the file before the block."""
         self._source, self._columns, self._file, self._groups = source, columns, file, groups
         self._texts, self._before, self._large = texts, before, large
         self._rows = rows
-        self.num_pieces = max(1, -(-rows // source.block_rows))
+        self.num_chunks = max(1, -(-rows // source.block_rows))
         self.num_rows = rows
 
     def read(self) -> Iterator[tuple[int, Any]]:
@@ -108,31 +108,31 @@ class _RowGroups(Block):
         with self._file.open(part=part) as opened:
             from pyarrow.parquet import ParquetFile
 
-            needed = list(self._columns.needed())
+            required = list(self._columns.required())
             parquet = ParquetFile(
                 opened,
                 read_dictionary=self._texts,
-                page_checksum_verification=True,  # of pages that have one
+                page_checksum_verification=True,  # of the pages that have a checksum
                 pre_buffer=not self._large,
-                buffer_size=max(_LEAST_BUFFER_BYTES, _BUFFER_BYTES // len(needed)) if self._large else 0,
+                buffer_size=max(_LEAST_BUFFER_BYTES, _BUFFER_BYTES // len(required)) if self._large else 0,
             )
             before = self._before
-            for batch in parquet.iter_batches(self._source.block_rows, self._groups, needed, use_threads=False):
+            for batch in parquet.iter_batches(self._source.block_rows, self._groups, required, use_threads=False):
                 yield before, batch
                 before += batch.num_rows
             if before != self._before + self._rows:
                 raise SourceError(
-                    f"{self._file.name}, {part}: {before - self._before} rows were found and its footer counts "
-                    f"{self._rows}: it is damaged, write it again"
+                    f"{self._file.name}, {part}: {before - self._before} rows were found, and the footer counts "
+                    f"{self._rows}; the file is damaged: write it again"
                 )
 
-    def num_rows_of(self, raw: tuple[int, Any]) -> int:
+    def count_rows(self, raw: tuple[int, Any]) -> int:
         return int(raw[1].num_rows)
 
-    def cut(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
+    def slice(self, raw: tuple[int, Any], begin: int, end: int) -> tuple[int, Any]:
         before, batch = raw
         return before + begin, batch.slice(begin, end - begin)
 
-    def decode(self, raw: tuple[int, Any]) -> Piece:
+    def decode(self, raw: tuple[int, Any]) -> Chunk:
         before, batch = raw
         return decode_table(batch, self._columns, self._file.name, before, self._source.max_bad_rows)

@@ -1,17 +1,17 @@
 """Decides which samples of an epoch each rank trains on: pure functions of numbers, the same on every machine.
 
-An epoch's blocks stand in one order (`order`). Every sample goes to exactly one rank, and ranks get equally many rows,
-give or take one. There are two ways, by what is known before anything is read:
+`order` puts the blocks of an epoch in one order. Every sample is assigned to exactly one rank, and the ranks' numbers
+of rows differ by at most one. There are two ways to split, depending on what is known before anything is read:
 
-    rows known      (Parquet, Arrow files, frames) a block goes whole to the rank that has the fewest rows so far, and
-                    the last blocks are cut so that all ranks end with as many. Each rank reads its own rows.
-    rows not known  (text, streams, iterables) every rank reads each block and decodes its share of each piece. Rows
-                    left over by the division go to the ranks in turn. Each rank reads everything and decodes its rows.
+    rows known    (Parquet, Arrow files, frames) each block is assigned whole to the rank that has the fewest rows so
+                  far; the last blocks are cut so that the ranks' totals are even. Each rank reads only its own rows.
+    rows unknown  (text, streams, iterables) every rank reads every block and decodes its share of each chunk. The rows
+                  that remain after the division go to the ranks in rotation.
 
-Another number of ranks. A position says where one rank stands in its part of an epoch. Where a run goes on with
-another number of ranks, `plans` takes what the positions of all ranks leave: chains (see `batch_assembler`) that
-were begun are read by every rank, which takes its share of what is left of them; everything else is dealt out anew.
-This repeats if the number changes again.
+A change of the number of ranks. A position says how far one rank read its plan of an epoch. When a run continues with
+another number of ranks, `plan_epoch` takes the positions of all ranks and finds what they left: every new rank reads
+the window groups (see `batch_assembler`) that were started and takes its share of their remaining samples; everything
+else is assigned again. The number of ranks may change several times in an epoch.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from satrap.data.inputs import Position
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of a block that one rank reads."""
 
     block: int
@@ -30,197 +30,213 @@ class Part(NamedTuple):
     begin: int = 0
     """The first row, where the rows of all blocks are known."""
     end: int | None = None
-    """The row behind the last; None: the block's end."""
+    """The row after the last; None: the block's end."""
     share: tuple[int, int] | None = None
-    """(rank, number of ranks): the rank's share of each piece's rows. None: all of them."""
-    rows: int | None = None
-    """With a share: how many rows were dealt out before this part. None: as many as after the part before."""
+    """(rank, number of ranks): the rank reads its share of each chunk's rows. None: it reads all of them."""
+    rows_before: int | None = None
+    """With a share: how many rows of the epoch were assigned before this range. None: as many as after the range
+    before."""
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is all rows of its block."""
+    def is_whole_block(self) -> bool:
+        """Whether the range has all rows of its block."""
         return self.begin == 0 and self.end is None and self.share is None
 
 
-class Cut(NamedTuple):
-    """A rank's share of a chain's samples, less those that it was given."""
+class GroupShare(NamedTuple):
+    """A rank's share of the samples of a window group, without those that it has already consumed."""
 
     rank: int
     num_ranks: int
-    given: int
+    num_consumed: int
 
 
-class Chain(NamedTuple):
-    """A chain that another number of ranks left unfinished."""
+class UnfinishedGroup(NamedTuple):
+    """A window group that another number of ranks left unfinished."""
 
-    parts: tuple[Part, ...]
-    cuts: tuple[Cut, ...]
-    """Applied one after the other."""
+    row_ranges: tuple[RowRange, ...]
+    shares: tuple[GroupShare, ...]
+    """Shares of shares: each is taken of what the one before it left."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What one rank reads in one epoch, in this order. A position counts chains and parts through."""
+class EpochPlan:
+    """What one rank reads in one epoch, in this order. A position numbers the groups and then the row ranges."""
 
-    chains: list[Chain]
-    parts: list[Part]
+    groups: list[UnfinishedGroup]
+    row_ranges: list[RowRange]
 
     def __len__(self) -> int:
-        return len(self.chains) + len(self.parts)
+        return len(self.groups) + len(self.row_ranges)
 
 
-class Dealer:
-    """Says which rows of each piece a rank reads, piece after piece of its parts."""
+class RowAssigner:
+    """Decides which rows of each chunk a rank reads, chunk after chunk of its row ranges."""
 
-    def __init__(self, rows: int = 0, *, whole: bool = False) -> None:
-        """rows: how many were dealt out before the first part, if that does not say it. whole: a piece counts as one
-        row, so that it goes to one rank."""
-        self.rows = rows
-        """How many rows were dealt out so far."""
-        self._whole = whole
-        self._part = Part(0)
-        self._row = 0  # of the part's block
+    def __init__(self, rows: int = 0, *, whole_chunks: bool = False) -> None:
+        """Start an epoch in which `rows` rows are already assigned; a range's own number takes precedence.
 
-    def begin(self, part: Part) -> None:
-        """Goes on to a part."""
-        self._part, self._row = part, 0
-        if part.rows is not None:
-            self.rows = part.rows
+        whole_chunks: count each chunk as one row, so that one rank gets all of it.
+        """
+        self.num_assigned = rows
+        """How many rows have been assigned so far."""
+        self._whole_chunks = whole_chunks
+        self._range = RowRange(0)
+        self._row = 0  # of the range's block
 
-    def wanted(self, num_rows: int) -> tuple[int, int]:
-        """The rank's rows, first and end, of the part's next piece."""
+    def start_range(self, row_range: RowRange) -> None:
+        """Continue with the first chunk of a row range."""
+        self._range, self._row = row_range, 0
+        if row_range.rows_before is not None:
+            self.num_assigned = row_range.rows_before
+
+    def assign_next(self, num_rows: int) -> tuple[int, int]:
+        """Return the rank's rows (begin, end) of the range's next chunk, which has `num_rows` rows."""
         first, self._row = self._row, self._row + num_rows
-        part = self._part
-        if part.share is None:
-            end = num_rows if part.end is None else min(num_rows, max(0, part.end - first))
-            return min(end, max(0, part.begin - first)), end
-        before, num_units = self.rows, 1 if self._whole else num_rows
-        self.rows += num_units
-        begin, end = share(num_units, before, *part.share)
-        return (begin * num_rows, end * num_rows) if self._whole else (begin, end)
+        row_range = self._range
+        if row_range.share is None:
+            end = num_rows if row_range.end is None else min(num_rows, max(0, row_range.end - first))
+            return min(end, max(0, row_range.begin - first)), end
+        before, num_units = self.num_assigned, 1 if self._whole_chunks else num_rows
+        self.num_assigned += num_units
+        begin, end = rank_share(num_units, before, *row_range.share)
+        return (begin * num_rows, end * num_rows) if self._whole_chunks else (begin, end)
 
     @property
     def is_done(self) -> bool:
-        """Whether the part wants no other piece."""
-        return self._part.end is not None and self._row >= self._part.end
+        """Whether the range needs no further chunk."""
+        return self._range.end is not None and self._row >= self._range.end
 
 
-def share(num_rows: int, before: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """A rank's rows, first and end, of a piece that has `before` rows of the epoch before it.
+def rank_share(num_rows: int, before: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return a rank's rows (begin, end) of a chunk that follows `before` rows of the epoch.
 
-    Whatever the pieces, after each of them no rank has been given more than one row more than another.
+    However the rows are divided into chunks, after each chunk the ranks' totals differ by at most one row.
     """
-    each, left = divmod(num_rows, num_ranks)
-    first = before % num_ranks  # the ranks first, first + 1, ... get a row more
-    behind = first + left - num_ranks  # and these go on at 0
+    quotient, remainder = divmod(num_rows, num_ranks)
+    first = before % num_ranks  # the ranks first, first + 1, ... get one row more
+    wrapped = first + remainder - num_ranks  # and the rotation continues at rank 0
 
     def extra(ranks: int) -> int:
-        """How many of the first ranks get one."""
-        return max(0, min(ranks, first + left) - first) + max(0, min(ranks, behind))
+        """Return how many of the first `ranks` ranks get one row more."""
+        return max(0, min(ranks, first + remainder) - first) + max(0, min(ranks, wrapped))
 
-    return rank * each + extra(rank), (rank + 1) * each + extra(rank + 1)
+    return rank * quotient + extra(rank), (rank + 1) * quotient + extra(rank + 1)
 
 
-def deal(parts: Sequence[Part], rows: Sequence[int | None], num_ranks: int) -> list[list[Part]]:
-    """Deals parts out to the ranks. rows: the number of rows of each block of the source, None where not known."""
+def assign(row_ranges: Sequence[RowRange], rows: Sequence[int | None], num_ranks: int) -> list[list[RowRange]]:
+    """Assign row ranges to the ranks. rows: the number of rows of each block of the source; None: unknown."""
     if num_ranks == 1:
-        return [list(parts)]
-    sizes = [rows[part.block] for part in parts]
+        return [list(row_ranges)]
+    sizes = [rows[row_range.block] for row_range in row_ranges]
     if any(size is None for size in sizes):
         return [
-            [Part(part.block, share=(rank, num_ranks), rows=None if i else 0) for i, part in enumerate(parts)]
+            [
+                RowRange(row_range.block, share=(rank, num_ranks), rows_before=None if i else 0)
+                for i, row_range in enumerate(row_ranges)
+            ]
             for rank in range(num_ranks)
         ]
-    ends = [rows[part.block] if part.end is None else part.end for part in parts]
-    total = sum((end or 0) - part.begin for part, end in zip(parts, ends, strict=True))
+    ends = [rows[row_range.block] if row_range.end is None else row_range.end for row_range in row_ranges]
+    total = sum((end or 0) - row_range.begin for row_range, end in zip(row_ranges, ends, strict=True))
     quotas = [total // num_ranks + (rank < total % num_ranks) for rank in range(num_ranks)]
-    found: list[list[Part]] = [[] for _ in range(num_ranks)]
+    assigned: list[list[RowRange]] = [[] for _ in range(num_ranks)]
     fewest = [(0, rank) for rank in range(num_ranks)]
-    for part, size in zip(parts, ends, strict=True):
-        begin, end = part.begin, size or 0
+    for row_range, size in zip(row_ranges, ends, strict=True):
+        begin, end = row_range.begin, size or 0
         while begin < end:
-            given, rank = fewest[0]
-            taken = min(end - begin, quotas[rank] - given)
+            num_assigned, rank = fewest[0]
+            taken = min(end - begin, quotas[rank] - num_assigned)
             if taken == 0:
                 heapq.heappop(fewest)  # this rank has all of its rows
                 continue
-            cut_at_end = None if begin + taken == rows[part.block] else begin + taken
-            found[rank].append(Part(part.block, begin, cut_at_end))
-            heapq.heapreplace(fewest, (given + taken, rank))
+            cut_at_end = None if begin + taken == rows[row_range.block] else begin + taken
+            assigned[rank].append(RowRange(row_range.block, begin, cut_at_end))
+            heapq.heapreplace(fewest, (num_assigned + taken, rank))
             begin += taken
-    return found
+    return assigned
 
 
-def plans(
+def plan_epoch(
     order: Sequence[int],
     rows: Sequence[int | None],
     num_ranks: int,
     epoch: int = 0,
     before: Sequence[Sequence[Position]] = (),
-) -> list[Plan]:
-    """What each rank reads in an epoch.
+) -> list[EpochPlan]:
+    """Return the plan of each rank for an epoch.
 
     order: the source's blocks, in the order of the epoch.
-    before: where earlier numbers of ranks stopped, each with the positions of all its ranks, oldest first.
+    before: where runs with earlier numbers of ranks stopped: the positions of all ranks of each, oldest first.
     """
     places = {block: place for place, block in enumerate(order)}
-    chains: list[Chain] = []
-    rest = [Part(block) for block in order]
+    groups: list[UnfinishedGroup] = []
+    remaining = [RowRange(block) for block in order]
     for positions in before:
-        left = _left(_dealt(chains, rest, rows, len(positions)), positions, epoch)
-        chains, rest = left[0], sorted(left[1], key=lambda part: (places[part.block], part.begin))
-    return _dealt(chains, rest, rows, num_ranks)
+        left = _left_by(_plan_ranks(groups, remaining, rows, len(positions)), positions, epoch)
+        groups, remaining = left[0], sorted(left[1], key=lambda row_range: (places[row_range.block], row_range.begin))
+    return _plan_ranks(groups, remaining, rows, num_ranks)
 
 
-def _dealt(chains: list[Chain], rest: list[Part], rows: Sequence[int | None], num_ranks: int) -> list[Plan]:
-    dealt = deal(rest, rows, num_ranks)
+def _plan_ranks(
+    groups: list[UnfinishedGroup], remaining: list[RowRange], rows: Sequence[int | None], num_ranks: int
+) -> list[EpochPlan]:
+    assigned = assign(remaining, rows, num_ranks)
     return [
-        Plan([Chain(parts, (*cuts, Cut(rank, num_ranks, 0))) for parts, cuts in chains], dealt[rank])
+        EpochPlan(
+            [UnfinishedGroup(row_ranges, (*shares, GroupShare(rank, num_ranks, 0))) for row_ranges, shares in groups],
+            assigned[rank],
+        )
         for rank in range(num_ranks)
     ]
 
 
-def _left(made: list[Plan], positions: Sequence[Position], epoch: int) -> tuple[list[Chain], list[Part]]:
-    """What ranks with these plans leave at these positions: chains to be finished, and parts to be dealt out."""
-    stops = [_Stop.of(plan, position, epoch) for plan, position in zip(made, positions, strict=True)]
-    shared = any(part.share for plan in made for part in plan.parts)
-    # Every rank goes through the same blocks then. Those that any rank has begun are finished by their shares.
-    furthest = max(stop.part for stop in stops)
-    chains: list[Chain] = []
-    rest: list[Part] = []
-    for plan, stop in zip(made, stops, strict=True):
-        chains += [*stop.begun, *plan.chains[stop.chain :]]
+def _left_by(
+    plans: list[EpochPlan], positions: Sequence[Position], epoch: int
+) -> tuple[list[UnfinishedGroup], list[RowRange]]:
+    """Return what ranks with these plans leave at these positions: unfinished groups, and rows to assign again."""
+    stops = [_StopPoint.of(plan, position, epoch) for plan, position in zip(plans, positions, strict=True)]
+    shared = any(row_range.share for plan in plans for row_range in plan.row_ranges)
+    # With shares, all ranks read the same blocks. The new ranks share those that any rank has started.
+    furthest = max(stop.next_range for stop in stops)
+    groups: list[UnfinishedGroup] = []
+    remaining: list[RowRange] = []
+    for plan, stop in zip(plans, stops, strict=True):
+        groups += [*stop.started, *plan.groups[stop.next_group :]]
         if shared:
-            chains += [Chain((part,), (Cut(0, 1, 0),)) for part in plan.parts[stop.part : furthest]]
+            groups += [
+                UnfinishedGroup((row_range,), (GroupShare(0, 1, 0),))
+                for row_range in plan.row_ranges[stop.next_range : furthest]
+            ]
         else:
-            rest += plan.parts[stop.part :]
-    return chains, [Part(part.block) for part in made[0].parts[furthest:]] if shared else rest
+            remaining += plan.row_ranges[stop.next_range :]
+    return groups, [RowRange(row_range.block) for row_range in plans[0].row_ranges[furthest:]] if shared else remaining
 
 
-class _Stop(NamedTuple):
+class _StopPoint(NamedTuple):
     """Where a rank stopped in its plan."""
 
-    begun: list[Chain]
-    """What it had begun: one chain or none."""
-    chain: int
-    """The first chain that it had not begun."""
-    part: int
-    """The first part that it had not begun."""
+    started: list[UnfinishedGroup]
+    """The group that the rank had started and not finished, if there is one."""
+    next_group: int
+    """The first group that the rank had not started."""
+    next_range: int
+    """The first row range that the rank had not started."""
 
     @classmethod
-    def of(cls, plan: Plan, position: Position, epoch: int) -> "_Stop":
+    def of(cls, plan: EpochPlan, position: Position, epoch: int) -> "_StopPoint":
         if position.epoch < epoch:
             return cls([], 0, 0)
-        first = len(plan.chains)
+        first = len(plan.groups)
         if position.epoch > epoch:
-            return cls([], first, len(plan.parts))
-        at, given, end = position.block, position.sample, position.end
-        if not given:
+            return cls([], first, len(plan.row_ranges))
+        at, num_consumed, end = position.block, position.sample, position.end
+        if not num_consumed:
             return cls([], min(at, first), max(0, at - first))
         if at >= first:
-            parts, cuts = tuple(plan.parts[at - first : end - first]), [Cut(0, 1, given)]
+            row_ranges, shares = tuple(plan.row_ranges[at - first : end - first]), [GroupShare(0, 1, num_consumed)]
         else:
-            parts, earlier = plan.chains[at]
-            cuts = [*earlier[:-1], earlier[-1]._replace(given=given)]
-        begun = Chain((parts[0]._replace(rows=position.rows), *parts[1:]), tuple(cuts))
-        return cls([begun], min(at + 1, first), max(0, end - first) if at >= first else 0)
+            row_ranges, earlier = plan.groups[at]
+            shares = [*earlier[:-1], earlier[-1]._replace(num_consumed=num_consumed)]
+        started = UnfinishedGroup((row_ranges[0]._replace(rows_before=position.rows), *row_ranges[1:]), tuple(shares))
+        return cls([started], min(at + 1, first), max(0, end - first) if at >= first else 0)

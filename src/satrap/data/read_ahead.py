@@ -1,9 +1,9 @@
-"""Reads blocks ahead in background threads, deals their rows out, and hands out decoded pieces in order.
+"""Reads blocks ahead in background threads, assigns their rows to ranks, and returns decoded chunks in order.
 
-A bounded number of pieces is under way or waits at any time. A piece takes three steps: a thread reads it, in its turn
-within its block; then, in the order of all pieces, the dealer says which of its rows are wanted; then any thread
-decodes those. No thread waits for the consumer or for another block, so stopping is: start no more, and wait for what
-runs. An error in a thread is raised where its piece would have come.
+The number of chunks that are in flight or finished and not yet returned is bounded. A chunk takes three steps: a thread
+reads it, in its turn within its block; then, in the order of all chunks, the row assigner decides which of its rows
+this rank needs; then any thread decodes those. No thread waits for the consumer or for another block, so to stop means
+to start nothing more and to wait for the running threads. An error in a thread is raised in place of its chunk.
 """
 
 import threading
@@ -14,30 +14,33 @@ from functools import partial
 from typing import Any
 
 from satrap import _core
-from satrap.data.block import Block, Piece
-from satrap.data.rank_split import Dealer, Part
+from satrap.data.block import Block, Chunk
+from satrap.data.rank_split import RowAssigner, RowRange
 from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 
-Dealt = tuple[int, Piece | None]
-"""How many rows were dealt out before a piece, and the piece; None where its part ends."""
+AssignedChunk = tuple[int, Chunk | None]
+"""How many rows were assigned before a chunk, and the chunk; None where its row range ends."""
 _END = object()
 
 
 class ReadAhead:
-    """Pieces of blocks, in order. Close it, or iterate in a `with` block: it owns threads."""
+    """The chunks of blocks, in order. It owns threads: close it, or iterate in a `with` block."""
 
     def __init__(
-        self, parts: Iterable[tuple[Block, Part]], dealer: Dealer, *, num_threads: int, num_pieces: int
+        self, row_ranges: Iterable[tuple[Block, RowRange]], assigner: RowAssigner, *, num_threads: int, num_chunks: int
     ) -> None:
-        """num_threads: 0 reads in the caller's thread, when a piece is asked for.
-        num_pieces: how many may be under way or wait."""
-        self._parts = iter(parts)
-        self._dealer = dealer
-        self._readings: deque[_Reading] = deque()  # not handed out yet
-        self._to_deal: deque[_Reading] = deque()  # not dealt out yet
-        self._num_pieces = num_pieces if num_threads else 1
-        self._under_way = 0
-        self._lock = threading.Lock()  # around the dealer and what was read and not dealt out
+        """Prepare to read; no thread starts before `chunks` is iterated.
+
+        num_threads: 0 reads in the caller's thread, when a chunk is requested.
+        num_chunks: how many chunks may be in flight, or finished and not yet returned.
+        """
+        self._row_ranges = iter(row_ranges)
+        self._assigner = assigner
+        self._readers: deque[_RangeReader] = deque()  # not returned yet
+        self._unassigned: deque[_RangeReader] = deque()  # whose rows are not all assigned yet
+        self._num_chunks = num_chunks if num_threads else 1
+        self._in_flight = 0
+        self._lock = threading.Lock()  # guards the assigner and the chunks that were read and not assigned
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="satrap-source") if num_threads else None
         self._closed = False
 
@@ -48,116 +51,119 @@ class ReadAhead:
         self.close()
 
     def close(self) -> None:
-        """Returns when no thread runs any more and every file is closed."""
+        """Stop reading; return when all threads have ended and every file is closed."""
         with self._lock:
             self._closed = True
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        while self._readings:
-            self._readings.popleft().close()
+        while self._readers:
+            self._readers.popleft().close()
 
-    def pieces(self) -> Iterator[Dealt]:
-        """Of each part its pieces, then None."""
+    def chunks(self) -> Iterator[AssignedChunk]:
+        """Yield the chunks of each row range, then None."""
         rows = 0
         while self._fill():
-            reading = self._readings[0]
-            piece = None
-            if reading.room(self._num_pieces):
-                self._under_way -= 1
-                reading.taken += 1
-                rows, piece = reading.results.popleft()()
-            if piece is None:
-                self._under_way -= len(reading.results)  # they were started beyond the end and find nothing either
-                self._readings.popleft().close()
-            yield rows, piece
+            reader = self._readers[0]
+            chunk = None
+            if reader.max_in_flight(self._num_chunks):
+                self._in_flight -= 1
+                reader.num_returned += 1
+                rows, chunk = reader.results.popleft()()
+            if chunk is None:
+                self._in_flight -= len(reader.results)  # these were started beyond the end and find nothing either
+                self._readers.popleft().close()
+            yield rows, chunk
 
     def _fill(self) -> bool:
-        """Starts what there is room for, first blocks first; False if everything was handed out."""
-        for reading in self._readings:
-            self._start_pieces(reading)
-        while self._under_way < self._num_pieces:
-            part = next(self._parts, None)
-            if part is None:
+        """Start as many chunks as there is room for, first blocks first; return False if all chunks were returned."""
+        for reader in self._readers:
+            self._start_chunks(reader)
+        while self._in_flight < self._num_chunks:
+            row_range = next(self._row_ranges, None)
+            if row_range is None:
                 break
-            self._readings.append(_Reading(*part))
+            self._readers.append(_RangeReader(*row_range))
             with self._lock:
-                self._to_deal.append(self._readings[-1])
-            self._start_pieces(self._readings[-1])
-        return bool(self._readings)
+                self._unassigned.append(self._readers[-1])
+            self._start_chunks(self._readers[-1])
+        return bool(self._readers)
 
-    def _start_pieces(self, reading: "_Reading") -> None:
-        while self._under_way < self._num_pieces and len(reading.results) < reading.room(self._num_pieces):
-            self._start(reading)
+    def _start_chunks(self, reader: "_RangeReader") -> None:
+        while self._in_flight < self._num_chunks and len(reader.results) < reader.max_in_flight(self._num_chunks):
+            self._start(reader)
 
-    def _start(self, reading: "_Reading") -> None:
-        self._under_way += 1
-        turn = reading.next_turn()
+    def _start(self, reader: "_RangeReader") -> None:
+        self._in_flight += 1
+        turn = reader.next_turn()
         if self._pool is None:
-            reading.results.append(partial(self._read_now, reading, turn))
+            reader.results.append(partial(self._read_now, reader, turn))
             return
-        future: Future[Dealt] = Future()
+        future: Future[AssignedChunk] = Future()
         with Uninterrupted():
-            self._pool.submit(self._read, reading, turn, future)
-        reading.results.append(partial(_result, future))
+            self._pool.submit(self._read, reader, turn, future)
+        reader.results.append(partial(_result, future))
 
-    def _read_now(self, reading: "_Reading", turn: int) -> Dealt:
-        """All three steps of a piece, in the caller's thread."""
-        raw, num_rows = reading.take(turn)
-        while self._to_deal[0] is not reading:  # those before it are handed out
-            self._to_deal.popleft()
-        before, wanted = self._dealt(reading, raw, num_rows)
-        return before, None if raw is _END else _decoded(reading.block, raw, wanted)
+    def _read_now(self, reader: "_RangeReader", turn: int) -> AssignedChunk:
+        """Run all three steps of a chunk in the caller's thread."""
+        raw, num_rows = reader.take(turn)
+        while self._unassigned[0] is not reader:  # all chunks of the readers before it were returned
+            self._unassigned.popleft()
+        before, rows = self._assign(reader, raw, num_rows)
+        return before, None if raw is _END else _decoded(reader.block, raw, rows)
 
-    def _read(self, reading: "_Reading", turn: int, future: "Future[Dealt]") -> None:
-        """The first step of a piece, in a thread; then the second of all pieces whose turn it is."""
+    def _read(self, reader: "_RangeReader", turn: int, future: "Future[AssignedChunk]") -> None:
+        """Run the first step of a chunk, in a thread; then the second step of all chunks whose turn it is."""
         try:
-            raw, num_rows = reading.take(turn)
+            raw, num_rows = reader.take(turn)
         except BaseException as error:
             future.set_exception(error)
             raw, num_rows = _END, None
         assert self._pool is not None
         with self._lock:
-            reading.raw[turn] = raw, num_rows, future
-            for decode, its_future in [] if self._closed else list(self._deal()):
+            reader.raw[turn] = raw, num_rows, future
+            for decode, its_future in [] if self._closed else list(self._assign_ready()):
                 try:
                     self._pool.submit(decode)
-                except RuntimeError as error:  # the interpreter ends
+                except RuntimeError as error:  # the interpreter is shutting down
                     its_future.set_exception(error)
 
-    def _deal(self) -> "Iterator[tuple[Callable[[], None], Future[Dealt]]]":
-        """The second step of the pieces whose turn it is; yields their third."""
-        while self._to_deal:
-            reading = self._to_deal[0]
-            while not reading.is_over and (found := reading.raw.pop(reading.dealt, None)) is not None:
-                raw, num_rows, future = found
-                reading.dealt += 1
-                before, wanted = self._dealt(reading, raw, num_rows)
+    def _assign_ready(self) -> "Iterator[tuple[Callable[[], None], Future[AssignedChunk]]]":
+        """Run the second step of the chunks whose turn it is; yield their third step."""
+        while self._unassigned:
+            reader = self._unassigned[0]
+            while not reader.is_assigned and (read := reader.raw.pop(reader.num_assigned, None)) is not None:
+                raw, num_rows, future = read
+                reader.num_assigned += 1
+                before, rows = self._assign(reader, raw, num_rows)
                 if raw is not _END:
-                    yield partial(_decode, reading.block, raw, wanted, before, future), future
+                    yield partial(_decode, reader.block, raw, rows, before, future), future
                     continue
-                reading.is_over = True
-                if not future.done():  # with an error
+                reader.is_assigned = True
+                if not future.done():  # it is done if reading raised an error
                     future.set_result((before, None))
-            if not reading.is_over and not (reading.block.exact and reading.dealt == reading.block.num_pieces):
+            if not reader.is_assigned and not (
+                reader.block.is_exact and reader.num_assigned == reader.block.num_chunks
+            ):
                 return
-            self._to_deal.popleft()
+            self._unassigned.popleft()
 
-    def _dealt(self, reading: "_Reading", raw: Any, num_rows: int | None) -> tuple[int, tuple[int, int] | None]:
-        """How many rows were dealt out before a piece, and which of its own are wanted; None: all."""
-        if not reading.is_begun:
-            self._dealer.begin(reading.part)
-            reading.is_begun = True
-        before = self._dealer.rows
+    def _assign(self, reader: "_RangeReader", raw: Any, num_rows: int | None) -> tuple[int, tuple[int, int] | None]:
+        """Return how many rows were assigned before a chunk, and which of its rows this rank needs; None: all."""
+        if not reader.is_started:
+            self._assigner.start_range(reader.row_range)
+            reader.is_started = True
+        before = self._assigner.num_assigned
         if raw is _END or num_rows is None:
             return before, None
-        wanted = self._dealer.wanted(num_rows)
-        if self._dealer.is_done:
-            reading.stop()
-        return before, None if wanted == (0, num_rows) else wanted
+        rows = self._assigner.assign_next(num_rows)
+        if self._assigner.is_done:
+            reader.stop()
+        return before, None if rows == (0, num_rows) else rows
 
 
-def _result(future: "Future[Dealt]") -> Dealt:
-    """Waits for it. An interrupt must not come while the future's own lock is held, which its thread waits for."""
+def _result(future: "Future[AssignedChunk]") -> AssignedChunk:
+    """Wait for a chunk. An interrupt must not come while this thread holds the future's own lock, which the reading
+    thread needs."""
     with Uninterrupted() as held:
         while not future.done():
             wait([future], SLICE_SECONDS)
@@ -165,68 +171,73 @@ def _result(future: "Future[Dealt]") -> Dealt:
         return future.result()
 
 
-def _decode(block: Block, raw: Any, wanted: tuple[int, int] | None, before: int, future: "Future[Dealt]") -> None:
-    """The third step of a piece, in a thread."""
+def _decode(block: Block, raw: Any, rows: tuple[int, int] | None, before: int, future: "Future[AssignedChunk]") -> None:
+    """Run the third step of a chunk, in a thread."""
     try:
-        future.set_result((before, _decoded(block, raw, wanted)))
+        future.set_result((before, _decoded(block, raw, rows)))
     except BaseException as error:
         future.set_exception(error)
 
 
-def _decoded(block: Block, raw: Any, wanted: tuple[int, int] | None) -> Piece:
-    if wanted is not None and wanted[0] == wanted[1]:
-        return Piece(samples=_core.Samples(0, [], None, None))
-    return block.decode(raw if wanted is None else block.cut(raw, *wanted))
+def _decoded(block: Block, raw: Any, rows: tuple[int, int] | None) -> Chunk:
+    if rows is not None and rows[0] == rows[1]:
+        return Chunk(samples=_core.Samples(0, [], None, None))
+    return block.decode(raw if rows is None else block.slice(raw, *rows))
 
 
-class _Reading:
-    """One part while it is read. Threads take its raw pieces in turn; lock: `_turned` guards the two counts."""
+class _RangeReader:
+    """Reads the chunks of one row range. Threads take its raw chunks in turn, which `_turned` orders."""
 
-    def __init__(self, block: Block, part: Part) -> None:
-        self.block, self.part = block, part
-        self.results: deque[Callable[[], Dealt]] = deque()
-        self.taken = 0  # of the results, by the consumer
-        self.raw: dict[int, tuple[Any, int | None, Future[Dealt]]] = {}  # by turn, read and not dealt out
-        self.dealt = 0  # of the turns
-        self.is_begun = self.is_over = False  # dealing it out
+    def __init__(self, block: Block, row_range: RowRange) -> None:
+        self.block, self.row_range = block, row_range
+        self.results: deque[Callable[[], AssignedChunk]] = deque()
+        self.num_returned = 0  # of the results
+        self.raw: dict[int, tuple[Any, int | None, Future[AssignedChunk]]] = {}  # by turn: read and not assigned
+        self.num_assigned = 0  # of the turns
+        self.is_started = self.is_assigned = False  # of assigning the rows: the first, and all of them
         self._raw: Iterator[Any] = block.read()
-        self._given = 0
+        self._num_turns = 0  # handed out
         self._turn = 0
         self._turned = threading.Condition()
-        self._over = False
+        self._ended = False
 
-    def room(self, most: int) -> int:
-        """How many pieces may be under way: as many as the block should still have, the one that finds its end
-        included; as many as anywhere once it had more than it should; none if it is known to have ended."""
-        expected = self.block.num_pieces - self.taken
-        if self.block.exact:
+    def max_in_flight(self, most: int) -> int:
+        """Return how many chunks may be in flight.
+
+        These are as many as the block should still have, and the one that finds its end; `most` if the block had more
+        than expected; none if it is known to have ended.
+        """
+        expected = self.block.num_chunks - self.num_returned
+        if self.block.is_exact:
             return expected
         return expected + 1 if expected >= 0 else most
 
     def next_turn(self) -> int:
-        self._given += 1
-        return self._given - 1
+        self._num_turns += 1
+        return self._num_turns - 1
 
     def take(self, turn: int) -> tuple[Any, int | None]:
-        """Takes raw piece number `turn`, with the number of its rows if not all of them are wanted; _END behind the
-        last. Turns are started in order, so the one that this waits for runs already."""
+        """Take raw chunk number `turn`, with the number of its rows unless the range has all rows of the block.
+
+        Returns _END after the last chunk. Turns are started in order, so the one that this call waits for is running.
+        """
         with self._turned:
             self._turned.wait_for(lambda: self._turn == turn)
         raw = _END
         try:
-            if not self._over:
+            if not self._ended:
                 raw = next(self._raw, _END)
         finally:
             with self._turned:
-                self._over = self._over or raw is _END
+                self._ended = self._ended or raw is _END
                 self._turn += 1
                 self._turned.notify_all()
-        return raw, None if raw is _END or self.part.is_whole else self.block.num_rows_of(raw)
+        return raw, None if raw is _END or self.row_range.is_whole_block else self.block.count_rows(raw)
 
     def stop(self) -> None:
-        """No other piece is wanted."""
+        """Read no further chunk."""
         with self._turned:
-            self._over = True
+            self._ended = True
 
     def close(self) -> None:
         close = getattr(self._raw, "close", None)

@@ -1,6 +1,6 @@
-"""Which sources another process can read as well: those that are nothing but a declaration of files.
+"""Sources that another process can read as well: those that only declare files.
 
-They cross as plain JSON types. What holds data, code or an open filesystem is read where it is.
+They are sent as plain JSON types. A source that holds data, code or an open filesystem is read in its own process.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _KINDS: dict[str, type[Source]] = {kind.__name__: kind for kind in (Arrow, Crite
 
 
 def travels(data: Any) -> bool:
-    """Whether it is such a source."""
+    """Return whether this is a source that another process can read."""
     if type(data) not in _KINDS.values() or data.filesystem is not None:
         return False
     paths = data.path if isinstance(data.path, list | tuple) else [data.path]
@@ -29,13 +29,13 @@ def travels(data: Any) -> bool:
 
 
 def source_to_dict(source: Any) -> dict[str, Any]:
-    """A source that travels, its paths absolute."""
-    told: dict[str, Any] = source.replace(path=absolute(source.path)).to_dict()
-    return told
+    """Return a source that another process can read as plain JSON types, with absolute paths."""
+    result: dict[str, Any] = source.replace(path=absolute(source.path)).to_dict()
+    return result
 
 
 def source_from_dict(data: Mapping[str, Any]) -> Source:
-    """The source that `source_to_dict` told of."""
+    """Return the source that `source_to_dict` wrote."""
     kind = require_mapping("source", data).get("type")
     if kind not in _KINDS:
         raise ConfigError(f"source: type is {kind!r}; {suggest(kind, list(_KINDS))}")
@@ -43,8 +43,8 @@ def source_from_dict(data: Mapping[str, Any]) -> Source:
 
 
 def restricted(source: Any, permitted: PathAllowlist) -> Source:
-    """The same source; it reads what is permitted and refuses the rest."""
+    """Return the same source, restricted to the permitted paths: it raises for any other."""
     if not travels(source):
-        raise ConfigError(f"source: its path is {source.path!r}; wanted paths and URLs, and no filesystem")
+        raise ConfigError(f"source: its path is {source.path!r}; expected paths or URLs, and no filesystem")
     guarded: Source = source.replace(filesystem=PermittedFiles(permitted))
     return guarded

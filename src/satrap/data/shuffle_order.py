@@ -1,7 +1,7 @@
-"""Who reads what, and in which order: pure functions of numbers, the same on every machine and with any NumPy.
+"""Orders of blocks and samples: pure functions of numbers, the same on every machine and with any NumPy.
 
-`turns` and `share` deal blocks out as older releases did, with whose order the trainers did not all end at the same
-step. They finish an epoch that was begun so; every other is dealt out by `satrap.data.rank_split`.
+`legacy_turns` and `legacy_share` split blocks over ranks as older releases did; their trainers did not all end at the
+same step. They finish an epoch that such a release started; `satrap.data.rank_split` splits every other.
 """
 
 from collections.abc import Sequence
@@ -13,30 +13,30 @@ from numpy.typing import NDArray
 from satrap.data.hashing import hash_integers
 
 
-class Turn(NamedTuple):
-    """A block that a rank reads."""
+class LegacyTurn(NamedTuple):
+    """A block that a rank reads in an epoch that an older release started."""
 
     block: int
-    """Its number in the source."""
-    shared: bool
-    """Every rank reads it and takes its share."""
+    """The block's number in the source."""
+    is_shared: bool
+    """Whether every rank reads the block and takes its share."""
 
 
-def turns(order: Sequence[int], *, rank: int, world: int) -> list[Turn]:
-    """What one rank reads in one epoch, in order."""
-    dealt = len(order) - len(order) % world
-    own = [Turn(block, False) for block in order[rank:dealt:world]]
-    return own + [Turn(block, True) for block in order[dealt:]]
+def legacy_turns(order: Sequence[int], *, rank: int, world: int) -> list[LegacyTurn]:
+    """Return what one rank reads in one epoch, in order."""
+    num_assigned = len(order) - len(order) % world
+    own = [LegacyTurn(block, False) for block in order[rank:num_assigned:world]]
+    return own + [LegacyTurn(block, True) for block in order[num_assigned:]]
 
 
-def share(num_samples: int, number: int, rank: int, world: int) -> tuple[int, int]:
-    """A rank's samples, first and end, of piece `number` of a shared block. Who takes the longer shares rotates."""
+def legacy_share(num_samples: int, number: int, rank: int, world: int) -> tuple[int, int]:
+    """Return a rank's samples (begin, end) of chunk `number` of a shared block; the longer shares rotate."""
     part = (rank + number) % world
     return num_samples * part // world, num_samples * (part + 1) // world
 
 
 def permutation(n: int, *key: int) -> NDArray[np.int64]:
-    """The numbers 0 to n - 1 in an order that only `key` decides: by their hashes, of which no two are equal."""
+    """Return the numbers 0 to n - 1 in an order that only `key` decides: by their hashes, all of which differ."""
     mixed = np.zeros(1, np.uint64)
     for each in key:
         mixed = hash_integers(mixed ^ np.uint64(each % 2**64)) + np.uint64(1)

@@ -1,7 +1,7 @@
-"""What all sources have in common: what a user declares, and `batches`, which sets out on the road of a batch.
+"""The base of all sources: the settings that a user declares, and `batches`, which starts to read.
 
 A source of files is a frozen declaration: it holds no data and no open file, so it can be compared, changed with
-`replace`, and sent to another process. A kind of source adds where its data is and gives blocks of it.
+`replace`, and sent to another process. Each kind of source adds where its data is, and splits the data into blocks.
 """
 
 import dataclasses
@@ -33,44 +33,45 @@ from satrap.errors import ConfigError, InputError
 _MAX_COUNT = 2**63 - 1
 _MAX_THREADS = 64
 _DEFAULT_THREADS = 4
-_CUTS = ("block_rows", "block_bytes", "newlines_in_values", "skip_lines")  # what decides where blocks begin
+_BLOCK_SETTINGS = ("block_rows", "block_bytes", "newlines_in_values", "skip_lines")  # they decide where blocks begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source(ABC):
-    """Training data, declared. Ids are read from the columns that are called as the features are."""
+    """A declaration of training data. The ids of a feature are read from the column of the same name."""
 
     dense: str | DenseColumn | Sequence[str | DenseColumn] = ()
-    """Columns of numbers for the dense network, in this order."""
+    """The columns of numbers for the dense network, in this order."""
     label: str | LabelColumn | Sequence[str | LabelColumn] | None = None
-    """The column of labels; given a list, labels come as [batch_size, labels]."""
+    """The column of labels; for a list of columns, the labels are [batch_size, number of labels]."""
     label_true: str | Sequence[str] | None = None
     """Short for LabelColumn(label, true=...): the texts that stand for 1."""
     ids: Mapping[str, str | IdColumn] = dataclasses.field(default_factory=dict)
-    """Of a feature: its column, where that has another name or is not what its type says."""
+    """The column of a feature, where its name differs from the feature's or its type does not say how to read it."""
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Short for IdColumn(weights=...): of a feature, the column with a weight for each id."""
+    """Short for IdColumn(weights=...): for a feature, the column with a weight for each id."""
     missing_id: int | None = None
-    """Short for IdColumn(missing=...) of every feature: the id that stands for a missing one. None: an empty bag."""
+    """Short for IdColumn(missing=...) for every feature: the id that replaces a missing one. None: an empty bag."""
     extra: str | Sequence[str] = ()
-    """Further columns, which each batch carries along as Arrow arrays, unchanged."""
+    """Further columns, which each batch holds as Arrow arrays, unchanged."""
     batch_size: int | None = 4096
-    """Samples in a batch; the last of an epoch may have fewer."""
+    """The number of samples in a batch; the last batch of an epoch may have fewer."""
     drop_last: bool = False
-    """Leave out a last batch that is short."""
+    """Whether to leave out the last batch of an epoch if it is short."""
     epochs: int | None = 1
-    """How often the data is read; None: without end."""
+    """How many times the data is read; None: endlessly."""
     shuffle: bool = False
-    """Read blocks in another order in each epoch, and permute the samples of `shuffle_blocks` at a time."""
+    """Whether to read the blocks in a different order in each epoch, and to permute the samples of `shuffle_blocks`
+    blocks at a time."""
     shuffle_blocks: int = 16
-    """Blocks (of a long block: its pieces) whose samples are permuted together. They and as many read ahead are in
-    memory."""
+    """The number of blocks (chunks, where blocks are long) whose samples are permuted together. They are held in
+    memory, and as many again that are read ahead."""
     seed: int = 0
-    """What the orders are a function of, together with the epoch."""
+    """The seed of the shuffled orders, which are functions of the seed and the epoch."""
     max_bad_rows: int = 0
-    """Malformed rows that may be skipped in an epoch; `Batches.left_out` counts them. One more is an error."""
+    """How many malformed rows may be skipped in an epoch; `Batches.left_out` counts them. One more is an error."""
     num_threads: int | None = None
-    """Threads that read ahead and decode; None: half the cores, at most 4. 0: none, the caller's own."""
+    """Threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread."""
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -95,16 +96,18 @@ class Source(ABC):
         dense: Any = self.dense
         if isinstance(dense, str | DenseColumn):
             dense = (dense,)
-        set_field(self, "dense", _each(where, "dense", dense, DenseColumn))
+        set_field(self, "dense", _as_columns(where, "dense", dense, DenseColumn))
         if self.label is not None:
-            _labels(where, self.label, self.label_true)
+            _label_columns(where, self.label, self.label_true)
             if isinstance(self.label, Sequence) and not isinstance(self.label, str):
                 set_field(self, "label", tuple(self.label))
         elif self.label_true is not None:
-            raise ConfigError(f"{where}: label_true is {self.label_true!r} and there is no label: give its column")
+            raise ConfigError(
+                f"{where}: label_true is {self.label_true!r} and there is no label; name the label's column"
+            )
         for name in ("ids", "weights"):
             if not isinstance(getattr(self, name), Mapping):
-                raise ConfigError(f"{where}: {name} is {describe(getattr(self, name))}; wanted a dict by feature")
+                raise ConfigError(f"{where}: {name} is {describe(getattr(self, name))}; expected a dict by feature")
         ids = {
             check_name(where, feature, "'user_id'"): column if isinstance(column, IdColumn) else IdColumn(column)
             for feature, column in self.ids.items()
@@ -118,10 +121,10 @@ class Source(ABC):
         set_field(self, "extra", as_names(where, "extra", self.extra))
 
     def _check_no_batch_size(self, where: str) -> None:
-        raise ConfigError(f"{where}: batch_size is None; wanted an integer from 1")
+        raise ConfigError(f"{where}: batch_size is None; expected an integer from 1")
 
     def replace(self, **changes: Any) -> Self:
-        """This source with other values for some of its fields."""
+        """Return this source with other values for some of its fields."""
         known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
         known_keys(type(self), type(self).__name__, known | changes)
         new = type(self)(**known | changes)
@@ -130,39 +133,43 @@ class Source(ABC):
 
     @property
     def origin(self) -> int:
-        """The id() of the source that `replace` was first called on; its own, if it was not made by that."""
+        """The id() of the source on which `replace` was first called; its own id(), if `replace` did not create it."""
         return getattr(self, "_origin", id(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """This declaration as plain JSON types; ConfigError if it holds what they cannot say: tables, a filesystem."""
+        """Return this declaration as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
         return {"type": type(self).__name__} | {
-            each.name: _plain(f"{type(self).__name__}: {each.name}", getattr(self, each.name))
+            each.name: _to_json(f"{type(self).__name__}: {each.name}", getattr(self, each.name))
             for each in dataclasses.fields(self)
             if each.init
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The source that `to_dict` wrote. Fields that are missing take their defaults."""
-        given = dict(require_mapping(cls.__name__, data))
-        kind = given.pop("type", cls.__name__)
+        """Return the source that `to_dict` wrote. Missing fields take their defaults."""
+        fields = dict(require_mapping(cls.__name__, data))
+        kind = fields.pop("type", cls.__name__)
         if kind != cls.__name__:
-            raise ConfigError(f"{cls.__name__}: type is {kind!r}; wanted {cls.__name__!r}, or leave it out")
-        known_keys(cls, cls.__name__, given)
+            raise ConfigError(f"{cls.__name__}: type is {kind!r}; expected {cls.__name__!r}, or leave it out")
+        known_keys(cls, cls.__name__, fields)
         for name, column in (("dense", DenseColumn), ("label", LabelColumn)):
-            if name in given:
-                each = given[name]
-                given[name] = [_read(column, one) for one in each] if isinstance(each, list) else _read(column, each)
-        if isinstance(given.get("ids"), Mapping):
-            given["ids"] = {feature: _read(IdColumn, each) for feature, each in given["ids"].items()}
-        return cls(**given)
+            if name in fields:
+                each = fields[name]
+                fields[name] = (
+                    [_column_of(column, one) for one in each] if isinstance(each, list) else _column_of(column, each)
+                )
+        if isinstance(fields.get("ids"), Mapping):
+            fields["ids"] = {feature: _column_of(IdColumn, each) for feature, each in fields["ids"].items()}
+        return cls(**fields)
 
     def signature(self) -> dict[str, Any]:
-        """What a position depends on, as plain JSON types: where this is equal, and the data is, a position of one
-        source holds in another.
-        The batch size may change."""
-        kept = ["shuffle", *(("shuffle_blocks", "seed") if self.shuffle else ()), *_CUTS]
-        fields = {name: getattr(self, name) for name in kept if hasattr(self, name)}
+        """Return the settings that a position depends on, as plain JSON types.
+
+        A position of one source is valid in another if their signatures and their data are equal. The batch sizes may
+        differ.
+        """
+        names = ["shuffle", *(("shuffle_blocks", "seed") if self.shuffle else ()), *_BLOCK_SETTINGS]
+        fields = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return {"type": type(self).__name__} | fields
 
     def batches(
@@ -173,20 +180,20 @@ class Source(ABC):
         rank: int = 0,
         world: int = 1,
     ) -> Batches:
-        """The batches of these features, in this order.
+        """Return an iterator over the batches, with these features in this order.
 
-        position: that of the last batch that was read; None: from the start.
-        rank, world: every sample goes to exactly one of `world` ranks, and no rank gets two rows more than another. A
-            row that is no sample (malformed, or without a label) counts.
+        position: continue after the batch with this position; None: read from the start.
+        rank, world: this rank, and the number of ranks. Every sample is assigned to exactly one rank, and the ranks'
+            numbers of rows differ by at most one, counting rows that are left out (malformed, or without a label).
         """
         where = type(self).__name__
         world = check_integer(where, "world", world, 1, 1 << 20)
         rank = check_integer(where, "rank", rank, 0, world - 1)
         if position is not None and not isinstance(position, Position):
-            raise InputError(f"{where}: position is {describe(position)}; wanted the position of a batch")
+            raise InputError(f"{where}: position is {describe(position)}; expected the position of a batch")
         columns = self._columns(features)
         blocks = self._blocks(columns, position)
-        road = BatchAssembler(
+        assembler = BatchAssembler(
             blocks=blocks,
             columns=columns,
             batch_size=self.batch_size,
@@ -194,25 +201,25 @@ class Source(ABC):
             seed=self.seed,
             epochs=self.epochs,
             drop_last=self.drop_last,
-            num_pieces=self.shuffle_blocks if self.shuffle else 1,
+            num_chunks=self.shuffle_blocks if self.shuffle else 1,
             num_threads=self._num_threads(),
             max_bad_rows=self.max_bad_rows,
             position=position or Position(0, 0, 0),
             rank=rank,
             world=world,
         )
-        return Batches(road, partial(num_batches, road))
+        return Batches(assembler, partial(num_batches, assembler))
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
         where = type(self).__name__
-        return Columns.settle(
+        return Columns.resolve(
             features,
-            ids=self.ids,  # type: ignore[arg-type]  # normalised when made
+            ids=self.ids,  # type: ignore[arg-type]  # normalised in __post_init__
             weights=self.weights,
             missing_id=self.missing_id,
-            dense=self.dense,  # type: ignore[arg-type]  # likewise
-            label=None if self.label is None else _labels(where, self.label, self.label_true),
-            extra=self.extra,  # type: ignore[arg-type]  # likewise
+            dense=self.dense,  # type: ignore[arg-type]  # normalised in __post_init__
+            label=None if self.label is None else _label_columns(where, self.label, self.label_true),
+            extra=self.extra,  # type: ignore[arg-type]  # normalised in __post_init__
         )
 
     def _num_threads(self) -> int:
@@ -222,40 +229,46 @@ class Source(ABC):
 
     @abstractmethod
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
-        """Finds the data, refuses what is missing, and gives its blocks in one order. position: where reading begins,
-        for data that can go on by itself."""
+        """Find the data, raise if it is missing, and return its blocks in a fixed order.
+
+        position: where reading starts, for data that resumes by its own offsets.
+        """
 
 
-def _plain(where: str, value: Any) -> Any:
+def _to_json(where: str, value: Any) -> Any:
     if isinstance(value, Config):
         return value.to_dict()
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(where, each) for key, each in value.items()}
+        return {str(key): _to_json(where, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(where, each) for each in value]
+        return [_to_json(where, each) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ConfigError(f"{where} is {describe(value)}, which plain JSON types cannot say; wanted paths or URLs")
+    raise ConfigError(f"{where} is {describe(value)}, which has no form in plain JSON types; expected paths or URLs")
 
 
-def _read(kind: type[Config], given: Any) -> Any:
-    """A column that may be named by a text."""
-    return kind.from_dict(given) if isinstance(given, Mapping) else given
+def _column_of(kind: type[Config], column: Any) -> Any:
+    """Return a column in its own class, or the text that names it."""
+    return kind.from_dict(column) if isinstance(column, Mapping) else column
 
 
-def _each(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:
+def _as_columns(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:
     if not isinstance(value, Sequence) or not all(isinstance(each, str | kind) for each in value):
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted names of columns, or {kind.__name__} objects")
+        raise ConfigError(
+            f"{where}: {name} is {describe(value)}; expected names of columns, or {kind.__name__} objects"
+        )
     return tuple(each if isinstance(each, kind) else kind(each) for each in value)
 
 
-def _labels(where: str, label: Any, true: Any) -> LabelColumn | tuple[LabelColumn, ...]:
+def _label_columns(where: str, label: Any, true: Any) -> LabelColumn | tuple[LabelColumn, ...]:
     if isinstance(label, str):
         return LabelColumn(label, true=true)
     if true is not None:
-        raise ConfigError(f"{where}: label_true goes with a label that is named by a text; found {describe(label)}")
+        raise ConfigError(
+            f"{where}: label_true requires a column's name as label, found {describe(label)}; use LabelColumn(true=...)"
+        )
     if isinstance(label, LabelColumn):
         return label
-    return _each(where, "label", label, LabelColumn)
+    return _as_columns(where, "label", label, LabelColumn)

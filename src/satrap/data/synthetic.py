@@ -1,15 +1,15 @@
-"""Clicks that look like Criteo's, of any number, whose truth is known: so is what a model can reach at most.
+"""Synthetic clicks that resemble Criteo's, in any number. Their true model is known, and so is the best possible AUC.
 
-Every sample is a pure function of (seed, its number), and what belongs to an id is a pure function of (seed, feature,
+Every sample is a pure function of (seed, its number), and the effects of an id are a pure function of (seed, feature,
 id). There is no table, so memory does not grow with samples or ids, and any range can be drawn anywhere. (The last bit
-of a logit depends on the machine's exp and log; a label all but never does.) NumPy only; writing files needs pyarrow.
+of a logit depends on the machine's exp and log; a label almost never does.) NumPy only; writing files needs pyarrow.
 
-How a sample is made:
+A sample is drawn in four steps:
 1. dense: counts, log-normal, some missing; a model gets log(1 + count), 0 where missing.
 2. ids: each feature draws a rank from a bounded Zipf law; the id is a hash of (feature, rank), so ids fill 64 bits.
 3. logit: a weighted sum of the dense values, plus an effect of each id, plus the dot products of the latent factors of
-   each two ids, as in a factorisation machine. The rarer an id, the smaller its effect and factors: from an id seen
-   once or twice nobody can learn, and the best AUC would be out of every model's reach.
+   each two ids, as in a factorisation machine. The rarer an id, the smaller its effect and factors: no model can learn
+   from an id that occurs once or twice, and the best AUC would be out of reach.
 4. label: 1 with probability sigmoid(logit).
 Scale and offset of the logit come from a fixed draw, so that `strength` and `base_rate` mean the same in any setting.
 """
@@ -35,24 +35,24 @@ _Hashes = NDArray[np.uint64]
 _Ranks = NDArray[np.int64]
 
 Block = dict[str, NDArray[Any]]
-"""Samples, one per line of each array.
+"""Samples: one for each row of the arrays.
 
 label: float32 [n]. dense: float32 [n, num_dense]. counts: int32 like dense, -1 where missing. ids: uint64 [n, num_ids].
-ranks: int64 like ids, the id's number within its feature from 0, most frequent first. logit: float64 [n], the truth.
+ranks: int64 like ids, the id's number within its feature from 0, most frequent first. logit: float64 [n], the true one.
 """
 
 _BLOCK = 1 << 16  # samples
-_CHUNK = 1 << 12  # samples drawn at once, so that what is computed on the way stays in the cache
-_CALIBRATION = range(1 << 63, (1 << 63) + (1 << 15))  # samples that set scale and offset; nobody else's
+_CHUNK = 1 << 12  # samples drawn together, so that intermediate results stay in the cache
+_CALIBRATION = range(1 << 63, (1 << 63) + (1 << 15))  # samples that set scale and offset; never part of a data set
 _LARGEST = 1 << 62
-_SMALLEST = 4  # ids of the smallest feature where the cardinalities are chosen here
+_SMALLEST = 4  # ids of the smallest feature where a total is spread
 _HEAD = 1024  # ranks whose shares are tabulated; beyond, summing and integrating differ by less than 1e-7
-_SHARES = {"dense": 0.3, "effects": 0.55, "pairs": 0.15}  # of the logit's variance
-_DENSE, _MISSING, _RANK, _LABEL, _WEIGHT, _EFFECT = range(6)  # what a hash is for
+_SHARES = {"dense": 0.3, "effects": 0.55, "pairs": 0.15}  # of the variance of the logit
+_DENSE, _MISSING, _RANK, _LABEL, _WEIGHT, _EFFECT = range(6)  # the purposes of hashes
 
 
 class Best(NamedTuple):
-    """What the true probabilities reach on the labels that were drawn; a model can be better by luck only."""
+    """The metrics of the true probabilities on the drawn labels; a model can be better only by luck."""
 
     auc: float
     log_loss: float
@@ -61,26 +61,27 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Clicks:
-    """A set of samples, drawn anew whenever it is read: the same ones each time."""
+    """A set of samples. Reading it draws them, always the same ones."""
 
     num_samples: int
-    """How many samples."""
+    """The number of samples."""
     num_dense: int = 13
-    """Dense features: I1, I2, ..."""
+    """The number of dense features: I1, I2, ..."""
     num_ids: int = 26
-    """Features of one id each: C1, C2, ..."""
+    """The number of features with one id each: C1, C2, ..."""
     cardinalities: int | Sequence[int] = 1_000_000
-    """How many ids each feature has; or all together, then from 4 in the first feature by one factor to the last."""
+    """The number of ids of each feature, or of all together: then each feature has a constant factor more than the one
+    before it, from 4 on."""
     zipf: float = 1.05
     """The share of a feature's k-th most frequent id falls with k ** -zipf; 0 is uniform."""
     num_factors: int = 4
-    """Latent factors of an id: the rank of the interaction of each two features."""
+    """The number of latent factors of an id: the rank of the interaction of each two features."""
     base_rate: float = 0.25
-    """The share of ones."""
+    """The share of labels that are 1."""
     strength: float = 1.5
-    """Standard deviation of the logit: how much there is to learn. The default's best AUC is about 0.82."""
+    """The standard deviation of the logit: how much there is to learn. The default's best AUC is about 0.82."""
     seed: int = 0
-    """Of the truth and of the draws."""
+    """The seed of the true model and of the draws."""
     first_sample: int = 0
     """The number of the first sample."""
 
@@ -95,30 +96,30 @@ class Clicks:
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """The dense columns, as files name them."""
+        """The names of the dense columns in files."""
         return tuple(f"I{number}" for number in range(1, self.num_dense + 1))
 
     @property
     def id_names(self) -> tuple[str, ...]:
-        """The id columns, as files name them."""
+        """The names of the id columns in files."""
         return tuple(f"C{number}" for number in range(1, self.num_ids + 1))
 
     def following(self, num_samples: int) -> Self:
-        """The samples after these, of the same truth: a test set."""
+        """Return the samples after these, from the same true model: a test set."""
         return replace(self, num_samples=num_samples, first_sample=self.first_sample + self.num_samples)
 
     def batches(self, batch_size: int) -> Iterator[Block]:
-        """All samples in order; the last batch may be short."""
+        """Yield all samples in order; the last batch may be short."""
         size = _integer("batch_size", batch_size, 1, _LARGEST)
         for start in range(0, self.num_samples, size):
             yield self._range(start, min(start + size, self.num_samples))
 
     def blocks(self) -> Iterator[Block]:
-        """All samples in order, 65536 at a time."""
+        """Yield all samples in order, 65536 at a time."""
         return self.batches(_BLOCK)
 
     def best(self, num_samples: int | None = None) -> Best:
-        """The metrics of the true probabilities on the first samples; None: on all."""
+        """Return the metrics of the true probabilities on the first `num_samples` samples; None: on all."""
         size = self.num_samples if num_samples is None else num_samples
         _integer("num_samples", size, 0, self.num_samples)
         metrics = Evaluation()
@@ -127,20 +128,20 @@ class Clicks:
         return Best(metrics.auc(), metrics.log_loss(), metrics.normalised_entropy())
 
     def best_auc(self, num_samples: int | None = None) -> float:
-        """The AUC of the true probabilities on the first samples, the most that a model can reach; None: on all."""
+        """Return the AUC of the true probabilities on the first samples: the best for any model. None: all samples."""
         return self.best(num_samples).auc
 
     def write_criteo(self, path: str | os.PathLike[str]) -> None:
-        """Criteo's text: label, counts and ids between tabs, an id as 8 hex digits, nothing where a count is missing.
+        """Write Criteo's text: label, counts and ids between tabs.
 
-        A path that ends with .gz is compressed.
+        An id is 8 hex digits, a missing count is empty. A file whose name ends with .gz is compressed.
         """
         arrow = _pyarrow("write_criteo")
         schema = self._schema(arrow, arrow.string())
         options = arrow.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
         compression = "gzip" if str(path).endswith(".gz") else None
         with (
-            _appearing(path) as part,
+            _atomic_write(path) as part,
             arrow.output_stream(str(part), compression=compression) as file,
             arrow.csv.CSVWriter(file, schema, write_options=options) as writer,
         ):
@@ -149,10 +150,10 @@ class Clicks:
                 writer.write_batch(_record_batch(arrow, schema, block, texts))
 
     def write_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Parquet: label (int8), I1... (int32, null where missing), C1... (uint64, the ids)."""
+        """Write Parquet: label (int8), I1... (int32, null where missing), C1... (uint64, the ids)."""
         arrow = _pyarrow("write_parquet")
         schema = self._schema(arrow, arrow.uint64())
-        with _appearing(path) as part, arrow.parquet.ParquetWriter(str(part), schema) as writer:
+        with _atomic_write(path) as part, arrow.parquet.ParquetWriter(str(part), schema) as writer:
             for block in self.blocks():
                 ids = [arrow.array(np.ascontiguousarray(column)) for column in block["ids"].T]
                 writer.write_batch(_record_batch(arrow, schema, block, ids))
@@ -162,14 +163,14 @@ class Clicks:
         return arrow.schema([("label", arrow.int8()), *counts, *((name, id_type) for name in self.id_names)])
 
     @cached_property
-    def _truth(self) -> "_Truth":
-        return _Truth(self)
+    def _true_model(self) -> "_TrueModel":
+        return _TrueModel(self)
 
     def _range(self, start: int, stop: int) -> Block:
         block: Block = {}
         for at in range(start, stop, _CHUNK):
             end = min(at + _CHUNK, stop)
-            chunk = self._truth.draw(self.first_sample + at, end - at)
+            chunk = self._true_model.draw(self.first_sample + at, end - at)
             if not block:
                 block = {name: np.empty((stop - start, *part.shape[1:]), part.dtype) for name, part in chunk.items()}
             for name, part in chunk.items():
@@ -177,22 +178,22 @@ class Clicks:
         return block
 
 
-class _Truth:
-    """Everything but the number of samples: draws any range. Arrays here are feature after feature, [features, n]."""
+class _TrueModel:
+    """The true model. It draws any range of samples; its arrays are [features, n]."""
 
     def __init__(self, clicks: Clicks) -> None:
         self._strength, self._num_factors = clicks.strength, clicks.num_factors
         dense, ids = range(clicks.num_dense), range(clicks.num_ids)
-        self._laws = [_Zipf(cardinality, clicks.zipf) for cardinality in _sequence(clicks.cardinalities)]
+        self._zipfs = [_Zipf(cardinality, clicks.zipf) for cardinality in _sequence(clicks.cardinalities)]
         self._dense = _keys(clicks.seed, _DENSE, dense)
         self._missing = _keys(clicks.seed, _MISSING, dense)
         self._missing_rate = 0.4 * _uniform(_keys(clicks.seed, _MISSING, dense))
         self._weights = _uniform(_keys(clicks.seed, _WEIGHT, dense)) - 0.5
         self._ranks = _keys(clicks.seed, _RANK, ids)
         self._label = _keys(clicks.seed, _LABEL, range(1))
-        # One hash gives four numbers; an id needs its effect and its factors.
+        # One hash yields four numbers; an id needs its effect and its factors.
         self._effects = [_keys(clicks.seed, _EFFECT + group, ids) for group in range(clicks.num_factors // 4 + 1)]
-        self._scales = dict.fromkeys(_SHARES, (0.0, 0.0))  # of each part: mean, factor
+        self._scales = dict.fromkeys(_SHARES, (0.0, 0.0))  # mean and factor of each part
         self._offset = 0.0
         self._calibrate(clicks.base_rate)
 
@@ -216,8 +217,8 @@ class _Truth:
     def _draw_ranks(self, samples: _Hashes) -> _Ranks:
         uniform = _uniform(_hash(samples, self._ranks))
         ranks = np.empty(uniform.shape, np.int64)
-        for law, row, out in zip(self._laws, uniform, ranks, strict=True):
-            out[:] = law.ranks(row)
+        for zipf_law, row, out in zip(self._zipfs, uniform, ranks, strict=True):
+            out[:] = zipf_law.ranks(row)
         return ranks
 
     def _parts(self, dense: NDArray[np.float32], ranks: _Ranks) -> dict[str, _Floats]:
@@ -261,21 +262,21 @@ class _Truth:
 
 
 def _total(rows: _Floats) -> _Floats:
-    """Summed over the features in their order; rows.sum(axis=0) takes another one when there is a single sample."""
+    """Sum over the features in their order; rows.sum(axis=0) uses another order when there is a single sample."""
     total = np.zeros(rows.shape[1])
     for row in rows:
         total += row
     return total
 
 
-def _ratio(wanted: float, values: _Floats) -> float:
-    """What brings the standard deviation to the wanted one; 0 where there is none but rounding."""
+def _ratio(target: float, values: _Floats) -> float:
+    """Return the factor that scales the standard deviation to `target`; 0 if values differ only by rounding."""
     spread = float(values.std())
-    return wanted / spread if spread > 1e-9 else 0.0
+    return target / spread if spread > 1e-9 else 0.0
 
 
 class _Zipf:
-    """Ranks from 0 to cardinality - 1, rank r with a share like (r + 1) ** -exponent: the law's inverse, no table."""
+    """Draws ranks from 0 to cardinality - 1, rank r in proportion to (r + 1) ** -exponent, by inverting the law."""
 
     def __init__(self, cardinality: int, exponent: float) -> None:
         self._cardinality, self._head = cardinality, min(cardinality, _HEAD)
@@ -291,7 +292,7 @@ class _Zipf:
         mass = uniform * self._total
         ranks = np.searchsorted(self._cumulative, mass, side="right")
         tail = ranks == self._head
-        if tail.any():  # also where rounding left the last tabulated rank
+        if tail.any():  # also values that rounding moved beyond the last tabulated rank
             area = self._low + (mass[tail] - self._cumulative[-1])
             x = (area * self._power) ** (1 / self._power) if self._power else np.exp(area)
             ranks[tail] = np.clip(np.floor(x - 0.5), 0, self._cardinality - 1)
@@ -302,7 +303,7 @@ class _Zipf:
 
 
 def _mix(x: _Hashes) -> _Hashes:
-    """A bijection of 64 bits after which all bits depend on all; the last step of SplitMix64. In place."""
+    """Mix 64 bits, in place, by a bijection after which every bit depends on all: the last step of SplitMix64."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -312,12 +313,12 @@ def _mix(x: _Hashes) -> _Hashes:
 
 
 def _hash(values: _Hashes, keys: _Hashes) -> _Hashes:
-    """Of each value under each feature's key: [features, n]."""
+    """Hash each value with each feature's key: [features, n]."""
     return _mix(values * np.uint64(0x9E3779B97F4A7C15) + keys)
 
 
 def _keys(seed: int, purpose: int, features: range) -> _Hashes:
-    """A key for each feature: [features, 1]. Keys of different purposes have nothing in common."""
+    """Return a key for each feature: [features, 1]. Keys of different purposes are independent."""
     root = _mix(_mix(np.array([seed], np.uint64) + np.uint64(1)) + np.uint64(purpose))
     return _hash(np.arange(len(features), dtype=np.uint64).reshape(-1, 1), root)
 
@@ -327,19 +328,19 @@ def _uniform(hashes: _Hashes) -> _Floats:
 
 
 def _quarters(hashes: _Hashes) -> list[_Floats]:
-    """Four independent numbers of one hash, of mean 0 and variance 1, evenly spread."""
+    """Return four independent, uniformly distributed numbers of mean 0 and variance 1 from each hash."""
     words = hashes.astype("<u8", copy=False).view("<u2").reshape(*hashes.shape, 4)
     return [(words[..., at] - 32767.5) / math.sqrt((65536**2 - 1) / 12) for at in range(4)]
 
 
 def _ids(ranks: _Ranks) -> _Hashes:
-    """Unlike for all features and ranks, as nothing is lost on the way."""
+    """Return the ids. They differ for all features and ranks, since every step is a bijection."""
     features = np.arange(1, len(ranks) + 1, dtype=np.uint64).reshape(-1, 1)
     return _mix((features << np.uint64(40)) | ranks.astype(np.uint64))
 
 
 def _hex(arrow: Any, feature: int, ranks: _Ranks) -> Any:
-    """An Arrow array of 8 hex digits each: another bijection, of 32 bits, as Criteo's ids have no more."""
+    """Return an Arrow array of 8 hex digits for each rank, by a bijection of 32 bits, the size of Criteo's ids."""
     x = ranks.astype(np.uint32) ^ _mix(np.array([feature], np.uint64)).astype(np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x ^= x >> np.uint32(shift)
@@ -365,8 +366,8 @@ def _record_batch(arrow: Any, schema: Any, block: Block, ids: list[Any]) -> Any:
 
 
 @contextmanager
-def _appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name to write to; the file gets its own name when it is whole, and does not appear otherwise."""
+def _atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path to write to. The complete file gets its final name; after an error it is removed."""
     part = Path(f"{os.fspath(path)}.part")
     try:
         yield part
@@ -389,10 +390,10 @@ def _pyarrow(what: str) -> Any:
 
 
 def _cardinalities(value: object, num_ids: int) -> tuple[int, ...]:
-    """One for each feature; a total is spread."""
+    """Return a cardinality for each feature; a total is spread."""
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
         if len(value) != num_ids:
-            raise ConfigError(f"Clicks: {len(value)} cardinalities for num_ids {num_ids}; wanted one for each feature")
+            raise ConfigError(f"Clicks: {len(value)} cardinalities for num_ids {num_ids}; expected one for each")
         return tuple(_integer(f"cardinalities[{at}]", each, 1, 1 << 32) for at, each in enumerate(value))
     total = _integer("cardinalities", value, _SMALLEST * num_ids, num_ids << 32)
     low, high = 1.0, float(total)
@@ -412,10 +413,10 @@ def _sequence(cardinalities: int | Sequence[int]) -> Sequence[int]:
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise ConfigError(f"Clicks: {name} is {value!r}; wanted an integer from {low} to {high}")
+        raise ConfigError(f"Clicks: {name} is {value!r}; expected an integer from {low} to {high}")
     return int(value)
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) <= high:
-        raise ConfigError(f"Clicks: {name} is {value!r}; wanted a number from {low:g} to {high:g}")
+        raise ConfigError(f"Clicks: {name} is {value!r}; expected a number from {low:g} to {high:g}")

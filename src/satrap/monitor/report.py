@@ -104,8 +104,8 @@ def bar(report: Report, columns: int, marks: str = "#.") -> str:
 
 
 def short(number: float) -> str:
-    """Format a number with about three digits: 950, 81.2k, 4.9M, 2.13G."""
-    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    """Format a number with about three digits: 950, 81.2k, 4.9M, 2.13G, 1.5T."""
+    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{letter}"
     return f"{number:.0f}"

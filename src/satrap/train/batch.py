@@ -4,7 +4,7 @@
 which its gradients are sent back. `Batch` is the user's view of it, and may be returned before its rows are looked up:
 the first use of `embeddings` or `sequences` requests them from the stream. `embeddings` is a leaf tensor, [batch, sum
 of dims]: autograd collects its gradient as it does a parameter's, so losses add up, and the combined optimizer finds
-the gradient there. Features without pooling come as `sequences`, each with a leaf of its own.
+the gradient there. Features without pooling come as `sequences`, each with a separate leaf.
 """
 
 import weakref

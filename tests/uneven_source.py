@@ -1,4 +1,4 @@
-"""A made-up source whose blocks and pieces are as uneven as can be, for the properties that every source has."""
+"""A generated source with blocks and chunks of very uneven sizes, to test the properties that every source has."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,27 +9,31 @@ import numpy as np
 
 from satrap import _core
 from satrap.config.columns import Columns
-from satrap.data.block import BadRow, Block, Piece
+from satrap.data.block import BadRow, Block, Chunk
 from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
 
 
-class Numbers(Block):
-    """Pieces of consecutive ids. `exact` or not, and with a guess that may be wrong; whole or not."""
+class NumberBlock(Block):
+    """A block of chunks of consecutive ids.
+
+    guess: the expected number of chunks, which may be wrong; None: it is exact.
+    ready_batches: each chunk contains a batch that can be passed on.
+    """
 
     def __init__(
         self,
         first: int,
         sizes: Sequence[int],
         guess: int | None,
-        bad: int = 0,
-        whole: bool = False,
-        counted: bool = False,
+        num_bad: int = 0,
+        ready_batches: bool = False,
+        rows_known: bool = False,
     ) -> None:
-        self._first, self._sizes, self._bad, self._whole = first, sizes, bad, whole
-        self.num_rows = sum(sizes) if counted else None
-        self.exact = guess is None
-        self.num_pieces = len(sizes) if guess is None else guess
+        self._first, self._sizes, self._num_bad, self._ready_batches = first, sizes, num_bad, ready_batches
+        self.num_rows = sum(sizes) if rows_known else None
+        self.is_exact = guess is None
+        self.num_chunks = len(sizes) if guess is None else guess
 
     def read(self) -> Iterator[tuple[int, int]]:
         first = self._first
@@ -37,39 +41,43 @@ class Numbers(Block):
             yield first, size
             first += size
 
-    def num_rows_of(self, raw: tuple[int, int]) -> int:
+    def count_rows(self, raw: tuple[int, int]) -> int:
         return raw[1]
 
-    def cut(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
+    def slice(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
         return raw[0] + begin, end - begin
 
-    def decode(self, raw: tuple[int, int]) -> Piece:
+    def decode(self, raw: tuple[int, int]) -> Chunk:
         ids = np.arange(raw[0], sum(raw), dtype=np.uint64)
-        bad = tuple(BadRow(lambda: f"block {self._first}", "bad") for _ in range(self._bad))
+        bad_rows = tuple(BadRow(lambda: f"block {self._first}", "bad") for _ in range(self._num_bad))
 
         def samples() -> _core.Samples:
             return _core.Samples(len(ids), [(ids, None, None)], None, None)
 
-        if self._whole:
-            return Piece(samples=samples, whole=Inputs(names=("a",), values=ids, batch_size=len(ids)), bad=bad)
-        return Piece(samples=samples(), bad=bad)
+        if self._ready_batches:
+            return Chunk(
+                samples=samples,
+                ready_batch=Inputs(names=("a",), values=ids, batch_size=len(ids)),
+                bad_rows=bad_rows,
+            )
+        return Chunk(samples=samples(), bad_rows=bad_rows)
 
 
 @dataclass(frozen=True)
-class Made(Source):
-    """Blocks of pieces of the given sizes."""
+class UnevenSource(Source):
+    """Blocks of chunks of the given sizes."""
 
     sizes: Sequence[Sequence[int]] = ()
     guess: int | None = None
-    bad: int = 0
-    whole: bool = False
-    counted: bool = False
-    """The number of rows of each block is known."""
+    num_bad: int = 0
+    ready_batches: bool = False
+    rows_known: bool = False
+    """Whether the number of rows of each block is known."""
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         blocks, first = [], 0
         for sizes in self.sizes:
-            blocks.append(Numbers(first, sizes, self.guess, self.bad, self.whole, self.counted))
+            blocks.append(NumberBlock(first, sizes, self.guess, self.num_bad, self.ready_batches, self.rows_known))
             first += sum(sizes)
         return blocks
 
@@ -83,7 +91,7 @@ def ids(batches: Any) -> list[int]:
 
 
 @st.composite
-def made(draw: st.DrawFn, /, **fixed: Any) -> Made:
+def uneven_sources(draw: st.DrawFn, /, **fixed: Any) -> UnevenSource:
     sizes = draw(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=8))
     options = {
         "sizes": sizes,
@@ -94,10 +102,10 @@ def made(draw: st.DrawFn, /, **fixed: Any) -> Made:
         "shuffle_blocks": draw(st.integers(1, 5)),
         "seed": draw(st.integers(0, 2**64 - 1)),
         "epochs": draw(st.integers(1, 2)),
-        "whole": draw(st.booleans()),
-        "counted": draw(st.booleans()),
+        "ready_batches": draw(st.booleans()),
+        "rows_known": draw(st.booleans()),
     }
-    return Made(**options | fixed)
+    return UnevenSource(**options | fixed)
 
 
 def at(inputs: Inputs) -> Position:

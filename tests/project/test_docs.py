@@ -1,0 +1,282 @@
+"""The pages: every code block runs, every command line is one that the programs take, and the site builds.
+
+Python blocks of a page run in order, in one namespace and in an empty folder, after `SETUP` has created the files and
+servers that the page names. Commands in `sh` blocks are parsed by the programs that they call, and those of `RUN` are
+run. No page has a block of another kind, except the pages of `ELSEWHERE`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from satrap.cli import main as command_line
+from satrap.rpc import Keys, Service
+from satrap.rpc.keys import make_keys
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.worker.remote.protocol import WorkerCalls
+from satrap.worker.remote.service import WorkerService
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+ELSEWHERE = {
+    "docs/reference.md": "generated; its blocks are signatures",
+    "docs/format.md": "tests/table/test_snapshot.py runs its lines",
+    "docs/log.md": "no code",
+    "docs/design": "drawings and formulas",
+}
+LOOPBACK = "tcp://127.0.0.1:0"
+RUN = ("satrap keys keys/", "satrap doctor --no-run")
+"""Commands that take little time and need nothing."""
+
+
+def pages() -> list[Path]:
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [file for file in files if not any(relative(file).startswith(each) for each in ELSEWHERE)]
+
+
+def relative(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(page.read_text()) if found == language]
+
+
+each_page = pytest.mark.parametrize("page", pages(), ids=relative)
+
+
+@each_page
+def test_a_page_has_blocks_of_python_and_commands_only(page: Path) -> None:
+    text = page.read_text()
+    assert {language for language, _ in FENCE.findall(text)} <= {"python", "sh"}
+    outside = FENCE.sub("", text)
+    assert "```" not in outside, "a fence is not closed, or is indented"
+    assert not re.search(r"^\n    \S", outside, re.MULTILINE), "an indented block of code is run by no test: fence it"
+
+
+# -- Python ----------------------------------------------------------------------------------------------------------
+
+
+def write_clicks(folder: Path, num: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    user = rng.integers(0, 50, num)
+    columns = {
+        "user_id": user,
+        "item_id": rng.integers(0, 100, num),
+        "history": [rng.integers(0, 100, rng.integers(0, 4)) for _ in range(num)],
+        "age": rng.random(num),
+        "price": rng.random(num),
+        "click": (user % 2).astype(np.int64),
+    }
+    pq.write_table(pa.table(columns), folder / "part.parquet")
+
+
+@contextmanager
+def clicks() -> Iterator[dict[str, str]]:
+    write_clicks(Path("clicks/train"), 20_000, seed=0)
+    write_clicks(Path("clicks/test"), 2_000, seed=1)
+    yield {}
+
+
+@contextmanager
+def adult() -> Iterator[dict[str, str]]:
+    Path("examples").symlink_to(ROOT / "examples")
+    yield {}
+
+
+@contextmanager
+def cluster() -> Iterator[dict[str, str]]:
+    """Servers and a worker with keys at the addresses of the page; this process is the only trainer of its group."""
+    make_keys("keys")
+    own, client = Keys.read("keys/server.key"), Keys.read("keys/client.key")
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(Service(Server(num_threads=1, checkpoints=["/"]), ServerCalls, LOOPBACK, own))
+            for _ in range(3)
+        ]
+        host = WorkerService(keys=client, num_threads=1, data=["/"])
+        stack.callback(host.close)
+        worker = stack.enter_context(Service(host, WorkerCalls, LOOPBACK, own, num_threads=4))
+        group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in group.items():
+            patch.setenv(name, value)
+        stack.callback(torch.distributed.destroy_process_group)
+        named = ("tcp://10.0.0.5:5555", "tcp://10.0.0.6:5555", "tcp://10.0.0.8:5555", "tcp://10.0.0.7:5556")
+        yield dict(zip(named, [each.address for each in [*servers, worker]], strict=True))
+
+
+SETUP: dict[str, Callable[[], Any]] = {
+    "README.md": clicks,
+    "docs/training.md": clicks,
+    "docs/sources.md": clicks,
+    "docs/loops.md": clicks,
+    "docs/checkpoints.md": clicks,
+    "docs/tutorial.md": adult,
+    "docs/cluster.md": cluster,
+}
+
+
+def after_readme(out: str, namespace: dict[str, Any]) -> None:
+    assert 0.4 < float(out.splitlines()[0]) <= 1.0
+
+
+def after_training(out: str, namespace: dict[str, Any]) -> None:
+    assert out.startswith("AUC ")
+    assert torch.export.load("model.pt2").module()(torch.zeros(7, 2), torch.zeros(7, 24)).shape == (7,)
+    assert float(out.split()[-1]) == namespace["found"].auc()  # the Reader's, of the checkpoint
+
+
+def after_tutorial(out: str, namespace: dict[str, Any]) -> None:
+    assert out.startswith("128 steps, ") and float(out.split()[-1]) > 0.885
+
+
+def after_checkpoints(out: str, namespace: dict[str, Any]) -> None:
+    assert namespace["embeddings"].step == 40 and sorted(os.listdir("run"))[-1].endswith("step-40")
+
+
+CHECKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
+    "README.md": after_readme,
+    "docs/training.md": after_training,
+    "docs/tutorial.md": after_tutorial,
+    "docs/checkpoints.md": after_checkpoints,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.filterwarnings("ignore:the embeddings are evaluated and no table has a row yet")
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("page", [page for page in pages() if blocks(page, "python")], ids=relative)
+def test_the_python_of_a_page_runs_as_written(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    with SETUP[relative(page)]() as replaced, closing(namespace):
+        for code in blocks(page, "python"):
+            for written, real in replaced.items():
+                code = code.replace(written, real)
+            exec(compile(code, relative(page), "exec"), namespace)
+        if relative(page) in CHECKS:
+            CHECKS[relative(page)](capsys.readouterr().out, namespace)
+
+
+@contextmanager
+def closing(namespace: dict[str, Any]) -> Iterator[None]:
+    """Closes what a page has left open, the last first."""
+    try:
+        yield
+    finally:
+        for value in reversed(list(namespace.values())):
+            if type(value).__name__ in ("Embeddings", "Reader"):
+                value.close()
+
+
+def test_the_readme_is_short() -> None:
+    page = ROOT / "README.md"
+    assert len(page.read_text().splitlines()) < 150
+    assert all(len(code.splitlines()) <= 30 for code in blocks(page, "python"))
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of a page, comments left out and continued lines joined."""
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [line.partition("  #")[0].strip() for line in lines]
+
+
+EACH_COMMAND = sorted({line for page in [*pages(), ROOT / "CONTRIBUTING.md"] for line in commands(page)})
+
+
+@pytest.mark.parametrize("line", EACH_COMMAND)
+def test_a_command_of_a_page_is_one_that_is_taken(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *arguments = shlex.split(line)
+    known = {"satrap": is_taken_by_satrap, "make": is_a_target, "pip": is_an_extra}
+    name = Path(program).name
+    if name in known:
+        known[name](arguments, monkeypatch)
+    elif name in ("python", "ninja", "pytest", "torchrun") or program.startswith(("tests/", "build/")):
+        for each in arguments:
+            written = "/" in each and not each.startswith(("build", "-")) and "<" not in each
+            assert not written or (ROOT / each.partition(" ")[0]).exists(), f"{each} is no file of the repository"
+    else:
+        pytest.fail(f"{program} is no command that this test knows")
+
+
+def is_taken_by_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed by the real parser; what it would start is replaced."""
+    started: list[Any] = []
+
+    def start(given: Any, _: object) -> int:
+        started.append(given)
+        return 0
+
+    def lines(given: Any) -> list[str]:
+        started.append(given)
+        return []
+
+    monkeypatch.setattr(command_line, "_run", start)
+    monkeypatch.setattr(command_line, "_lines", lines)
+    assert command_line.main(arguments) == 0
+    assert [each.command for each in started] == arguments[:1]
+
+
+def is_a_target(arguments: list[str], _: pytest.MonkeyPatch) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert next(each for each in arguments if "=" not in each and not each.startswith("-")) in targets
+
+
+def is_an_extra(arguments: list[str], _: pytest.MonkeyPatch) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert arguments[0] == "install"
+    for each in arguments[1:]:
+        if found := re.fullmatch(r"\.\[(.*)\]", each):
+            assert set(found[1].split(",")) <= set(extras)
+
+
+@pytest.mark.parametrize("line", RUN)
+def test_a_short_command_runs(line: str, tmp_path: Path) -> None:
+    assert line in EACH_COMMAND
+    program = Path(sys.executable).with_name("satrap")
+    command = [str(program), *shlex.split(line)[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+# -- the site ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="`make docs` needs mkdocs-material: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    for page in pages():
+        place = relative(page).removeprefix("docs/").replace("README.md", "index.md").replace(".md", ".html")
+        assert (tmp_path / "site" / place).is_file()
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert all(f"({relative(file)})" in text for file in (ROOT / "docs").rglob("*.md"))

@@ -1,0 +1,108 @@
+"""One word for one concept: names and prose contain nothing that docs/glossary.md has retired.
+
+The glossary's tables "Retired names" and "Retired phrases" are the lists; a line there extends this test. Files that
+are not clean yet are in unclean.txt beside this file. That list only shrinks: `python tests/project/test_words.py`
+removes the files that have become clean. Reads files only and imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UNCLEAN = Path(__file__).with_name("unclean.txt")
+PYTHON = sorted((ROOT / "src").rglob("*.py"))
+CORE = sorted(path for suffix in ("hpp", "cpp") for path in (ROOT / "core").rglob(f"*.{suffix}"))
+OTHERS = {"log.md": "a dated record", "reference.md": "generated from src/"}
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCS += sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not in OTHERS)
+PERMITTED = {"so_far"}
+COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+FRAMING = re.compile(r"""^\s*(?://|#|\||-)?|["'`*]""", re.MULTILINE)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def retired(title: str) -> list[str]:
+    """The first column of one of the tables."""
+    section = (ROOT / "docs/glossary.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| ([a-z; ]+) \|", section, re.MULTILINE)[1:]
+
+
+NAMES = set(retired("Retired names"))
+PHRASES = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, retired('Retired phrases')))})(?!\w)")
+
+
+def names_in(path: Path) -> set[str]:
+    """The names of a source file that contain a retired part, its own among them."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        found = {token.string for token in tokens if token.type == tokenize.NAME}
+    else:
+        found = set(re.findall(r"[A-Za-z_]\w*", COMMENT_OR_STRING.sub(" ", text)))
+    found |= set(path.relative_to(ROOT).with_suffix("").parts)
+    return {name for name in found - PERMITTED if NAMES & parts(name)}
+
+
+def parts(name: str) -> set[str]:
+    return {part.lower() for part in PART.findall(name)}
+
+
+def phrases_in(path: Path) -> set[str]:
+    """The retired phrases of a file, also across the ends of lines."""
+    text = path.read_text()
+    if path.name == "glossary.md":
+        text = text.partition("## Retired names")[0]
+    return set(PHRASES.findall(" ".join(FRAMING.sub(" ", text).lower().split())))
+
+
+def unclean() -> dict[str, set[str]]:
+    """What each file contains, as lines of unclean.txt."""
+    found = {f"names {relative(path)}": names_in(path) for path in [*PYTHON, *CORE]}
+    found |= {f"phrases {relative(path)}": phrases_in(path) for path in [*PYTHON, *CORE, *DOCS]}
+    return {line: words for line, words in found.items() if words}
+
+
+def recorded() -> list[str]:
+    return UNCLEAN.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, set[str]]:
+    return unclean()
+
+
+def test_no_name_and_no_phrase_is_a_retired_one(found: dict[str, set[str]]) -> None:
+    new = {line: sorted(words) for line, words in found.items() if line not in recorded()}
+    assert new == {}, "docs/glossary.md has what to use instead"
+
+
+def test_the_list_of_unclean_files_only_shrinks(found: dict[str, set[str]]) -> None:
+    clean = [line for line in recorded() if line not in found]
+    assert clean == [], "these are clean: remove the lines from unclean.txt"
+
+
+def test_the_glossary_has_the_lists() -> None:
+    assert {"far", "door", "mover"} <= NAMES and PHRASES.search("told whoever asks")
+
+
+def test_parts_of_names_are_found_and_other_words_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parts("FarWorker") & NAMES and parts("is_far") & NAMES and not parts("farewell") & NAMES
+    file = tmp_path / "a.py"
+    file.write_text("# what goes\n# on here\nROAD_of = 'mover'\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert names_in(file) == {"ROAD_of"} and phrases_in(file) == {"goes on"}
+
+
+if __name__ == "__main__":
+    left = unclean()
+    UNCLEAN.write_text("".join(f"{line}\n" for line in recorded() if line in left))

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster import serving
 from satrap import SGD, Embeddings, Inputs, Table, Zeros
 from satrap.train.optimizer import HybridOptimizer
 from satrap.worker.sharded_rows import ShardedWorker
@@ -143,6 +142,8 @@ class Plain:
 @contextmanager
 def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield a job on `num_servers` new servers; 0: with local rows."""
+    from cluster import serving  # not at the top: the tests of `satrap run` copy this file alone
+
     with ExitStack() as stack:
         if num_servers:
             options["servers"] = [each.address for each in stack.enter_context(serving(num_servers))]

@@ -63,7 +63,7 @@ INTERNAL = {
     "HybridOptimizer": "hold weigh",
     "LabelColumn": "other outside texts wanted",
     "Position": "after is_of_older_release",
-    "ProcessGroup": "all count first_does from_first gather joint_step parallel require_same take_first",
+    "ProcessGroup": "all count run_first broadcast_int gather joint_step parallel require_same broadcast_",
     "ShardedTables": "layout require_permitted restore",
     "Source": "origin",
     "Store": "fill forget_saves in_engine save_part",

@@ -1,8 +1,8 @@
-"""One of several trainers that do not wait for each other, as torchrun starts it: prints a line of JSON when it begins
-a batch that it was told to wait at (it goes on with the next line of its input), one at the end of its data, and one
-when all are at theirs. Each other line of its input is a job: rank, world, rendezvous file, and what it is, as JSON.
+"""One of several trainers that do not wait for each other, as torchrun starts it: prints a line of JSON when it starts
+the batch of `wait_at` (and continues after the next line of input), one at the end of its data, and one when all
+trainers are done. Each other line of its input is a job as JSON: rank, world, rendezvous file, and options.
 
-With "whole" the model is one parameter whose gradients are whole numbers, so that their sum is exact.
+With "whole" the model is one parameter with integer gradients, so that their sum is exact.
 """
 
 import json
@@ -22,8 +22,8 @@ from satrap.worker.sharded_rows import ShardedWorker
 NUM_WHOLE = 5000
 
 
-class Whole(torch.nn.Module):
-    """A parameter that is given gradients of its trainer's and step's own."""
+class IntegerModel(torch.nn.Module):
+    """A parameter whose gradients depend on trainer and step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Whole(torch.nn.Module):
 
 
 def gradient(rank: int, step: int) -> Tensor:
-    """Even, so that half of it is whole, too."""
+    """Return an even gradient, so that half of it is an integer, too."""
     return 2.0 * ((torch.arange(NUM_WHOLE) * (3 + rank) + 5 * step) % 11)
 
 
 def summed(steps: Sequence[int]) -> list[float]:
-    """What whole gradients make of a parameter that began at 0."""
+    """Return the parameter after all gradients, starting from 0."""
     total = np.zeros(NUM_WHOLE, np.float32)
     for rank, last in enumerate(steps):
         for step in range(1, last + 1):
@@ -61,12 +61,12 @@ def say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
-def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
+def main(rank: int, world: int, rendezvous: str, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    torch.manual_seed(rank)  # so that the starts differ, and the first one's counts
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    torch.manual_seed(rank)  # the initial values differ, and those of trainer 0 are used
     embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], servers=job["servers"], dense="async")
-    model: Any = Whole() if job["whole"] else Net()
+    model: Any = IntegerModel() if job["whole"] else Net()
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=1.0 if job["whole"] else 0.2))
     data = data_of(job)[: world * job["lengths"][rank]] if job["lengths"] else data_of(job)
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, keep=100) if job["checkpoint"] else None

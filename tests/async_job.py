@@ -1,9 +1,9 @@
-"""A script for trainers that do not wait for each other, whose shares are of unequal length: `async_job.py FOLDER
-LENGTHS EVERY [with]`, with the number of batches of each trainer, joined by commas.
+"""A script for trainers that do not wait for each other, with shards of unequal length: `async_job.py FOLDER LENGTHS
+EVERY [with]`, where LENGTHS has the number of batches of each trainer, joined by commas.
 
-Its one parameter's gradients are whole numbers of trainer and step, so what it must end as is known. It saves on its
-way only, and ends by sys.exit, as scripts do; with the last argument inside a `with` block of its embeddings. A trainer
-that resumes says the step and what the parameter is then.
+The gradients of its only parameter are integers that depend on trainer and step, so its final value is known. It saves
+only during training, and exits by sys.exit, as scripts do; with the last argument inside a `with` block of its
+embeddings. A trainer that resumes writes the step and the parameter.
 """
 
 import json
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from async_child import Whole
+from async_child import IntegerModel
 from loop import batches, tables
 from satrap import Checkpoint, Embeddings
 
 
 def main(embeddings: Embeddings, folder: Path, lengths: list[int], every: int) -> int:
-    model = Whole()
+    model = IntegerModel()
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     rank = embeddings.trainers.rank
     data = batches(lengths[rank] * len(lengths))

@@ -1,6 +1,6 @@
-"""A small training job, run by tests here and in children that are killed: `python checkpoint_job.py RUN STEPS`.
+"""A small training job, run in tests and in child processes that are killed: `python checkpoint_job.py RUN STEPS`.
 
-Prints each step's number when it is done. With the same seed and steps it ends in the same bits, killed or not.
+It prints each step's number after the step. With the same seed and steps it ends with the same bits, killed or not.
 """
 
 import random
@@ -18,7 +18,7 @@ SIZE, NUM_IDS = 16, 200
 
 
 class Source:
-    """Batches that are a function of their number."""
+    """A source whose batches depend only on their number."""
 
     def __init__(self, num: int) -> None:
         self.num, self.seed = num, 0
@@ -40,7 +40,8 @@ class Source:
 
 
 class Job:
-    """Everything of a run. Dropout makes it depend on the random state, a scheduler on one more object."""
+    """The complete state of a run. Dropout makes it depend on the random state, and a scheduler is one further
+    object."""
 
     def __init__(
         self, run: str, num_steps: int, *, dim: int = 4, seed: int = 0, hidden: int = 8, **options: Any
@@ -67,7 +68,7 @@ class Job:
         )
 
     def train(self, every_steps: int = 1) -> None:
-        """The rest of the steps."""
+        """Train the remaining steps."""
         with self.embeddings.stream(self.source) as stream:
             for batch in stream:
                 logit = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
@@ -80,7 +81,7 @@ class Job:
                 print(self.embeddings.step, flush=True)
 
     def state(self) -> dict[str, Any]:
-        """Everything that must be the same."""
+        """Return everything that must be equal after a resume."""
         every = np.arange(NUM_IDS, dtype=np.uint64)
         found: dict[str, Any] = {}
         for name, store in self.embeddings.tables.items():

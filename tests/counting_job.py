@@ -1,7 +1,7 @@
-"""A training job with staleness whose result is known: every row ends as minus the number of times its id was seen.
+"""A training job with staleness and a known result: every row ends as minus the number of times its id was seen.
 
-`python counting_job.py RUN STEPS`, run by test_checkpoint.py in children that are killed. The loss is the sum of all
-embeddings and the tables step by SGD with lr 1, so a batch that were updated twice, or never, would show.
+`python counting_job.py RUN STEPS`, run by test_checkpoint.py in child processes that are killed. The loss is the sum of
+all embeddings and the tables use SGD with lr 1, so a batch that is updated twice, or never, changes the result.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Trains for ever, with table work in threads; prints a line once it does. For the test of Ctrl-C."""
+"""Trains forever, with table work in threads, and prints a line once it trains; for the test of Ctrl-C."""
 
 import itertools
 import signal
@@ -9,7 +9,7 @@ import torch
 from satrap import Embeddings, Inputs, Table
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would this
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit an ignored SIGINT
     embeddings = Embeddings({"item": Table("item", dim=4)}, staleness=2, num_threads=1)
     model = torch.nn.Linear(4, 1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,7 +1,7 @@
-"""An object store that keeps no promise beyond the three in `satrap.checkpoint.storage`: `hostile://` for fsspec.
+"""An object store in memory with only the three guarantees of `satrap.checkpoint.storage`: `hostile://` for fsspec.
 
-In memory. It has no rename and expands no pattern; lists lag behind by a random number of changes; a write can fail or
-kill its process with half of the object written; on demand it wants folders to be made first.
+It has no rename and expands no pattern; lists lag by a random number of changes; a write can fail or kill its process
+with half of the object written; optionally folders must be created first.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import fsspec
 
 
 class KilledError(BaseException):
-    """The process ended here: no handler of Exception runs."""
+    """The death of the process: no handler of Exception runs."""
 
 
 class Hostile:
-    """What the store holds, and how it behaves."""
+    """The content and the behaviour of the store."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.folders: set[str] = set()
-        self.wants_folders = False
+        self.requires_folders = False
         self.before_write: Callable[[str], None] = lambda path: None
         self.after_write: Callable[[str], None] = lambda path: None
         self.fail_at: Callable[[str, str], type[BaseException] | None] = lambda operation, path: None
@@ -34,7 +34,7 @@ class Hostile:
         self._pending: list[tuple[str, bool]] = []  # changes that lists do not show yet
 
     def lag(self, rng: random.Random) -> None:
-        """Lists lag from now on, by as many changes as it draws."""
+        """Make lists lag from now on, by as many changes as the generator draws."""
         self._rng = rng
 
     def change(self, path: str, data: bytes | None) -> None:
@@ -52,13 +52,13 @@ class Hostile:
         return self._listed
 
     def settle(self) -> None:
-        """Nothing fails and lists show all that is, from now on."""
+        """Make every operation succeed and every list complete from now on."""
         self._rng = None
         self.fail_at = lambda operation, path: None
 
 
 class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """See the file's docstring."""
+    """The fsspec implementation of the store."""
 
     protocol = "hostile"
     cachable = False
@@ -87,7 +87,7 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
         store = self.store
-        if store.wants_folders and path.rpartition("/")[0] not in store.folders:
+        if store.requires_folders and path.rpartition("/")[0] not in store.folders:
             raise FileNotFoundError(path.rpartition("/")[0])
         store.before_write(path)
         try:
@@ -130,7 +130,7 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 @contextmanager
 def hostile() -> Iterator[Hostile]:
-    """A new store behind `hostile://`."""
+    """Yield a new store behind `hostile://`."""
     fsspec.register_implementation("hostile", HostileFileSystem, clobber=True)
     HostileFileSystem.store = Hostile()
     yield HostileFileSystem.store

@@ -1,8 +1,8 @@
-"""Ctrl-C at a chosen moment of the main thread: what a test of interrupts needs.
+"""Raises Ctrl-C at a chosen moment of the main thread, for tests of interrupts.
 
-CPython looks for signals at some instructions alone: when a function begins, after a call, at a jump back. `Interrupts`
-counts those in the frames of a block and asks for SIGINT at the n-th, as the C handler of a real one does: the handler
-of that moment runs at the next place where the interpreter looks, and there alone.
+CPython checks for signals only at some instructions: at the start of a function, after a call, at a jump back.
+`Interrupts` counts those in the frames of a block and raises SIGINT at the n-th, as the C handler of a real signal
+does: the current handler runs at the next place where the interpreter checks, and only there.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
 _WATCHED = ("/satrap/", "/zmq/", "/threading.py", "/contextlib.py", "/concurrent/futures/", "/queue.py")
-_LOOKS = {code for name, code in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))}
+_CHECKS_SIGNALS = {code for name, code in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))}
 
 
 class _Number(int):
-    """A number of a signal. To read `trip` asks for that signal, and no instruction of the reader looks for it."""
+    """A signal number. Reading `trip` raises that signal, and no instruction of the reader checks for it."""
 
     trip = property(_thread.interrupt_main)
 
 
 class Interrupts:
-    """A context manager: SIGINT at the n-th moment at which the main thread could see it inside."""
+    """A context manager that raises SIGINT at the n-th moment at which the main thread can see one inside."""
 
     def __init__(self, at: int) -> None:
         self.moments = 0
-        """That there were."""
+        """Number of moments so far."""
         self._at, self._signal = at, _Number(signal.SIGINT)
-        self._codes: dict[CodeType, bytes] = {}  # co_code is made anew whenever it is read
+        self._codes: dict[CodeType, bytes] = {}  # each read of co_code creates a new object
 
     @property
     def came(self) -> bool:
-        """Whether there were as many moments."""
+        """Whether there were n moments, so that the signal was raised."""
         return self.moments >= self._at
 
     def __enter__(self) -> Self:
@@ -56,7 +56,7 @@ class Interrupts:
         return self._instruction
 
     def _instruction(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "opcode" and self._codes[frame.f_code][frame.f_lasti] in _LOOKS:
+        if event == "opcode" and self._codes[frame.f_code][frame.f_lasti] in _CHECKS_SIGNALS:
             self.moments += 1
             if self.moments == self._at:
                 self._signal.trip  # noqa: B018
@@ -65,11 +65,11 @@ class Interrupts:
 
 @contextmanager
 def no_hang(seconds: float) -> Iterator[None]:
-    """Fails the block if it takes longer, wherever it waits, and prints where."""
+    """Fail the block if it takes longer, wherever it waits, and print where."""
 
     def hangs(number: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(all_threads=True)
-        raise AssertionError(f"not done within {seconds} s")
+        raise AssertionError(f"did not finish within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, hangs)
     signal.setitimer(signal.ITIMER_REAL, seconds)

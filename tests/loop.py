@@ -21,14 +21,14 @@ def tables(lr: float = 0.1) -> dict[str, Any]:
 
 
 def counting_tables() -> dict[str, Any]:
-    """Each row becomes minus the sum of its gradients: whole numbers, if those are, in whatever order they come."""
+    """Return tables whose rows become minus the sum of their gradients: exact for integers, in any order."""
     how: dict[str, Any] = {"dim": DIM, "optimizer": SGD(lr=1.0), "initial": Zeros()}
     item = Table("item", **how)
     return {"user": Table("user", **how), "item": item, "history": item.bag("sum")}
 
 
 def batches(num: int, seed: int = 0, size: int = BATCH) -> list[Inputs]:
-    """One user and one item a sample, and none to four items of history."""
+    """Return batches with one user and one item per sample, and zero to four items of history."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(num):
@@ -73,7 +73,7 @@ def rows(embeddings: Embeddings) -> dict[str, np.ndarray]:
 
 
 def bits(embeddings: Embeddings, model: torch.nn.Module) -> list[bytes]:
-    """Every parameter and the values of every row."""
+    """Return the bytes of every parameter and of every row's values."""
     dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
     return dense + [values.tobytes() for values in rows(embeddings).values()]
 
@@ -91,7 +91,7 @@ def train(embeddings: Embeddings, model: Net, optimizer: HybridOptimizer, data: 
 
 
 class Plain:
-    """The same job in plain PyTorch: weights as Parameters, gradients summed in order of appearance."""
+    """The same job in plain PyTorch: weights as Parameters, gradients summed in the order of the ids."""
 
     def __init__(self, embeddings: Embeddings) -> None:
         every = np.arange(NUM_IDS, dtype=np.uint64)
@@ -141,7 +141,9 @@ class Plain:
 
 @contextmanager
 def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """A job with as many new servers; 0: with its rows here."""
+    """Yield a job on `num_servers` new servers; 0: with local rows."""
+    from cluster import serving  # not at the top: the tests of `satrap run` copy this file alone
+
     with ExitStack() as stack:
         if num_servers:
             from cluster import serving  # not at the top: scripts of `satrap run` have a copy of this file only

@@ -1,5 +1,5 @@
 """`python rpc_server_child.py ADDRESS [limit=number ...] [files=number] [keys=FILE]` prints its address and serves
-`Served` until stdin ends."""
+`Served` until the end of stdin."""
 
 import resource
 import sys
@@ -11,12 +11,12 @@ from rpc_parts import Calls, Served
 from satrap.rpc import Keys, Limits, Service
 
 if __name__ == "__main__":
-    given = dict(each.split("=", 1) for each in sys.argv[2:])
-    keys = Keys.read(given.pop("keys")) if "keys" in given else None
-    if "files" in given:
-        files = int(given.pop("files"))
+    settings = dict(each.split("=", 1) for each in sys.argv[2:])
+    keys = Keys.read(settings.pop("keys")) if "keys" in settings else None
+    if "files" in settings:
+        files = int(settings.pop("files"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    limits = Limits(**{name: int(value) for name, value in given.items()})
+    limits = Limits(**{name: int(value) for name, value in settings.items()})
     with Service(Served(), Calls, sys.argv[1], keys, insecure=keys is None, limits=limits) as service:
         print(service.address, flush=True)
         sys.stdin.read()

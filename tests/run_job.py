@@ -1,8 +1,8 @@
-"""A training script that knows nothing of servers: `run_job.py FOLDER NUM_BATCHES [STALENESS [FILE [DEVICE]]]`.
+"""A training script without any server addresses: `run_job.py FOLDER NUM_BATCHES [STALENESS [FILE [DEVICE]]]`.
 
-It trains on batches of its own or, if FILE is not "", on those of a Parquet file. At step 30 it waits while there is a
-file FOLDER/hold. At the end the first trainer writes what came of it to FOLDER/end.npz. At staleness 0 that must be the
-same bits however often it was interrupted.
+It trains on generated batches or, if FILE is not "", on those of a Parquet file. At step 30 it waits while the file
+FOLDER/hold exists. At the end trainer 0 writes the result to FOLDER/end.npz. At staleness 0 the result has the same
+bits however often the job was interrupted.
 """
 
 import sys

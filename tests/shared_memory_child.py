@@ -1,9 +1,10 @@
-"""A process that table/test_shared_memory.py kills: it writes to a table in a shared-memory file and says what it has
-finished.
+"""A process that table/test_shared_memory.py kills: it writes to a table in a shared-memory file and reports each
+finished call.
 
     python shared_memory_child.py JOB PATH [SEED]
 
-It prints one line after each call that returned, in one write(2), so a line that arrived is a promise. Jobs:
+It prints one line after each call that returned, in one write(2), so the call of a line that arrived has finished.
+Jobs:
     count   creates or attaches the table of equal rows; every update gives every row the same gradient
     churn   creates or attaches a small table; random batches are looked up (inserting, evicting) and updated
     grow    creates or attaches an unbounded table; each lookup inserts the next ids
@@ -40,7 +41,7 @@ def say(*words: Any) -> None:
 
 
 def count(path: Path) -> None:
-    """Prints how many updates every row has had."""
+    """Print how many updates every row has had."""
     store = open_table(path, EQUAL)
     store.lookup(EQUAL_IDS, step=1)
     gradients = np.full((len(EQUAL_IDS), EQUAL.dim), 0.25, np.float32)
@@ -62,7 +63,7 @@ def churn(path: Path, seed: int) -> None:
 
 
 def grow(path: Path) -> None:
-    """Prints the first of the ids that have rows now. A step that was begun is never begun again."""
+    """Print the first of the ids that now have rows. A step that was started is never started again."""
     store = open_table(path, GROW)
     say("ready")
     while True:

@@ -1,7 +1,7 @@
-"""A process that reads a small file and then a large one, and prints by how many bytes the large one made it grow.
+"""Reads a small file and then a large one, and prints by how many bytes the large one made the process grow.
 
-Its own process, because memory that other tests have freed would hide what reading takes. Prints nothing where the
-kernel does not tell.
+It is a separate process, because memory that other tests have freed would hide what reading takes. It prints nothing
+where the kernel does not report memory.
 """
 
 import sys

@@ -1,6 +1,5 @@
-"""A trainer that is stopped and replaced: trains over servers without end, printing each step's number, and saves once,
-at the step given. Arguments: the servers as JSON, the run's folder, that step.
-"""
+"""A trainer that is suspended and replaced: trains over servers endlessly, prints each step's number, and saves once,
+at the given step. Arguments: the servers as JSON, the run's folder, that step."""
 
 import json
 import sys

@@ -1,9 +1,8 @@
-"""One of several trainers, as torchrun starts it: trains a job under DDP with its rows on servers, and prints what came
-of it as one line of JSON. Each line of its input is a job: rank, world, rendezvous file, and what it is, as JSON.
+"""One of several trainers, as torchrun starts it: trains a job under DDP with its rows on servers, and prints the
+result as one line of JSON. Each line of its input is a job as JSON: rank, world, rendezvous file, and options.
 
-With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are whole
-numbers, so that rows are exact in whatever order updates come. With "tells" a trainer prints a line at its third step,
-too.
+With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are
+integers, so that rows are exact in any order of updates. With "tells" a trainer also prints a line at its third step.
 """
 
 import json
@@ -22,9 +21,9 @@ from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
 
-def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
+def main(rank: int, world: int, rendezvous: str, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     torch.manual_seed(0)
     where = {"servers": job["servers"], "workers": job.get("workers")}
     features = counting_tables() if job.get("counted") else tables()
@@ -45,7 +44,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
                     print(json.dumps({"step": 3}), flush=True)
                 extra = batch.inputs.extra
                 seen.append(list(map(int, extra["number"].to_pylist())) if extra else batch.inputs.values.tolist())
-                if [rank, number] == job.get("overflow"):  # of what is not DDP's
+                if [rank, number] == job.get("overflow"):  # in a gradient that DDP does not reduce
                     batch.embeddings.register_hook(lambda gradient: gradient * np.inf)
                 loss = counted_loss(model, batch, world) if job.get("counted") else loss_of(model, batch)
                 scaler.scale(loss).backward()
@@ -81,7 +80,7 @@ def main(rank: int, world: int, meeting: str, job: dict[str, Any]) -> None:
 
 
 def data_of(job: dict[str, Any]) -> Any:
-    """Batches in memory, or the job's files."""
+    """Return batches in memory, or from the job's files."""
     if job.get("file") is None:
         return batches(job["batches"])
     how: dict[str, Any] = {"dense": ["d0", "d1"], "label": "label", "batch_size": 8, "extra": "number"}

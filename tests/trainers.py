@@ -1,6 +1,6 @@
-"""Trainers for tests: processes that have imported torch, which takes them longer than most jobs, and do one job after
-another. They end well when the last test is over; a test that fails costs all of them, and the next one has others.
-"""
+"""Trainer processes for tests, which import torch once, since that takes longer than most jobs, and run one job
+after another. They exit cleanly after the last test; a test that fails kills all of them, and the next one starts
+new ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CHILD = Path(__file__).with_name("trainer_child.py")
 
 
 class Trainers:
-    """As many as a test has at most."""
+    """A pool of as many trainers as a test uses at most."""
 
-    def __init__(self, most: int, child: Path = CHILD) -> None:
-        self._most, self._child = most, child
+    def __init__(self, max_trainers: int, child: Path = CHILD) -> None:
+        self._max_trainers, self._child = max_trainers, child
         self._start()
 
     def __enter__(self) -> Trainers:
@@ -31,7 +31,7 @@ class Trainers:
     def __exit__(self, *_: object) -> None:
         for each in self._processes:
             each.communicate(timeout=DEADLINE_SECONDS)
-        assert [each.returncode for each in self._processes] == [0] * self._most
+        assert [each.returncode for each in self._processes] == [0] * self._max_trainers
 
     def run(
         self,
@@ -41,24 +41,25 @@ class Trainers:
         meanwhile: Callable[[list[subprocess.Popen[str]]], object] = lambda trainers: None,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """What each of so many found in a job of trainer_child.py."""
-        given = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
-        given |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None}
-        with self.at_work(world, folder, given | options) as trainers:
+        """Return the result of each of `world` trainers for a job of trainer_child.py."""
+        settings = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
+        settings |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None}
+        with self.at_work(world, folder, settings | options) as trainers:
             meanwhile(trainers)
             return [said(each) for each in trainers]
 
     @contextmanager
     def at_work(self, world: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
-        """So many, which have been given a job. Who hangs is killed, without having said what is waited for."""
-        meeting, trainers = folder / f"meeting-{len(list(folder.iterdir()))}", self._processes[:world]
+        """Yield `world` trainers that have received a job. One that hangs is killed, and its missing output fails the
+        test."""
+        rendezvous, trainers = folder / f"rendezvous-{len(list(folder.iterdir()))}", self._processes[:world]
         timers = [threading.Timer(2 * DEADLINE_SECONDS, each.kill) for each in trainers]
         for timer in timers:
             timer.start()
         try:
             for rank, each in enumerate(trainers):
                 assert each.stdin is not None
-                each.stdin.write(json.dumps([rank, world, str(meeting), job]) + "\n")
+                each.stdin.write(json.dumps([rank, world, str(rendezvous), job]) + "\n")
                 each.stdin.flush()
             yield trainers
         except BaseException:
@@ -74,7 +75,7 @@ class Trainers:
         command = [sys.executable, str(self._child)]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(self._most)
+            for _ in range(self._max_trainers)
         ]
 
     def _kill(self) -> None:
@@ -84,9 +85,9 @@ class Trainers:
 
 
 def said(trainer: subprocess.Popen[str]) -> dict[str, Any]:
-    """Its next line."""
+    """Return the trainer's next line."""
     assert trainer.stdout is not None
     line = trainer.stdout.readline()
-    assert line, "it ended, or was killed at the deadline"
+    assert line, "the trainer exited, or was killed at the deadline"
     found: dict[str, Any] = json.loads(line)
     return found

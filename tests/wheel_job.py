@@ -1,6 +1,6 @@
 """A job for an installed wheel, which `make wheel` runs outside the repository: trains, saves, resumes, compares.
 
-Also checks what the wheel carries: the licences of what is compiled into it, and the command.
+It also checks the content of the wheel: the licences of the libraries compiled into it, and the command.
 """
 
 import importlib.metadata
@@ -19,7 +19,8 @@ NOTICES = ("LICENSE", "LICENSES/nanobind.txt", "LICENSES/robin_map.txt")
 
 
 def train(folder: Path, steps: int) -> tuple[int, torch.Tensor]:
-    """Train from the newest checkpoint to so many steps; return the step that it began after, and the test's logits."""
+    """Train from the newest checkpoint up to `steps`; return the step at which it resumed, and the logits of the test
+    data."""
     torch.manual_seed(0)
     tables = {f"C{i}": satrap.Table(f"C{i}", dim=8, optimizer=satrap.Adagrad(lr=0.05)) for i in range(1, 27)}
     embeddings = satrap.Embeddings(tables)
@@ -43,7 +44,7 @@ def train(folder: Path, steps: int) -> tuple[int, torch.Tensor]:
 
 
 def main() -> None:
-    """Check the package that is installed."""
+    """Check the installed package."""
     place = Path(satrap.__file__).resolve()
     assert place.is_relative_to(Path(sys.prefix).resolve()), f"satrap is imported from {place}, not from {sys.prefix}"
     assert shutil.which("c++") is None and shutil.which("cc") is None, "this environment has a compiler"

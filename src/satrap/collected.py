@@ -1,12 +1,12 @@
-"""Closes what belongs to an object that Python collected.
+"""Closes the resources of objects that Python has garbage-collected.
 
 Python collects in any thread, at any moment, whatever locks that thread holds. So a destructor that takes a lock, or
-waits for a thread, may wait for itself; and what Ctrl-C raises inside a destructor is swallowed. Here a collected
-object only puts a note into a queue, in C, and a thread made for it does the closing:
+waits for a thread, may deadlock; and an exception from Ctrl-C inside a destructor is swallowed. Here the collection of
+an object only puts a note into a queue, in C, and a separate thread does the closing:
 
     close_when_collected(self, self._pipeline.close)
 
-At the end of the process everything that was not closed by then is closed, in the main thread, the newest first.
+At the end of the process the main thread closes everything that was not closed by then, the newest first.
 """
 
 import atexit
@@ -18,18 +18,18 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-_END_SECONDS = 20.0  # how long the process waits at its end for what is being closed
+_END_SECONDS = 20.0  # how long an exiting process waits for a close in progress
 
 
 class _Watch(weakref.ref[Any]):
-    """A weak reference to an owner, with what is called once the owner was collected."""
+    """A weak reference to an owner, with the function to call once the owner is collected."""
 
     __slots__ = ("close",)
     close: Callable[[], None]
 
 
 class _Closer:
-    """One process's watches, and the thread that closes."""
+    """The watches of one process, and the thread that closes."""
 
     def __init__(self) -> None:
         self._watches: dict[int, _Watch] = {}
@@ -47,7 +47,7 @@ class _Closer:
                 self._thread.start()
 
     def end(self) -> None:
-        """Closes everything, and lets go of it."""
+        """Close everything that is watched, and stop the thread."""
         if self._thread is not None:
             self._collected.put(None)
             self._thread.join(_END_SECONDS)
@@ -69,19 +69,19 @@ def _close(watch: _Watch) -> None:
 
 
 def close_when_collected(owner: object, close: Callable[[], None]) -> None:
-    """close() is called after the owner was collected, or at the end of the process, whichever comes first.
+    """Call `close` after the owner was collected, or at the end of the process, whichever comes first.
 
-    It must not refer to the owner. It may be called twice, from two threads, and after the owner closed itself: then it
-    does nothing. A fork calls nothing that was watched before it.
+    It must not refer to the owner. It may be called twice, from two threads, and after the owner closed itself, and
+    must then do nothing. A fork calls nothing that was watched before it.
     """
     _closer.watch(owner, close)
 
 
-def _begin() -> None:
+def _create_closer() -> None:
     global _closer
     _closer = _Closer()
 
 
 _closer = _Closer()
-os.register_at_fork(after_in_child=_begin)
+os.register_at_fork(after_in_child=_create_closer)
 atexit.register(lambda: _closer.end())

@@ -1,4 +1,5 @@
-"""Which checkpoints of a folder count, stay and go: properties of the pure part, over any names."""
+"""Properties of the catalog over arbitrary names: which checkpoints of a folder count, which are kept, and which are
+removed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ versions = st.builds(Version, st.integers(1, 30), st.integers(0, 5), st.sampled_
 
 @st.composite
 def catalogs(draw: st.DrawFn) -> tuple[Catalog, set[str], set[str]]:
-    """A catalog, and the names of its whole and torn versions. A parent is any older version, whole or not."""
+    """Return a catalog, and the names of its complete and torn versions. A parent is any older version, complete or
+    not."""
     names = draw(st.lists(versions, max_size=12, unique=True))
     whole = {each.name: None for each in names if draw(st.booleans())}
     older = {name: [each.name for each in names if each.number < Version.parse(name).number] for name in whole}  # type: ignore[union-attr]
@@ -22,47 +24,47 @@ def catalogs(draw: st.DrawFn) -> tuple[Catalog, set[str], set[str]]:
 
 
 @given(versions)
-def test_a_name_is_read_as_it_was_written(version: Version) -> None:
+def test_a_name_parses_to_its_version(version: Version) -> None:
     assert Version.parse(version.name) == version
 
 
-def test_other_names_are_no_versions() -> None:
+def test_other_names_do_not_parse() -> None:
     for name in ("1-step-1", "000001-step-1.bak", "000001-step-x", "best-step-1", ".0123abcd.000001-step-1", "",
                  "000001-step-1-0123abc", "000001-step-1-0123abcg", "000001-step-1/x", "000001-step-1\n"):  # fmt: skip
         assert Version.parse(name) is None, name
 
 
 @given(catalogs(), st.integers(1, 4))
-def test_what_is_kept_can_be_resumed(found: tuple[Catalog, set[str], set[str]], keep: int) -> None:
+def test_kept_versions_can_be_resumed(found: tuple[Catalog, set[str], set[str]], keep: int) -> None:
     catalog, whole, _ = found
-    gone = set(catalog.removable(keep))
-    assert gone <= whole
-    stay = whole - gone
-    assert len(stay) >= min(keep, len(whole)) and catalog.newest not in gone
-    for name in stay:
+    removed = set(catalog.removable(keep))
+    assert removed <= whole
+    kept = whole - removed
+    assert len(kept) >= min(keep, len(whole)) and catalog.newest not in removed
+    for name in kept:
         parent = catalog.parents[name]
-        assert parent not in gone, "no parent of one that stays"
+        assert parent not in removed, "no parent of a kept version"
     assert not catalog.garbage() or catalog.newest is not None
 
 
 @given(catalogs())
-def test_only_what_can_become_nothing_is_garbage(found: tuple[Catalog, set[str], set[str]]) -> None:
+def test_only_torn_uploads_are_garbage(found: tuple[Catalog, set[str], set[str]]) -> None:
     catalog, _, torn = found
     newest = Version.parse(catalog.newest or "")
     assert set(catalog.garbage()) <= torn
-    assert set(catalog.passed_over) <= torn and not set(catalog.passed_over) & set(catalog.garbage())
+    assert set(catalog.skipped) <= torn and not set(catalog.skipped) & set(catalog.garbage())
     for name in torn:
         version = Version.parse(name)
         assert version is not None
         newer = newest is None or version.number > newest.number
-        assert (name in catalog.passed_over) == newer
+        assert (name in catalog.skipped) == newer
         if name in catalog.garbage():
             assert version.writer and newest is not None and version.number < newest.number
-        assert (name in catalog.swept_later) == bool(version.writer)
+        assert (name in catalog.removed_later) == bool(version.writer)
 
 
 @given(catalogs(), versions)
-def test_no_number_is_used_again(found: tuple[Catalog, set[str], set[str]], used: Version) -> None:
+def test_no_number_is_reused(found: tuple[Catalog, set[str], set[str]], used: Version) -> None:
     catalog, whole, torn = found
     known = Catalog(catalog.parents, torn, [used.name])
     made = known.next(7, "")
@@ -70,4 +72,4 @@ def test_no_number_is_used_again(found: tuple[Catalog, set[str], set[str]], used
     for name in whole | torn:
         assert known.is_newer(made.name, name) and not known.is_newer(name, made.name)
         assert not known.is_newer(name, name) and known.is_newer(name, None)
-    assert known.is_newer("000005-step-1-0123abcd", "000005-step-1-89abcdef"), "of one number: it is another one"
+    assert known.is_newer("000005-step-1-0123abcd", "000005-step-1-89abcdef"), "another version of the same number"

@@ -1,4 +1,5 @@
-"""Checkpoints: what is saved comes back bit for bit, kill -9 at any moment included; what does not fit is refused."""
+"""Checkpoints: the whole state is restored bit for bit, also after kill -9 at any moment; a checkpoint that does not
+fit is refused."""
 
 import json
 import os
@@ -37,19 +38,19 @@ def uninterrupted(tmp_path: Path, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("full_every", [1, 3])
-def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, full_every: int) -> None:
-    wanted = uninterrupted(tmp_path, 20)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, full_every: int) -> None:
+    expected = uninterrupted(tmp_path, 20)
     run = str(tmp_path / "run")
     for steps in (4, 9, 11, 20):
         job = Job(run, steps, full_every=full_every)
         assert job.run.resume() == (steps > 4)
         job.source.num = steps
         job.train(every_steps=1)
-    same(job.state(), wanted)
+    same(job.state(), expected)
 
 
 def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
-    """Starts the job again and again, kills it at random moments, and lets it end at last."""
+    """Start the job repeatedly, kill it at random moments, and let it finish in the end."""
     rng = random.Random(int.from_bytes(os.urandom(4), "little"))
     command = [sys.executable, str(Path(__file__).parents[1] / job), str(run), str(steps)]
     kills = 0
@@ -57,7 +58,7 @@ def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         if kills < 4:
-            for _ in range(rng.randint(1, 6)):  # so many steps, and then somewhere in the next
+            for _ in range(rng.randint(1, 6)):  # so many steps, and then at some moment of the next
                 child.stdout.readline()
             try:
                 child.wait(rng.random() * 0.02)
@@ -70,11 +71,11 @@ def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
     return dict(np.load(run / "end.npz"))
 
 
-def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path) -> None:
     same(run_killed("checkpoint_job.py", tmp_path / "run", 40), uninterrupted(tmp_path, 40))
 
 
-def test_a_run_with_staleness_that_is_killed_updates_each_batch_once(tmp_path: Path) -> None:
+def test_a_killed_run_with_staleness_updates_each_batch_once(tmp_path: Path) -> None:
     steps = 40
     found = run_killed("counting_job.py", tmp_path / "run", steps)
     seen = np.zeros((2, NUM_IDS), np.int64)
@@ -86,7 +87,7 @@ def test_a_run_with_staleness_that_is_killed_updates_each_batch_once(tmp_path: P
         np.testing.assert_array_equal(found[name], np.repeat(-seen[table][:, None], 2, 1).astype(np.float32))
 
 
-def test_old_checkpoints_go_but_not_the_parents_of_those_kept(tmp_path: Path) -> None:
+def test_old_checkpoints_are_removed_except_parents_of_those_kept(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 8, keep=2, full_every=4)
     job.train()
     names = saved(tmp_path)
@@ -96,14 +97,14 @@ def test_old_checkpoints_go_but_not_the_parents_of_those_kept(tmp_path: Path) ->
     same(again.state(), job.state())
 
 
-def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
+def test_resume_returns_false_at_first(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "new"), 3)
     assert not job.run.resume()
-    assert not job.run.save(every_steps=2), "no step yet"
+    assert not job.run.save(every_steps=2), "there is no step yet"
     job.train(every_steps=2)
     assert saved(tmp_path / "new") == ["000001-step-2"]
     assert job.run.save()
-    assert not job.run.save(every_steps=3), "saved already"
+    assert not job.run.save(every_steps=3), "this step is already saved"
 
 
 @pytest.mark.parametrize(
@@ -130,14 +131,16 @@ def test_a_position_of_another_order_is_refused(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 2)
     before = job.state()
     job.source.seed = 1
-    with pytest.raises(CheckpointError, match="position is of a source that is read otherwise: seed is 0 in the chec"):
+    with pytest.raises(
+        CheckpointError, match="position is of a source that is read differently: seed is 0 in the chec"
+    ):
         job.run.resume()
     same(job.state(), before)
     assert Job(str(tmp_path), 2).run.resume()
 
 
-class Untakeable:
-    """A scheduler of another kind."""
+class UnloadableScheduler:
+    """A scheduler that refuses every state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -147,17 +150,17 @@ class Untakeable:
             raise ValueError("unexpected keys")
 
 
-def test_an_object_that_refuses_its_state_changes_nothing(tmp_path: Path) -> None:
+def test_an_object_that_cannot_load_its_state_changes_nothing(tmp_path: Path) -> None:
     Job(str(tmp_path), 2).train()
     job = Job(str(tmp_path), 2)
     before = job.state()
-    job.run._objects["scheduler"] = Untakeable()
-    with pytest.raises(CheckpointError, match="scheduler does not take its state: unexpected keys"):
+    job.run._objects["scheduler"] = UnloadableScheduler()
+    with pytest.raises(CheckpointError, match="scheduler cannot load its state: unexpected keys"):
         job.run.resume()
     same(job.state(), before)
     dense = torch.optim.SGD(job.model.parameters(), lr=0.5)
     with pytest.raises(
-        CheckpointError, match=r"optimizer does not take its state: the dense .* was Adam and is SGD here"
+        CheckpointError, match=r"optimizer cannot load its state: the state is of a dense optimizer Adam; expected SGD"
     ):
         Checkpoint(
             tmp_path,
@@ -170,14 +173,14 @@ def test_an_object_that_refuses_its_state_changes_nothing(tmp_path: Path) -> Non
     same(job.state() | {"lr": 0}, before | {"lr": 0})
 
 
-def test_an_optimizer_of_one_half_is_refused(tmp_path: Path) -> None:
+def test_a_dense_optimizer_is_refused(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 1)
-    with pytest.raises(CheckpointError, match=r"optimizer is an Adam; wanted what embeddings\.optimizer"):
+    with pytest.raises(CheckpointError, match=r"optimizer is an Adam; expected the one that embeddings\.optimizer"):
         Checkpoint(tmp_path, job.model, job.optimizer.dense, job.embeddings)
 
 
-def test_a_plain_list_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Not only sources have positions: an iterable is read again up to there."""
+def test_a_plain_list_continues_at_its_position(tmp_path: Path) -> None:
+    """Sources are not the only data with positions: an iterable is read again up to its position."""
     data: Any = list(Source(6).batches({"user": None, "item": None}))
     job = Job(str(tmp_path), 6)
     job.source = job.run._data = data
@@ -201,22 +204,22 @@ def test_a_replaced_source_is_refused_where_its_position_would_be_lost(tmp_path:
     data = Iterable(batches(4), batch_size=8, shuffle=True)
     Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
     for other in (data.replace(seed=1), data.replace(seed=1).replace(seed=2)):
-        with pytest.raises(StreamError, match=r"is a replace\(\) of the one that Checkpoint\(\.\.\.\) was given"):
+        with pytest.raises(StreamError, match=r"is a replace\(\) of the one passed to Checkpoint\(\.\.\.\)"):
             embeddings.stream(other)
-    embeddings.stream(Iterable(batches(4))).close()  # data of its own
+    embeddings.stream(Iterable(batches(4))).close()  # data without a checkpoint
     embeddings.stream(data).close()
     embeddings.eval()
     with pytest.warns(UserWarning, match="no table has a row"):
         embeddings.stream(data.replace(seed=1)).close()
 
 
-def test_data_with_offsets_is_asked_for_what_was_not_trained_on(tmp_path: Path) -> None:
-    """A broker: it gives nothing before the offset that it is asked for."""
-    made, asked, trained = batches(9), [], []
+def test_data_with_offsets_continues_with_untrained_items(tmp_path: Path) -> None:
+    """The data is a broker, which returns nothing before the requested offset."""
+    items, requested, trained = batches(9), [], []
 
     def broker(offset: int | None) -> Any:
-        asked.append(offset)
-        return ((made[i], i + 1) for i in range(offset or 0, 9))
+        requested.append(offset)
+        return ((items[i], i + 1) for i in range(offset or 0, 9))
 
     for until in (4, 9):
         embeddings, model, optimizer = job()
@@ -232,11 +235,11 @@ def test_data_with_offsets_is_asked_for_what_was_not_trained_on(tmp_path: Path) 
                 break
         run.save()
         embeddings.stream([]).close()
-    assert asked == [None, 3], "the last item given is asked for again, and passed over"
-    assert [values.tolist() for values in trained] == [each.values.tolist() for each in made]
+    assert requested == [None, 3], "the last item is requested again, and skipped"
+    assert [values.tolist() for values in trained] == [each.values.tolist() for each in items]
 
 
-def test_names_in_a_state_cannot_meet(tmp_path: Path) -> None:
+def test_names_in_a_state_cannot_collide(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(2)}, "c": {1: torch.ones(3), "1": torch.zeros(4)}}
     save_state(tmp_path / "state", state)
     found = load_state(tmp_path / "state")
@@ -272,10 +275,12 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, file: str, harm
         path.unlink()
     job = Job(str(tmp_path), 2)
     before = job.state()
-    if (file, harm) == ("checkpoint.json", "remove"):  # then it is no checkpoint: the one before it is the newest
-        with pytest.warns(UserWarning, match=rf"{folder} has no whole checkpoint.json: .*000001-step-1 is the newest"):
+    if (file, harm) == ("checkpoint.json", "remove"):  # the version is then torn, and the one before it is the newest
+        with pytest.warns(
+            UserWarning, match=rf"{folder} has no complete checkpoint.json: .*000001-step-1 is the newest"
+        ):
             assert job.run.resume() and job.embeddings.step == 1
-        job.train()  # whatever number that one had
+        job.train()  # does not reuse the torn version's number
         assert saved(tmp_path) == ["000001-step-1", "000002-step-2", "000003-step-2"]
         return
     with pytest.raises(SatrapError, match=str(folder)):
@@ -283,7 +288,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, file: str, harm
     same(job.state(), before)
 
 
-def test_changes_without_their_parent_are_refused(tmp_path: Path) -> None:
+def test_a_delta_without_its_parent_is_refused(tmp_path: Path) -> None:
     Job(str(tmp_path), 2, full_every=2).train()
     shutil.rmtree(tmp_path / "000001-step-1")
     with pytest.raises(CheckpointError, match="needs its parent '000001-step-1'"):
@@ -294,11 +299,11 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     Job(str(tmp_path), 1).train()
     path = newest(tmp_path) / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 7}))
-    with pytest.raises(CheckpointError, match="version 7; this Satrap reads"):
+    with pytest.raises(CheckpointError, match="version 7; expected 'satrap-checkpoint' version"):
         Job(str(tmp_path), 1).run.resume()
 
 
-def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_save_changes_nothing(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 3)
     job.train()
     before = saved(tmp_path)
@@ -317,7 +322,7 @@ class Unsavable:
 
 @pytest.mark.parametrize(("option", "value"), [("keep", 0), ("keep", True), ("full_every", "x")])
 def test_bad_options_are_refused(tmp_path: Path, option: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"{option} is {value!r}; wanted an integer"):
+    with pytest.raises(CheckpointError, match=f"{option} is {value!r}; expected an integer"):
         Job(str(tmp_path), 1, **{option: value})
 
 
@@ -329,16 +334,16 @@ def test_another_file_system(tmp_path: Path) -> None:
     assert again.run.resume()
     same(again.state(), job.state())
     assert not Job(f"memory://{tmp_path.name}/other", 5).run.resume()
-    assert not list(again.run._home._storage.staging.iterdir()), "what was fetched goes"
+    assert not list(again.run._directory._storage.staging.iterdir()), "local copies are removed"
 
 
 def test_random_states_are_resumed(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 2)
     job.train()
-    wanted = random.random(), torch.rand(3), np.random.rand(3)  # noqa: NPY002
+    expected = random.random(), torch.rand(3), np.random.rand(3)  # noqa: NPY002
     again = Job(str(tmp_path), 2)
     np.random.seed(9)  # noqa: NPY002
     assert again.run.resume()
-    assert random.random() == wanted[0]
-    assert torch.equal(torch.rand(3), wanted[1])
-    np.testing.assert_array_equal(np.random.rand(3), wanted[2])  # noqa: NPY002
+    assert random.random() == expected[0]
+    assert torch.equal(torch.rand(3), expected[1])
+    np.testing.assert_array_equal(np.random.rand(3), expected[2])  # noqa: NPY002

@@ -1,4 +1,5 @@
-"""The folder of a run among other things and other runs: nothing foreign is touched, no checkpoint is left unusable."""
+"""The folder of a run with foreign files and other runs in it: nothing foreign is changed, and no checkpoint becomes
+unusable."""
 
 import fcntl
 import os
@@ -39,14 +40,14 @@ def test_foreign_folders_are_neither_read_nor_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*foreign, "000004-step-4"])
 
 
-def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".0123abcd.000007-step-9").mkdir(parents=True)
     Job(str(tmp_path), 1).train()
     assert names(tmp_path) == ["000001-step-1"]
 
 
 def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
-    (tmp_path / "999998-step-0").mkdir()  # torn: its number is not used again
+    (tmp_path / "999998-step-0").mkdir()  # torn: its number is not reused
     with pytest.warns(UserWarning, match="999998-step-0"):
         Job(str(tmp_path), 1).train()
     (tmp_path / "999998-step-0").rmdir()
@@ -57,7 +58,7 @@ def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
     assert Job(str(tmp_path), 3).run.resume()
 
 
-def test_a_parent_that_somebody_removed_is_not_built_upon(tmp_path: Path) -> None:
+def test_a_removed_parent_makes_the_next_save_full(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 2, full_every=5)
     job.train()
     for name in names(tmp_path):
@@ -66,29 +67,29 @@ def test_a_parent_that_somebody_removed_is_not_built_upon(tmp_path: Path) -> Non
     assert Job(str(tmp_path), 2).run.resume()
 
 
-def test_the_run_of_somebody_else_is_not_rotated_away(tmp_path: Path) -> None:
+def test_another_runs_checkpoints_are_not_removed(tmp_path: Path) -> None:
     Job(str(tmp_path), 3).train()
     before = names(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds 000003-step-3, which this run neither saved nor resumed: call"):
         Job(str(tmp_path), 2).train()
-    with pytest.raises(CheckpointError, match="neither saved nor resumed"):  # when it could be saved for the first time
+    with pytest.raises(CheckpointError, match="neither saved nor resumed"):  # at the first possible save
         Job(str(tmp_path), 2).train(every_steps=10**6)
     assert names(tmp_path) == before
 
 
-def test_in_a_copy_of_the_scripts_folder_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ray brings it to the nodes: it goes away with the run."""
+def test_a_relative_path_in_a_copied_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray copies the script's folder to the nodes, and removes it with the run."""
     job = Job(str(tmp_path), 1)
     parts = job.model, job.optimizer, job.embeddings
     place = RunContext(rank=0, world=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
     monkeypatch.setattr(satrap.run_context, "_here", place)
-    with pytest.raises(CheckpointError, match="path is 'run', and this script runs in a copy of its folder"):
+    with pytest.raises(CheckpointError, match="path is 'run', but this script runs in a temporary copy of its folder"):
         Checkpoint("run", *parts)
     Checkpoint(tmp_path / "run", *parts)
     Checkpoint("memory://run", *parts)
 
 
-def test_a_damaged_older_one_does_not_stop_saving(tmp_path: Path) -> None:
+def test_a_damaged_older_checkpoint_does_not_prevent_saves(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 3, keep=2)
     job.train()
     (tmp_path / "000002-step-2" / "checkpoint.json").write_text("{")
@@ -101,8 +102,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         Job(str(tmp_path / "file" / "run"), 1).train()
 
 
-def test_a_save_that_is_published_has_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though what is to go then cannot be found out."""
+def test_a_published_save_has_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds even if finding the versions to remove fails."""
     job = Job(str(tmp_path), 3, keep=1)
     job.train()
     publish = RunDirectory.publish
@@ -121,13 +122,13 @@ def test_a_save_that_is_published_has_succeeded(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])
-def test_names_that_are_taken(name: str, tmp_path: Path) -> None:
+def test_reserved_names_are_refused(name: str, tmp_path: Path) -> None:
     job = Job(str(tmp_path), 1)
-    with pytest.raises(CheckpointError, match=rf"further holds \['{name}'\]; these are saved anyway"):
+    with pytest.raises(CheckpointError, match=rf"further has the reserved names \['{name}'\]: use other names"):
         Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, further={name: job.scheduler})
 
 
-def test_a_random_state_that_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(str(tmp_path), 2).train()
     job = Job(str(tmp_path), 2)
     before = job.state()
@@ -171,7 +172,7 @@ def write(folder: Path, name: str, first: int) -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_files_may_come_behind_the_others(shuffle: bool, tmp_path: Path) -> None:
+def test_files_may_be_added_after_the_others(shuffle: bool, tmp_path: Path) -> None:
     write(tmp_path, "b.parquet", 0)
     job = Clicks(tmp_path, shuffle)
     job.train(1)
@@ -198,8 +199,8 @@ def test_another_file_before_the_position_is_refused(tmp_path: Path) -> None:
         Clicks(tmp_path).run.resume()
 
 
-def test_a_save_that_another_process_holds_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was stopped in the middle of its own, for instance."""
+def test_a_save_blocked_by_another_process_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the other process was suspended in the middle of its own save."""
     monkeypatch.setattr(satrap.checkpoint.run_directory, "_LOCK_SECONDS", 0.2)
     job = Job(str(tmp_path), 2)
     job.train()

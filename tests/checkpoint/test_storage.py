@@ -1,7 +1,7 @@
-"""Checkpoints on file systems that promise little: no rename, no folders, lists that lag, errors in the middle.
+"""Checkpoints on file systems with weak guarantees: no rename, no folders, lagging lists, errors in the middle.
 
-Whatever fails, a run goes on from its newest whole checkpoint to the same bits, nothing of two attempts is ever mixed,
-and a second process that writes into the folder is refused.
+Whatever fails, a run resumes from its newest complete checkpoint and ends with the same bits, parts of two attempts are
+never mixed, and a second process that writes into the folder is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 class Never(random.Random):
-    """Lists never show a change."""
+    """A random generator with which lists never show a change."""
 
     def randint(self, a: int, b: int) -> int:
         return 0
@@ -49,9 +49,9 @@ def published(store: Hostile) -> list[str]:
     return sorted(path.split("/")[-2] for path in store.objects if path.endswith("/checkpoint.json"))
 
 
-def test_a_run_over_a_store_that_fails_at_random_ends_in_the_same_bits(store: Hostile, tmp_path: Path) -> None:
-    """Each attempt is killed or meets errors at random operations; the next one resumes no older a checkpoint than the
-    last that was saved."""
+def test_a_run_over_a_randomly_failing_store_ends_with_the_same_bits(store: Hostile, tmp_path: Path) -> None:
+    """Each attempt is killed or fails at random operations; the next resumes no checkpoint older than the last saved
+    one."""
     whole = Job(str(tmp_path), STEPS)
     whole.train(every_steps=10**6)
     seed = random.SystemRandom().randrange(2**32)
@@ -87,11 +87,11 @@ def test_a_run_over_a_store_that_fails_at_random_ends_in_the_same_bits(store: Ho
     assert again.run.resume()
     same(again.state(), whole.state())
     names = {path.split("/")[2] for path in store.objects if path.count("/") > 2}
-    assert names <= set(published(store)), "what was cut short is swept"
+    assert names <= set(published(store)), "interrupted uploads are removed"
 
 
 @pytest.mark.parametrize("path", ["memory://{}/run[1]", "memory://{}/a*b?c/run", "hostile://{}/run[1-3]*", "{}/run[1]"])
-def test_a_path_is_no_pattern(path: str, tmp_path: Path, store: Hostile) -> None:
+def test_a_path_is_not_a_pattern(path: str, tmp_path: Path, store: Hostile) -> None:
     run = path.format(tmp_path if path.startswith("{") else tmp_path.name)
     job = Job(run, 5, keep=2, full_every=2)
     store.lag(random.Random(1))
@@ -101,14 +101,14 @@ def test_a_path_is_no_pattern(path: str, tmp_path: Path, store: Hostile) -> None
     same(again.state(), job.state())
 
 
-@pytest.mark.parametrize("wants_folders", [False, True])
-def test_stores_with_and_without_folders(wants_folders: bool, store: Hostile) -> None:
-    store.wants_folders = wants_folders
+@pytest.mark.parametrize("requires_folders", [False, True])
+def test_stores_with_and_without_folders(requires_folders: bool, store: Hostile) -> None:
+    store.requires_folders = requires_folders
     Job(URL, 4, keep=1).train()
     again = Job(URL, 4)
     assert again.run.resume() and again.embeddings.step == 4
     assert len(published(store)) == 1
-    assert not any("000003-step-3" in folder for folder in store.folders), "of a removed one no folder is left"
+    assert not any("000003-step-3" in folder for folder in store.folders), "a removed version leaves no folder"
 
 
 @pytest.mark.parametrize("scheme", ["local://", "file://"])
@@ -126,15 +126,15 @@ def test_an_error_names_the_object(store: Hostile) -> None:
         job.train()
 
 
-def test_what_a_killed_upload_left_is_never_mixed_into_a_later_one(store: Hostile) -> None:
-    """Not even if no list shows it, and if the next attempt is at the same step."""
+def test_a_killed_upload_is_never_mixed_into_a_later_one(store: Hostile) -> None:
+    """This holds even if no list shows it, and the next attempt is at the same step."""
     job = Job(URL, 3)
     job.train()
     store.fail_at = lambda operation, path: KilledError if path.endswith("state.safetensors") else None
     with pytest.raises(KilledError):
         job.run.save()
     left = {path for path in store.objects if "000004-" in path and ".owner" not in path}
-    for path in left:  # as if another number of servers had saved
+    for path in left:  # as if another number of servers had saved it
         store.change(path.replace("/tables/0/", "/tables/0/2-of-3/"), store.objects[path])
     assert left
     store.fail_at = lambda operation, path: None
@@ -142,32 +142,32 @@ def test_what_a_killed_upload_left_is_never_mixed_into_a_later_one(store: Hostil
     again = Job(URL, 5)
     assert again.run.resume() and again.embeddings.step == 3
     again.run.save()
-    assert published(store)[-1].startswith("000005-step-3-"), "its number is not used again"
+    assert published(store)[-1].startswith("000005-step-3-"), "its number is not reused"
     store.settle()
     again.train()
-    assert not any("000004-step-3-" in path for path in store.objects), "and it is swept"
+    assert not any("000004-step-3-" in path for path in store.objects), "and it is removed"
     last = Job(URL, 5)
     assert last.run.resume()
     same(last.state(), again.state())
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["absent", "half"])
-def test_a_newest_version_that_is_not_whole_is_named(half: bool, store: Hostile) -> None:
+def test_an_incomplete_newest_version_is_named(half: bool, store: Hostile) -> None:
     Job(URL, 3).train()
     newest = published(store)[-1]
     path = next(path for path in store.objects if path.endswith(f"{newest}/checkpoint.json"))
     store.change(path, store.objects[path][:-2] if half else None)
     store.settle()
     job = Job(URL, 4)
-    words = rf"{URL}/{newest} has no whole checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next"
+    words = rf"{URL}/{newest} has no complete checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next"
     with pytest.warns(UserWarning, match=words):
         assert job.run.resume() and job.embeddings.step == 2
     job.train()
     assert [name[:13] for name in published(store)[-2:]] == ["000004-step-3", "000005-step-4"]
 
 
-def test_lists_that_show_nothing_hide_no_checkpoint(store: Hostile) -> None:
-    """The newest is found by the name that its writer announced."""
+def test_empty_lists_hide_no_checkpoint(store: Hostile) -> None:
+    """The newest checkpoint is found by the name that its writer announced."""
 
     store.lag(Never())
     job = Job(URL, 4, full_every=3)
@@ -179,10 +179,10 @@ def test_lists_that_show_nothing_hide_no_checkpoint(store: Hostile) -> None:
 
 # -- two processes -----------------------------------------------------------------------------------------------------
 
-BOTH = rf"(?s){URL}: process \d+ on .* \(writer \w+\) saves into it now, and so did this one, process \d+ on .*end one"
+BOTH = rf"(?s){URL}: process \d+ on .* \(writer \w+\) saves into it, and so did this process, .*terminate one"
 
 
-def test_the_second_of_two_that_begin_together_is_refused(store: Hostile) -> None:
+def test_the_second_of_two_concurrent_processes_is_refused(store: Hostile) -> None:
     one, other = Job(URL, 2), Job(URL, 2)
     assert not one.run.resume() and not other.run.resume()
     one.train()
@@ -192,7 +192,7 @@ def test_the_second_of_two_that_begin_together_is_refused(store: Hostile) -> Non
     assert Job(URL, 2).run.resume()
 
 
-def test_one_that_was_taken_over_while_it_wrote_publishes_nothing(store: Hostile) -> None:
+def test_a_process_that_lost_ownership_during_a_write_publishes_nothing(store: Hostile) -> None:
     one = Job(URL, 2)
 
     def taken_over(path: str) -> None:
@@ -212,7 +212,7 @@ def test_one_that_was_taken_over_while_it_wrote_publishes_nothing(store: Hostile
 
 
 @pytest.mark.parametrize("url", [URL, "{}"])
-def test_one_that_slept_while_another_went_on_is_refused(url: str, store: Hostile, tmp_path: Path) -> None:
+def test_a_process_that_slept_while_another_saved_is_refused(url: str, store: Hostile, tmp_path: Path) -> None:
     url = url.format(tmp_path / "run")
     sleeper = Job(url, 2)
     sleeper.train()
@@ -224,14 +224,14 @@ def test_one_that_slept_while_another_went_on_is_refused(url: str, store: Hostil
     other.run.save()
 
 
-def test_evaluating_a_run_takes_nothing_over(store: Hostile) -> None:
+def test_evaluation_does_not_take_over_a_run(store: Hostile) -> None:
     job = Job(URL, 2)
     job.train()
     assert Job(URL, 2).run.resume()
     job.run.save()
 
 
-def test_half_an_owner_stops_nobody(store: Hostile) -> None:
+def test_a_torn_owner_file_is_ignored(store: Hostile) -> None:
     Job(URL, 2).train()
     path = next(path for path in store.objects if path.endswith(".owner.json"))
     store.change(path, store.objects[path][:20])
@@ -241,20 +241,20 @@ def test_half_an_owner_stops_nobody(store: Hostile) -> None:
     job.train()
 
 
-def test_an_owner_that_is_something_else_is_refused(store: Hostile) -> None:
+def test_an_invalid_owner_file_is_refused(store: Hostile) -> None:
     job = Job(URL, 2)
     job.train()
     store.change("bucket/run/.owner.json", b'{"format": "mine"}')
     with pytest.raises(
-        CheckpointError, match=rf"{re.escape(URL)}/\.owner\.json cannot be read \(format is 'mine'\); want"
+        CheckpointError, match=rf"{re.escape(URL)}/\.owner\.json cannot be read \(format is 'mine'\); expected"
     ):
         job.run.save()
 
 
-# -- what goes ---------------------------------------------------------------------------------------------------------
+# -- removal -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_removal_that_fails_is_said_and_tried_again(store: Hostile) -> None:
+def test_a_failed_removal_warns_and_is_retried(store: Hostile) -> None:
     job = Job(URL, 4, keep=1)
     job.train()
     store.fail_at = lambda operation, path: RuntimeError if operation == "remove" and "state" in path else None
@@ -263,14 +263,14 @@ def test_a_removal_that_fails_is_said_and_tried_again(store: Hostile) -> None:
     ):
         assert job.run.save()
     left = {path.split("/")[-2] for path in store.objects if path.endswith("state.safetensors")}
-    assert len(left) == 2 and len(published(store)) == 1, "what is half removed counts no more"
+    assert len(left) == 2 and len(published(store)) == 1, "a partly removed version no longer counts"
     store.fail_at = lambda operation, path: None
     assert job.run.save()
     assert [path.split("/")[-2] for path in store.objects if path.endswith("state.safetensors")] == published(store)
 
 
-def test_a_removal_begins_with_what_makes_a_checkpoint(store: Hostile) -> None:
-    """Even if no list shows it, and whatever its name."""
+def test_a_removal_starts_with_the_manifest(store: Hostile) -> None:
+    """This holds even if no list shows the object, whatever its name."""
     storage, removed = open_storage(URL), list[str]()
 
     def note(operation: str, path: str) -> None:
@@ -288,8 +288,8 @@ def test_a_removal_begins_with_what_makes_a_checkpoint(store: Hostile) -> None:
     assert not store.objects
 
 
-def test_a_checkpoint_that_was_written_with_an_error_is_not_another_runs(store: Hostile) -> None:
-    """The store says that it failed, and neither the write nor the removal after it has done as it says."""
+def test_a_checkpoint_written_with_an_error_is_not_taken_for_another_runs(store: Hostile) -> None:
+    """The write succeeds but reports an error, and so does the removal after it."""
     job = Job(URL, 3)
     job.train()
 
@@ -315,17 +315,17 @@ def test_foreign_objects_are_neither_read_nor_removed(store: Hostile) -> None:
         store.change(path, b"mine")
     store.settle()
     job = Job(URL, 4, keep=1)
-    with pytest.warns(UserWarning, match="000001-step-1 has no whole"):
+    with pytest.warns(UserWarning, match="000001-step-1 has no complete"):
         job.train()
     store.settle()
     assert job.run.save()
     assert {path: store.objects[path] for path in foreign} == dict.fromkeys(foreign, b"mine")
 
 
-def test_nothing_is_left_on_this_machine(store: Hostile) -> None:
+def test_local_copies_are_removed(store: Hostile) -> None:
     job = Job(URL, 3)
     job.train()
     again = Job(URL, 3)
     assert again.run.resume()
     for each in (job, again):
-        assert not list(each.run._home._storage.staging.iterdir())
+        assert not list(each.run._directory._storage.staging.iterdir())

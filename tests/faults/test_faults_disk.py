@@ -165,7 +165,7 @@ def test_a_full_disk_is_reported_by_all_trainers(tmp_path: Path) -> None:
                 trainer.wait()
         assert all(trainer.returncode for trainer in trainers)  # 1, or torch aborts when its groups are left open
         assert re.search(r"SnapshotError: ipc://\S+: .*No space left on device", told[0])
-        assert "CheckpointError: the first trainer could not do it; its own error says why" in told[1]
+        assert "CheckpointError: trainer 0 failed; its own error says why" in told[1]
 
 
 def test_rows_that_do_not_fit_into_shared_memory(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_run_with_killed_processes_ends_with_the_same_bits(
             os.kill(children(run)[str(draw.choice(victims))], signal.SIGKILL)
         status, _, err = wait_for_exit(run)
     assert status == 0, err
-    assert "was killed by signal 9" in err and re.search(r"launch \d+ goes on after step \d+, from /.*-step-\d+", err)
+    assert "was killed by signal 9" in err and re.search(r"launch \d+ continues after step \d+, from /.*-step-\d+", err)
     assert_same_result(tmp_path, undisturbed)
     assert_nothing_is_left(tmp_path, [])
 
@@ -277,7 +277,7 @@ def test_a_launch_killed_before_its_first_checkpoint_starts_at_step_0(tmp_path: 
         status, out, err = wait_for_exit(run)
     assert status == 0, err
     assert f"{victim} came back at another address" in err or "trainer 0 was killed by signal 9" in err
-    assert "launch 2 begins at step 0: there was no checkpoint to resume, so all is lost that was trained since" in err
+    assert "launch 2 starts at step 0: found no checkpoint to resume, so all training since" in err
     again = out[out.index("began") :].split()
     assert again == ["began", *map(str, range(1, 41))], "the tables were emptied, or the rows would be refused"
     assert_nothing_is_left(tmp_path, [])
@@ -350,7 +350,7 @@ def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
     with start_run(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
         status, _, err = wait_for_exit(run)
     assert status == 1
-    assert "so their models would part: wrap the model before the optimizer is made" in err
+    assert "so their models would diverge: wrap the model before creating the optimizer" in err
 
 
 def test_a_checkpoint_that_only_some_trainers_see_is_an_error(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_only_some_trainers_see_is_an_error(tmp_path: Path) ->
         with start_run(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
             status, _, err = wait_for_exit(run)
         assert status == attempt - 1, err
-    assert "some trainers see a checkpoint and others see none; here is " in err, err
+    assert "some trainers find a checkpoint and others none; this one finds " in err, err
 
 
 def test_compressed_gradients(tmp_path: Path) -> None:

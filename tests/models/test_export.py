@@ -1,4 +1,4 @@
-"""Models as programs for serving: torch.export, ONNX and torch.jit.trace give one that takes any batch size."""
+"""Models as programs for serving: torch.export, ONNX and torch.jit.trace produce programs that take any batch size."""
 
 import warnings
 from collections.abc import Callable
@@ -20,10 +20,10 @@ MODELS: dict[str, Callable[[int, Any], torch.nn.Module]] = {
     "FFNN": lambda num_dense, features: FFNN(num_dense, features, hidden=(8,)),
 }
 each_case = pytest.mark.parametrize(("kind", "num_dense"), [("DLRM", 3), ("DLRM", 0), ("DCN", 3), ("FFNN", 3)])
-SIZES = (1, 2, 7, 300)  # none is the example's
+SIZES = (1, 2, 7, 300)  # none is the size of the example
 
 
-def made(kind: str, num_dense: int) -> torch.nn.Module:
+def build(kind: str, num_dense: int) -> torch.nn.Module:
     torch.manual_seed(0)
     tables = {name: Table(name, dim=4, optimizer=Adagrad(lr=0.1)) for name in "abc"}
     return MODELS[kind](num_dense, Embeddings(tables).features).eval()
@@ -41,7 +41,7 @@ def shapes(batch: Any, num_dense: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("batch", [Dim.AUTO, Dim.DYNAMIC, Dim("batch")], ids=["AUTO", "DYNAMIC", "named"])
 def test_torch_export(kind: str, num_dense: int, strict: bool, batch: Any, tmp_path: Path) -> None:
-    model = made(kind, num_dense)
+    model = build(kind, num_dense)
     program = torch.export.export(model, inputs(4, num_dense), dynamic_shapes=shapes(batch, num_dense), strict=strict)
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
@@ -52,10 +52,10 @@ def test_torch_export(kind: str, num_dense: int, strict: bool, batch: Any, tmp_p
 
 @each_case
 def test_onnx(kind: str, num_dense: int, tmp_path: Path) -> None:
-    model, path = made(kind, num_dense), tmp_path / "model.onnx"
+    model, path = build(kind, num_dense), tmp_path / "model.onnx"
     names = ["dense", "embeddings"] if num_dense else ["embeddings"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own
+        warnings.simplefilter("ignore")  # warnings of the exporter itself
         torch.onnx.export(
             model,
             inputs(4, num_dense),
@@ -75,10 +75,10 @@ def test_onnx(kind: str, num_dense: int, tmp_path: Path) -> None:
 
 
 @each_case
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.jit as a whole
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.jit is deprecated
 def test_torch_jit_trace(kind: str, num_dense: int, tmp_path: Path) -> None:
-    class Served(torch.nn.Module):
-        """The tensors alone, as a traced program takes no None."""
+    class TensorsOnly(torch.nn.Module):
+        """Calls the model with tensors only, since a traced program takes no None."""
 
         def __init__(self, model: torch.nn.Module) -> None:
             super().__init__()
@@ -87,7 +87,7 @@ def test_torch_jit_trace(kind: str, num_dense: int, tmp_path: Path) -> None:
         def forward(self, *given: torch.Tensor) -> Any:
             return self.model(*((None, *given) if num_dense == 0 else given))
 
-    model = Served(made(kind, num_dense))
+    model = TensorsOnly(build(kind, num_dense))
     torch.jit.save(torch.jit.trace(model, tensors(4, num_dense)), tmp_path / "model.pt")
     loaded = torch.jit.load(tmp_path / "model.pt")
     for size in (0, *SIZES):

@@ -1,4 +1,4 @@
-"""The models: their formulas by hand, the interaction's gradient, autocast, torch.compile, and that they learn."""
+"""Models: their formulas by hand, the gradient of the interaction, autocast, torch.compile, and that they learn."""
 
 import copy
 import re
@@ -22,7 +22,7 @@ from satrap.monitor.metrics import Evaluation
 
 @dataclass
 class Shape:
-    """What a model asks of the features."""
+    """The attributes of the features that a model reads."""
 
     dims: Sequence[int]
     names: Sequence[str] = field(init=False)
@@ -34,7 +34,7 @@ class Shape:
 
 
 class Embeddings:
-    """Stands for satrap.Embeddings, of which a model reads only this."""
+    """A stand-in for satrap.Embeddings, of which a model reads only the features."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         self.features = Shape(dims)
@@ -74,8 +74,8 @@ def test_dlrm_by_hand(num_dense: int) -> None:
             first = [model.bottom(dense[sample])]
         vectors = first + vectors
         dots = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
-        wanted = model.top(torch.cat([*first, torch.stack(dots)]))
-        torch.testing.assert_close(logits[sample], wanted.float()[0])
+        expected = model.top(torch.cat([*first, torch.stack(dots)]))
+        torch.testing.assert_close(logits[sample], expected.float()[0])
 
 
 @pytest.mark.parametrize("num_dense", [0, 3])
@@ -127,11 +127,11 @@ def test_the_interaction_is_the_lower_triangle(shape: tuple[int, int, int]) -> N
     plain = vectors.detach().clone().requires_grad_()
     found = dot_products(vectors, pairs, mirror)
     i, j = torch.tril_indices(shape[1], shape[1], -1)
-    wanted = (plain[:, i] * plain[:, j]).sum(2)
-    torch.testing.assert_close(found, wanted)
-    weights = torch.randn_like(wanted)
+    expected = (plain[:, i] * plain[:, j]).sum(2)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
     torch.autograd.backward((found * weights).sum())
-    torch.autograd.backward((wanted * weights).sum())
+    torch.autograd.backward((expected * weights).sum())
     torch.testing.assert_close(vectors.grad, plain.grad)
 
 
@@ -178,7 +178,7 @@ def test_a_model_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_the_core_has_second_derivatives_by_torchs_form() -> None:
-    """A gradient penalty."""
+    """As in a gradient penalty."""
     found = []
     interaction = Interaction(4, 2)
     for call in (interaction, interaction.in_torch):
@@ -201,7 +201,7 @@ def test_a_tracer_sees_operators_and_no_constant() -> None:
     torch.testing.assert_close(traced(block), interaction(None, block))
 
 
-def test_the_core_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_is_used_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     interaction, block = Interaction(3, 2), torch.randn(4, 6)
     calls = []
 
@@ -233,7 +233,7 @@ def test_the_core_refuses_other_sizes() -> None:
             call()
 
 
-# -- PyTorch's ways ----------------------------------------------------------------------------------------------------
+# -- PyTorch's conventions ---------------------------------------------------------------------------------------------
 
 
 @each_kind
@@ -246,13 +246,13 @@ def test_the_same_seed_gives_the_same_model(kind: type[Any], num_dense: int) -> 
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name])
     assert not all(torch.equal(value, states[2][name]) for name, value in states[0].items())
-    assert not {"pairs", "mirror"} & set(states[0])  # computed, not learnt
+    assert not {"pairs", "mirror"} & set(states[0])  # computed, not learned
 
 
 @each_kind
 @pytest.mark.parametrize("num_dense", [0, 3])
 def test_autocast(kind: type[Any], num_dense: int) -> None:
-    """Logits and the block's gradient stay float32, and are near those without autocast."""
+    """Logits and the block's gradient stay float32, and are close to those without autocast."""
     model = small(kind, num_dense, Embeddings([4] * 3))
     dense, block = inputs(64, num_dense, 12)
     labels = (torch.arange(64) % 2).float()
@@ -272,12 +272,12 @@ def test_autocast(kind: type[Any], num_dense: int) -> None:
         assert (narrow - plain).norm() < 0.1 * plain.norm()
 
 
-# torch's own tracing makes an object of the Function to hold its context.
+# torch's tracing creates an object of the Function to hold its context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @each_kind
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile(kind: type[Any], backend: str) -> None:
-    """One graph, which gives what the model gives, for a last short batch too."""
+    """One graph computes what the model computes, also for a short last batch."""
     torch.compiler.reset()
     model = small(kind, 3, Embeddings([4] * 3))
     compiled: Callable[..., torch.Tensor] = torch.compile(model, backend=backend, fullgraph=True)
@@ -305,7 +305,7 @@ def test_an_empty_batch(kind: type[Any]) -> None:
 
 
 class Additive(torch.nn.Module):
-    """A linear model: it has no pairs of ids."""
+    """A linear model, which has no pairs of ids."""
 
     def __init__(self, num_dense: int, shape: Shape) -> None:
         super().__init__()
@@ -317,11 +317,11 @@ class Additive(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Additive])
-def test_it_learns(kind: type[Any]) -> None:
-    """Near the AUC of the truth, on samples it has not seen.
+def test_the_models_learn(kind: type[Any]) -> None:
+    """The AUC on unseen samples is close to that of the true model.
 
-    Over 100 seeds of torch every model reached at least 0.97 of what there is, the linear one 0.91. Of six features
-    instead of three FFNN does not find the pairs from every seed.
+    Over 100 seeds of torch every model reached at least 0.97 of the possible AUC, the linear one 0.91. With six
+    features instead of three FFNN does not find the pairs from every seed.
     """
     torch.manual_seed(0)
     clicks = Clicks(num_samples=120_000, num_dense=3, num_ids=3, cardinalities=[5, 10, 20], num_factors=1)
@@ -358,15 +358,17 @@ def test_it_learns(kind: type[Any]) -> None:
 @each_kind
 @pytest.mark.parametrize("value", [-1, 1.5, "3", None, True])
 def test_num_dense_is_checked(kind: type[Any], value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}: num_dense is .*; wanted an integer of at least 0"):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: num_dense is .*; expected an integer of at least 0"):
         small(kind, value, Shape([4, 4]))
 
 
 @each_kind
 def test_embeddings_are_checked(kind: type[Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}: embeddings is a list; wanted satrap\.Embeddings or"):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: embeddings is a list; expected satrap\.Embeddings or"):
         small(kind, 1, [4, 4])
-    with pytest.raises(ConfigError, match=r"the features \(none is pooled\) make a block of 0 columns, total_dim is 0"):
+    with pytest.raises(
+        ConfigError, match=r"the features \(none is pooled\) make a block of 0 columns and total_dim is 0"
+    ):
         small(kind, 1, Shape([]))
     shape = Shape([4] * 6)
     shape.total_dim = 20
@@ -375,7 +377,7 @@ def test_embeddings_are_checked(kind: type[Any]) -> None:
 
 
 @each_kind
-def test_features_that_are_not_pooled_are_not_in_the_block(kind: type[Any]) -> None:
+def test_features_without_pooling_are_not_in_the_block(kind: type[Any]) -> None:
     shape: Any = Shape([4, 16, 4])
     shape.columns, shape.total_dim = [0, -1, 4], 8
     assert small(kind, 1, shape)(torch.randn(2, 1), torch.randn(2, 8)).shape == (2,)
@@ -384,15 +386,15 @@ def test_features_that_are_not_pooled_are_not_in_the_block(kind: type[Any]) -> N
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DLRM(1, Shape([4, 8, 4])), "DLRM: feature 'C1' has dim 4 and 'C2' has 8; wanted one dim for all"),
-        (lambda: DLRM(1, Shape([4]), top=(8, 2)), r"DLRM: top is \(8, 2\); wanted 1 as its last width"),
-        (lambda: DLRM(1, Shape([4]), top=()), r"DLRM: top is \(\); wanted 1 as its last width"),
-        (lambda: DLRM(1, Shape([4]), bottom=(8, 0)), r"DLRM: bottom\[1\] is 0; wanted an integer of at least 1"),
-        (lambda: DLRM(1, Shape([4]), bottom=8), "DLRM: bottom is 8; wanted the widths of the layers"),  # type: ignore[arg-type]
-        (lambda: DCN(1, Shape([4]), num_cross=0), "DCN: num_cross is 0; wanted an integer of at least 1"),
-        (lambda: DCN(1, Shape([4]), rank=0), "DCN: rank is 0; wanted an integer of at least 1"),
-        (lambda: DCN(1, Shape([4]), deep="big"), "DCN: deep is 'big'; wanted the widths of the layers"),  # type: ignore[arg-type]
-        (lambda: FFNN(1, Shape([4]), hidden=(True,)), r"FFNN: hidden\[0\] is True; wanted an integer of at least 1"),
+        (lambda: DLRM(1, Shape([4, 8, 4])), "DLRM: feature 'C1' has dim 4 and 'C2' has 8; expected one dim for all"),
+        (lambda: DLRM(1, Shape([4]), top=(8, 2)), r"DLRM: top is \(8, 2\); expected 1 as its last width"),
+        (lambda: DLRM(1, Shape([4]), top=()), r"DLRM: top is \(\); expected 1 as its last width"),
+        (lambda: DLRM(1, Shape([4]), bottom=(8, 0)), r"DLRM: bottom\[1\] is 0; expected an integer of at least 1"),
+        (lambda: DLRM(1, Shape([4]), bottom=8), "DLRM: bottom is 8; expected the widths of the layers"),  # type: ignore[arg-type]
+        (lambda: DCN(1, Shape([4]), num_cross=0), "DCN: num_cross is 0; expected an integer of at least 1"),
+        (lambda: DCN(1, Shape([4]), rank=0), "DCN: rank is 0; expected an integer of at least 1"),
+        (lambda: DCN(1, Shape([4]), deep="big"), "DCN: deep is 'big'; expected the widths of the layers"),  # type: ignore[arg-type]
+        (lambda: FFNN(1, Shape([4]), hidden=(True,)), r"FFNN: hidden\[0\] is True; expected an integer of at least 1"),
     ],
 )
 def test_sizes_are_checked(make: Callable[[], object], message: str) -> None:
@@ -404,14 +406,14 @@ def test_sizes_are_checked(make: Callable[[], object], message: str) -> None:
 def test_shapes_of_the_inputs_are_checked(kind: type[Any]) -> None:
     name = kind.__name__
     model = small(kind, 2, Shape([4, 4]))
-    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 9\); wanted \[batch, 8\]"):
+    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 9\); expected \[batch, 8\]"):
         model(torch.zeros(3, 2), torch.zeros(3, 9))
-    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 2, 4\); wanted \[batch, 8\]"):
+    with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 2, 4\); expected \[batch, 8\]"):
         model(torch.zeros(3, 2), torch.zeros(3, 2, 4))
-    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(4, 2\); wanted \(3, 2\)"):
+    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(4, 2\); expected \(3, 2\)"):
         model(torch.zeros(4, 2), torch.zeros(3, 8))
-    with pytest.raises(InputError, match=rf"{name}: dense has the shape None; wanted \(3, 2\)"):
+    with pytest.raises(InputError, match=rf"{name}: dense has the shape None; expected \(3, 2\)"):
         model(None, torch.zeros(3, 8))
-    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(3, 2\); wanted \(3, 0\)"):
+    with pytest.raises(InputError, match=rf"{name}: dense has the shape \(3, 2\); expected \(3, 0\)"):
         small(kind, 0, Shape([4, 4]))(torch.zeros(3, 2), torch.zeros(3, 8))
     assert small(kind, 0, Shape([4, 4]))(torch.zeros(3, 0), torch.zeros(3, 8)).shape == (3,)

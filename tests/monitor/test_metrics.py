@@ -1,4 +1,5 @@
-"""AUC against counting pairs, windows and passes against arrays, bounds against the exact value, what is undefined."""
+"""Metrics: AUC against counted pairs, windows and passes against arrays, bounds against the exact value, undefined
+values."""
 
 import math
 import tracemalloc
@@ -15,13 +16,13 @@ from hypothesis import given
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.metrics import Evaluation, Window, auc, log_loss, normalised_entropy
 
-# Few values, so that ties are the normal case; and the ends of the order.
+# A few values, so that ties are frequent; and the extremes.
 scores = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.0, -0.0, 1e-300, math.inf, -math.inf]))
 samples = st.lists(st.tuples(st.booleans(), scores), max_size=40)
 
 
 def by_pairs(labels: list[bool], values: list[float]) -> Fraction | None:
-    """Mann-Whitney by its definition."""
+    """Return Mann-Whitney's statistic by its definition."""
     ones = [value for label, value in zip(labels, values, strict=True) if label]
     zeros = [value for label, value in zip(labels, values, strict=True) if not label]
     if not ones or not zeros:
@@ -30,20 +31,20 @@ def by_pairs(labels: list[bool], values: list[float]) -> Fraction | None:
     return Fraction(wins) / (len(ones) * len(zeros))
 
 
-def same(found: float, wanted: float) -> None:
-    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15, nan_ok=True)
+def same(found: float, expected: float) -> None:
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15, nan_ok=True)
 
 
 @given(samples)
 def test_auc_counts_pairs(drawn: list[tuple[bool, float]]) -> None:
     labels, values = [label for label, _ in drawn], [value for _, value in drawn]
-    wanted = by_pairs(labels, values)
+    expected = by_pairs(labels, values)
     found = auc(np.array(labels, bool), np.array(values))
-    assert math.isnan(found) if wanted is None else found == float(wanted)
+    assert math.isnan(found) if expected is None else found == float(expected)
 
 
 @given(samples)
-def test_auc_of_turned_scores_is_the_rest(drawn: list[tuple[bool, float]]) -> None:
+def test_auc_of_negated_scores_is_the_complement(drawn: list[tuple[bool, float]]) -> None:
     labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
     same(auc(labels, -values), 1 - auc(labels, values))
     same(auc(~labels, values), 1 - auc(labels, values))
@@ -60,11 +61,11 @@ def test_auc_of_known_examples() -> None:
 
 def test_log_loss_and_entropy_by_hand() -> None:
     logits = np.log(np.array([0.8, 0.4, 0.1]) / np.array([0.2, 0.6, 0.9]))
-    wanted = -(math.log(0.8) + math.log(0.6) + math.log(0.9)) / 3
-    same(log_loss([1, 0, 0], logits), wanted)
+    expected = -(math.log(0.8) + math.log(0.6) + math.log(0.9)) / 3
+    same(log_loss([1, 0, 0], logits), expected)
     entropy = -(math.log(1 / 3) / 3 + 2 * math.log(2 / 3) / 3)
-    same(normalised_entropy([1, 0, 0], logits), wanted / entropy)
-    base_rate = np.full(3, math.log(1 / 2))  # knows nothing but the share of ones
+    same(normalised_entropy([1, 0, 0], logits), expected / entropy)
+    base_rate = np.full(3, math.log(1 / 2))  # predicts the share of ones
     same(normalised_entropy([1, 0, 0], base_rate), 1.0)
 
 
@@ -76,7 +77,7 @@ def test_log_loss_of_huge_logits() -> None:
 
 
 @pytest.mark.parametrize("labels", [[], [1, 1], [0, 0, 0]])
-def test_what_is_not_defined_is_nan(labels: list[int]) -> None:
+def test_undefined_values_are_nan(labels: list[int]) -> None:
     logits = np.linspace(-1, 1, len(labels))
     for metrics in (Window(8), Evaluation(), Evaluation(exact_samples=1, num_bins=1)):
         metrics.add(labels, logits)
@@ -89,7 +90,7 @@ def test_what_is_not_defined_is_nan(labels: list[int]) -> None:
 
 
 @given(samples, st.integers(1, 12), st.lists(st.integers(0, 9), max_size=12))
-def test_a_window_is_the_last_samples(drawn: list[tuple[bool, float]], size: int, cuts: list[int]) -> None:
+def test_a_window_holds_the_last_samples(drawn: list[tuple[bool, float]], size: int, cuts: list[int]) -> None:
     labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
     window, at = Window(size), 0
     for step in [*cuts, len(drawn)]:
@@ -116,13 +117,13 @@ def test_a_pass_is_exact_or_within_its_bound(
     for step in [*cuts, len(drawn)]:
         metrics.add(labels[at : at + step], values[at : at + step])
         at = min(at + step, len(drawn))
-        wanted = auc(labels[:at], values[:at])
+        expected = auc(labels[:at], values[:at])
         if exact is None or at <= exact:
             assert metrics.auc_error() == 0.0
-        if math.isnan(wanted):
+        if math.isnan(expected):
             assert math.isnan(metrics.auc())
         else:
-            assert abs(metrics.auc() - wanted) <= metrics.auc_error() + 1e-12
+            assert abs(metrics.auc() - expected) <= metrics.auc_error() + 1e-12
         same(metrics.log_loss(), log_loss(labels[:at], values[:at]))
         same(metrics.normalised_entropy(), normalised_entropy(labels[:at], values[:at]))
     assert metrics.num_samples == len(drawn)
@@ -138,7 +139,7 @@ def test_the_bound_of_a_long_pass_is_small(rng: np.random.Generator) -> None:
     assert abs(metrics.auc() - auc(labels, logits)) <= error < 2 / (2 * 1000)
 
 
-def test_scores_that_many_share_cost_nothing(rng: np.random.Generator) -> None:
+def test_shared_scores_cause_no_error(rng: np.random.Generator) -> None:
     labels, logits = rng.random(5000) < 0.5, rng.integers(0, 50, 5000) / 7
     metrics = Evaluation(exact_samples=1000, num_bins=50)
     for part in np.split(np.arange(5000), 10):
@@ -147,8 +148,8 @@ def test_scores_that_many_share_cost_nothing(rng: np.random.Generator) -> None:
     same(metrics.auc(), auc(labels, logits))
 
 
-def test_the_bound_tells_when_scores_change(rng: np.random.Generator) -> None:
-    """The bins were made for other scores: all of these fall into one."""
+def test_the_bound_grows_when_scores_change(rng: np.random.Generator) -> None:
+    """The bins were built for other scores: all of these fall into one bin."""
     metrics = Evaluation(exact_samples=100, num_bins=100)
     metrics.add(rng.random(101) < 0.5, rng.normal(size=101))
     labels = rng.random(10_000) < 0.5
@@ -171,17 +172,17 @@ def test_a_long_pass_holds_no_samples(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-def test_a_pass_keeps_its_scores_to_the_last_bit(rng: np.random.Generator, dtype: Any) -> None:
+def test_a_pass_keeps_its_scores_exactly(rng: np.random.Generator, dtype: Any) -> None:
     labels, logits = rng.random(300) < 0.5, (1 + rng.random(300) / 1000).astype(dtype)
-    wanted = auc(labels, logits)
+    expected = auc(labels, logits)
     metrics = Evaluation()
     metrics.add(labels[:100], logits[:100])
     metrics.add(labels[100:], logits[100:])
-    labels[:], logits[:] = False, 0  # the caller may use his arrays again
-    assert metrics.auc() == wanted
+    labels[:], logits[:] = False, 0  # the caller may reuse the arrays
+    assert metrics.auc() == expected
 
 
-def test_tensors_and_any_kind_of_number_are_taken() -> None:
+def test_tensors_and_any_kind_of_number_are_accepted() -> None:
     for labels in (torch.tensor([0.0, 1.0]), torch.tensor([False, True]), np.array([0, 1], np.int8), [0, 1]):
         assert auc(labels, torch.tensor([0.0, 1.0])) == 1.0
 
@@ -191,28 +192,28 @@ CALLS: list[Callable[..., Any]] = [auc, log_loss, normalised_entropy, Window(4).
 
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_input_is_refused(call: Callable[..., Any]) -> None:
-    with pytest.raises(InputError, match=r"labels have the shape \(2,\) and scores \(3,\); wanted one dimension"):
+    with pytest.raises(InputError, match=r"labels have the shape \(2,\) and scores \(3,\); expected one dimension"):
         call([0, 1], [0.0, 1.0, 2.0])
     with pytest.raises(InputError, match=r"shape \(2, 1\).*labels\[:, 0\]"):
         call([[0], [1]], [[0.0], [1.0]])
-    with pytest.raises(InputError, match=r"label 1 is 0.5; wanted 0 or 1"):
+    with pytest.raises(InputError, match=r"label 1 is 0.5; expected 0 or 1"):
         call([0, 0.5], [0.0, 1.0])
     with pytest.raises(InputError, match="label 0 is nan"):
         call([math.nan, 1.0], [0.0, 1.0])
-    with pytest.raises(InputError, match=r"score 1 is nan; wanted a number: has the model diverged\?"):
+    with pytest.raises(InputError, match=r"score 1 is nan; expected a number: has the model diverged\?"):
         call([0, 1], [0.0, math.nan])
-    with pytest.raises(InputError, match=r"labels is .*; wanted numbers"):
+    with pytest.raises(InputError, match=r"labels is .*; expected numbers"):
         call(["0", "1"], [0.0, 1.0])
-    with pytest.raises(InputError, match=r"scores is a Tensor that cannot be read.*give \.detach\(\)\.float\(\)\.cpu"):
+    with pytest.raises(InputError, match=r"scores is a Tensor that cannot be read.*pass \.detach\(\)\.float\(\)\.cpu"):
         call([0, 1], torch.zeros(2, requires_grad=True))
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None])
 def test_sizes_are_checked(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Window: num_samples is .*; wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"Window: num_samples is .*; expected an integer of at least 1"):
         Window(value)
-    with pytest.raises(ConfigError, match=r"Pass: num_bins is .*; wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"Evaluation: num_bins is .*; expected an integer of at least 1"):
         Evaluation(num_bins=value)
     if value is not None:
-        with pytest.raises(ConfigError, match=r"Pass: exact_samples is .*; wanted an integer of at least 1"):
+        with pytest.raises(ConfigError, match=r"Evaluation: exact_samples is .*; expected an integer of at least 1"):
             Evaluation(exact_samples=value)

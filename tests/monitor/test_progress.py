@@ -1,4 +1,4 @@
-"""Progress: its text, its arithmetic against plain sums, when it reports, that it reads nothing before."""
+"""Progress: its text, its arithmetic against plain sums, and when it reports and reads tensors."""
 
 import gc
 import io
@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from made_reports import BARE, FULL
+from example_reports import BARE, FULL
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.meter import Meter
 from satrap.monitor.metrics import auc, normalised_entropy
@@ -27,7 +27,7 @@ from satrap.monitor.sinks import JsonLines, Screen, Sink, TensorBoard
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that advances on request."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -36,8 +36,8 @@ class Clock:
         return self.now
 
 
-class Kept:
-    """A sink that keeps what it gets."""
+class ListSink:
+    """A sink that keeps its reports."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
@@ -53,7 +53,7 @@ class Kept:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_line() -> None:
+def test_line() -> None:
     assert line(FULL) == (
         "step 1,200 | 4.92M samples in 01:02, 01:02 left | 81.2k/s | loss 0.4412 | AUC 0.7812 NE 0.8401 of the last "
         "65.5k | staleness 3.2, at most 4 | 1.23M rows | "
@@ -65,7 +65,7 @@ def test_the_line() -> None:
     assert line(BARE) == "step 3 | 30 samples in 1:02:05 | 0/s"
 
 
-def test_the_bar() -> None:
+def test_bar() -> None:
     assert bar(FULL, 80) == "#########...........  49% | step 1,200 | 4.92M samples in 01:02, 01:02 left"
     assert bar(FULL, 92, "█░").startswith("█████████░░░░░░░░░░░  49% | step 1,200 | 4.92M samples in 01:02")
     assert bar(FULL, 400).endswith(line(FULL))
@@ -79,7 +79,7 @@ def test_a_bar_fits(columns: int, report: Report) -> None:
 
 @example(999_500_000_000)
 @given(st.integers(0, 10**14))
-def test_short_numbers_are_near_and_short(number: int) -> None:
+def test_short_numbers_are_close_and_short(number: int) -> None:
     text = short(number)
     value, letter = re.fullmatch(r"([\d.e+]+)([kMGT]?)", text).groups()  # type: ignore[union-attr]
     assert float(value) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[letter] == pytest.approx(number, rel=0.006)
@@ -91,13 +91,13 @@ def test_short_numbers() -> None:
     assert found == ["0", "7", "950", "999", "1k", "81.2k", "1M", "4.92M", "2.13G"]
 
 
-def test_more_samples_than_were_foretold() -> None:
+def test_more_samples_than_expected() -> None:
     late = Report(step=1, samples=300, total_samples=200, seconds=1.0, samples_per_second=300.0)
     assert bar(late, 100) == "#################### 100% | step 1 | 300 samples in 00:01, 00:00 left | 300/s"
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.integers(0, 3), st.integers(0, 9)), st.integers(0, 5)), max_size=5))
-def test_counters_add_up(drawn: list[tuple[dict[int, int], int]]) -> None:
+def test_counters_add(drawn: list[tuple[dict[int, int], int]]) -> None:
     total = Counters()
     for seen, lost in drawn:
         total += Counters(rows={"item": lost}, staleness=seen, stages={"read": 0.5}, inside=2.0, lost={"ids/a": lost})
@@ -114,10 +114,10 @@ steps = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.booleans(), 
 
 
 @given(steps, st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_a_report_is_of_its_interval(drawn: list[tuple[int, int, bool, bool]], window: int, seed: int) -> None:
-    """Against sums over everything since the last report; and over everything, for the window."""
+def test_a_report_covers_its_interval(drawn: list[tuple[int, int, bool, bool]], window: int, seed: int) -> None:
+    """Compares with sums over everything since the last report; and for the window with sums over everything."""
     rng = np.random.default_rng(seed)
-    began = Counters(staleness={0: 3}, stages={"lookup": 7.0}, inside=9.0)  # what training did before
+    began = Counters(staleness={0: 3}, stages={"lookup": 7.0}, inside=9.0)  # training before this interval
     meter, now, reported, total = Meter(0.0, counters=began, window=window), 0.0, 0.0, 0
     since: list[dict[str, Any]] = []
     seen, lookup, inside = Counter({0: 3}), 7.0, 9.0
@@ -153,21 +153,21 @@ def test_a_report_is_of_its_interval(drawn: list[tuple[int, int, bool, bool]], w
         if len(seen_labels):
             last = slice(max(0, len(seen_labels) - window), None)
             assert report.auc == pytest.approx(auc(seen_labels[last], seen_scores[last]), nan_ok=True)
-            wanted = normalised_entropy(seen_labels[last], seen_scores[last])
-            assert report.normalised_entropy == pytest.approx(wanted, nan_ok=True)
+            expected = normalised_entropy(seen_labels[last], seen_scores[last])
+            assert report.normalised_entropy == pytest.approx(expected, nan_ok=True)
         else:
             assert report.auc is None and report.normalised_entropy is None
         since, reported = [], now
         assert not meter.has_news
 
 
-def test_steps_in_no_time_at_all() -> None:
+def test_steps_in_zero_seconds() -> None:
     meter = Meter(5.0)
     meter.step(1, 10)
     assert meter.report(5.0).samples_per_second == 0.0
 
 
-def test_a_model_that_diverges_is_shown_and_may_come_back() -> None:
+def test_a_diverged_model_is_shown_and_may_recover() -> None:
     meter = Meter(0.0)
     for number, score in enumerate((0.5, math.nan, 0.5), 1):
         scores = np.array([score, 0.1], np.float32)
@@ -178,7 +178,7 @@ def test_a_model_that_diverges_is_shown_and_may_come_back() -> None:
         assert ("loss nan" in line(report)) == ("AUC nan" in line(report)) == math.isnan(score)
 
 
-def test_losses_kept_for_a_report_have_a_bound() -> None:
+def test_the_losses_kept_for_a_report_are_bounded() -> None:
     meter = Meter(0.0)
     for number in range(1, 2001):
         meter.step(number, 1, float(number))
@@ -197,20 +197,20 @@ def test_tensors_of_any_shape_and_dtype() -> None:
 def test_labels_and_scores_are_checked() -> None:
     meter = Meter(0.0)
     meter.step(1, 2, None, np.zeros(2), np.zeros(3))
-    with pytest.raises(InputError, match="Progress: 2 labels and 3 scores; wanted one score per label"):
+    with pytest.raises(InputError, match="Progress: 2 labels and 3 scores; expected one score per label"):
         meter.report(1.0)
     for labels, name in ((np.zeros((2, 2)), "labels"), (np.zeros(2), "scores")):
         meter = Meter(0.0)
         meter.step(1, 2, None, labels, np.zeros((2, 2)))
-        with pytest.raises(InputError, match=rf"Progress: {name} have the shape \(2, 2\); wanted one column"):
+        with pytest.raises(InputError, match=rf"Progress: {name} have the shape \(2, 2\); expected one column"):
             meter.report(1.0)
 
 
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
-class Stepped:
-    """A batch that was stepped."""
+class SteppedBatch:
+    """A batch after its step."""
 
     def __init__(self, step: int = 1, samples: int = 1, label: Any = None) -> None:
         self.step, self.samples, self.label = step, samples, label
@@ -219,100 +219,100 @@ class Stepped:
         return self.samples
 
 
-class Item:
-    """Embeddings: says when it was asked."""
+class RecordingEmbeddings:
+    """Embeddings that record when their counters are read."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.asked = clock, list[float]()
+        self.clock, self.read_times = clock, list[float]()
 
     def counters(self) -> Counters:
-        self.asked.append(self.clock.now)
-        return Counters(rows={"item": len(self.asked)})
+        self.read_times.append(self.clock.now)
+        return Counters(rows={"item": len(self.read_times)})
 
 
-class Watched:
-    """A loss on a device: says how often it was waited for."""
+class LossOnDevice:
+    """A loss on a device that counts how often it is waited for."""
 
     waits = 0
 
-    def detach(self) -> "Watched":
+    def detach(self) -> "LossOnDevice":
         return self
 
     def __float__(self) -> float:
-        Watched.waits += 1
+        LossOnDevice.waits += 1
         return 0.5
 
 
-def test_reports_come_when_they_are_due_and_nothing_is_read_before() -> None:
-    clock, kept = Clock(), Kept()
-    Watched.waits = 0
-    item = Item(clock)
+def test_reports_come_when_due_and_nothing_is_read_before() -> None:
+    clock, kept = Clock(), ListSink()
+    LossOnDevice.waits = 0
+    item = RecordingEmbeddings(clock)
     with Progress(item, [kept], every_seconds=2.0, clock=clock) as progress:
         for number, now in enumerate((100.0, 101.0, 101.9, 102.0, 103.9, 104.5, 105.0), 1):
             clock.now = now
-            progress.step(Stepped(number, 10), loss=Watched())
-            assert Watched.waits == (0, 0, 0, 4, 4, 6, 6)[number - 1]
+            progress.step(SteppedBatch(number, 10), loss=LossOnDevice())
+            assert LossOnDevice.waits == (0, 0, 0, 4, 4, 6, 6)[number - 1]
         assert [report.step for report in kept.reports] == [4, 6]
     assert [(report.step, report.rows["item"]) for report in kept.reports] == [(4, 2), (6, 3), (7, 4)]
-    assert item.asked == [100.0, 102.0, 104.5, 105.0]
+    assert item.read_times == [100.0, 102.0, 104.5, 105.0]
     assert [report.samples_per_second for report in kept.reports] == [40 / 2.0, 20 / 2.5, 10 / 0.5]
     assert kept.num_closed == 1
 
 
 def test_a_run_without_steps_reports_nothing() -> None:
-    kept = Kept()
+    kept = ListSink()
     Progress(None, [kept]).close()
     assert (kept.reports, kept.num_closed) == ([], 1)
 
 
-def test_padding_is_a_step_and_nothing_else() -> None:
-    """Several trainers end together: one without samples computes lines of zeros, which say nothing of the model."""
-    kept = Kept()
+def test_padding_counts_only_as_a_step() -> None:
+    """Several trainers end together: one without samples computes rows of zeros, which say nothing about the model."""
+    kept = ListSink()
     progress = Progress(None, [kept], clock=Clock())
-    progress.step(Stepped(1, 2, np.array([0.0, 1.0])), loss=0.25, scores=np.array([-1.0, 1.0]))
-    progress.step(Stepped(2, 0, np.zeros(2)), loss=99.0, scores=np.ones(2))
+    progress.step(SteppedBatch(1, 2, np.array([0.0, 1.0])), loss=0.25, scores=np.array([-1.0, 1.0]))
+    progress.step(SteppedBatch(2, 0, np.zeros(2)), loss=99.0, scores=np.ones(2))
     progress.close()
     (report,) = kept.reports
     assert (report.step, report.samples, report.loss, report.window, report.auc) == (2, 2, 0.25, 2, 1.0)
 
 
 def test_a_step_keeps_no_graph() -> None:
-    """Else the activations of every step since the last report would stay in memory."""
-    progress = Progress(None, [Kept()], clock=Clock())
+    """A graph would keep the activations of every step since the last report in memory."""
+    progress = Progress(None, [ListSink()], clock=Clock())
     activation = torch.ones(3, requires_grad=True) * 2
     scores = activation * activation
-    progress.step(Stepped(1, 3, torch.zeros(3)), loss=scores.sum(), scores=scores)
+    progress.step(SteppedBatch(1, 3, torch.zeros(3)), loss=scores.sum(), scores=scores)
     gone = weakref.ref(activation)
     del activation, scores
     gc.collect()
     assert gone() is None
 
 
-def test_what_waits_to_be_read_is_no_more_than_the_window() -> None:
-    progress = Progress(None, [Kept()], clock=Clock(), window=10)
+def test_no_more_than_the_window_waits_to_be_read() -> None:
+    progress = Progress(None, [ListSink()], clock=Clock(), window=10)
     scores = [np.arange(4.0) for _ in range(50)]
     gone = [weakref.ref(each) for each in scores]
     for number in range(50):
-        progress.step(Stepped(number, 4, np.zeros(4)), scores=scores[number])
+        progress.step(SteppedBatch(number, 4, np.zeros(4)), scores=scores[number])
     scores.clear()
     assert sum(each() is not None for each in gone) == 3  # 12 samples cover 10
 
 
-def test_after_an_error_nothing_is_read_and_all_is_closed() -> None:
-    kept = Kept()
+def test_after_an_error_nothing_is_read_and_all_sinks_are_closed() -> None:
+    kept = ListSink()
     with pytest.raises(RuntimeError, match="the user's"), Progress(None, [kept], clock=Clock()) as progress:
-        progress.step(Stepped(), loss=0.0)
+        progress.step(SteppedBatch(), loss=0.0)
         raise RuntimeError("the user's own error")
     assert (kept.reports, kept.num_closed) == ([], 1)
 
 
 def test_every_sink_is_closed_whatever_the_others_raise() -> None:
-    class Broken(Kept):
+    class Broken(ListSink):
         def close(self) -> None:
             super().close()
             raise OSError("disk full")
 
-    sinks = [Kept(), Broken(), Kept()]
+    sinks = [ListSink(), Broken(), ListSink()]
     progress = Progress(None, sinks, clock=Clock())
     with pytest.raises(OSError, match="disk full"):
         progress.close()
@@ -320,13 +320,13 @@ def test_every_sink_is_closed_whatever_the_others_raise() -> None:
     assert [sink.num_closed for sink in sinks] == [1, 1, 1]
 
 
-def test_the_interval_is_the_shortest_that_a_sink_wants() -> None:
+def test_the_interval_is_the_shortest_that_a_sink_requests() -> None:
     def first_report(sinks: list[Any], **options: Any) -> float:
-        clock, kept = Clock(), Kept()
+        clock, kept = Clock(), ListSink()
         progress = Progress(None, [kept, *sinks], clock=clock, **options)
         while not kept.reports:
             clock.now += 0.25
-            progress.step(Stepped())
+            progress.step(SteppedBatch())
         return clock.now - 100
 
     assert first_report([]) == 10
@@ -337,34 +337,34 @@ def test_the_interval_is_the_shortest_that_a_sink_wants() -> None:
 
 def test_misuse_is_refused() -> None:
     for value in (0, -1, math.nan):
-        with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; wanted a number above 0"):
+        with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; expected a number above 0"):
             Progress(None, [], every_seconds=value)
-    with pytest.raises(ConfigError, match=r"Window: num_samples is 0 .*; wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"Window: num_samples is 0 .*; expected an integer of at least 1"):
         Progress(None, [], window=0)
     progress = Progress(None, [])
     progress.close()
-    with pytest.raises(InputError, match=r"Progress\.step: found it closed; make a new Progress"):
-        progress.step(Stepped())
+    with pytest.raises(InputError, match=r"Progress\.step: this Progress is closed; create a new one"):
+        progress.step(SteppedBatch())
 
 
 def test_labels_of_several_heads_are_named() -> None:
-    progress = Progress(None, [Kept()])
-    batch = Stepped(1, 2, np.zeros((2, 2)))
-    with pytest.raises(InputError, match=r"labels have the shape \(2, 2\); wanted one column, e\.g\. labels\[:, 0\]"):
+    progress = Progress(None, [ListSink()])
+    batch = SteppedBatch(1, 2, np.zeros((2, 2)))
+    with pytest.raises(InputError, match=r"labels have the shape \(2, 2\); expected one column, e\.g\. labels\[:, 0\]"):
         progress.step(batch, scores=np.zeros(2))
     progress.step(batch, scores=np.zeros(2), labels=np.zeros(2))
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
-    """All sinks at once, a real clock, tensors as a loop has them."""
+    """Uses all sinks at once, a real clock, and tensors like those of a loop."""
     screen = io.StringIO()
     sinks: list[Sink] = [Screen(screen), JsonLines(tmp_path / "log.jsonl"), TensorBoard(tmp_path / "run")]
-    with Progress(Item(Clock()), sinks, total_samples=800, every_seconds=1e-9) as progress:
+    with Progress(RecordingEmbeddings(Clock()), sinks, total_samples=800, every_seconds=1e-9) as progress:
         for step in range(1, 9):
             labels = torch.arange(100) % 2
             logits = (labels - 0.5).float().requires_grad_()
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
-            progress.step(Stepped(step, 100, labels), loss=loss, scores=logits)
+            progress.step(SteppedBatch(step, 100, labels), loss=loss, scores=logits)
     lines = screen.getvalue().splitlines()
     logged = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(lines) == len(logged) == 8

@@ -1,4 +1,4 @@
-"""The sinks of progress: what a terminal, a file of lines, and TensorBoard get, and what they do when it goes wrong."""
+"""Sinks of progress: what a terminal, a file of JSON lines, and TensorBoard get, and how the sinks handle failures."""
 
 import io
 import json
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from made_reports import BARE, FULL
+from example_reports import BARE, FULL
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
 from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
 
 
-def test_a_stream_that_is_no_terminal_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_streams_get_lines(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     screen.write(FULL)
     screen.write(BARE)
@@ -24,8 +24,8 @@ def test_a_stream_that_is_no_terminal_gets_lines(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == f"{line(FULL)}\n{line(BARE)}\n"
 
 
-def test_a_terminal_gets_one_bar_drawn_over() -> None:
-    """On a real one, 60 columns wide."""
+def test_a_terminal_gets_one_bar_that_is_redrawn() -> None:
+    """Uses a real terminal, 60 columns wide."""
     import fcntl
     import struct
     import termios
@@ -38,11 +38,11 @@ def test_a_terminal_gets_one_bar_drawn_over() -> None:
         screen.write(BARE)
         screen.close()
         screen.close()
-        wanted = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r\n".encode()
+        expected = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r\n".encode()
         found = b""
-        while len(found) < len(wanted):
+        while len(found) < len(expected):
             found += reader.read(1024)
-    assert found == wanted
+    assert found == expected
 
 
 def test_a_bar_in_an_encoding_without_blocks() -> None:
@@ -82,20 +82,20 @@ def test_json_lines(tmp_path: Path) -> None:
     assert odd == {"step": 4, "samples": 40, "seconds": 1.0, "samples_per_second": 5.0, "loss": None, "auc": None}
 
 
-def test_json_lines_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_json_lines_in_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         JsonLines(tmp_path / "none" / "log.jsonl")
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path / "run")
     sink.write(FULL)
     sink.write(Report(step=1300, samples=5_000_000, seconds=63.0, samples_per_second=1.0, loss=0.25))
     sink.close()
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
-    wanted = set(FULL.scalars()) - {"step"}
-    assert set(events.Tags()["scalars"]) == wanted
+    expected = set(FULL.scalars()) - {"step"}
+    assert set(events.Tags()["scalars"]) == expected
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (1200, pytest.approx(0.44118)),
         (1300, 0.25),
@@ -105,18 +105,18 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install tensorboard, or leave this sink out"):
+    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install tensorboard, or leave out this sink"):
         TensorBoard(tmp_path)
 
 
-def test_a_terminal_that_goes_away_ends_no_training() -> None:
+def test_a_closed_terminal_does_not_stop_training() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
     screen = Screen(stream, as_bar=True)
     screen.write(FULL)
     screen.close()
-    with pytest.raises(BrokenPipeError):  # so it was broken: what could not be written is tried once more
+    with pytest.raises(BrokenPipeError):  # the stream was broken: flushing the buffered text fails again
         stream.close()
 
 

@@ -100,7 +100,7 @@ def test_a_step_that_is_stepped_twice_is_refused() -> None:
         loss_of(model, first).backward()
         optimizer.step()
         loss_of(model, second).backward()
-        with pytest.raises(StreamError, match="step 1 was stepped already, with some of its batches"):
+        with pytest.raises(StreamError, match="step 1 was already stepped with some of its batches"):
             optimizer.step()
 
 
@@ -111,7 +111,7 @@ def test_one_training_stream_at_a_time(overlap: bool) -> None:
     loss_of(model, next(outer)).backward()
     optimizer.step()
     train(embeddings, model, optimizer, batches(2), overlap=overlap)
-    with pytest.raises(StreamError, match="ended when another training stream was begun"):
+    with pytest.raises(StreamError, match="ended when another training stream started"):
         next(outer)
     assert sum(embeddings.counters().lost.values()) == 0
     outer.close()
@@ -149,7 +149,7 @@ def test_a_hanging_source_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = embeddings.stream(hanging(), overlap=True)
     next(stream)
     assert inside.wait(DEADLINE_SECONDS)
-    with pytest.raises(StreamError, match="satrap-read did not end within"):
+    with pytest.raises(StreamError, match="satrap-read did not stop within"):
         stream.close()
     stream.close()
     train(embeddings, model, optimizer, batches(2))
@@ -265,7 +265,7 @@ def test_training_in_eval_is_refused() -> None:
 
 
 def test_evaluating_empty_tables_warns() -> None:
-    with pytest.warns(UserWarning, match="evaluated and no table has a row"):
+    with pytest.warns(UserWarning, match="evaluated, but no table has a row"):
         next(Embeddings(dict(job()[0].features)).eval().stream(batches(1)))
 
 
@@ -285,5 +285,5 @@ def test_an_iterable_is_iterated_once() -> None:
 
 def test_a_data_frame_is_refused_as_batches() -> None:
     embeddings, *_ = job()
-    with pytest.raises(SourceError, match=r"item 0 is a str; wanted .* goes into satrap\.Frame"):
+    with pytest.raises(SourceError, match=r"item 0 is a str; expected .* to satrap\.Frame"):
         next(embeddings.stream({"user": np.arange(BATCH)}))

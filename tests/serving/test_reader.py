@@ -1,4 +1,4 @@
-"""Looking at rows that another process trains: a Reader changes nothing, and a trainer is not replaced by mistake."""
+"""Reading rows that another process trains: a Reader changes nothing, and does not replace a trainer by accident."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from satrap.worker.reader_servers import ReaderServers
 from satrap.worker.server_group import ServerGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some have no row
+EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some of the ids have no row
 
 
 @contextmanager
 def trained(num_servers: int, path: Path) -> Iterator[tuple[Embeddings, list[str] | None]]:
-    """Embeddings over every kind of pooling after some steps, saved."""
+    """Yield embeddings with every kind of pooling, after some steps and a save."""
     with ExitStack() as stack:
         addresses = [each.address for each in stack.enter_context(serving(num_servers))] if num_servers else None
         embeddings = stack.enter_context(Embeddings(dict(features()), num_threads=1, servers=addresses))
@@ -70,12 +70,11 @@ def trained(num_servers: int, path: Path) -> Iterator[tuple[Embeddings, list[str
 @pytest.mark.parametrize(
     ("opened", "num_servers"), [("servers", 2), *((opened, n) for opened in ("folder", "url") for n in (0, 2))]
 )
-def test_it_reads_what_is_there_and_changes_nothing(num_servers: int, opened: str, tmp_path: Path) -> None:
+def test_it_reads_all_rows_and_changes_nothing(num_servers: int, opened: str, tmp_path: Path) -> None:
     with trained(num_servers, tmp_path) as (embeddings, addresses):
         before = {name: table.stats() for name, table in embeddings.tables.items()}
-        of = dict(
-            sorted(features().items(), key=lambda each: each[1].table.name, reverse=True)
-        )  # the tables in another order
+        # Another order of the tables.
+        of = dict(sorted(features().items(), key=lambda each: each[1].table.name, reverse=True))
         path = {"servers": None, "folder": str(tmp_path / "run"), "url": f"local://{tmp_path}/run"}[opened]
         servers = addresses[1:] if opened == "servers" and addresses else None
         with Reader(path, of, servers=servers, num_threads=2) as reader:
@@ -86,8 +85,8 @@ def test_it_reads_what_is_there_and_changes_nothing(num_servers: int, opened: st
                 assert (found.table, len(found), found.dim) == (table.table, len(table), table.table.dim)
                 ids = np.arange(100, dtype=np.uint64)
                 np.testing.assert_array_equal(reader.lookup(name, ids), table.lookup(ids, train=False))
-                for one, other in zip(found.read(IDS), table.read(IDS), strict=True):
-                    np.testing.assert_array_equal(one, other)
+                for one, run_second_process in zip(found.read(IDS), table.read(IDS), strict=True):
+                    np.testing.assert_array_equal(one, run_second_process)
             assert reader.version == max(table.version for table in embeddings.tables.values())
             inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
             mine, theirs = reader(inputs), embeddings(inputs)
@@ -101,31 +100,31 @@ def test_it_reads_what_is_there_and_changes_nothing(num_servers: int, opened: st
         assert {name: table.stats() for name, table in embeddings.tables.items()} == before
 
 
-def test_the_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
+def test_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
     trained_job = SavedJob(str(tmp_path / "run"), 3)
     trained_job.train()
-    wanted = trained_job.model.state_dict()
+    expected = trained_job.model.state_dict()
     torch.manual_seed(5)
     first = torch.nn.Linear(11, 8)
     model = torch.nn.Sequential(first, torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    assert not torch.equal(first.weight, wanted["0.weight"])
+    assert not torch.equal(first.weight, expected["0.weight"])
     for path in (str(tmp_path / "run"), f"local://{tmp_path}/run"):
         with Reader(path) as reader:
             before = {name: value.clone() for name, value in model.state_dict().items()}
-            with pytest.raises(CheckpointError, match=r"is of another model: .*build it as it was"):
+            with pytest.raises(CheckpointError, match=r"is of another model: .*build the same model"):
                 reader.load_model(torch.nn.Linear(11, 8))
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             reader.load_model(model)
-            assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+            assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
             torch.nn.init.zeros_(first.weight)
-    with pytest.raises(StreamError, match="was closed"):
+    with pytest.raises(StreamError, match="is closed"):
         reader.load_model(model)
 
 
-def test_some_of_the_features_will_do(tmp_path: Path) -> None:
+def test_a_subset_of_the_features(tmp_path: Path) -> None:
     with trained(0, tmp_path) as (embeddings, _):
         inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
-        wanted = embeddings.split(embeddings(inputs).embeddings)
+        expected = embeddings.split(embeddings(inputs).embeddings)
         at = list(embeddings.features.names).index("tiny")
         assert inputs.offsets is not None
         begin, end = inputs.offsets[7 * at], inputs.offsets[7 * at + 7]
@@ -136,7 +135,7 @@ def test_some_of_the_features_will_do(tmp_path: Path) -> None:
             offsets=inputs.offsets[7 * at : 7 * at + 8] - begin,
         )
         with Reader(tmp_path / "run", {"tiny": features()["tiny"]}) as reader:
-            assert torch.equal(reader(part).embeddings, wanted["tiny"])
+            assert torch.equal(reader(part).embeddings, expected["tiny"])
 
 
 def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
@@ -146,12 +145,12 @@ def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
     store.save(tmp_path / "t")
     with Reader(tmp_path / "t") as reader:
         np.testing.assert_array_equal(reader.lookup("t", EVERY[:10]), rows)
-        with pytest.raises(ConfigError, match="is the snapshot of a table; wanted the folder of a run"):
+        with pytest.raises(ConfigError, match="is the snapshot of a table; expected the folder of a run"):
             reader.load_model(torch.nn.Linear(1, 1))
         assert not reader.lookup("t", EVERY[10:]).any() and len(reader.tables["t"]) == 10
 
 
-def steps(embeddings: Embeddings, model: Any, optimizer: Any, data: Any, last: int) -> None:
+def train_until(embeddings: Embeddings, model: Any, optimizer: Any, data: Any, last: int) -> None:
     for batch in embeddings.stream(data):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
@@ -160,48 +159,48 @@ def steps(embeddings: Embeddings, model: Any, optimizer: Any, data: Any, last: i
             break
 
 
-def look(reader: Reader | None, embeddings: Embeddings, data: Any) -> None:
-    """It sees what the trainer sees."""
+def check_reads(reader: Reader | None, embeddings: Embeddings, data: Any) -> None:
+    """Check that the reader sees what the trainer sees."""
     if reader is not None:
         for name, table in embeddings.tables.items():
             np.testing.assert_array_equal(reader.lookup(name, EVERY), table.lookup(EVERY, train=False))
         assert torch.equal(reader(data[0]).embeddings, embeddings(data[0]).embeddings)
 
 
-def test_it_follows_a_run_through_all_that_happens_to_it(tmp_path: Path) -> None:
-    """A server killed and started again, buckets moved, the run begun again from its checkpoint; and nothing of the
-    trainer's result changes."""
+def test_it_follows_a_run_through_restarts_migrations_and_resumes(tmp_path: Path) -> None:
+    """A server is killed and restarted, buckets migrate, the run resumes its checkpoint; and the reader does not change
+    the trainer's result."""
     data, found = batches(12), []
-    for looks in (False, True):
+    for with_reader in (False, True):
         with killables(tmp_path, 3) as servers, ExitStack() as stack:
             addresses = [each.address for each in servers]
             embeddings, model, optimizer = trainer = job(servers=addresses[:2])
             stack.enter_context(embeddings)
-            run = Checkpoint(tmp_path / str(looks), model, optimizer, embeddings, data)
-            steps(*trainer, data, 3)
+            run = Checkpoint(tmp_path / str(with_reader), model, optimizer, embeddings, data)
+            train_until(*trainer, data, 3)
             run.save()
-            reader = stack.enter_context(Reader(None, tables(), servers=addresses[:1])) if looks else None
-            look(reader, embeddings, data)
+            reader = stack.enter_context(Reader(None, tables(), servers=addresses[:1])) if with_reader else None
+            check_reads(reader, embeddings, data)
             servers[1].kill()
             servers[1].restart()
             if reader is not None:
-                reader.lookup("item", EVERY)  # nobody has said hello to that server
-            look(reader, embeddings, data)
+                reader.lookup("item", EVERY)  # no client has called that server since its restart
+            check_reads(reader, embeddings, data)
             Migration(addresses[:2], addresses[1:], breath=0.0).run()
-            look(reader, embeddings, data)
-            steps(*trainer, data, 6)
-            look(reader, embeddings, data)
+            check_reads(reader, embeddings, data)
+            train_until(*trainer, data, 6)
+            check_reads(reader, embeddings, data)
             assert run.resume()
-            look(reader, embeddings, data)
+            check_reads(reader, embeddings, data)
             assert embeddings.step == 3 and (reader is None or reader.step == 3)
-            steps(*trainer, data, 8)
-            look(reader, embeddings, data)
+            train_until(*trainer, data, 8)
+            check_reads(reader, embeddings, data)
             found.append(bits(embeddings, model))
     assert found[0] == found[1]
 
 
-def other(what: str, address: str, pipe: Any) -> None:
-    """What a second process does with the same script."""
+def run_second_process(what: str, address: str, pipe: Any) -> None:
+    """Run a second process with the same script."""
     try:
         embeddings, model, optimizer = job(servers=[address], take_over=what == "take over")
         if what == "look":
@@ -219,16 +218,16 @@ def other(what: str, address: str, pipe: Any) -> None:
         pipe.send(f"{type(error).__name__} {error}")
 
 
-class Other:
-    """A process that does that; a fork, which begins at once."""
+class SecondProcess:
+    """A forked process that runs `other`."""
 
     def __init__(self, what: str, address: str) -> None:
         fork = multiprocessing.get_context("fork")
         self.pipe, theirs = fork.Pipe()
-        self.process = fork.Process(target=other, args=(what, address, theirs))
+        self.process = fork.Process(target=run_second_process, args=(what, address, theirs))
         self.process.start()
 
-    def __enter__(self) -> Other:
+    def __enter__(self) -> SecondProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -239,22 +238,22 @@ class Other:
         self.process.join(DEADLINE_SECONDS)
 
     def end(self) -> None:
-        """It closes its embeddings."""
+        """Make the process close its embeddings and exit."""
         self.pipe.send("end")
         self.process.join(DEADLINE_SECONDS)
         assert self.process.exitcode == 0
 
-    def said(self) -> str:
+    def message(self) -> str:
         assert self.pipe.poll(DEADLINE_SECONDS)
         return str(self.pipe.recv())
 
 
-def test_a_server_that_lost_its_job_is_waited_for(tmp_path: Path) -> None:
+def test_it_waits_for_a_server_that_lost_its_job(tmp_path: Path) -> None:
     with killables(tmp_path, 2) as servers, ExitStack() as stack:
         addresses = [each.address for each in servers]
         embeddings, model, optimizer = job(servers=addresses)
         stack.enter_context(embeddings)
-        steps(embeddings, model, optimizer, batches(3), 3)
+        train_until(embeddings, model, optimizer, batches(3), 3)
         reader = stack.enter_context(Reader(servers=addresses))
         impatient = ReaderServers(addresses, deadline=0.5)
         stack.callback(impatient.close)
@@ -270,31 +269,36 @@ def test_a_server_that_lost_its_job_is_waited_for(tmp_path: Path) -> None:
         assert later.result(DEADLINE_SECONDS) == 3
 
 
-def silent(stack: ExitStack) -> str:
-    """The address of a server that takes connections, and says nothing."""
+def silent_server(stack: ExitStack) -> str:
+    """Return the address of a server that accepts connections but does not reply."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_one_of_several_servers_may_be_silent() -> None:
+def test_one_of_several_servers_may_not_reply() -> None:
     with serving(2) as services, ExitStack() as stack:
-        known, empty, first, other = services[0].address, services[1].address, silent(stack), silent(stack)
+        known, empty, first, run_second_process = (
+            services[0].address,
+            services[1].address,
+            silent_server(stack),
+            silent_server(stack),
+        )
         embeddings, model, optimizer = job(servers=[known])
         stack.enter_context(embeddings)
-        steps(embeddings, model, optimizer, batches(2), 2)
+        train_until(embeddings, model, optimizer, batches(2), 2)
         reading = ReaderServers([first, empty, known], deadline=1.5)
         stack.callback(reading.close)
         assert (reading.addresses, reading.newest_step) == ((known,), 2)
-        with pytest.raises(DeadlineError, match=f"{first}: .*; {empty} has no job yet; .*{other}: "):
-            ReaderServers([first, empty, other], deadline=1.5)
+        with pytest.raises(DeadlineError, match=f"{first}: .*; {empty} has no job yet; .*{run_second_process}: "):
+            ReaderServers([first, empty, run_second_process], deadline=1.5)
 
 
 @pytest.mark.parametrize("at", ["found", "read"])
 @pytest.mark.parametrize("where", ["disk", "memory"])
-def test_a_checkpoint_that_the_run_removes_is_followed_by_the_newest(
+def test_it_reads_the_newest_checkpoint_if_the_run_removes_an_older_one(
     at: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is looked at, or copied, or its files are read."""
+    """It is removed while it is found, or copied, or its files are read."""
     path = str(tmp_path) if where == "disk" else f"memory:/{tmp_path}"
     saved = SavedJob(path, 2, keep=1)
     saved.train()
@@ -309,7 +313,7 @@ def test_a_checkpoint_that_the_run_removes_is_followed_by_the_newest(
 
     monkeypatch.setattr(of, name, removed_before)
     with Reader(path) as reader:
-        copied = where == "memory" and at == "read"  # then all of it is here
+        copied = where == "memory" and at == "read"  # by then all of it is copied
         assert len(calls) == (1 if copied else times)
         assert f"{'000002' if copied else '000004'}-step-2" in str(reader)
         np.testing.assert_array_equal(
@@ -317,7 +321,7 @@ def test_a_checkpoint_that_the_run_removes_is_followed_by_the_newest(
         )
 
 
-def test_one_that_is_damaged_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SavedJob(str(tmp_path), 1).train()
     (tmp_path / "000001-step-1/tables/0/manifest.json").write_text("{")
     read, calls = RunDirectory._entry, []
@@ -333,7 +337,7 @@ def test_one_that_is_damaged_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("opened", ["servers", "folder"])
-def test_closing_ends_its_streams(opened: str, tmp_path: Path) -> None:
+def test_closing_a_reader_closes_its_streams(opened: str, tmp_path: Path) -> None:
     with trained(1, tmp_path) as (embeddings, addresses):
         path, servers = (None, addresses) if opened == "servers" else (tmp_path / "run", None)
         reader = Reader(path, features(), servers=servers)
@@ -347,37 +351,37 @@ def test_closing_ends_its_streams(opened: str, tmp_path: Path) -> None:
                 next(each)
         assert not [each.name for each in threading.enumerate() if each.name.startswith("satrap-read")]
         for call in (lambda: reader.step, lambda: reader.version, reader.stats):
-            with pytest.raises(StreamError, match="this Reader was closed"):
+            with pytest.raises(StreamError, match="this Reader is closed"):
                 call()
 
 
-def test_a_second_process_may_look_and_is_refused_to_train_unless_it_says_so() -> None:
+def test_a_second_process_may_read_and_trains_only_with_take_over() -> None:
     with serving(1) as services, ExitStack() as stack:
         address = services[0].address
         embeddings, model, optimizer = job(servers=[address])
         stack.enter_context(embeddings)
         train(embeddings, model, optimizer, batches(5))
-        assert stack.enter_context(Other("look", address)).said() == "saw 30"
+        assert stack.enter_context(SecondProcess("look", address)).message() == "saw 30"
         refused = r"AttemptError process \d+ on .* is training on these servers.*satrap\.Reader.*take_over=True"
-        assert re.match(refused, stack.enter_context(Other("train", address)).said())
+        assert re.match(refused, stack.enter_context(SecondProcess("train", address)).message())
         train(embeddings, model, optimizer, batches(5))
         with Reader(servers=[address]) as reader:
-            assert stack.enter_context(Other("take over", address)).said() == "trained"
+            assert stack.enter_context(SecondProcess("take over", address)).message() == "trained"
             with pytest.raises(AttemptError, match="this process was replaced"):
                 train(embeddings, model, optimizer, batches(5))
             assert reader.step == 3 and len(reader.lookup("item", EVERY)) == len(EVERY)
 
 
-def test_one_that_was_killed_is_followed_within_seconds_and_one_that_ended_at_once() -> None:
+def test_a_killed_trainer_is_replaced_within_seconds_and_a_closed_one_at_once() -> None:
     with serving(1) as services:
         seconds = []
-        for ending in (Other.kill, Other.end, Other.end):
+        for ending in (SecondProcess.kill, SecondProcess.end, SecondProcess.end):
             began = time.monotonic()
-            with Other("train", services[0].address) as trainer:
-                assert trainer.said() == "trained"
+            with SecondProcess("train", services[0].address) as trainer:
+                assert trainer.message() == "trained"
                 seconds.append(time.monotonic() - began)
                 ending(trainer)
-        assert seconds[1] > LEASE_SECONDS / 2  # it waited for the lease of the first to run out
+        assert seconds[1] > LEASE_SECONDS / 2  # it waited for the first trainer's lease to expire
         assert seconds[1] - seconds[2] > LEASE_SECONDS / 2
 
 
@@ -391,7 +395,7 @@ def test_a_later_launch_replaces_an_earlier_one_at_once(launches: tuple[int, int
 
         def hold() -> None:
             servers = open_(launches[0])
-            child.send("begun")
+            child.send("started")
             child.recv()
             servers.close()
 
@@ -408,7 +412,7 @@ def test_a_later_launch_replaces_an_earlier_one_at_once(launches: tuple[int, int
 
 
 def test_the_same_process_replaces_itself() -> None:
-    """A notebook's cell that runs again, while the names still hold what it made before."""
+    """A notebook cell runs again while its variables still refer to the earlier objects."""
     with serving(1) as services:
         kept = []
         for _ in range(2):
@@ -427,20 +431,20 @@ def test_leases() -> None:
     leases.renew(3, "b", "there", 0.0)
     assert leases.left().keys() == {"a"} and leases.left()["a"][0] == "here"
     leases.renew(5, "c", "there", 50.0)
-    leases.renew(3, "a", "here", 500.0)  # it was replaced
+    leases.renew(3, "a", "here", 500.0)  # a replaced trainer
     assert float(leases.left()["a"][1]) <= 50.0
     leases.renew(5, "c", "there", 0.0)
     assert leases.left().keys() == {"a"}
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     wrong = {"item": Table("item", dim=6)}
     with pytest.raises(ConfigError, match="either the path of a folder or servers"):
         Reader()
     with pytest.raises(ConfigError, match="either the path of a folder or servers"):
         Reader(tmp_path, servers=["tcp://127.0.0.1:1"])
     for empty in ("", None):
-        with pytest.raises(ConfigError, match="path is empty" if empty is not None else "give either the path"):
+        with pytest.raises(ConfigError, match="path is empty" if empty is not None else "pass either the path"):
             Reader(empty)
     with pytest.raises(ConfigError, match="keys are for servers"):
         Reader(tmp_path, keys="client.key")
@@ -453,14 +457,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with trained(2, tmp_path) as (embeddings, addresses):
         assert addresses is not None
         for path, servers in ((tmp_path / "run", None), (None, addresses)):
-            with pytest.raises(ConfigError, match="configured otherwise: table 'item', dim: 6 here, 5 there"):
+            with pytest.raises(ConfigError, match="configured differently: table 'item', dim: 6 here, 5 there"):
                 Reader(path, wrong, servers=servers)
             with pytest.raises(ConfigError, match="no table 'itme' here; the nearest known one is 'item'"):
                 Reader(path, {"item": Table("itme", dim=5)}, servers=servers)
             reader = Reader(path, servers=servers)
             if servers:
                 with pytest.raises(
-                    ConfigError, match=r"give rows only; the dense parameters are in the run's checkpoints"
+                    ConfigError, match=r"have rows only; the dense parameters are in the run's checkpoints"
                 ):
                     reader.load_model(torch.nn.Linear(1, 1))
             inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
@@ -470,7 +474,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 reader.lookup("itme", IDS)
             reader.close()
             reader.close()
-            with pytest.raises(StreamError, match="was closed: make another"):
+            with pytest.raises(StreamError, match="is closed: create a new one"):
                 reader(inputs)
-            with pytest.raises(StreamError, match="was closed: make another"):
+            with pytest.raises(StreamError, match="is closed: create a new one"):
                 reader.lookup("item", IDS)

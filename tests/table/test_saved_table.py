@@ -72,9 +72,9 @@ def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None
     one.rename(tmp_path / "kept")
     other.rename(one)
     (tmp_path / "kept").rename(other)
-    refused(tmp_path, "000003-step-3 was saved as 000002-step-2, and its folder is called 000003-step-3: give it that")
+    refused(tmp_path, "000003-step-3 was saved as 000002-step-2, but its folder is called 000003-step-3: rename the")
     one.rename(tmp_path / "000105-step-3")
-    refused(tmp_path, "000105-step-3 was saved as 000003-step-3, and its folder is called")
+    refused(tmp_path, "000105-step-3 was saved as 000003-step-3, but its folder is called")
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -91,16 +91,16 @@ def test_a_parent_from_another_run_is_refused(tmp_path: Path) -> None:
     for name in ("one", "other"):
         Job(str(tmp_path / name), 3, full_every=3).train()
     replace(tmp_path / "one/000002-step-2", tmp_path / "other/000002-step-2")
-    words = r"000003-step-3 was saved after another checkpoint called 000002-step-2: the checkpoint\.json there has"
+    words = r"000003-step-3 has another parent 000002-step-2: its checkpoint\.json has"
     refused(tmp_path / "one", words, CheckpointError)
 
 
 def test_a_table_with_other_rows_than_it_was_saved_with_is_said(tmp_path: Path) -> None:
     Job(str(tmp_path), 2).train()
     rewrite(tmp_path / "000002-step-2", lambda content: content["tables"][1].update(rows=7))
-    with pytest.raises(CheckpointError, match=r"table 'item' has \d+ rows now and had 7 when it was saved: do not use"):
+    with pytest.raises(CheckpointError, match=r"table 'item' has \d+ rows; expected 7, the number when"):
         Job(str(tmp_path), 2).run.resume()
-    with pytest.raises(CheckpointError, match=r"table 'item' has \d+ rows now and had 7 when it was saved: do not use"):
+    with pytest.raises(CheckpointError, match=r"table 'item' has \d+ rows; expected 7, the number when"):
         Reader(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
             rewrite(folder, as_format_2)
         served.refused(rf"{table}: bucket \d+ is in [02] of its 2 parts")
         replace(table, tmp_path / "right")
-        with pytest.warns(UserWarning, match="saved by an earlier Satrap"):
+        with pytest.warns(UserWarning, match="saved by an older release of Satrap"):
             assert served.run.resume()
         served.close()
 
@@ -255,7 +255,9 @@ def test_an_old_checkpoint_is_resumed_with_a_warning(tmp_path: Path) -> None:
     """Two, a full one and changes, saved by the release before checkpoint.json named its tables' snapshots."""
     shutil.copytree(OLD / "local", tmp_path / "run")
     run = Job(str(tmp_path / "run"), 6, full_every=2)
-    with pytest.warns(UserWarning, match=r"000004-step-4 was saved by an earlier Satrap, which did not note"):
+    with pytest.warns(
+        UserWarning, match=r"000004-step-4 was saved by an older release of Satrap, which did not record"
+    ):
         assert run.run.resume() and run.embeddings.step == 4
     found = run.state()
     with np.load(OLD / "local.npz") as wanted:
@@ -272,7 +274,7 @@ def test_an_old_checkpoint_of_servers_is_resumed_with_a_warning(num_servers: int
     with serving(num_servers) as services:
         options: Any = {"servers": [each.address for each in services]} if num_servers else {}
         embeddings, model, optimizer = job(**options)
-        with pytest.warns(UserWarning, match="000002-step-4 was saved by an earlier Satrap"):
+        with pytest.warns(UserWarning, match="000002-step-4 was saved by an older release of Satrap"):
             assert Checkpoint(tmp_path / "run", model, optimizer, embeddings, None).resume()
         with np.load(OLD / "servers.npz") as wanted:
             for name, values in rows(embeddings).items():

@@ -1,4 +1,5 @@
-"""Several trainers with dense="async": every update is applied once, none waits for another, together they learn."""
+"""Several trainers with dense="async": every update is applied once, no trainer waits for another, and together they
+learn."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def job(services: Sequence[Any], **options: Any) -> dict[str, Any]:
 def run(
     trainers: Trainers, services: Sequence[Any], folder: Path, **options: Any
 ) -> tuple[list[int], list[dict[str, Any]]]:
-    """The steps of each trainer, and what it found."""
+    """Return the steps of each trainer, and its result."""
     with trainers.at_work(2, folder, job(services, **options)) as both:
         steps = [said(each)["steps"] for each in both]
         return steps, [said(each) for each in both]
@@ -40,15 +41,15 @@ def run(
 def test_every_update_is_applied_once(trainers: Trainers, staleness: int, overlap: bool, tmp_path: Path) -> None:
     with serving(2) as services:
         steps, found = run(trainers, services, tmp_path, whole=True, batches=41, staleness=staleness, overlap=overlap)
-    assert steps == [21, 20], "each trains to its own end"
+    assert steps == [21, 20], "each trainer trains to the end of its data"
     for each in found:
         assert each["dense"] == [summed(steps)] and each["lost"] == {}
         assert (each["stats"]["updated"], each["stats"]["repeated"]) == (41 * each["stats"]["rows"], 0)
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_none_waits_for_one_that_is_slow(trainers: Trainers, waiting: int, tmp_path: Path) -> None:
-    """It stands at its first batch until the other one's two epochs are over."""
+def test_no_trainer_waits_for_a_slow_one(trainers: Trainers, waiting: int, tmp_path: Path) -> None:
+    """The slow trainer waits at its first batch until the other has finished two epochs."""
     with (
         serving(2) as services,
         trainers.at_work(2, tmp_path, job(services, whole=True, batches=12, epochs=2, wait_at=[waiting, 1])) as both,
@@ -63,7 +64,7 @@ def test_none_waits_for_one_that_is_slow(trainers: Trainers, waiting: int, tmp_p
         assert said(slow)["dense"] == said(other)["dense"] == [summed([12, 12])]
 
 
-def test_together_they_learn_from_the_first_ones_start(trainers: Trainers, tmp_path: Path) -> None:
+def test_trainers_learn_together_from_the_parameters_of_trainer_0(trainers: Trainers, tmp_path: Path) -> None:
     with serving(2) as services:
         _, found = run(trainers, services, tmp_path, batches=60, epochs=4, staleness=2, overlap=True)
     assert found[0]["began"] != found[1]["began"] and found[0]["dense"] == found[1]["dense"]
@@ -71,8 +72,8 @@ def test_together_they_learn_from_the_first_ones_start(trainers: Trainers, tmp_p
         assert np.mean(each["losses"][-20:]) < 0.75 * np.mean(each["losses"][:20])
 
 
-def test_a_checkpoint_of_both(trainers: Trainers, tmp_path: Path) -> None:
-    """They save at ends of their own, and both go on from there, on other servers."""
+def test_both_trainers_resume_a_checkpoint(trainers: Trainers, tmp_path: Path) -> None:
+    """Both trainers save at the end of their own data, and continue from there on other servers."""
     folder = tmp_path / "run"
     with serving(2) as services:
         steps, first = run(trainers, services, tmp_path, batches=9, checkpoint=str(folder))
@@ -84,10 +85,10 @@ def test_a_checkpoint_of_both(trainers: Trainers, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[9, 3], [3, 9]])
-def test_one_that_is_done_takes_part_in_the_others_saves(
+def test_a_finished_trainer_joins_the_other_trainers_saves(
     trainers: Trainers, lengths: list[int], tmp_path: Path
 ) -> None:
-    """What they save then has all of its batches, and goes on where the others were."""
+    """Such saves contain all its batches, and the other trainers continue at their positions."""
     folder = tmp_path / "run"
     options: dict[str, Any] = {"whole": True, "batches": 18, "lengths": lengths, "every": [2, 2]}
     with serving(2) as services:
@@ -105,10 +106,11 @@ def test_one_that_is_done_takes_part_in_the_others_saves(
         assert each["began"] == [summed(so_far)] and each["dense"] == [summed(lengths)] and each["lost"] == {}
 
 
-def test_saves_at_other_steps_are_refused(trainers: Trainers, tmp_path: Path) -> None:
+def test_saves_at_different_steps_are_refused(trainers: Trainers, tmp_path: Path) -> None:
     with serving(1) as services:
         _, found = run(trainers, services, tmp_path, batches=6, checkpoint=str(tmp_path / "run"), every=[2, 3])
     for each in found:
         assert each["refused"] == (
-            "the trainers save into ['run', 'run'] at steps [2, 3] with every_steps [2, 3]: save alike"
+            "the trainers save into ['run', 'run'] at steps [2, 3] with every_steps [2, 3]; expected the "
+            "same values on all trainers"
         )

@@ -1,4 +1,5 @@
-"""Embeddings and clients that are closed, or collected: nothing hangs, and no thread, socket or descriptor is left."""
+"""Closing and garbage collection of embeddings and clients: nothing hangs, and no thread, socket or descriptor
+leaks."""
 
 from __future__ import annotations
 
@@ -29,23 +30,23 @@ from satrap.errors import ForkError, RpcError
 from satrap.rpc import Client, Service
 from satrap.run_context import RunContext
 
-SECONDS = 30.0  # for all of them
+SECONDS = 30.0  # for all rounds together
 OWN_THREADS = {"satrap-lease", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}
 
 
-def left() -> tuple[int, int]:
-    """Threads of this process, Python's and others, and its file descriptors."""
+def num_resources() -> tuple[int, int]:
+    """Return how many threads, Python's and others, and file descriptors this process has."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def collect() -> bool:
-    """What a thread held is garbage once the thread has ended."""
+    """Collect garbage, also of threads that have exited."""
     gc.collect()
     return True
 
 
-def some_steps(way: str, overlap: bool, **options: Any) -> None:
-    """Trains a few steps, and ends there: with a live stream or without, closed or not."""
+def train_some_steps(way: str, overlap: bool, **options: Any) -> None:
+    """Train a few steps, then return with a live stream or without, closed or not."""
     embeddings, model, optimizer = job(**options)
     if options.get("servers"):
         embeddings.tables.clear()  # type: ignore[union-attr]
@@ -64,27 +65,27 @@ WAYS = ("closed", "dropped in the middle", "dropped after")
 
 
 @pytest.mark.parametrize(("where", "num_made"), [("here", 6), ("shared", 6), ("servers", 50)])
-def test_many_are_made_and_nothing_is_left(where: str, num_made: int, tmp_path: Path) -> None:
-    """In turn with threads or without, closed, dropped at the end, or dropped with a live stream."""
+def test_many_embeddings_leak_nothing(where: str, num_made: int, tmp_path: Path) -> None:
+    """Alternates with and without threads, closed, dropped at the end, or dropped with a live stream."""
     with ExitStack() as stack:
         options: dict[str, Any] = {"staleness": 2}
         if where == "servers":
             options["servers"] = [each.address for each in stack.enter_context(serving(2))]
-        some_steps("closed", overlap=True, **options)  # what a process makes once
+        train_some_steps("closed", overlap=True, **options)  # what a process creates once
         gc.collect()
-        before, began = left(), time.monotonic()
+        before, began = num_resources(), time.monotonic()
         for n in range(num_made):
             if where == "shared":
                 options["shared"] = tmp_path / str(n)
-            some_steps(WAYS[n % 3], overlap=n % 2 == 0, **options)
+            train_some_steps(WAYS[n % 3], overlap=n % 2 == 0, **options)
             if n % 10 == 9:
                 gc.collect()
-        eventually(lambda: collect() and left() <= before)  # servers see that their callers are gone
+        eventually(lambda: collect() and num_resources() <= before)  # servers notice that callers disconnected
         assert time.monotonic() - began < SECONDS
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_worker_gives_up_what_it_reads_for_one_that_ends_in_the_middle(tmp_path: Path, closes: bool) -> None:
+def test_a_worker_stops_reading_for_a_trainer_that_exits_early(tmp_path: Path, closes: bool) -> None:
     path = write(tmp_path / "a.parquet", 12)
     with serving(1) as services, working() as workers:
         of = features()
@@ -135,7 +136,7 @@ print("done", flush=True)
 """
 
 
-def test_a_notebook_whose_cells_run_again_ends() -> None:
+def test_a_notebook_with_repeated_cells_exits() -> None:
     program = NOTEBOOK.format(tests=str(Path(__file__).parents[1]))
     with serving(1) as services:
         command = [sys.executable, "-W", "error", "-c", program, services[0].address]
@@ -144,8 +145,8 @@ def test_a_notebook_whose_cells_run_again_ends() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
-def test_closing_applies_what_was_handed_over(overlap: bool, tmp_path: Path) -> None:
-    """In the middle of a stream, whose last updates wait for lookups that will not come."""
+def test_closing_applies_submitted_updates(overlap: bool, tmp_path: Path) -> None:
+    """Closes in the middle of a stream, whose last updates wait for lookups that will not come."""
     found = []
     for closes in (True, False):
         with serving(2) as services:
@@ -166,7 +167,7 @@ def test_closing_applies_what_was_handed_over(overlap: bool, tmp_path: Path) -> 
     assert found[0] == found[1] and all(found[0])
 
 
-def test_what_is_closed_says_so() -> None:
+def test_closed_objects_raise() -> None:
     with serving(1) as services:
         embeddings, _, _ = kept = job(servers=[services[0].address])
         data = batches(3)
@@ -178,9 +179,9 @@ def test_what_is_closed_says_so() -> None:
         embeddings.close()
         embeddings.close()
         for call in (lambda: embeddings.tables, lambda: embeddings(data[0]), embeddings.counters):
-            with pytest.raises(StreamError, match="were closed: make others"):
+            with pytest.raises(StreamError, match="are closed: create new ones"):
                 call()
-        with pytest.raises(StreamError, match="were closed: make others"):
+        with pytest.raises(StreamError, match="are closed: create new ones"):
             embeddings.stream(data)
         with pytest.raises(StreamError, match="ended when the embeddings were closed"):
             next(stream)
@@ -189,7 +190,7 @@ def test_what_is_closed_says_so() -> None:
     del kept
 
 
-def test_the_users_own_error_comes_through() -> None:
+def test_the_users_own_error_is_raised() -> None:
     def fail() -> None:
         raise SnapshotError("in closing")
 
@@ -201,10 +202,13 @@ def test_the_users_own_error_comes_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "left"), [(None, 0), (SystemExit(0), 0), (SystemExit(), 0), (SystemExit(1), 1), (InputError("the"), 1)]
+    ("raised", "num_pending"),
+    [(None, 0), (SystemExit(0), 0), (SystemExit(), 0), (SystemExit(1), 1), (InputError("the"), 1)],
 )
-def test_what_is_to_be_done_before(raised: BaseException | None, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While there are connections; not by a block that failed, whose script finds it at its end."""
+def test_before_close_runs_while_connections_are_open(
+    raised: BaseException | None, num_pending: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work runs while there are connections, but not after a block that failed: then at the end of the script."""
     rows: list[int] = []
     with serving(1) as services, suppress(InputError, SystemExit):
         embeddings, _, _ = job(servers=[services[0].address])
@@ -216,14 +220,14 @@ def test_what_is_to_be_done_before(raised: BaseException | None, left: int, monk
             embeddings.before_close(lambda: rows.append(len(embeddings.tables["item"])))
             if raised is not None:
                 raise raised
-    assert len(rows) == 1 - left
-    with pytest.raises(StreamError, match="closed") if left else nullcontext():
+    assert len(rows) == 1 - num_pending
+    with pytest.raises(StreamError, match="closed") if num_pending else nullcontext():
         satrap.run_context.end()
-    assert len(rows) == 1 - left
+    assert len(rows) == 1 - num_pending
 
 
-def test_a_stream_that_is_collected_inside_a_lock_that_its_threads_want_ends() -> None:
-    """As where a lease's thread, which makes its connection, happens to collect the stream of before."""
+def test_a_stream_collected_inside_a_lock_that_its_threads_need_closes() -> None:
+    """A lease thread that is connecting may happen to collect an earlier stream."""
     read = threading.Event()
 
     def source() -> Iterator[Inputs]:
@@ -236,7 +240,7 @@ def test_a_stream_that_is_collected_inside_a_lock_that_its_threads_want_ends() -
         (client,) = streams[0]._worker.servers.view.clients
         with client._channels._lock:
             read.set()
-            eventually(lambda: streams[0]._pipeline._state.doing)  # a lookup, whose thread has no connection yet
+            eventually(lambda: streams[0]._pipeline._state.running)  # a lookup whose thread has no connection yet
             began = time.monotonic()
             streams.clear()
             gc.collect()
@@ -244,8 +248,8 @@ def test_a_stream_that_is_collected_inside_a_lock_that_its_threads_want_ends() -
         eventually(lambda: collect() and not [each for each in threading.enumerate() if each.name in OWN_THREADS])
 
 
-def test_a_stream_that_its_own_thread_collects_ends() -> None:
-    """Python collects where it happens to be."""
+def test_a_stream_collected_by_its_own_thread_closes() -> None:
+    """Python collects in any thread."""
     streams: list[Any] = []
     came, closed = threading.Event(), threading.Event()
 
@@ -273,7 +277,7 @@ def service() -> Iterator[Service]:
         yield service
 
 
-def test_a_call_outlives_what_the_caller_keeps_of_its_client(service: Service) -> None:
+def test_a_call_outlives_the_callers_reference_to_its_client(service: Service) -> None:
     pending = Client(Calls, service.address).begin("double", np.arange(3, dtype=np.uint64))
     gc.collect()
     np.testing.assert_array_equal(pending.result(), [0, 2, 4])
@@ -281,9 +285,9 @@ def test_a_call_outlives_what_the_caller_keeps_of_its_client(service: Service) -
     gc.collect()
 
 
-def test_a_client_is_collected_together_with_its_last_call(service: Service) -> None:
-    """As the traceback of an error keeps it: then nobody else has the connection, whose thread has ended."""
-    before = left()
+def test_a_client_is_collected_with_its_last_call(service: Service) -> None:
+    """The traceback of an error keeps both alive; no other object has the connection, whose thread has exited."""
+    before = num_resources()
 
     def call() -> None:
         pending = Client(Calls, service.address).begin("nothing")
@@ -294,11 +298,11 @@ def test_a_client_is_collected_together_with_its_last_call(service: Service) -> 
     thread.start()
     thread.join()
     gc.collect()
-    eventually(lambda: left() <= before)
+    eventually(lambda: num_resources() <= before)
 
 
 def test_a_client_is_collected_with_connections_of_several_threads(service: Service) -> None:
-    before = left()
+    before = num_resources()
     clients, called, ended = [Client(Calls, service.address)], threading.Barrier(4), threading.Event()
 
     def call() -> None:
@@ -315,11 +319,11 @@ def test_a_client_is_collected_with_connections_of_several_threads(service: Serv
     ended.set()
     for thread in threads:
         thread.join()
-    eventually(lambda: left() <= before)
+    eventually(lambda: num_resources() <= before)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_what_is_collected_in_a_fork_leaves_the_parents_alone(service: Service) -> None:
+def test_collection_in_a_fork_does_not_affect_the_parent(service: Service) -> None:
     kept = [Client(Calls, service.address)]
     kept[0].call.nothing()
     embeddings, _, _ = job(staleness=2)
@@ -329,7 +333,7 @@ def test_what_is_collected_in_a_fork_leaves_the_parents_alone(service: Service) 
     def body() -> None:
         began = time.monotonic()
         for call in (lambda: next(stream[0]), stream[0].drain):
-            with pytest.raises(ForkError, match="begun in process"):
+            with pytest.raises(ForkError, match="started in process"):
                 call()
         kept.clear()
         stream.clear()
@@ -345,8 +349,8 @@ def test_what_is_collected_in_a_fork_leaves_the_parents_alone(service: Service) 
         kept[0].call.nothing()
 
 
-def test_a_process_ends_while_its_threads_call(tmp_path: Path) -> None:
-    """The process closes the clients at its end, and the threads that use them do, too: ZeroMQ would abort."""
+def test_a_process_exits_while_its_threads_call(tmp_path: Path) -> None:
+    """The process closes the clients at its end while threads use them, which would make ZeroMQ abort."""
     (tmp_path / "sockets").mkdir(mode=0o700)
     code = (
         "import contextlib, sys, threading, warnings\n"

@@ -1,6 +1,5 @@
-"""Dense parameters as tables on the servers, one trainer: torch's own steps, by torch's own rules, through checkpoints
-and killed servers; and what is refused. Several trainers: tests/train/test_async_trainers.py.
-"""
+"""Dense parameters in tables on the servers, with one trainer: results equal torch's, across checkpoints and killed
+servers; and invalid configurations are refused. Several trainers: tests/train/test_async_trainers.py."""
 
 from __future__ import annotations
 
@@ -53,14 +52,14 @@ def job(
 
 
 @contextmanager
-def served(num_servers: int = 2, **options: Any) -> Iterator[tuple[Embeddings, Any, Any]]:
-    """A job on new servers."""
+def job_on_servers(num_servers: int = 2, **options: Any) -> Iterator[tuple[Embeddings, Any, Any]]:
+    """Yield a job on new servers."""
     with serving(num_servers) as services, job([each.address for each in services], **options) as made:
         yield made
 
 
-def here(kind: Kind, num: int, **options: Any) -> tuple[list[float], torch.nn.Module, Embeddings]:
-    """The same with everything in this process."""
+def local_job(kind: Kind, num: int, **options: Any) -> tuple[list[float], torch.nn.Module, Embeddings]:
+    """Return the same job with everything in this process."""
     torch.manual_seed(0)
     embeddings = Embeddings(tables(), num_threads=1)
     model = Net()
@@ -79,9 +78,9 @@ def values_of(model: torch.nn.Module) -> list[np.ndarray]:
 
 
 @each_kind
-def test_each_step_is_torchs_own(kind: Kind) -> None:
-    """Within 2 ulp, a parameter that is left out of every third step and a schedule included."""
-    with served(kind=kind) as (embeddings, model, optimizer):
+def test_each_step_equals_torchs(kind: Kind) -> None:
+    """Parameters agree within 2 ulp, also for a parameter without gradient in every third step, and with a schedule."""
+    with job_on_servers(kind=kind) as (embeddings, model, optimizer):
         shadows = [torch.nn.Parameter(each.detach().clone()) for each in model.parameters()]
         plain = kind(shadows)
         start = values_of(model)
@@ -102,20 +101,20 @@ def test_each_step_is_torchs_own(kind: Kind) -> None:
                 each.step()
             embeddings.drain()
             for first, was, now, shadow in zip(start, before, values_of(model), shadows, strict=True):
-                wanted = shadow.detach().numpy()
-                assert (np.abs(now - wanted) <= 2 * ulp(first, was, now, wanted)).all()
+                expected = shadow.detach().numpy()
+                assert (np.abs(now - expected) <= 2 * ulp(first, was, now, expected)).all()
                 assert np.array_equal(now, was) == (shadow.grad is None)
         embeddings.tables["dense.0"].check()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 @pytest.mark.parametrize("kind", [KINDS["SGD"], KINDS["Adam"]], ids=["SGD", "Adam"])
-def test_a_loop_is_the_synchronous_one(kind: Kind, overlap: bool) -> None:
-    losses, there, local = here(kind, 40)
-    with served(kind=kind) as (embeddings, model, optimizer):
+def test_a_loop_equals_the_synchronous_one(kind: Kind, overlap: bool) -> None:
+    losses, there, local = local_job(kind, 40)
+    with job_on_servers(kind=kind) as (embeddings, model, optimizer):
         assert train(embeddings, model, optimizer, batches(40), overlap=overlap) == pytest.approx(losses, rel=1e-5)
-        for parameter, wanted in zip(model.parameters(), there.parameters(), strict=True):
-            torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+        for parameter, expected in zip(model.parameters(), there.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
         for name, values in rows(local).items():
             np.testing.assert_allclose(rows_of(embeddings, name), values, rtol=1e-5, atol=1e-6)
         assert embeddings.counters().staleness == {0: 40}
@@ -125,22 +124,22 @@ def rows_of(embeddings: Embeddings, name: str) -> np.ndarray:
     return embeddings.tables[name].read(IDS[: len(IDS) // 2]).values
 
 
-def test_groups_have_tables_of_their_own() -> None:
+def test_each_param_group_has_its_own_table() -> None:
     def kind(parameters: Any) -> torch.optim.Optimizer:
         first, *others = parameters
         return torch.optim.Adam([{"params": [first], "lr": 0.1, "betas": (0.5, 0.9)}, {"params": others}], lr=0.01)
 
-    losses, there, _ = here(kind, 15)
-    with served(kind=kind) as (embeddings, model, optimizer):
+    losses, there, _ = local_job(kind, 15)
+    with job_on_servers(kind=kind) as (embeddings, model, optimizer):
         assert train(embeddings, model, optimizer, batches(15)) == pytest.approx(losses, rel=1e-4)
         assert list(embeddings.tables) == ["user", "item", "dense.0", "dense.1"]
         assert [group.get("table") for group in optimizer.param_groups] == [None, None, "user", "item"]
-        for parameter, wanted in zip(model.parameters(), there.parameters(), strict=True):
-            torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-6)
+        for parameter, expected in zip(model.parameters(), there.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_stale_steps_are_all_applied_and_the_bound_holds() -> None:
-    with served(staleness=3, wire="float16") as (embeddings, model, optimizer):
+def test_stale_steps_are_all_applied_within_the_bound() -> None:
+    with job_on_servers(staleness=3, wire="float16") as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(30), overlap=True)
         stats = embeddings.tables["dense.0"].stats()
         assert (stats["updated"], stats["repeated"]) == (30 * len(embeddings.tables["dense.0"]), 0)
@@ -150,14 +149,14 @@ def test_stale_steps_are_all_applied_and_the_bound_holds() -> None:
 # -- torch's rules -----------------------------------------------------------------------------------------------------
 
 
-def test_accumulation_is_one_step() -> None:
-    with served() as (embeddings, model, optimizer):
+def test_accumulation_makes_one_step() -> None:
+    with job_on_servers() as (embeddings, model, optimizer):
         for number, one in enumerate(embeddings.stream(batches(6), accumulate=2), 1):
             if number % 2 == 1:
                 optimizer.zero_grad()
                 before, total = values_of(model), [np.zeros_like(each) for each in values_of(model)]
             else:
-                assert all(map(np.array_equal, before, values_of(model))), "they stay within a step"
+                assert all(map(np.array_equal, before, values_of(model))), "parameters do not change within a step"
             loss_of(model, one).backward()
             if number % 2 == 0:
                 total = [each.grad.numpy().copy() for each in model.parameters()]
@@ -166,11 +165,11 @@ def test_accumulation_is_one_step() -> None:
                 for was, gradient, now in zip(before, total, values_of(model), strict=True):
                     np.testing.assert_allclose(now, was - 0.05 * gradient, rtol=1e-5, atol=1e-7)
         stats = embeddings.tables["dense.0"].stats()
-        assert stats["lookups"] == stats["updated"] == 3 * stats["rows"], "once a step"
+        assert stats["lookups"] == stats["updated"] == 3 * stats["rows"], "updated once per step"
 
 
 def test_a_batch_that_is_dropped_changes_nothing() -> None:
-    with served() as (embeddings, model, optimizer):
+    with job_on_servers() as (embeddings, model, optimizer):
         before = values_of(model)
         for one in embeddings.stream(batches(3)):
             loss_of(model, one).backward()
@@ -181,8 +180,8 @@ def test_a_batch_that_is_dropped_changes_nothing() -> None:
 
 
 def test_an_overflow_changes_nothing_and_scaled_steps_are_unscaled() -> None:
-    losses, _, _ = here(KINDS["SGD"], 4)
-    with served() as (embeddings, model, optimizer):
+    losses, _, _ = local_job(KINDS["SGD"], 4)
+    with job_on_servers() as (embeddings, model, optimizer):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         found = []
         for one in embeddings.stream([*batches(4), *batches(1)]):
@@ -200,7 +199,7 @@ def test_an_overflow_changes_nothing_and_scaled_steps_are_unscaled() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_refused_before_anything_is_sent() -> None:
-    with served() as (embeddings, model, optimizer):
+    with job_on_servers() as (embeddings, model, optimizer):
         for one in embeddings.stream(batches(1)):
             loss_of(model, one).backward()
             list(model.parameters())[2].grad[0, 3] = np.nan
@@ -210,9 +209,9 @@ def test_a_gradient_that_is_not_finite_is_refused_before_anything_is_sent() -> N
         assert [each.stats()["updated"] for each in embeddings.tables.values()] == [0, 0, 0]
 
 
-def test_evaluation_sees_the_latest() -> None:
-    """Parameters of a stream are those of the step's lookup; those of an evaluation inside it are of after the step."""
-    with served(staleness=2) as (embeddings, model, optimizer):
+def test_evaluation_uses_the_latest_parameters() -> None:
+    """A stream's parameters are those of the step's lookup; an evaluation inside it uses those after the step."""
+    with job_on_servers(staleness=2) as (embeddings, model, optimizer):
         for one in embeddings.stream(batches(4), overlap=False):
             before = values_of(model)
             optimizer.zero_grad()
@@ -225,16 +224,16 @@ def test_evaluation_sees_the_latest() -> None:
             embeddings.train()
 
 
-# -- checkpoints, and servers that die ---------------------------------------------------------------------------------
+# -- checkpoints and killed servers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [KINDS["SGD"], KINDS["Adam"]], ids=["SGD", "Adam"])
-def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(kind: Kind, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(kind: Kind, tmp_path: Path) -> None:
     data = batches(12)
-    with served(2, kind=kind) as (embeddings, model, optimizer):
+    with job_on_servers(2, kind=kind) as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, data)
-        wanted = values_of(model)
-    with served(2, kind=kind) as (embeddings, model, optimizer):
+        expected = values_of(model)
+    with job_on_servers(2, kind=kind) as (embeddings, model, optimizer):
         run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
         assert not run.resume()
         for one in embeddings.stream(data):
@@ -245,20 +244,20 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(kind: Kind, tmp_
             optimizer.step()
             if run.save(every_steps=3):
                 saved = values_of(model)
-    with served(3, kind=kind) as (embeddings, model, optimizer):
+    with job_on_servers(3, kind=kind) as (embeddings, model, optimizer):
         with torch.no_grad():
             next(model.parameters()).fill_(1.0)
         run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
         assert run.resume() and embeddings.step == 6
         assert all(map(np.array_equal, saved, values_of(model)))
         embeddings.refresh()
-        assert all(map(np.array_equal, saved, values_of(model))), "start and rows are those of the checkpoint"
+        assert all(map(np.array_equal, saved, values_of(model))), "initial values and rows are those of the checkpoint"
         train(embeddings, model, optimizer, data)
-        assert all(map(np.array_equal, wanted, values_of(model)))
+        assert all(map(np.array_equal, expected, values_of(model)))
 
 
-def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path) -> None:
-    with served(1) as (embeddings, model, optimizer):
+def test_a_checkpoint_of_the_other_dense_option_is_refused(tmp_path: Path) -> None:
+    with job_on_servers(1) as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(2))
         Checkpoint(tmp_path, model, optimizer, embeddings).save()
     embeddings = Embeddings(tables(), num_threads=1)
@@ -268,10 +267,10 @@ def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path, model, optimizer, embeddings).resume()
 
 
-def test_servers_that_are_killed_lose_nothing(tmp_path: Path, seed: int) -> None:
-    with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+def test_killed_servers_lose_nothing(tmp_path: Path, seed: int) -> None:
+    with job_on_servers(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(80))
-        wanted = values_of(model)
+        expected = values_of(model)
     with (
         killed_at_random(tmp_path, seed, 6) as (servers, over),
         job([each.address for each in servers], KINDS["Adam"]) as (embeddings, model, optimizer),
@@ -282,30 +281,30 @@ def test_servers_that_are_killed_lose_nothing(tmp_path: Path, seed: int) -> None
             optimizer.step()
             if number == 70:
                 over.wait()
-        assert all(map(np.array_equal, wanted, values_of(model)))
+        assert all(map(np.array_equal, expected, values_of(model)))
         for table in embeddings.tables.values():
             table.check()
 
 
-def test_buckets_that_move_lose_nothing() -> None:
-    with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+def test_migrations_lose_nothing() -> None:
+    with job_on_servers(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(40))
-        wanted = values_of(model)
+        expected = values_of(model)
     with serving(3) as services:
         addresses = [each.address for each in services]
         with job(addresses[:1], KINDS["Adam"]) as (embeddings, model, optimizer):
             for number, one in enumerate(embeddings.stream(batches(40)), 1):
                 optimizer.zero_grad()
                 loss_of(model, one).backward()
-                if number % 10 == 0:  # with a batch under way
+                if number % 10 == 0:  # with a batch in flight
                     now = 1 if number == 10 else number // 10
                     Migration(addresses[:now], addresses[: 1 + number // 10 % 3], breath=0.0).run()
                 optimizer.step()
-            assert all(map(np.array_equal, wanted, values_of(model)))
+            assert all(map(np.array_equal, expected, values_of(model)))
 
 
-def test_a_trainer_that_is_done_keeps_no_row_from_eviction() -> None:
-    """Another one that is at a later step may need the room."""
+def test_a_finished_trainer_keeps_no_row_from_eviction() -> None:
+    """Another trainer, at a later step, may need the room."""
     table = Table("t", dim=2, capacity=8, num_buckets=1, initial=Zeros())
     features = Features({"id": table})
     with serving(1) as services:
@@ -324,26 +323,26 @@ def test_a_trainer_that_is_done_keeps_no_row_from_eviction() -> None:
         own.close()
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- invalid input ----------------------------------------------------------------------------------------------------
 
 
-def test_jobs_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="dense='async' and no servers"):
+def test_invalid_jobs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="dense='async' without servers"):
         Embeddings(tables(), dense="async")
     with pytest.raises(ConfigError, match="dense is 'late'"):
         Embeddings(tables(), dense="late")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"table 'dense.x': with dense='async' names that begin with 'dense.'"):
+    with pytest.raises(ConfigError, match=r"table 'dense.x': dense='async' reserves the names that begin with"):
         Embeddings({"id": Table("dense.x", dim=2)}, dense="async", servers=["tcp://127.0.0.1:1"])
     embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
-    with pytest.raises(StreamError, match=r"not known yet: call optimizer\(...\) first"):
+    with pytest.raises(StreamError, match=r"no tables yet: call optimizer\(...\) first"):
         embeddings.stream(batches(1))
 
 
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        (lambda p: torch.optim.RMSprop(p), "RMSprop is no optimizer of a table; wanted one of torch's SGD, Adagrad"),
-        (lambda p: torch.optim.AdamW(p), "AdamW has weight_decay=0.01, which a table cannot do"),
+        (lambda p: torch.optim.RMSprop(p), "tables have no RMSprop; expected one of torch's SGD, Adagrad"),
+        (lambda p: torch.optim.AdamW(p), "AdamW has weight_decay=0.01, which tables do not support"),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), "weight_decay=0.5"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "dampening=0.5"),
         (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize=True"),
@@ -351,56 +350,56 @@ def test_jobs_that_cannot_be() -> None:
         (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), "lr_decay=0.1"),
     ],
 )
-def test_optimizers_that_a_table_cannot_be(kind: Kind, found: str) -> None:
+def test_unsupported_optimizers_are_refused(kind: Kind, found: str) -> None:
     embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
     with pytest.raises(ConfigError, match=f"dense='async': .*{found}"):
         embeddings.optimizer(kind(Net().parameters()))
 
 
-def test_parameters_that_a_table_cannot_be() -> None:
+def test_unsupported_parameters_are_refused() -> None:
     embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
-    with pytest.raises(ConfigError, match=r"parameter 0 is torch\.float64; wanted torch\.float32"):
+    with pytest.raises(ConfigError, match=r"parameter 0 is torch\.float64; expected torch\.float32"):
         embeddings.optimizer(torch.optim.SGD(Net().double().parameters(), lr=0.1))
     used = KINDS["Adam"](Net().parameters())
     for parameter in used.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     used.step()
-    with pytest.raises(ConfigError, match="this Adam has stepped already; wanted a new one"):
+    with pytest.raises(ConfigError, match="this Adam has already stepped; expected a new one"):
         embeddings.optimizer(used)
 
 
-def test_what_changes_under_way() -> None:
-    with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
-        with pytest.raises(ConfigError, match="have an optimizer's parameters already"):
+def test_changes_during_training_are_refused() -> None:
+    with job_on_servers(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+        with pytest.raises(ConfigError, match="was already called, and cannot be called again"):
             embeddings.optimizer(torch.optim.SGD(Net().parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match="add them before"):
+        with pytest.raises(ConfigError, match="add it before"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         with embeddings.stream(batches(4)) as stream:
             loss_of(model, next(stream)).backward()
             optimizer.param_groups[0]["betas"] = (0.5, 0.9)
-            with pytest.raises(ConfigError, match=r"param group 0 was .* and is .*; only lr may change"):
+            with pytest.raises(ConfigError, match=r"param group 0 was .* and is now .*; expected only lr to change"):
                 optimizer.step()
             optimizer.param_groups[0]["betas"] = (0.8, 0.99)
             optimizer.step()
             model.layers[0].bias.grad = torch.ones(8)
             next(stream)
-            with pytest.raises(StreamError, match="gradients of dense parameters and no batch"):
+            with pytest.raises(StreamError, match="gradients of dense parameters, but no batch"):
                 optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 model.layers[0].bias.add_(1.0)
             further = next(stream)
-            with pytest.raises(StreamError, match="parameter 1 was changed here, and the servers hold it"):
+            with pytest.raises(StreamError, match="parameter 1 was changed in this process, but the servers own it"):
                 _ = further.embeddings
-            with pytest.raises(StreamError, match="parameter 1 was changed here"):
+            with pytest.raises(StreamError, match="parameter 1 was changed in this process"):
                 stream.close()
 
 
-def test_reading_ahead_ends_in_the_plain_loops_bits() -> None:
-    """The first use of a batch brings the dense parameters of its step, and `dense` is one."""
+def test_reading_ahead_equals_the_plain_loop() -> None:
+    """The first use of a batch fetches the dense parameters of its step, and reading `dense` counts as a use."""
 
     def run(*, ahead: bool) -> list[bytes]:
-        with served(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
+        with job_on_servers(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
             stream = embeddings.stream(batches(6))
             for batch in list(stream) if ahead else stream:
                 bottom = model.layers[0](torch.cat([batch.dense, batch.embeddings], 1))
@@ -414,22 +413,22 @@ def test_reading_ahead_ends_in_the_plain_loops_bits() -> None:
     assert run(ahead=True) == run(ahead=False)
 
 
-def test_a_sparse_gradient() -> None:
+def test_a_sparse_gradient_is_refused() -> None:
     model = torch.nn.Embedding(4, 3, sparse=True)
-    with served(model=model) as (embeddings, _, optimizer):
+    with job_on_servers(model=model) as (embeddings, _, optimizer):
         for one in embeddings.stream(batches(1)):
             (one.embeddings.sum() + model(torch.tensor([1])).sum()).backward()
-            with pytest.raises(ConfigError, match="parameter 0 has a sparse gradient; wanted a dense one"):
+            with pytest.raises(ConfigError, match="parameter 0 has a sparse gradient; expected a dense one"):
                 optimizer.step()
             optimizer.zero_grad()
 
 
-def test_a_model_in_ddp(tmp_path: Path) -> None:
+def test_a_model_in_ddp_is_refused(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         model = torch.nn.parallel.DistributedDataParallel(Net())
         refused = pytest.raises(ConfigError, match="the model is in a DistributedDataParallel")
-        with served(model=model) as (embeddings, _, _), refused:
+        with job_on_servers(model=model) as (embeddings, _, _), refused:
             embeddings.stream(batches(1))
     finally:
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Training by a user's own loop, against the same model in plain PyTorch; torch's own tools by torch's own rules."""
+"""Training by a user's own loop, compared with the same model in plain PyTorch, and with torch's own tools."""
 
 import copy
 import gc
@@ -22,17 +22,18 @@ from satrap import Adagrad, ConfigError, Constant, Embeddings, Inputs, Iterable,
 
 
 @pytest.mark.parametrize(
-    ("compress", "told"), [("bfloat16", "on the CPU take 'float16'"), ("int8", "wanted one of 'float16', 'bfloat16'")]
+    ("compress", "message"),
+    [("bfloat16", "on the CPU use 'float16'"), ("int8", "expected one of 'float16', 'bfloat16'")],
 )
-def test_gradients_cannot_be_compressed_so(compress: Any, told: str) -> None:
+def test_unsupported_gradient_compression_is_refused(compress: Any, message: str) -> None:
     embeddings, model, _ = job()
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         embeddings.parallel(model, compress=compress)
 
 
-def test_one_of_torchruns_that_trains_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_of_torchrun_that_trains_alone_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.warns(UserWarning, match="torchrun began this process, and it trains alone"):
+    with pytest.warns(UserWarning, match="torchrun started this process, but it trains alone"):
         job()
 
 
@@ -41,8 +42,8 @@ def test_synchronous_training_equals_plain_pytorch() -> None:
     plain, plain_model = Plain(embeddings), copy.deepcopy(model)
     data = batches(12)
     losses = train(embeddings, model, optimizer, data)
-    wanted = plain.train(plain_model, torch.optim.SGD(plain_model.parameters(), lr=0.05), data, 0.1)
-    assert losses == wanted
+    expected = plain.train(plain_model, torch.optim.SGD(plain_model.parameters(), lr=0.05), data, 0.1)
+    assert losses == expected
     seen = {name: {int(v) for inputs in data for v in inputs.values} for name in ("user", "item")}
     for name, values in rows(embeddings).items():
         present = embeddings.tables[name].read(np.arange(NUM_IDS, dtype=np.uint64)).present
@@ -132,7 +133,7 @@ def test_a_step_in_the_middle_of_accumulation_is_refused() -> None:
     stream.close()
 
 
-def test_a_last_short_group_may_be_stepped() -> None:
+def test_a_last_incomplete_group_may_be_stepped() -> None:
     embeddings, model, optimizer = job()
     stream = embeddings.stream(batches(3), accumulate=2)
     for i, batch in enumerate(stream):
@@ -155,7 +156,7 @@ def test_a_batch_that_no_loss_reached_is_dropped_and_counted() -> None:
     assert stream.dropped == {"unused": 3}
 
 
-def test_a_loss_without_a_step_is_an_error_and_no_wait() -> None:
+def test_a_loss_without_a_step_raises_instead_of_waiting() -> None:
     embeddings, model, _ = job()
     stream = embeddings.stream(batches(6))
     loss_of(model, next(stream)).backward()
@@ -196,7 +197,7 @@ def test_several_losses_add_up() -> None:
     np.testing.assert_allclose(results[0]["item"], results[1]["item"], rtol=1e-6, atol=1e-7)
 
 
-def test_a_scheduler_acts_on_tables() -> None:
+def test_a_scheduler_changes_the_lr_of_tables() -> None:
     embeddings, model, optimizer = job()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0 if epoch >= 2 else 1.0)
     states = []
@@ -212,7 +213,7 @@ def test_a_scheduler_acts_on_tables() -> None:
     np.testing.assert_array_equal(states[3][present], states[1][present])
 
 
-def test_clipping_reaches_the_gradients_of_embeddings() -> None:
+def test_clipping_includes_the_gradients_of_embeddings() -> None:
     embeddings, model, optimizer = job()
     with embeddings.stream(batches(1)) as stream:
         batch = next(stream)
@@ -293,7 +294,7 @@ def test_evaluation_changes_nothing() -> None:
     assert embeddings.step == 4
 
 
-def test_no_threads_are_left() -> None:
+def test_no_threads_leak() -> None:
     before = set(threading.enumerate())
     embeddings, model, optimizer = job(2)
     stream = embeddings.stream(batches(9), overlap=True)
@@ -316,7 +317,7 @@ def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
     assert "in the read stage" in caught.value.__notes__[0]
 
 
-def test_a_list_and_a_generator_are_one_source() -> None:
+def test_a_list_and_a_generator_train_equally() -> None:
     found = []
     for data in (batches(5), iter(batches(5)), (each for each in batches(5)), Iterable(batches(5))):
         embeddings, model, optimizer = job()
@@ -333,7 +334,7 @@ def test_a_list_and_a_generator_are_one_source() -> None:
 
 
 @pytest.mark.parametrize("data", [list, iter, Iterable], ids=["list", "iterator", "Iterable"])
-def test_a_label_of_two_dimensions_stays_one(data: Callable[[list[Inputs]], Any]) -> None:
+def test_a_label_keeps_its_two_dimensions(data: Callable[[list[Inputs]], Any]) -> None:
     column = [replace(each, label=np.ones((each.batch_size, 1), np.float32)) for each in batches(3)]
     embeddings, _, _ = job()
     embeddings.eval()
@@ -399,7 +400,7 @@ def test_split_names_the_parts_of_a_block() -> None:
     assert {name: tuple(part.shape) for name, part in parts.items()} == {"a": (2, 2), "b": (2, 3)}
 
 
-def test_control_c_ends_a_run_at_once() -> None:
+def test_control_c_stops_a_run_at_once() -> None:
     child = subprocess.Popen(
         [sys.executable, str(Path(__file__).parents[1] / "endless_job.py")],
         stdout=subprocess.PIPE,
@@ -411,4 +412,4 @@ def test_control_c_ends_a_run_at_once() -> None:
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=300)
     assert child.returncode != 0
-    assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no word of threads or leaks after it
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no message about threads or leaks after it

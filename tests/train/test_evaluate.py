@@ -1,4 +1,4 @@
-"""Evaluation: against the metrics of the plain numbers, over short batches, and it changes nothing."""
+"""Evaluation of a model: equals metrics of the plain numbers, handles short batches, and changes nothing."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def embeddings() -> satrap.Embeddings:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_metrics_of_the_plain_numbers(overlap: bool) -> None:
+def test_metrics_equal_those_of_plain_numbers(overlap: bool) -> None:
     ours, model, data = embeddings(), Sum(), batches(5)
     optimizer = ours.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     for batch in ours.stream(data[:2]):  # so that some ids have rows
@@ -59,7 +59,7 @@ def test_the_metrics_of_the_plain_numbers(overlap: bool) -> None:
     assert {name: len(store) for name, store in ours.tables.items()} == rows
 
 
-def test_a_stream_that_trains_is_refused() -> None:
+def test_a_training_stream_is_refused() -> None:
     ours = embeddings()
     ours.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     with pytest.raises(InputError, match=r"call embeddings\.eval\(\) before"), ours.stream(batches(2)) as stream:
@@ -72,7 +72,7 @@ def test_a_batch_without_a_label_is_refused() -> None:
         satrap.evaluate(Sum(), ours.stream(batches(2, label=False)))
 
 
-def test_models_that_take_more_and_have_several_heads() -> None:
+def test_models_with_further_inputs_and_several_heads() -> None:
     ours, data = embeddings().eval(), batches(3)
     with pytest.warns(UserWarning, match="no table has a row"):
         plain = satrap.evaluate(Sum(), ours.stream(data))
@@ -84,5 +84,5 @@ def test_models_that_take_more_and_have_several_heads() -> None:
         )
     assert found.auc() == pytest.approx(plain.auc(), abs=1e-6)
     numbers = f"auc={plain.auc():.4f}, log_loss={plain.log_loss():.4f}, ne={plain.normalised_entropy():.4f}"
-    assert repr(plain) == f"Pass(71 samples, {numbers})"
-    assert repr(metrics.Evaluation()) == "Pass(no samples)"
+    assert repr(plain) == f"Evaluation(71 samples, {numbers})"
+    assert repr(metrics.Evaluation()) == "Evaluation(no samples)"

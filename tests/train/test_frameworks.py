@@ -1,4 +1,5 @@
-"""Lightning's and Accelerate's own loops end in the bits of the plain one; their checkpoints, without rows, say so."""
+"""Lightning and Accelerate end with the same bits as a plain loop; loading their checkpoints, which have no rows,
+raises."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,14 +27,14 @@ NUM = 12
 
 @pytest.fixture(autouse=True)
 def reset() -> Iterator[None]:
-    """Accelerate keeps its state in the process."""
+    """Reset Accelerate, which keeps its state in the process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def items(sized: bool) -> Any:
-    """Of a list the length is known; of a function it is not, so that Lightning reads one batch ahead."""
+    """Return batches as a list, whose length is known, or from a function, so that Lightning reads one batch ahead."""
     data = batches(NUM)
     return satrap.Iterable(data if sized else lambda: iter(data))
 
@@ -52,7 +53,7 @@ def plain(staleness: int = 0, *, accumulate: int = 1, num: int = NUM) -> list[by
 
 
 class Validation:
-    """A stream for each validation."""
+    """A loader that starts a new stream for each validation."""
 
     def __init__(self, embeddings: Embeddings) -> None:
         self.embeddings, self.passes = embeddings, 0
@@ -94,7 +95,7 @@ def fit(module: Module, stream: Any, validation: Any = None, **options: Any) -> 
 
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize(("staleness", "accumulate"), [(0, 1), (4, 1), (0, 3), (1, 2)])
-def test_lightning_ends_in_the_plain_loops_bits(staleness: int, accumulate: int, sized: bool) -> None:
+def test_lightning_equals_the_plain_loop(staleness: int, accumulate: int, sized: bool) -> None:
     module = Module(*job(staleness, deterministic=True))
     with module.embeddings.stream(items(sized), accumulate=accumulate) as stream:
         fit(module, stream, accumulate_grad_batches=accumulate)
@@ -104,11 +105,11 @@ def test_lightning_ends_in_the_plain_loops_bits(staleness: int, accumulate: int,
 
 
 @pytest.mark.parametrize("sized", [False, True])
-def test_lightning_validates_in_the_middle(sized: bool) -> None:
-    """And before, as its check of the validation loop."""
+def test_lightning_validates_during_training(sized: bool) -> None:
+    """Lightning also validates before training, as a check of the validation loop."""
     module = Validated(*job())
     store: Any = module.embeddings.tables["user"]
-    store.lookup(batches(1)[0].values[:1])  # to evaluate no row at all warns
+    store.lookup(batches(1)[0].values[:1])  # an evaluation without any rows warns
     validation = Validation(module.embeddings)
     with module.embeddings.stream(items(sized)) as stream:
         fit(module, stream, validation, val_check_interval=4, num_sanity_val_steps=2)
@@ -120,7 +121,7 @@ def test_lightning_validates_in_the_middle(sized: bool) -> None:
 
 @pytest.mark.parametrize("sized", [False, True])
 def test_lightning_stops_early(sized: bool) -> None:
-    """The batch that it had read ahead was never used."""
+    """The batch that it has read ahead is never used."""
     module = Module(*job())
     with module.embeddings.stream(items(sized)) as stream:
         fit(module, stream, limit_train_batches=5)
@@ -140,8 +141,8 @@ def test_lightning_skips_steps(sized: bool) -> None:
 
 
 @pytest.mark.parametrize("sized", [False, True])
-def test_a_second_epoch_of_a_stream_is_an_error_and_not_empty(sized: bool) -> None:
-    """Lightning counts the batches of a stream that has a length, and never asks it for its end."""
+def test_a_second_epoch_of_a_stream_raises(sized: bool) -> None:
+    """Lightning counts the batches of a stream that has a length, and never requests its end."""
     module = Module(*job())
     with (
         module.embeddings.stream(items(sized)) as stream,
@@ -152,8 +153,8 @@ def test_a_second_epoch_of_a_stream_is_an_error_and_not_empty(sized: bool) -> No
 
 @pytest.mark.parametrize(("staleness", "accumulate"), [(0, 1), (4, 1), (0, 3), (1, 2)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_accelerate_ends_in_the_plain_loops_bits(staleness: int, accumulate: int, ahead: bool) -> None:
-    """With the stream prepared as all else is; ahead: all of its batches are taken before the first step."""
+def test_accelerate_equals_the_plain_loop(staleness: int, accumulate: int, ahead: bool) -> None:
+    """The stream is prepared like everything else. ahead: all its batches are taken before the first step."""
     embeddings, model, inner = job(staleness, deterministic=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     with embeddings.stream(items(False), accumulate=accumulate) as stream:
@@ -168,8 +169,8 @@ def test_accelerate_ends_in_the_plain_loops_bits(staleness: int, accumulate: int
     assert bits(embeddings, model) == plain(staleness, accumulate=accumulate)
 
 
-class Both(nn.Module):
-    """A model that holds the embeddings, so that its state_dict names their rows."""
+class ModelWithEmbeddings(nn.Module):
+    """A model that contains the embeddings, so that its state_dict identifies their rows."""
 
     def __init__(self, embeddings: Embeddings, model: Net) -> None:
         super().__init__()
@@ -178,11 +179,11 @@ class Both(nn.Module):
 
 @pytest.mark.parametrize("holds", [False, True], ids=["model alone", "model with embeddings"])
 @pytest.mark.parametrize("safe", [False, True], ids=["pickle", "safetensors"])
-def test_accelerates_state_without_rows_says_so_when_it_is_loaded(holds: bool, safe: bool, tmp_path: Path) -> None:
+def test_loading_an_accelerate_state_without_rows_raises(holds: bool, safe: bool, tmp_path: Path) -> None:
     def prepared() -> tuple[Accelerator, Embeddings, Net, Any]:
         embeddings, model, inner = job()
         accelerator = Accelerator(cpu=True)
-        whole, optimizer = accelerator.prepare(Both(embeddings, model) if holds else model, inner)
+        whole, optimizer = accelerator.prepare(ModelWithEmbeddings(embeddings, model) if holds else model, inner)
         assert whole is not None
         return accelerator, embeddings, model, optimizer
 
@@ -192,7 +193,7 @@ def test_accelerates_state_without_rows_says_so_when_it_is_loaded(holds: bool, s
         optimizer.step()
         optimizer.zero_grad()
     accelerator.save_state(str(tmp_path), safe_serialization=safe)
-    accelerator.load_state(str(tmp_path))  # beside the rows that it was saved with
+    accelerator.load_state(str(tmp_path))  # with the rows that it was saved with
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, embeddings, _, _ = prepared()
     with pytest.raises(StreamError, match=f"state of step {NUM}, .* tables are at step 0, .*satrap.Checkpoint"):
@@ -200,25 +201,25 @@ def test_accelerates_state_without_rows_says_so_when_it_is_loaded(holds: bool, s
 
 
 @pytest.mark.parametrize("what", ["stream", "step", "evaluation"])
-def test_a_models_state_without_rows_is_refused_before_it_is_used(what: str) -> None:
+def test_a_model_state_without_rows_is_refused_before_use(what: str) -> None:
     embeddings, model, optimizer = job()
     for batch in embeddings.stream(items(True)):
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = Both(embeddings, model).state_dict()
+    state = ModelWithEmbeddings(embeddings, model).state_dict()
     embeddings, model, optimizer = job()
-    begun = embeddings.stream(items(True))
-    Both(embeddings, model).load_state_dict(state)
-    with begun, pytest.raises(StreamError, match=f"state of step {NUM}, .* tables are at step 0"):
+    stream = embeddings.stream(items(True))
+    ModelWithEmbeddings(embeddings, model).load_state_dict(state)
+    with stream, pytest.raises(StreamError, match=f"state of step {NUM}, .* tables are at step 0"):
         if what == "step":
-            loss_of(model, next(begun)).backward()
+            loss_of(model, next(stream)).backward()
             optimizer.step()
         else:
             embeddings.stream(items(True), train=what == "stream")
 
 
-def test_a_training_stream_is_begun_in_evaluation_if_told_so() -> None:
+def test_stream_train_overrides_the_evaluation_mode() -> None:
     embeddings, model, optimizer = job()
     embeddings.eval()
     with embeddings.stream(batches(2), train=True) as stream:

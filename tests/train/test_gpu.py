@@ -1,5 +1,5 @@
-"""The dense network on a GPU: batches go there and gradients come home by streams of their own, and nothing else
-changes. Skipped where there is no device."""
+"""The dense network on a GPU: batches and gradients are copied on CUDA streams of their own, and nothing else changes.
+Skipped without a device."""
 
 from pathlib import Path
 from typing import Any
@@ -35,21 +35,21 @@ def trained(device: str, staleness: int, overlap: bool | None = None) -> tuple[l
 
 @pytest.mark.parametrize("overlap", [None, False])
 @pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_a_device_changes_rounding_only(staleness: int, overlap: bool | None) -> None:
+def test_a_device_changes_only_rounding(staleness: int, overlap: bool | None) -> None:
     here, there = trained("cpu", staleness), trained(DEVICE, staleness, overlap)
     np.testing.assert_allclose(there[0], here[0], rtol=1e-4)
     for name, values in here[1].items():
         np.testing.assert_allclose(there[1][name], values, rtol=1e-3, atol=1e-5)
 
 
-def test_runs_on_a_device_repeat() -> None:
+def test_runs_on_a_device_are_reproducible() -> None:
     first, second = trained(DEVICE, 2), trained(DEVICE, 2)
     for name, values in first[1].items():
         np.testing.assert_array_equal(second[1][name], values)
 
 
 def test_sequences_and_accumulation() -> None:
-    """Gradients of padded rows, summed over two batches."""
+    """Checks the gradients of padded rows, summed over two batches."""
     item = Table("item", dim=DIM, optimizer=SGD(lr=0.1))
     found = []
     for device in ("cpu", DEVICE):
@@ -94,19 +94,17 @@ def test_evaluation_on_a_device() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dlrm_takes_torchs_form_there(dtype: torch.dtype) -> None:
+def test_dlrm_uses_torchs_form_on_a_device(dtype: torch.dtype) -> None:
     features = Embeddings({"a": Table("a", dim=DIM), "b": Table("b", dim=DIM)})
     model = satrap.models.DLRM(2, features, bottom=(8,), top=(8, 1))
     dense, block = torch.randn(6, 2), torch.randn(6, 2 * DIM)
-    wanted = model(dense, block)
+    expected = model(dense, block)
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
         found = model.to(DEVICE)(dense.to(DEVICE), block.to(DEVICE))
-    torch.testing.assert_close(found.cpu(), wanted, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="there are no two CUDA devices, which NCCL wants of two trainers"
-)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a CUDA device for each of two trainers")
 def test_two_trainers_of_a_run_with_a_device_each(tmp_path: Path) -> None:
     found = {}
     for device in ("cpu", DEVICE):

@@ -1,7 +1,8 @@
-"""What happens meanwhile: interrupts, kills, limits of the system, and other threads that write to a caller's arrays.
+"""Interference from outside: interrupts, kills, limits of the system, and other threads that write to a caller's
+arrays.
 
-Where a moment matters it is made to come by itself: the call that ends before it is replaced by one that does what the
-outside would do, and every test can fail at that moment only.
+Where the moment matters, the test creates it: the call before that moment is replaced by one that also does what the
+outside would do, so each test can fail only at that moment.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEADLINE_SECONDS = 240.0
 
 
 def run(program: str, *arguments: object) -> str:
-    """What the program prints, in a process of its own, whose limits and death are its own, too."""
+    """Return what the program prints, in a separate process with its own limits."""
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, timeout=DEADLINE_SECONDS
     )
@@ -43,7 +44,7 @@ def run(program: str, *arguments: object) -> str:
 
 @contextmanager
 def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
-    """Another thread does `work` again and again."""
+    """Repeat `work` in another thread inside the context."""
     stop = threading.Event()
 
     def repeat() -> None:
@@ -82,7 +83,7 @@ store.check()
 """
 
 
-def test_an_update_without_memory_applies_nothing_and_can_be_repeated() -> None:
+def test_an_update_without_memory_applies_nothing_and_can_be_retried() -> None:
     assert run(NO_MEMORY).split() == ["no", "memory", "False", "0", "False", "True"]
 
 
@@ -99,7 +100,7 @@ except InputError as error:
 """
 
 
-def test_threads_that_cannot_be_started(tmp_path: Path) -> None:
+def test_a_limit_on_threads_raises(tmp_path: Path) -> None:
     words = run(NO_THREADS, tmp_path / "shared")
     assert "num_threads=1024: only " in words and "give fewer" in words
     assert not (tmp_path / "shared").exists()
@@ -126,25 +127,25 @@ def test_an_interrupt_right_after_the_rename_loses_no_snapshot(tmp_path: Path, m
         assert len(Store.load(folder, num_threads=1)) == 20
     monkeypatch.undo()
     store.save(tmp_path / "a")
-    assert len(list((tmp_path / "a").glob("part-*"))) == 1, "the next save sweeps what is left"
+    assert len(list((tmp_path / "a").glob("part-*"))) == 1, "the next save removes what is left"
 
 
 KILLED_LOAD = """
 import os, signal, sys, satrap.table.snapshot.reader
 from satrap import Store, Table
-from satrap.table.table_group import Tables
+from satrap.table.table_group import TableGroup
 def killed(*arguments): os.kill(os.getpid(), signal.SIGKILL)
 satrap.table.snapshot.reader.Snapshot._import = killed
 kind, folder, shared = sys.argv[1:]
 if kind == "load":
     Store.load(folder, shared=shared, num_threads=1)
 else:
-    Tables([Table("item", dim=2)], shared=shared, num_threads=1).restore({"item": [folder]})
+    TableGroup([Table("item", dim=2)], shared=shared, num_threads=1).restore({"item": [folder]})
 """
 
 
 @pytest.mark.parametrize("kind", ["load", "restore"])
-def test_a_killed_load_leaves_no_half_table_to_attach(kind: str, tmp_path: Path) -> None:
+def test_a_killed_load_leaves_no_partial_table_to_attach(kind: str, tmp_path: Path) -> None:
     store, folder, shared = Store(Table("item", dim=2), num_threads=1), tmp_path / "a", tmp_path / "shared"
     store.lookup(as_ids(range(10)))
     store.save(folder)
@@ -163,8 +164,8 @@ def test_a_killed_load_leaves_no_half_table_to_attach(kind: str, tmp_path: Path)
 # -- other threads -----------------------------------------------------------------------------------------------------
 
 
-def test_reading_a_folder_that_is_saved_into(tmp_path: Path, monkeypatch: Any) -> None:
-    """The snapshot that the manifest named is replaced before its files are opened; the new one is read."""
+def test_reading_a_snapshot_that_is_replaced(tmp_path: Path, monkeypatch: Any) -> None:
+    """The snapshot that the manifest names is replaced before its files are opened; the new one is read."""
     store, folder = Store(Table("item", dim=2), num_threads=1), tmp_path / "a"
     store.lookup(as_ids(range(10)))
     store.save(folder)
@@ -201,7 +202,7 @@ def test_ids_that_another_thread_changes_never_break_the_table() -> None:
     with meanwhile(write):
         deadline = time.monotonic() + DEADLINE_SECONDS
         while refused < 5:
-            assert time.monotonic() < deadline, "no race took place"
+            assert time.monotonic() < deadline, "there was no race"
             try:
                 store.lookup(ids, step=1)
             except InputError as error:
@@ -211,7 +212,7 @@ def test_ids_that_another_thread_changes_never_break_the_table() -> None:
     assert len(store) == store.read(np.concatenate([one, other])).present.sum()
 
 
-def test_offsets_that_another_thread_changes_are_used_as_they_were_checked() -> None:
+def test_offsets_that_another_thread_changes_are_used_as_checked() -> None:
     tables = TableGroup(
         [Table("a", dim=4, num_buckets=1, initial=Constant(1.0)), Table("b", dim=4, initial=Constant(2.0))],
         num_threads=1,
@@ -232,7 +233,7 @@ def test_offsets_that_another_thread_changes_are_used_as_they_were_checked() -> 
             assert (memory[: n * 4] == 7.0).all() and (memory[2 * n * 4 :] == 7.0).all()
 
 
-def test_bag_offsets_that_another_thread_changes_are_used_as_they_were_checked() -> None:
+def test_bag_offsets_that_another_thread_changes_are_used_as_checked() -> None:
     table = Table("a", dim=4, num_buckets=1, initial=Constant(1.0))
     store = Store(table, num_threads=1)
     bags = _core.Bags(store._engine, [("a", 0, "sum", False, 0, False, None)])

@@ -1,8 +1,8 @@
-"""Ctrl-C at every moment of a training loop, which goes on then as a notebook's does: every batch that a backward pass
-has reached is applied exactly once or counted as lost, whatever was interrupted; nothing hangs, no error is nameless.
+"""Ctrl-C at every moment of a training loop that then continues, as in a notebook: every batch that a backward pass has
+reached is applied exactly once or counted as lost; nothing hangs, and every error has a message.
 
-Rows are counted: each batch has ids of its own, gradients of 1 and SGD of lr 1, so a row is minus the number of its
-updates. Each moment of each call is tried, one after another, in one job that goes on and on.
+Rows are counted: each batch has its own ids, gradients of 1 and SGD with lr 1, so a row is minus the number of its
+updates. The test tries each moment of each call, one after another, in one job that continues throughout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CALLS = ("next", "step", "drop", "drain", "pause", "close")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Batches whose ids are in no other; a column says which batch a row is of."""
+    """Return a file of batches that share no ids; a column identifies the batch of a row."""
     file = tmp_path_factory.mktemp("interrupts") / "rows.parquet"
     ids = np.arange(BATCH * NUM_BATCHES, dtype=np.uint64)
     pq.write_table(pa.table({"id": ids, "batch": ids // BATCH}), file)
@@ -47,7 +47,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
-    """Rows here, on two servers, or on those behind a worker in a process of its own."""
+    """Return embeddings with rows here, on two servers, or on servers behind a worker in another process."""
     table = Table("t", dim=2, optimizer=SGD(lr=1.0), initial=Zeros(), num_buckets=8)
     with ExitStack() as stack:
         how: dict[str, Any] = {"staleness": staleness, "num_threads": 1}
@@ -66,33 +66,33 @@ def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
 _ENDED = (
     "interrupted while its source read",
     "was closed",
-    "another training stream was begun",  # whose beginning was interrupted, so that the loop has the earlier one
+    "another training stream started",  # its start was interrupted, so the loop has the earlier one
 )
 
 
 class Loop:
-    """A notebook's: a call that was interrupted is made again, or its batch is given up, or a new stream is begun."""
+    """A notebook's loop: an interrupted call is retried, its batch is dropped, or a new stream is started."""
 
     def __init__(self, embeddings: Embeddings, path: Path, overlap: bool, rng: np.random.Generator) -> None:
         self._embeddings, self._overlap, self._rng = embeddings, overlap, rng
         self._source = Parquet(str(path), batch_size=BATCH, extra="batch", num_threads=1)
         self._optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
         self._seen = np.zeros(NUM_BATCHES, np.int64)  # how often a backward pass reached each batch
-        self._unseen = 0  # interrupts of next(): its batch may have been looked up and never come to the user
+        self._unseen = 0  # interrupts of next(): its batch may be looked up but never reach the user
         self._at, self._which = 0, ""
         self._came: bool | None = None
         self._begin()
 
     def round(self, which: str, at: int) -> bool | None:
-        """One step, and an interrupt at the n-th moment of the call of that name; whether there was one. None: there
-        was no such call in this round."""
+        """Run one step with an interrupt at the n-th moment of the call of that name; return whether it came, or None
+        if there was no such call in this round."""
         self._which, self._at, self._came = which, at, None
         self.step()
         self.check(self._unseen)
         return self._came
 
     def step(self) -> None:
-        """Whatever call was interrupted before, this is what a cell does that is run again."""
+        """Run one step as a cell that is run again does, whatever call was interrupted before."""
         self._do("zero_grad", self._optimizer.zero_grad)
         batch = self._do("next", self._next)
         if batch is None:
@@ -102,11 +102,11 @@ class Loop:
         number = int(batch.inputs.extra["batch"][0].as_py())
         try:
             loss = batch.embeddings.sum()
-        except StreamError as error:  # the batch of an interrupted round is still held by its traceback
+        except StreamError as error:  # the traceback still holds the batch of an interrupted round
             assert "its batch cannot be used yet" in str(error)
             self._begin()
             return
-        with Uninterrupted():  # or the test could not say whether it was reached
+        with Uninterrupted():  # else the test could not tell whether a loss reached it
             loss.backward()
             self._seen[number] += 1
         if self._which == "drop" or self._seen.sum() % 7 == 0:
@@ -123,7 +123,7 @@ class Loop:
         self._stream = self._embeddings.stream(self._source, overlap=self._overlap)
 
     def _pause(self) -> None:
-        """What a checkpoint does around its saving."""
+        """Do what a checkpoint does around its save."""
         with self._embeddings.paused():
             pass
 
@@ -135,7 +135,7 @@ class Loop:
             return None
 
     def _do(self, name: str, call: Callable[[], Any]) -> Any:
-        """What the call returns."""
+        """Return what the call returns, and interrupt it."""
         if name != self._which or self._came is not None:
             return call()
         interrupts = Interrupts(self._at)
@@ -154,12 +154,12 @@ class Loop:
             self._came = interrupts.came
 
     def check(self, unseen: int) -> None:
-        """Every batch that was reached is applied once or counted as lost. unseen: what may be counted beside them, for
-        a batch that was looked up and that an interrupt kept from the user."""
+        """Check that every batch with a loss was applied once or counted as lost. unseen: how many batches may be
+        counted in addition, because they were looked up and an interrupt kept them from the user."""
         self._embeddings.drain()
         rows = self._embeddings.tables["t"].read(np.arange(BATCH * NUM_BATCHES, dtype=np.uint64)).values
         applied = -rows.reshape(NUM_BATCHES, -1)
-        assert (applied == applied[:, :1]).all(), f"batches that are applied in part: {applied}"
+        assert (applied == applied[:, :1]).all(), f"batches that are partly applied: {applied}"
         missing = self._seen - applied[:, 0]
         lost = self._embeddings.counters().lost
         assert (missing >= 0).all(), f"applied more often than stepped: {-missing}"
@@ -169,10 +169,10 @@ class Loop:
 @pytest.mark.faults
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "threads"])
 @pytest.mark.parametrize("rows", ["local", "remote", "worker"])
-def test_moments_of_a_loop(
+def test_interrupts_at_moments_of_a_loop(
     rows: str, overlap: bool, path: Path, rng: np.random.Generator, request: pytest.FixtureRequest
 ) -> None:
-    """A sample of them; with `--faults-seconds 60` or more, every one."""
+    """Tries a sample of the moments; with `--faults-seconds 60` or more, all of them."""
     gap = 1 if request.config.getoption("--faults-seconds") >= 60 else 40
     with embeddings_over(rows, 2 if overlap else 0) as embeddings:
         loop = Loop(embeddings, path, overlap, rng)
@@ -193,11 +193,11 @@ def test_moments_of_a_loop(
         loop.end()
 
 
-# What pyzmq frees while a signal waits swallows it, with this warning: its Frame.__dealloc__.
+# A signal that is pending while pyzmq frees a Frame is swallowed, with this warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("rows", ["remote", "worker"])
 def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) -> None:
-    """Real ones, which wake what waits for a server or a lock, and one while another is handled."""
+    """Sends real signals, which wake a wait for a server or a lock, also while another signal is handled."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell's background job ignores SIGINT
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with embeddings_over(rows, 0) as embeddings, no_hang(DEADLINE_SECONDS):
@@ -228,8 +228,8 @@ def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) ->
         assert hits > 5
 
 
-def test_a_second_update_of_a_step_is_no_retry() -> None:
-    """Servers know an update by its step, and would take this one for the first, sent again."""
+def test_a_second_update_of_a_step_is_refused() -> None:
+    """Servers identify an update by its step, and would take the second for a retry of the first."""
     ones = np.ones((4, 2), np.float32)
     with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
         first, second = (worker.lookup(batch(range(4)), step=1).ticket for _ in range(2))
@@ -244,8 +244,8 @@ def test_a_second_update_of_a_step_is_no_retry() -> None:
 
 
 @pytest.mark.parametrize("connected", [True, False])
-def test_every_moment_of_a_remote_call(connected: bool) -> None:
-    """The connection is good for the next call: no part of a message is left over."""
+def test_interrupts_at_every_moment_of_a_remote_call(connected: bool) -> None:
+    """The connection works for the next call: no part of a message is left over."""
     ids = np.arange(100, dtype=np.uint64)
     with ExitStack() as stack, no_hang(DEADLINE_SECONDS):
         service = stack.enter_context(Service(Served(), Calls, ANYWHERE))
@@ -262,7 +262,7 @@ def test_every_moment_of_a_remote_call(connected: bool) -> None:
 
 
 def test_a_checkpoint_after_an_interrupted_next(path: Path, rng: np.random.Generator) -> None:
-    """Where the order is fixed, an update waits for lookups that wait for the batch that never came to the user."""
+    """Where the order is fixed, an update waits for lookups that wait for the batch that never reached the user."""
     table = Table("t", dim=2, optimizer=SGD(lr=1.0), initial=Zeros())
     embeddings = Embeddings({"id": table}, staleness=1, deterministic=True, num_threads=1)
     optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
@@ -273,7 +273,7 @@ def test_a_checkpoint_after_an_interrupted_next(path: Path, rng: np.random.Gener
             interrupts = Interrupts(at)
             with suppress(KeyboardInterrupt), interrupts:
                 next(stream)
-            with suppress(StreamError):  # its source was interrupted
+            with suppress(StreamError):  # the source was interrupted
                 optimizer.step()
             embeddings.drain()
         before = embeddings.step

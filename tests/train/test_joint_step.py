@@ -1,6 +1,5 @@
-"""Several trainers over files: every sample is trained on once and counts as much as any other, wherever the data ends,
-and another number of trainers goes on with what is left. The oracle is one trainer in one process on the same samples.
-"""
+"""Several trainers over files: every sample is trained on once with equal weight, wherever the data ends, and another
+number of trainers resumes with the rest. The oracle is one trainer in one process on the same samples."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from loop import NUM_IDS, batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
-from satrap.train.joint_step import PADDING_ROWS, JointStep, Padded, described
+from satrap.train.joint_step import PADDING_ROWS, JointStep, PaddedBatches, describe
 from satrap.train.staleness_gate import StalenessGate
-from satrap.train.stream import JointStream, Stream
+from satrap.train.stream import JointStepCallbacks, Stream
 from trainers import Trainers
 
 N = 143
@@ -39,7 +38,7 @@ def trainers() -> Iterator[Trainers]:
 
 
 def samples() -> dict[str, Any]:
-    """Columns of N samples."""
+    """Return the columns of N samples."""
     rng = np.random.default_rng(3)
     return {
         "user": rng.integers(0, NUM_IDS, N, dtype=np.uint64),
@@ -67,7 +66,7 @@ def inputs_of(columns: dict[str, Any], numbers: list[int]) -> Inputs:
 
 
 def write(folder: Path, kind: str) -> str:
-    """Two files of unequal length."""
+    """Write two files of unequal length."""
     columns = samples()
     for name, begin, end in (("a", 0, 100), ("b", 100, N)):
         path = folder / f"{name}.{kind}"
@@ -94,7 +93,7 @@ def write(folder: Path, kind: str) -> str:
         ("csv.gz", 2, {"batch_size": 71}),
     ],
 )
-def test_every_sample_is_trained_on_once_and_counts_as_much(
+def test_every_sample_is_trained_on_once_with_equal_weight(
     trainers: Trainers, tmp_path: Path, kind: str, world: int, how: dict[str, Any]
 ) -> None:
     with serving(2) as services:
@@ -119,8 +118,7 @@ def test_every_sample_is_trained_on_once_and_counts_as_much(
 
 @pytest.mark.parametrize("kind", ["parquet", "csv.gz"])
 def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, kind: str) -> None:
-    """2, then 3, then 1: what was trained on before each checkpoint, and what is trained on after it, is each sample
-    once."""
+    """With 2, then 3, then 1 trainers, each sample is trained on once before or after a checkpoint."""
     options: dict[str, Any] = {
         "batches": 0,
         "file": write(tmp_path / "data", kind),
@@ -140,7 +138,7 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
 
 
 def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: Path) -> None:
-    """Five batches of two trainers, two to a step: the last step has one batch of one trainer, and padding."""
+    """Two trainers have five batches, two per step: the last step has one batch of one trainer, and padding."""
     with serving(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
     assert [len(each["seen"]) for each in found] == [3, 3]
@@ -160,13 +158,13 @@ def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: P
         np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_is_weighed_while_its_backward_pass_is_awaited() -> None:
-    """Beside a trainer that always has eight samples; this one has 8, then 3, then none."""
+def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
+    """The other trainer always has eight samples; this one has 8, then 3, then none."""
     embeddings, model, optimizer = job(staleness=1)
     weights: list[float] = []
     others = iter([8, 8, 8, 0])
-    joint = JointStream(lambda own: JointStep.of([own, (next(others), 2, 0)], 0), weights.append)
-    inputs = Padded(iter([*batches(1), *batches(1, size=3)]), embeddings.features.names)
+    joint = JointStepCallbacks(lambda own: JointStep.of([own, (next(others), 2, 0)], 0), weights.append)
+    inputs = PaddedBatches(iter([*batches(1), *batches(1, size=3)]), embeddings.features.names)
     stream = Stream(
         inputs,
         embeddings.worker,
@@ -188,7 +186,7 @@ def test_a_batch_is_weighed_while_its_backward_pass_is_awaited() -> None:
     loss_of(model, short).backward()
     assert weights[2:] == [6 / 11]
     optimizer.step()
-    assert weights[3:] == [1.0], "what follows is not of this batch"
+    assert weights[3:] == [1.0], "the weight no longer applies"
     padding = next(stream)
     assert len(padding) == 0 and padding.embeddings.shape[0] == padding.dense.shape[0] == PADDING_ROWS
     loss_of(model, padding).backward()
@@ -200,7 +198,7 @@ def test_a_batch_is_weighed_while_its_backward_pass_is_awaited() -> None:
     stream.close()
 
 
-def test_the_optimizer_weighs_dense_gradients_until_it_is_told_otherwise() -> None:
+def test_the_optimizer_weighs_dense_gradients_until_the_next_weight() -> None:
     _, model, optimizer = job()
     bias = list(model.parameters())[1]
     for weight in (1.0, 0.5, 0.0, 1.0):
@@ -223,11 +221,11 @@ def test_the_mean_of_weighted_means_is_the_mean(sizes: list[int]) -> None:
     assert all(step.num_samples == sum(sizes) for step in steps)
     assert all((step.weight == 0) == (n == 0) for step, n in zip(steps, sizes, strict=True))
     if len(set(sizes)) == 1:
-        assert all(step.weight == 1.0 for step in steps), "exactly, so that bits stay"
+        assert all(step.weight == 1.0 for step in steps), "exactly, so that no bits change"
 
 
 @pytest.mark.parametrize("label", [None, (5,), (5, 2)])
-def test_padding_is_shaped_as_the_others_batches(label: tuple[int, ...] | None) -> None:
+def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, ...] | None) -> None:
     one = Inputs(
         names=("a",),
         values=np.zeros(5, np.uint64),
@@ -236,11 +234,11 @@ def test_padding_is_shaped_as_the_others_batches(label: tuple[int, ...] | None) 
         label=None if label is None else np.ones(label, np.float32),
         position=Position(0, 0, 1, 5),
     )
-    stream = Padded(iter([one]), ("a",))
+    stream = PaddedBatches(iter([one]), ("a",))
     assert next(stream) is one
     padding = next(stream)
-    assert described(padding) == described(None)
-    dense, found = JointStep.of([described(padding), described(one)], 0).padding()
+    assert describe(padding) == describe(None)
+    dense, found = JointStep.of([describe(padding), describe(one)], 0).padding()
     assert dense.shape == (2, 3) and not dense.any()
     assert (None if found is None else found.shape[1:]) == (None if label is None else label[1:])
     stream.stop()

@@ -1,8 +1,8 @@
-"""Synchronous training by a user's loop equals plain PyTorch: every pooling with every optimizer, some steps long.
+"""Synchronous training by a user's loop equals plain PyTorch: every pooling with every optimizer, for some steps.
 
-The plain job keeps each row as a Parameter of its own with an optimizer of its own, so that one which no sample has
-used is not stepped; torch pools the rows and sums their gradients. Both start at the same bits and must stay within
-what float32 may differ by in the order of a few sums. The tables' exact bits are judged in worker/test_bags.py.
+The plain job keeps each row as a separate Parameter with a separate optimizer, so that a row which no sample uses is
+not stepped; torch pools the rows and sums their gradients. Both jobs start with the same bits and must stay within the
+float32 error of summing in another order. worker/test_bags.py compares the tables bit by bit.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ POOLINGS: dict[str, Callable[[Table], Feature | Table]] = {
 
 
 class OneRow(torch.optim.Optimizer):
-    """What torch does not have: row-wise Adagrad and FTRL-proximal by their papers, in double."""
+    """Optimizers that torch lacks: row-wise Adagrad and FTRL-proximal by their papers, in double precision."""
 
     def __init__(self, row: Parameter, optimizer: RowWiseAdagrad | Ftrl) -> None:
         super().__init__([row], {})
@@ -86,7 +86,7 @@ def batches(names: tuple[str, ...], *, bags: bool, weighted: bool) -> list[Input
     rng = np.random.default_rng(3)
     made = []
     for step in range(STEPS):
-        size = SIZE if step < STEPS - 1 else 2  # the last is short
+        size = SIZE if step < STEPS - 1 else 2  # the last batch is short
         count = len(names) * size
         lengths = rng.integers(0, LONGEST + 1, count) if bags else np.ones(count, np.int64)
         total = int(lengths.sum())
@@ -109,7 +109,7 @@ def bag_of(inputs: Inputs, index: int) -> tuple[list[int], list[float]]:
 
 
 def pooled(rows: list[Parameter], inputs: Inputs, feature: Feature, index: int) -> Tensor:
-    """One bag: [DIM], or for a sequence [LONGEST - 1, DIM]."""
+    """Return one bag: [DIM], or for a sequence [LONGEST - 1, DIM]."""
     ids, weights = bag_of(inputs, index)
     if feature.pooling == "none":
         used = [rows[id_] for id_ in ids[1 - LONGEST :]]
@@ -123,7 +123,8 @@ def pooled(rows: list[Parameter], inputs: Inputs, feature: Feature, index: int) 
 
 
 def loss_of(head: Tensor, vectors: Tensor) -> Tensor:
-    """Bends, so that gradients depend on the rows; head is [features * DIM] or, for sequences, one for each place."""
+    """Return a nonlinear loss, so that gradients depend on the rows. head is [features * DIM] or, for sequences, one
+    per position."""
     loss: Tensor = torch.nn.functional.softplus((torch.tanh(vectors) * head).sum(-1)).mean()
     return loss
 

@@ -1,4 +1,5 @@
-"""The pipeline of a stream, with plain numbers in place of batches: order, bounds, errors and ends, in every mode."""
+"""The pipeline of a stream, with plain numbers in place of batches: order, bounds, errors and shutdown, in every
+mode."""
 
 import random
 import sys
@@ -23,7 +24,7 @@ each_way = pytest.mark.parametrize("mode", ["inline", "overlap", "remote"])
 
 
 class Tables:
-    """Notes what was asked of it, and what each lookup could see."""
+    """Tables that record the calls, and what each lookup saw."""
 
     def __init__(self) -> None:
         self.applied: list[int] = []
@@ -33,11 +34,11 @@ class Tables:
         self.hold_lookup, self.hold_update = threading.Event(), threading.Event()
         self.hold_lookup.set()
         self.hold_update.set()
-        self.inside: list[str] = []  # what is done now
-        self.met = False  # a lookup and an update were done at the same time
+        self.inside: list[str] = []  # calls in progress
+        self.met = False  # whether a lookup and an update overlapped
 
     @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
+    def _recorded(self, what: str) -> Iterator[None]:
         self.inside.append(what)
         if len(self.inside) > 1:
             self.met = True
@@ -48,7 +49,7 @@ class Tables:
 
     def look_up(self, inputs: int, step: int, oldest_open: int, ahead: tuple[int, int] | None) -> tuple[int, int]:
         assert oldest_open <= step and ahead in (None, (inputs, step))
-        with self._doing("lookup"):
+        with self._recorded("lookup"):
             self.seen[step] = len(self.applied)
             assert self.hold_lookup.wait(DEADLINE_SECONDS)
             if step == self.fail_lookup:
@@ -58,7 +59,7 @@ class Tables:
 
     def update(self, *steps: int) -> Update:
         def apply() -> None:
-            with self._doing("update"):
+            with self._recorded("update"):
                 assert self.hold_update.wait(DEADLINE_SECONDS)
                 if steps[-1] == self.fail_update:
                     raise NonFiniteError("bad gradient")
@@ -99,7 +100,7 @@ def make(inputs: Iterator[int], gate: StalenessGate, tables: Tables, mode: str) 
 @each_way
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_batch_is_handed_over_once_in_order(mode: str, staleness: int, deterministic: bool) -> None:
+def test_every_batch_is_returned_once_in_order(mode: str, staleness: int, deterministic: bool) -> None:
     tables, gate = Tables(), StalenessGate(staleness, deterministic=deterministic)
     pipeline = make(numbers(20), gate, tables, mode)
     got = []
@@ -127,14 +128,14 @@ def test_an_empty_source_ends_at_once(mode: str) -> None:
 
 
 @each_way
-def test_the_user_is_asked_when_only_a_step_opens_the_gate(mode: str) -> None:
+def test_the_user_is_needed_when_only_a_step_opens_the_gate(mode: str) -> None:
     tables = Tables()
     pipeline = make(numbers(9), StalenessGate(1), tables, mode)
     assert pipeline.next() == (0, 1)
     assert not pipeline.needs_user()
     assert pipeline.next() == (1, 2)
     assert pipeline.needs_user()
-    assert pipeline.next() == (2, 3), "ahead of its lookup"
+    assert pipeline.next() == (2, 3), "returned before its lookup"
     assert not pipeline.bring(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2]
     pipeline.drop(1)
     assert pipeline.bring(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2, 3]
@@ -149,7 +150,7 @@ def test_the_user_is_asked_when_only_a_step_opens_the_gate(mode: str) -> None:
 def test_all_batches_may_be_taken_before_the_first_step(
     mode: str, staleness: int, accumulate: int, deterministic: bool
 ) -> None:
-    """Each comes once, under its step, and is looked up in order, as soon as the gate allows and no sooner."""
+    """Each batch comes once, with its step, and is looked up in order, exactly when the gate allows."""
     tables, gate = Checked(staleness, 0), StalenessGate(staleness, accumulate=accumulate, deterministic=deterministic)
     pipeline = make(numbers(20), gate, tables, mode)
     got = []
@@ -170,7 +171,7 @@ def test_all_batches_may_be_taken_before_the_first_step(
 
 
 @each_way
-def test_the_last_batch_taken_ahead_goes_back(mode: str) -> None:
+def test_the_last_batch_read_ahead_can_be_taken_back(mode: str) -> None:
     tables = Tables()
     pipeline = make(numbers(9), StalenessGate(0), tables, mode)
     first, second, third = (pipeline.next() for _ in range(3))
@@ -181,7 +182,7 @@ def test_the_last_batch_taken_ahead_goes_back(mode: str) -> None:
     pipeline.close()
 
 
-def test_lookups_go_on_while_the_user_is_in_its_step() -> None:
+def test_lookups_continue_during_the_users_step() -> None:
     tables, gate = Tables(), StalenessGate(3)
     pipeline = make(numbers(100), gate, tables, "overlap")
     assert pipeline.next() == (0, 1)
@@ -209,7 +210,7 @@ def test_reading_ahead_is_bounded() -> None:
     assert pipeline.next() == (0, 1)
     eventually("reads up to the bound", lambda: len(read) >= 6)
     pipeline.close()
-    assert len(read) <= 7  # three looked up, three waiting, one in hand
+    assert len(read) <= 7  # three looked up, three waiting, one being read
 
 
 @each_way
@@ -234,8 +235,8 @@ def test_an_error_reaches_the_user_with_its_stage(mode: str, stage: str) -> None
 
 @each_way
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_closing_in_the_middle_leaves_no_thread(mode: str, interrupted: bool) -> None:
-    """Interrupted: a Ctrl-C that came when the lock was taken and what it is for had not begun leaves it taken."""
+def test_closing_in_the_middle_stops_all_threads(mode: str, interrupted: bool) -> None:
+    """interrupted: a Ctrl-C came between taking the lock and the block that releases it."""
     before = set(threading.enumerate())
     tables = Tables()
     pipeline = make(numbers(1000), StalenessGate(3), tables, mode)
@@ -260,7 +261,7 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
     pipeline = make(stuck(), StalenessGate(0), Tables(), "overlap")
     assert pipeline.next() == (0, 1)
     assert entered.wait(DEADLINE_SECONDS)
-    with pytest.raises(StreamError, match="satrap-read did not end"):
+    with pytest.raises(StreamError, match="satrap-read did not stop"):
         pipeline.close()
     release.set()
     eventually("the reader's end", lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))
@@ -282,8 +283,9 @@ def test_one_update_settles_several_batches(mode: str) -> None:
 
 
 @pytest.fixture
-def beside() -> Iterator[tuple[PrefetchPipeline[tuple[int, int]], Tables]]:
-    """With staleness 2: three batches are looked up, and the lookup of step 4 is held, while update 1 is applied."""
+def concurrent() -> Iterator[tuple[PrefetchPipeline[tuple[int, int]], Tables]]:
+    """Yield a pipeline of staleness 2 with three batches looked up, the lookup of step 4 blocked, and update 1 being
+    applied."""
     tables = Tables()
     pipeline = make(numbers(100), StalenessGate(2), tables, "remote")
     assert [pipeline.next() for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
@@ -297,9 +299,9 @@ def beside() -> Iterator[tuple[PrefetchPipeline[tuple[int, int]], Tables]]:
 
 
 def test_updates_and_lookups_do_not_wait_for_each_other(
-    beside: tuple[PrefetchPipeline[tuple[int, int]], Tables],
+    concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables],
 ) -> None:
-    pipeline, tables = beside
+    pipeline, tables = concurrent
     pipeline.submit(tables.update(2))
     eventually("an update during a lookup", lambda: tables.applied == [1, 2])
     assert tables.inside == ["lookup"]
@@ -308,14 +310,16 @@ def test_updates_and_lookups_do_not_wait_for_each_other(
     eventually("both at once", lambda: len(tables.inside) == 2)
     tables.hold_lookup.set()
     assert [pipeline.next(), pipeline.next()] == [(3, 4), (4, 5)]
-    assert pipeline._gate.oldest_open == 3 and not pipeline._gate.may_look_up(), "an update under way is open"
+    assert pipeline._gate.oldest_open == 3 and not pipeline._gate.may_look_up(), (
+        "the step of an update in progress is open"
+    )
     tables.hold_update.set()
     assert pipeline.next() == (5, 6)
     assert tables.seen[6] == 3
 
 
-def test_a_pause_waits_for_both(beside: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
-    pipeline, tables = beside
+def test_a_pause_waits_for_lookups_and_updates(concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
+    pipeline, tables = concurrent
     tables.hold_update.clear()
     pipeline.submit(tables.update(2))
     eventually("both at once", lambda: len(tables.inside) == 2)
@@ -339,15 +343,15 @@ def test_a_pause_waits_for_both(beside: tuple[PrefetchPipeline[tuple[int, int]],
     go_on.set()
     thread.join(DEADLINE_SECONDS)
     assert found == [([], [1, 2])]
-    eventually("what was handed over meanwhile", lambda: tables.applied == [1, 2, 3])
+    eventually("the updates submitted meanwhile", lambda: tables.applied == [1, 2, 3])
 
 
 def threads_of_tables() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name in ("satrap-lookups", "satrap-updates")]
 
 
-def test_of_two_errors_the_first_is_raised(beside: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
-    pipeline, tables = beside
+def test_of_two_errors_the_first_is_raised(concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
+    pipeline, tables = concurrent
     tables.hold_update.clear()
     tables.fail_update, tables.fail_lookup = 2, 4
     pipeline.submit(tables.update(2))
@@ -358,17 +362,17 @@ def test_of_two_errors_the_first_is_raised(beside: tuple[PrefetchPipeline[tuple[
     eventually("the end of both", lambda: not threads_of_tables())
     with pytest.raises(NonFiniteError, match="bad gradient") as caught:
         pipeline.next()
-    assert pipeline.drain(), "what was handed over behind it is applied"
+    assert pipeline.drain(), "later submitted updates are applied"
     assert any("in the update stage" in note for note in caught.value.__notes__)
     assert "and then in the lookup stage: ValueError('no such row')" in caught.value.__notes__
     assert tables.applied == [1, 3]
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_an_error_of_a_lookup_waits_for_the_update_beside_it(
-    beside: tuple[PrefetchPipeline[tuple[int, int]], Tables], refused: bool
+def test_an_error_of_a_lookup_waits_for_the_concurrent_update(
+    concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables], refused: bool
 ) -> None:
-    pipeline, tables = beside
+    pipeline, tables = concurrent
     tables.hold_update.clear()
     tables.fail_lookup, tables.fail_update = 4, 2 if refused else 0
     for step in (2, 3):
@@ -387,8 +391,8 @@ def test_an_error_of_a_lookup_waits_for_the_update_beside_it(
 
 
 @pytest.fixture
-def restless() -> Iterator[None]:
-    """Threads change places often."""
+def fast_thread_switches() -> Iterator[None]:
+    """Make threads switch often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -396,7 +400,7 @@ def restless() -> Iterator[None]:
 
 
 class Checked(Tables):
-    """Lookups and updates that take longer or shorter, and say if a lookup began too early."""
+    """Tables with lookups and updates of random duration, which raise if a lookup starts too early."""
 
     def __init__(self, staleness: int, seed: int) -> None:
         super().__init__()
@@ -425,7 +429,7 @@ class Checked(Tables):
         return Update(steps=steps, apply=apply)
 
 
-@pytest.mark.usefixtures("restless")
+@pytest.mark.usefixtures("fast_thread_switches")
 @given(
     staleness=st.integers(1, 5),
     accumulate=st.integers(1, 3),
@@ -434,10 +438,10 @@ class Checked(Tables):
     drop=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 2**32),
 )
-def test_beside_each_other_nothing_is_lost_or_too_early(
+def test_concurrent_work_loses_nothing_and_keeps_the_staleness(
     staleness: int, accumulate: int, deterministic: bool, num_batches: int, drop: float, seed: int
 ) -> None:
-    """The user keeps some batches before he steps or drops them, as many as he likes."""
+    """The user keeps any number of batches before stepping or dropping them."""
     tables, gate = (
         Checked(staleness, seed),
         StalenessGate(staleness, accumulate=accumulate, deterministic=deterministic),
@@ -446,7 +450,7 @@ def test_beside_each_other_nothing_is_lost_or_too_early(
     pipeline = make(numbers(num_batches), gate, tables, "remote")
     got: list[tuple[int, int]] = []
     held: dict[int, int] = {}
-    wanted: list[int] = []
+    expected: list[int] = []
 
     def settle(step: int) -> None:
         count = held.pop(step)
@@ -455,7 +459,7 @@ def test_beside_each_other_nothing_is_lost_or_too_early(
             for _ in range(count):
                 pipeline.drop(step)
         else:
-            wanted.extend([step] * count)
+            expected.extend([step] * count)
             pipeline.submit(tables.update(*[step] * count))
 
     while True:
@@ -471,7 +475,7 @@ def test_beside_each_other_nothing_is_lost_or_too_early(
     pipeline.drain()
     pipeline.close()
     assert got == [(i, 1 + i // accumulate) for i in range(num_batches)]
-    assert tables.applied == wanted
+    assert tables.applied == expected
     assert sum(gate.seen.values()) == num_batches and max(gate.seen, default=0) <= staleness
     if deterministic:
         assert not tables.met

@@ -1,4 +1,4 @@
-"""Loops that ask for batches before they have stepped the earlier ones train as the plain loop, or say what to do."""
+"""Loops that request batches before stepping earlier ones train like a plain loop, or raise an error with a remedy."""
 
 import gc
 import warnings
@@ -24,26 +24,26 @@ each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "ove
 HOW: dict[str, Callable[[Stream], Iterable[Batch]]] = {}
 
 
-def by(name: str) -> Callable[[Callable[[Stream], Iterable[Batch]]], None]:
-    def note(how: Callable[[Stream], Iterable[Batch]]) -> None:
+def loop(name: str) -> Callable[[Callable[[Stream], Iterable[Batch]]], None]:
+    def register(how: Callable[[Stream], Iterable[Batch]]) -> None:
         HOW[name] = how
 
-    return note
+    return register
 
 
-@by("plain")
+@loop("plain")
 def _(stream: Stream) -> Iterable[Batch]:
     return stream
 
 
-@by("all at once")
+@loop("all at once")
 def _(stream: Stream) -> Iterable[Batch]:
     return list(stream)
 
 
-@by("one ahead")
+@loop("one ahead")
 def _(stream: Stream) -> Iterator[Batch]:
-    """As Lightning and Accelerate do."""
+    """Read one batch ahead, as Lightning and Accelerate do."""
     one = next(stream)
     for following in stream:
         yield one
@@ -51,7 +51,7 @@ def _(stream: Stream) -> Iterator[Batch]:
     yield one
 
 
-@by("three ahead")
+@loop("three ahead")
 def _(stream: Stream) -> Iterator[Batch]:
     held = list(islice(stream, 3))
     for following in stream:
@@ -63,7 +63,7 @@ def _(stream: Stream) -> Iterator[Batch]:
 def trained(
     how: str, staleness: int, overlap: bool, *, accumulate: int = 1, skip: tuple[int, ...] = (), num: int = 14
 ) -> tuple[list[bytes], dict[str, int], list[float]]:
-    """What a loop ends with: bits, batches dropped, losses."""
+    """Return the result of a loop: bits, dropped batches, losses."""
     embeddings, model, optimizer = job(staleness, deterministic=True)
     stream, losses = embeddings.stream(batches(num), overlap=overlap, accumulate=accumulate), []
     for i, batch in enumerate(HOW[how](stream)):
@@ -87,7 +87,7 @@ def trained(
 @each_way
 @pytest.mark.parametrize(("staleness", "accumulate"), [(0, 1), (0, 3), (1, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("how", [name for name in HOW if name != "plain"])
-def test_reading_ahead_ends_in_the_plain_loops_bits(how: str, staleness: int, accumulate: int, overlap: bool) -> None:
+def test_reading_ahead_equals_the_plain_loop(how: str, staleness: int, accumulate: int, overlap: bool) -> None:
     found = trained(how, staleness, overlap, accumulate=accumulate)
     assert found == trained("plain", staleness, overlap, accumulate=accumulate)
     assert found[1] == {}
@@ -96,7 +96,7 @@ def test_reading_ahead_ends_in_the_plain_loops_bits(how: str, staleness: int, ac
 @each_way
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("how", list(HOW))
-def test_batches_that_are_passed_over_are_counted_once(how: str, staleness: int, overlap: bool) -> None:
+def test_skipped_batches_are_counted_once(how: str, staleness: int, overlap: bool) -> None:
     skip = (0, 3, 4, 5, 9)
     found = trained(how, staleness, overlap, skip=skip)
     assert found == trained("plain", staleness, overlap, skip=skip)
@@ -104,12 +104,12 @@ def test_batches_that_are_passed_over_are_counted_once(how: str, staleness: int,
 
 
 @each_way
-def test_what_the_staleness_let_out_trains_at_the_end_of_the_stream(overlap: bool) -> None:
+def test_batches_within_the_staleness_train_after_the_end_of_the_stream(overlap: bool) -> None:
     embeddings, _, optimizer = job(4)
     stream = embeddings.stream(batches(3), overlap=overlap)
     held = list(stream)
     assert [batch.step for batch in held] == [1, 2, 3]
-    losses = [batch.embeddings.square().mean() for batch in held]  # used, all before the first step
+    losses = [batch.embeddings.square().mean() for batch in held]  # all used before the first step
     for loss in losses:
         before = rows(embeddings)
         optimizer.zero_grad()
@@ -122,19 +122,19 @@ def test_what_the_staleness_let_out_trains_at_the_end_of_the_stream(overlap: boo
 
 
 @each_way
-def test_using_a_batch_too_early_names_the_cure_and_changes_nothing(overlap: bool) -> None:
+def test_using_a_batch_too_early_names_the_remedy_and_changes_nothing(overlap: bool) -> None:
     embeddings, model, optimizer = job()
     stream = embeddings.stream(batches(3), overlap=overlap)
     first, second, third = stream
     assert len(second) == BATCH and second.dense.shape == (BATCH, 2) and second.label.shape == (BATCH,)
     assert "not looked up yet" in repr(second)
     loss = loss_of(model, first)
-    for told in ("the loop used", "a loss reached"):
+    for obstacle in ("the loop used", "a loss reached"):
         for early, staleness in ((second, 1), (third, 2)):
-            match = rf"step {early.step}: .*{told} the batch of step 1 and optimizer\.step.*staleness={staleness}\)"
+            match = rf"step {early.step}: .*{obstacle} the batch of step 1 and optimizer\.step.*staleness={staleness}\)"
             with pytest.raises(StreamError, match=match):
                 _ = early.embeddings
-        if told == "the loop used":
+        if obstacle == "the loop used":
             loss.backward()
     for batch in (first, second, third):
         if batch is not first:
@@ -150,7 +150,7 @@ def test_a_backward_pass_to_a_dropped_batch_raises(overlap: bool) -> None:
     stream = embeddings.stream(batches(3), overlap=overlap)
     first, second, third = stream
     loss = first.embeddings.sum()
-    del first  # skipped, as far as the stream can see
+    del first  # skipped, as far as the stream can tell
     loss_of(model, third).backward()
     optimizer.step()
     with pytest.raises(StreamError, match=r"step 1: its batch was dropped: .* step 3 was used .*staleness=2\)"):
@@ -163,7 +163,7 @@ def test_a_backward_pass_to_a_dropped_batch_raises(overlap: bool) -> None:
 
 @each_way
 def test_a_batch_may_be_skipped_after_its_forward_pass(overlap: bool) -> None:
-    """One whose loss is not finite, or that was only looked at."""
+    """The loss is not finite, or the batch was only inspected."""
     embeddings, model, optimizer = job()
     stream = embeddings.stream(batches(8), overlap=overlap)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_backward_pass_after_zero_grad_raises() -> None:
 
 
 @each_way
-def test_a_batch_kept_when_its_stream_was_left_says_so(overlap: bool) -> None:
+def test_a_batch_of_a_closed_stream_says_so(overlap: bool) -> None:
     embeddings, model, optimizer = job()
     first, second = islice(embeddings.stream(batches(6), overlap=overlap), 2)
     loss = first.embeddings.sum()
@@ -205,8 +205,8 @@ def test_a_batch_kept_when_its_stream_was_left_says_so(overlap: bool) -> None:
 
 @each_way
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_loop_that_uses_nothing_keeps_nothing(staleness: int, overlap: bool) -> None:
-    """Batches that the user let go of are settled, or a pass over an endless source would fill the memory."""
+def test_a_loop_that_uses_no_batch_keeps_none(staleness: int, overlap: bool) -> None:
+    """Batches that the user released are settled; otherwise a pass over an endless source would fill the memory."""
     embeddings, _, _ = job(staleness)
     arrays: list[weakref.ref[Any]] = []
     most = 0
@@ -229,7 +229,7 @@ def test_a_loop_that_uses_nothing_keeps_nothing(staleness: int, overlap: bool) -
 
 
 @each_way
-def test_an_evaluation_in_the_middle_leaves_what_was_read_ahead(overlap: bool) -> None:
+def test_an_evaluation_in_the_middle_keeps_batches_read_ahead(overlap: bool) -> None:
     def run(evaluates: bool) -> list[bytes]:
         embeddings, model, optimizer = job()
         for i, batch in enumerate(HOW["one ahead"](embeddings.stream(batches(8), overlap=overlap))):
@@ -247,9 +247,9 @@ def test_an_evaluation_in_the_middle_leaves_what_was_read_ahead(overlap: bool) -
 
 @each_way
 @pytest.mark.parametrize("how", ["one ahead", "three ahead"])
-def test_a_checkpoint_between_counts_no_batch_that_was_only_read(how: str, overlap: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_counts_no_batch_that_was_only_read(how: str, overlap: bool, tmp_path: Path) -> None:
     data = satrap.Iterable(batches(10))
-    wanted = trained("plain", 0, overlap, num=10)[0]
+    expected = trained("plain", 0, overlap, num=10)[0]
     embeddings, model, optimizer = job()
     run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
     for batch in HOW[how](embeddings.stream(data, overlap=overlap)):
@@ -266,10 +266,10 @@ def test_a_checkpoint_between_counts_no_batch_that_was_only_read(how: str, overl
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert embeddings.step == 10 and bits(embeddings, model) == wanted
+    assert embeddings.step == 10 and bits(embeddings, model) == expected
 
 
-def test_an_overflow_drops_its_batch_alone() -> None:
+def test_an_overflow_drops_only_its_batch() -> None:
     embeddings, model, optimizer = job()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     stream = embeddings.stream(batches(4))
@@ -294,7 +294,7 @@ def test_a_data_loader_around_a_stream_is_refused(options: dict[str, Any], sized
 
 
 class Wrapped(torch.utils.data.IterableDataset[Batch]):
-    """A stream that a DataLoader's workers would read, each in a process of its own."""
+    """A stream that a DataLoader's workers would read, each in a separate process."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -303,7 +303,7 @@ class Wrapped(torch.utils.data.IterableDataset[Batch]):
         yield from self.stream
 
 
-def test_a_data_loaders_worker_refuses_a_stream() -> None:
+def test_a_data_loader_worker_refuses_a_stream() -> None:
     embeddings, _, _ = job()
     with embeddings.stream(batches(4), overlap=False) as stream:
         reader = iter(DataLoader(Wrapped(stream), batch_size=None, num_workers=1))
@@ -318,7 +318,7 @@ def test_a_stream_is_one_pass() -> None:
     with pytest.warns(UserWarning, match="no table has a row yet"):
         stream = embeddings.stream(batches(3))
     assert len(list(stream)) == 3 and next(stream, None) is None
-    with pytest.raises(StreamError, match=r"a stream is one pass over its data: begin another one"):
+    with pytest.raises(StreamError, match=r"a stream is one pass over its data: start another one"):
         iter(stream)
 
 
@@ -345,8 +345,8 @@ SOURCES: dict[str, Callable[..., Any]] = {
     "options", [{}, {"drop_last": True}, {"epochs": 3}, {"epochs": 2, "shuffle": True, "shuffle_blocks": 2}], ids=str
 )
 @pytest.mark.parametrize("kind", list(SOURCES))
-def test_a_streams_length_is_its_batches(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """From every position, and with another batch size behind it."""
+def test_the_length_of_a_stream_is_its_number_of_batches(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """From every position, also when another batch size came before."""
     embeddings, _, optimizer = job()
     data = SOURCES[kind](tmp_path, batch_size=5, **options)
     stream = embeddings.stream(data)
@@ -355,12 +355,12 @@ def test_a_streams_length_is_its_batches(kind: str, options: dict[str, Any], tmp
     for position in positions[:: max(1, len(positions) // 5)]:
         for other in (data, data.replace(batch_size=4)):
             rest = other.batches(embeddings.features, position=position)
-            told = len(rest)
-            assert told == len(list(rest))
+            length = len(rest)
+            assert length == len(list(rest))
     assert not optimizer.state
 
 
-def test_a_lists_length_is_its_items() -> None:
+def test_the_length_of_a_list_is_its_number_of_items() -> None:
     embeddings, _, _ = job()
     data = satrap.Iterable(batches(5), epochs=2)
     stream = embeddings.stream(data)
@@ -370,22 +370,22 @@ def test_a_lists_length_is_its_items() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"epochs": None}, "epochs is None"),
         ({"max_bad_rows": 1}, "rows may be left out"),
         ({"label": satrap.LabelColumn("user", missing="drop", kind="count")}, "rows may be left out"),
     ],
 )
-def test_a_length_that_is_not_known_says_why(options: dict[str, Any], told: str) -> None:
+def test_an_unknown_length_says_why(options: dict[str, Any], message: str) -> None:
     embeddings, _, _ = job()
     with embeddings.stream(satrap.Frame(COLUMNS, batch_size=5, **options), overlap=False) as stream:
-        with pytest.raises(TypeError, match=f"the length of this stream is not known: {told}"):
+        with pytest.raises(TypeError, match=f"the length of this stream is not known: {message}"):
             len(stream)
         assert len(list(islice(stream, 3))) == 3
 
 
-def test_staleness_without_a_free_core_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staleness_without_a_free_core_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("satrap.train.embeddings.spare_cores", lambda: 0)
     embeddings, _, _ = job(4)
     with pytest.warns(UserWarning, match=r"staleness=4 .*torch\.set_num_threads.*overlap=True"):

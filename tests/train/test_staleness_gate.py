@@ -1,4 +1,4 @@
-"""The gate against its two rules, over random orders of events: no thread, no clock."""
+"""The staleness gate against its two rules, over random orders of events, without threads or clocks."""
 
 import random
 
@@ -10,7 +10,7 @@ from satrap.train.staleness_gate import StalenessGate
 
 
 def run(gate: StalenessGate, num_batches: int, rng: random.Random, drop: float) -> list[tuple[str, int]]:
-    """Plays a stream as user and pipeline would, in a random order of all that is allowed; returns what happened."""
+    """Simulate a stream with its user and pipeline, in a random order of all allowed events; return the events."""
     events: list[tuple[str, int]] = []
     looked_up = 0
     foreseen: dict[int, int] = {}
@@ -26,7 +26,7 @@ def run(gate: StalenessGate, num_batches: int, rng: random.Random, drop: float) 
             choices.append("step")
         if submitted and gate.may_update(submitted[0]):
             choices.append("update")
-        assert choices, f"nothing may go on after {events}"
+        assert choices, f"no event is allowed after {events}"
         match rng.choice(choices):
             case "lookup":
                 foreseen = {looked_up + n: gate.step_after(n) for n in range(5)} | foreseen
@@ -74,7 +74,9 @@ def test_no_lookup_misses_more_than_the_staleness(
         if what == "lookup":
             assert settled >= set(range(step - staleness)), f"step {step} was looked up without {staleness} older"
             if deterministic and drop == 0.0:
-                assert [u for u in updates if u >= step - staleness] == [], "a lookup saw an update that it must not"
+                assert [u for u in updates if u >= step - staleness] == [], (
+                    "a lookup saw an update that it must not see"
+                )
         else:
             settled.add(step)
             if what == "update":
@@ -106,13 +108,13 @@ def test_the_staleness_seen_counts_open_steps() -> None:
     assert gate.seen == {0: 2, 1: 2, 2: 2}
     gate.settle(2)
     gate.settle(2)
-    assert not gate.may_look_up(), "step 1 is open still"
+    assert not gate.may_look_up(), "step 1 is still open"
     gate.settle(1)
     gate.settle(1)
     assert gate.look_up() == 4
 
 
-def test_a_step_begun_is_open_until_its_last_batch() -> None:
+def test_a_started_step_is_open_until_its_last_batch() -> None:
     gate = StalenessGate(0, accumulate=3)
     gate.settle(gate.look_up())
     assert gate.oldest_open == 1
@@ -124,11 +126,11 @@ def test_a_step_begun_is_open_until_its_last_batch() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_a_deterministic_update_waits_for_the_lookups_that_must_not_see_it(staleness: int) -> None:
+def test_a_deterministic_update_waits_for_earlier_lookups(staleness: int) -> None:
     gate = StalenessGate(staleness, deterministic=True)
     for step in range(1, staleness + 1):
         gate.look_up()
-        assert not gate.may_update(1), f"the lookup of step {step + 1} is still to come"
+        assert not gate.may_update(1), f"the lookup of step {step + 1} is not yet started"
     gate.look_up()
     assert gate.may_update(1)
     assert not gate.may_update(2)
@@ -136,6 +138,6 @@ def test_a_deterministic_update_waits_for_the_lookups_that_must_not_see_it(stale
     assert gate.may_update(2)
 
 
-def test_lookups_and_updates_run_at_the_same_time_where_only_the_staleness_binds() -> None:
-    assert [StalenessGate(staleness).apart for staleness in (0, 1, 4)] == [False, True, True]
-    assert not any(StalenessGate(staleness, deterministic=True).apart for staleness in (0, 1, 4))
+def test_lookups_and_updates_may_overlap_unless_deterministic() -> None:
+    assert [StalenessGate(staleness).allows_overlap for staleness in (0, 1, 4)] == [False, True, True]
+    assert not any(StalenessGate(staleness, deterministic=True).allows_overlap for staleness in (0, 1, 4))

@@ -1,4 +1,4 @@
-"""Table work on torch's own threads: where it is used, and that it changes no result."""
+"""Table work on torch's own threads: where it is used, and that it does not change results."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ borrowed = pytest.mark.skipif(_openmp() is None, reason="this torch does not run
 
 
 def trained(num_threads: int, steps: int = 4) -> np.ndarray:
-    """Enough rows that every phase is split."""
+    """Train on enough rows that every phase is split."""
     store = Store(Table("t", dim=8, optimizer=Adagrad(lr=0.1)), num_threads=num_threads)
     rng = np.random.default_rng(0)
     for _ in range(steps):
@@ -29,16 +29,16 @@ def trained(num_threads: int, steps: int = 4) -> np.ndarray:
 
 @borrowed
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_the_bits_are_the_same(num_threads: int) -> None:
-    wanted = trained(num_threads)
+def test_borrowed_threads_do_not_change_the_bits(num_threads: int) -> None:
+    expected = trained(num_threads)
     with torch_threads():
-        np.testing.assert_array_equal(trained(num_threads), wanted)
-    np.testing.assert_array_equal(trained(num_threads), wanted)
+        np.testing.assert_array_equal(trained(num_threads), expected)
+    np.testing.assert_array_equal(trained(num_threads), expected)
 
 
 @borrowed
-def test_several_threads_may_borrow_at_once() -> None:
-    wanted, found = trained(2), {}
+def test_several_threads_may_borrow_concurrently() -> None:
+    expected, found = trained(2), {}
 
     def work(number: int) -> None:
         with torch_threads():
@@ -50,7 +50,7 @@ def test_several_threads_may_borrow_at_once() -> None:
     for thread in threads:
         thread.join(300)
     for number in range(3):
-        np.testing.assert_array_equal(found[number], wanted)
+        np.testing.assert_array_equal(found[number], expected)
 
 
 def test_only_a_loaded_openmp_is_borrowed() -> None:
@@ -61,11 +61,12 @@ def test_only_a_loaded_openmp_is_borrowed() -> None:
     _core.borrow_threads(None)
 
 
-@pytest.mark.parametrize(("overlap", "num_threads", "wanted"), [(False, 1, 6), (True, 1, 0), (False, 3, 0)])
-def test_a_stream_borrows_where_it_works_between_torchs_operators(
-    overlap: bool, num_threads: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("overlap", "num_threads", "num_borrowed"), [(False, 1, 6), (True, 1, 0), (False, 3, 0)])
+def test_an_inline_stream_borrows_torchs_threads(
+    overlap: bool, num_threads: int, num_borrowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the user's thread, and where both have as many: another number would cost torch its threads."""
+    """Only in the user's thread, and with equal numbers of threads: another number would make torch recreate its
+    threads."""
     times = []
 
     @contextmanager
@@ -84,10 +85,10 @@ def test_a_stream_borrows_where_it_works_between_torchs_operators(
             batch.embeddings.sum().backward()
             optimizer.step()
     embeddings.drain()
-    assert times == ["MainThread"] * wanted
+    assert times == ["MainThread"] * num_borrowed
 
 
-def test_spare_cores_follow_torch() -> None:
+def test_spare_cores_depend_on_torchs_threads() -> None:
     before = spare_cores()
     torch.set_num_threads(2)
     try:

@@ -1,6 +1,5 @@
-"""Several trainers under DDP over the same servers: synchronous, they are one trainer on the joined batch; stale, each
-update is applied once; and whatever one of them has more or less than another, none waits for ever.
-"""
+"""Several trainers under DDP over the same servers: synchronous trainers equal one trainer on the joined batch; stale
+trainers apply each update once; and no trainer waits forever, however their numbers of batches differ."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def trainers() -> Iterator[Trainers]:
 
 
 def join(parts: list[Inputs]) -> Inputs:
-    """One batch of the samples of several."""
+    """Return one batch with the samples of several."""
     num_features = len(parts[0].names)
     values, lengths = [], []
     for f in range(num_features):
@@ -51,7 +50,7 @@ def join(parts: list[Inputs]) -> Inputs:
 
 
 def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:
-    """One trainer with rows of its own, on what the others saw at each step together."""
+    """Train one trainer with its own rows on the samples of all trainers at each step."""
     known = {json.dumps(each.values.tolist()): each for each in batches(num)}
     seen = zip(*(each["seen"] for each in found), strict=True)
     embeddings, model, optimizer = job()
@@ -69,13 +68,15 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
 
 
 @pytest.mark.parametrize(("world", "overlap"), [(2, False), (3, True)])
-def test_synchronous_trainers_are_one_on_the_joined_batch(
+def test_synchronous_trainers_equal_one_on_the_joined_batch(
     trainers: Trainers, world: int, overlap: bool, tmp_path: Path
 ) -> None:
     with serving(2) as services:
         found = trainers.run(services, world, tmp_path, batches=6 * world, overlap=overlap)
     assert all(len(each["seen"]) == 6 for each in found)
-    assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world, "each batch is one's"
+    assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world, (
+        "each batch goes to one trainer"
+    )
     assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
     embeddings, model = alone(found, 6 * world)
     for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
@@ -89,11 +90,11 @@ WAITED_FOR = """
 import sys, time
 from pathlib import Path
 import torch.distributed as dist
-from satrap.train.process_group import Trainers
+from satrap.train.process_group import ProcessGroup
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-trainers = Trainers()
+trainers = ProcessGroup()
 if rank == 0:
     (folder / "first").touch()
 else:
@@ -102,20 +103,20 @@ else:
     (folder / "second").touch()
 
 def work():
-    assert (folder / "second").exists(), "the other one may still call what this changes"
+    assert (folder / "second").exists(), "the other trainer may still use what this changes"
 
-trainers.first_does(work, RuntimeError)
+trainers.run_first(work, RuntimeError)
 dist.destroy_process_group()
 """
 
 
-def test_what_the_first_does_it_does_once_all_others_wait(tmp_path: Path) -> None:
+def test_run_first_starts_once_all_other_trainers_wait(tmp_path: Path) -> None:
     trainers = [subprocess.Popen([sys.executable, "-c", WAITED_FOR, str(rank), str(tmp_path)]) for rank in (0, 1)]
     assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
 
 
 def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> None:
-    """One trainer on all samples of each step ends with the same parameters and rows."""
+    """Check that one trainer on all samples of each step ends with the same parameters and rows."""
     embeddings, model = alone(found, num, without)
     for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
         torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
@@ -126,17 +127,19 @@ def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_all_drop_and_data_that_ends_unevenly(trainers: Trainers, tmp_path: Path, ahead: bool) -> None:
+def test_a_step_that_all_drop_and_uneven_data(trainers: Trainers, tmp_path: Path, ahead: bool) -> None:
     with serving(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
-    assert [len(each["seen"]) for each in found] == [5, 5] and found[1]["seen"][-1] == [], "one has padding at last"
+    assert [len(each["seen"]) for each in found] == [5, 5] and found[1]["seen"][-1] == [], (
+        "one trainer has padding at the end"
+    )
     assert [each["lost"] for each in found] == [{"batches/zero_grad": 1}] * 2
     require_same_as_alone(found, 9, without=(2,))
 
 
 @pytest.mark.parametrize(("staleness", "overlap"), [(0, False), (0, True), (2, True)])
 @pytest.mark.parametrize("batches", [1, 2, 4])
-def test_trainers_with_fewer_batches_or_none_take_part(
+def test_trainers_with_fewer_or_no_batches_join_each_step(
     trainers: Trainers, tmp_path: Path, batches: int, staleness: int, overlap: bool
 ) -> None:
     with serving(2) as services:
@@ -148,8 +151,8 @@ def test_trainers_with_fewer_batches_or_none_take_part(
         require_same_as_alone(found, batches)
 
 
-def test_epochs_that_end_unevenly_and_a_save_between(trainers: Trainers, tmp_path: Path) -> None:
-    """Both are at the same step in the second epoch, and at the save."""
+def test_uneven_epochs_and_a_save_between(trainers: Trainers, tmp_path: Path) -> None:
+    """Both trainers are at the same step in the second epoch, and at the save."""
     with serving(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
     assert [len(each["seen"]) for each in found] == [6, 6]
@@ -159,14 +162,14 @@ def test_epochs_that_end_unevenly_and_a_save_between(trainers: Trainers, tmp_pat
 
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_drops_of_some(trainers: Trainers, tmp_path: Path, dropped: list[Any], ahead: bool) -> None:
+def test_drops_by_some_trainers(trainers: Trainers, tmp_path: Path, dropped: list[Any], ahead: bool) -> None:
     with serving(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
     assert all(len(each["seen"]) == 3 for each in found)
     assert all(each["rows"] == found[0]["rows"] for each in found)
 
 
-def test_a_micro_batch_that_is_dropped_leaves_the_others_of_its_step(trainers: Trainers, tmp_path: Path) -> None:
+def test_a_dropped_micro_batch_leaves_the_others_of_its_step(trainers: Trainers, tmp_path: Path) -> None:
     with serving(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
     known = {json.dumps(each.values.tolist()): each for each in batches(8)}
@@ -196,7 +199,7 @@ def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Pat
 
 
 def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path: Path) -> None:
-    """Bit for bit: each goes on at its own position, all at the same step."""
+    """The results are equal bit for bit: each trainer continues at its own position, all at the same step."""
     folder = tmp_path / "run"
     with serving(2) as services:
         whole = trainers.run(services, 2, tmp_path, batches=16)
@@ -210,8 +213,8 @@ def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path:
         assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
 
 
-def test_servers_that_are_killed_under_synchronous_trainers(trainers: Trainers, tmp_path: Path, seed: int) -> None:
-    """Half of a step may wait there, and half of it be applied."""
+def test_killed_servers_under_synchronous_trainers(trainers: Trainers, tmp_path: Path, seed: int) -> None:
+    """Half of a step may be waiting on the server, and half of it may be applied."""
     with killed_at_random(tmp_path, seed, 8) as (servers, _):
         found = trainers.run(servers, 2, tmp_path, batches=600)
     embeddings, model = alone(found, 600)
@@ -221,8 +224,8 @@ def test_servers_that_are_killed_under_synchronous_trainers(trainers: Trainers, 
         np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
 
 
-def test_synchronous_trainers_and_servers_that_stand_still(trainers: Trainers, tmp_path: Path, seed: int) -> None:
-    """At random moments, for a while: the others wait."""
+def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path: Path, seed: int) -> None:
+    """Processes are suspended at random moments, for a while; the others wait."""
     with killables(tmp_path) as servers:
 
         def stop_some(processes: list[subprocess.Popen[str]]) -> None:
@@ -236,16 +239,14 @@ def test_synchronous_trainers_and_servers_that_stand_still(trainers: Trainers, t
         np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
 
 
-def test_an_overflow_that_one_trainer_alone_has(
-    trainers: Trainers, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """torch's scaler for several trainers tells the others; with the common one it is refused."""
+def test_an_overflow_of_one_trainer(trainers: Trainers, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's scaler for several trainers spreads the overflow; with the plain GradScaler it is refused."""
     with serving(1) as services:
         found = trainers.run(services, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
     assert [each["scale"] for each in found] == [512.0, 512.0]
     assert [each["lost"] for each in found] == [{"batches/overflow": 1}] * 2
     assert found[0]["dense"] == found[1]["dense"]
-    with serving(1) as services, Trainers(2) as others, pytest.raises(AssertionError, match="it ended"):
+    with serving(1) as services, Trainers(2) as others, pytest.raises(AssertionError, match="the trainer exited"):
         others.run(services, 2, tmp_path, batches=6, scaler="common", overflow=[1, 2])
     assert "StreamError: 1 of 2 trainers found an overflow" in capfd.readouterr().err
 
@@ -253,31 +254,31 @@ def test_an_overflow_that_one_trainer_alone_has(
 LATE = """
 import datetime, sys, threading
 import torch.distributed as dist
-from satrap.train.process_group import Trainers
+from satrap.train.process_group import ProcessGroup
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
-dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # torch's own, of groups made from here on
-trainers = Trainers()
-trainers.first_does(lambda: threading.Event().wait(3), RuntimeError)
+dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # for groups created from now on
+trainers = ProcessGroup()
+trainers.run_first(lambda: threading.Event().wait(3), RuntimeError)
 assert trainers.all(True)
-print("both are here")
+print("both have arrived")
 dist.destroy_process_group()
 """
 
 
-def test_the_first_trainer_may_take_longer_than_torchs_groups_wait(tmp_path: Path) -> None:
+def test_trainer_0_may_take_longer_than_torchs_timeout(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LATE]
     both = [subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")], stdout=-1, text=True) for rank in (0, 1)]
     try:
-        assert [each.communicate(timeout=DEADLINE_SECONDS)[0] for each in both] == ["both are here\n"] * 2
+        assert [each.communicate(timeout=DEADLINE_SECONDS)[0] for each in both] == ["both have arrived\n"] * 2
     finally:
         for each in both:
             each.kill()
             each.wait()
 
 
-def test_rows_that_another_trainer_has_open_are_not_evicted() -> None:
-    """The first trainer is at step 1 still, the second at step 5: the oldest of both counts."""
+def test_rows_of_another_trainers_open_step_are_not_evicted() -> None:
+    """Trainer 0 is still at step 1, trainer 1 at step 5: the oldest step counts."""
     full = one_table(capacity=8, num_buckets=1)
     with serving(1) as services:
         addresses = [services[0].address]

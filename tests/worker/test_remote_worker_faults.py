@@ -400,8 +400,11 @@ def raised(call: Any) -> BaseException | None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"workers": ["tcp://127.0.0.1:1"]}, "there are workers and no servers"),
-        ({"workers": "tcp://127.0.0.1:1", "servers": ["tcp://127.0.0.1:1"]}, "workers is 'tcp://127.0.0.1:1'; wanted"),
+        ({"workers": ["tcp://127.0.0.1:1"]}, "found workers but no servers"),
+        (
+            {"workers": "tcp://127.0.0.1:1", "servers": ["tcp://127.0.0.1:1"]},
+            "workers is 'tcp://127.0.0.1:1'; expected",
+        ),
     ],
 )
 def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) -> None:

@@ -179,7 +179,7 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
             embeddings, model, optimizer = job(servers=addresses)
             assert isinstance(embeddings.worker, ShardedWorker)
             if again:
-                with pytest.raises(StreamError, match=r"rows of an earlier run, of up to step 3.*tables.clear\(\)"):
+                with pytest.raises(StreamError, match=r"of an earlier run, trained up to step 3.*tables.clear\(\)"):
                     embeddings.stream(batches(3))
                 embeddings.worker.tables.clear()
                 assert not any(len(table) for table in embeddings.tables.values())
@@ -192,9 +192,9 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
     [
         ({"servers": []}, r"addresses is \[\]"),
         ({"servers": "tcp://127.0.0.1:1"}, "expected a list of at least one"),
-        ({"keys": "client.key"}, "keys and no servers"),
-        ({"servers": ["tcp://127.0.0.1:1"], "shared": "rows"}, "give it to `satrap server`"),
-        ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; wanted at most 31 with servers"),
+        ({"keys": "client.key"}, "found keys but no servers"),
+        ({"servers": ["tcp://127.0.0.1:1"], "shared": "rows"}, "pass it to `satrap server`"),
+        ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; expected at most 31 with servers"),
         ({"servers": ["127.0.0.1"]}, "127.0.0.1"),
     ],
 )

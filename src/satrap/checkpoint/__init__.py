@@ -1,1 +1,1 @@
-"""Checkpoints of a whole training run, in a folder or under a URL."""
+"""Checkpoints of a training run, in a local folder or under a URL."""

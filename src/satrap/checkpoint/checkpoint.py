@@ -2,17 +2,17 @@
 
     run/
       000004-step-3000/           one checkpoint; the number counts up, the highest is the newest
-        tables/<n>/               a snapshot of each table (docs/format.md), full or changes
+        tables/<n>/               a snapshot of each table (docs/format.md), full or a delta
         state.safetensors         dense parameters, optimizer, further objects, random state of each trainer
-        checkpoint.json           what it is, written last; names its parent if the tables are changes
+        checkpoint.json           the manifest, written last; names the parent if the tables are deltas
 
-A checkpoint is a cut between two steps. 1. The stream is paused: updates handed over are applied, no lookup runs.
-2. Everything is written into a hidden folder and put on disk. 3. One rename makes it visible. 4. The stream goes on,
-and checkpoints beyond `keep` go, but not the parents of those kept. A process killed at any moment leaves the
-checkpoints that were visible, and hidden folders that the next save removes.
+A checkpoint is a cut between two steps. 1. The stream is paused: submitted updates are applied, no lookup runs. 2. All
+files are written into a hidden folder and flushed to disk. 3. One rename publishes the folder. 4. The stream continues,
+and checkpoints beyond `keep` are removed, except the parents of those kept. A process killed at any moment leaves the
+published checkpoints, and hidden folders that the next save removes.
 
-A path with a protocol ("s3://...") is any fsspec file system: the same folder is written beside the process first and
-copied, checkpoint.json last; it counts only once that is there.
+A path with a protocol ("s3://...") is any fsspec file system: the same folder is first written locally and then copied,
+checkpoint.json last, without which the checkpoint does not count.
 """
 
 import copy
@@ -49,13 +49,14 @@ from satrap.table.snapshot.manifest import checksum
 from satrap.table.snapshot.saved_table import SavedTable
 from satrap.train.embeddings import Embeddings
 from satrap.train.optimizer import HybridOptimizer
-from satrap.train.process_group import unwrapped
+from satrap.train.process_group import unwrap
 
-_ENDED = 0  # told instead of every_steps
+_ENDED = 0  # in place of every_steps: the trainer is at the end of its script
 
 
 class Checkpoint:
-    """Saves and resumes one run. See the file's docstring."""
+    """Saves and resumes the whole state of a training run as one version: tables, dense parameters, optimizer, random
+    state, step and position in the data."""
 
     def __init__(
         self,
@@ -69,105 +70,109 @@ class Checkpoint:
         full_every: int = 1,
         further: Mapping[str, Any] | None = None,
     ) -> None:
-        """keep: how many checkpoints stay, beside their parents.
+        """keep: number of checkpoints to keep, not counting parents that they need.
 
-        data: the source that the training stream reads; its position is saved and found again.
-        full_every: every how many saves the tables are written whole; between them only what changed since the last,
-            unless a table does not know all of it any more.
-        further: by name, other objects with state_dict and load_state_dict: schedulers, a GradScaler.
+        data: the source that the training stream reads; its position is saved and restored.
+        full_every: save the tables in full every so many saves, and in between as deltas to the last save, unless a
+            table no longer tracks all changes since.
+        further: other objects with state_dict and load_state_dict, by name: schedulers, a GradScaler.
         """
         if not isinstance(optimizer, HybridOptimizer):
-            raise CheckpointError(f"optimizer is {kind_of(optimizer)}; wanted what embeddings.optimizer(...) returned")
+            raise CheckpointError(
+                f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
+            )
         taken = {"model", "optimizer"} & set(further or {})
         if taken:
-            raise CheckpointError(f"further holds {sorted(taken)}; these are saved anyway: take other names")
+            raise CheckpointError(f"further has the reserved names {sorted(taken)}: use other names")
         for name, value in (("keep", keep), ("full_every", full_every)):
             _require_count(name, value)
-        path, place = os.fspath(path), current()
-        if place is not None and place.is_copy and "://" not in path and not os.path.isabs(path):
+        path, context = os.fspath(path), current()
+        if context is not None and context.is_copy and "://" not in path and not os.path.isabs(path):
             raise CheckpointError(
-                f"path is {path!r}, and this script runs in a copy of its folder, which goes away with the run: name "
-                "an absolute path that all machines share"
+                f"path is {path!r}, but this script runs in a temporary copy of its folder, which is removed with the "
+                "run: use an absolute path that all machines share"
             )
-        self._home = RunDirectory(path)
-        self._objects = {"model": unwrapped(model), "optimizer": optimizer, **(further or {})}
+        self._directory = RunDirectory(path)
+        self._objects = {"model": unwrap(model), "optimizer": optimizer, **(further or {})}
         self._embeddings, self._data = embeddings, data
         self._keep, self._full_every = keep, full_every
         embeddings.follow(data)
         self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
-        self._layout = 0  # of the tables, when that was
+        self._layout = 0  # the tables' layout at that time
         self._since_full = 0
         self._saved_step = -1
         self._source: Mapping[str, Any] | None = None
         if embeddings.apart:
-            embeddings.before_close(self._stay)
+            embeddings.before_close(self._join_saves_until_end)
 
     def save(self, *, every_steps: int | None = None) -> bool:
-        """Writes a checkpoint; returns whether it did. every_steps: only if the step is a multiple, once.
+        """Write a checkpoint; return whether one was written. every_steps: write only if the step is a multiple, once.
 
-        Several trainers all call it, at the same step; the first one writes. Those with dense="async" may come at steps
-        of their own, and one that calls it without every_steps takes part in what the others save until all do so.
+        Several trainers all call this at the same step, and trainer 0 writes. With dense="async" trainers may call it
+        at different steps; a trainer that calls it without every_steps joins the other trainers' saves until all
+        trainers do so.
         """
         if every_steps is not None:
             _require_count("every_steps", every_steps)
         step = self._embeddings.step
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             if self._saved_step < 0 and self._embeddings.trainers.rank == 0:
-                self._home.require_mine(None)  # now, not when much is done that could not be saved
-                self._embeddings.tables.require_permitted(self._home.local)
+                self._directory.require_mine(None)  # fails early, before there is work that cannot be saved
+                self._embeddings.tables.require_permitted(self._directory.local)
             self._saved_step = max(0, self._saved_step)
             return False
-        while not self._take_part(every_steps):
+        while not self._save_together(every_steps):
             pass
         self._saved_step = step
         return True
 
-    def _stay(self) -> None:
-        """Takes part in what the others save until all are at the end of their scripts."""
-        while not self._take_part(_ENDED):
+    def _join_saves_until_end(self) -> None:
+        """Join the other trainers' saves until all trainers are at the end of their scripts."""
+        while not self._save_together(_ENDED):
             pass
 
-    def _take_part(self, every_steps: int | None) -> bool:
-        """One save of all trainers; whether it is what this one came for."""
-        trainers, together = self._embeddings.trainers, not self._embeddings.apart
+    def _save_together(self, every_steps: int | None) -> bool:
+        """Make one save of all trainers; return whether it completes this trainer's request."""
+        trainers, in_step = self._embeddings.trainers, not self._embeddings.apart
         with self._embeddings.paused():
             position = self._embeddings.position_of(self._data)
-            own = [self._home.name, self._embeddings.step, every_steps, position and position.to_dict()]
-            told = trainers.gather(json.dumps(own).encode(), patient=True)  # so all are paused
-            homes, steps, every, positions = zip(*map(json.loads, told), strict=True)
-            if set(every) == {_ENDED}:
+            request = [self._directory.name, self._embeddings.step, every_steps, position and position.to_dict()]
+            # Once this returns, all trainers are paused.
+            gathered = trainers.gather(json.dumps(request).encode(), patient=True)
+            directories, steps, intervals, positions = zip(*map(json.loads, gathered), strict=True)
+            if set(intervals) == {_ENDED}:
                 return True
-            going_on = set(every) if together else set(every) - {None, _ENDED}
-            if len(set(homes)) > 1 or len(going_on) > 1 or (together and len(set(steps)) > 1):
+            requests = set(intervals) if in_step else set(intervals) - {None, _ENDED}
+            if len(set(directories)) > 1 or len(requests) > 1 or (in_step and len(set(steps)) > 1):
                 raise CheckpointError(
-                    f"the trainers save into {list(homes)} at steps {list(steps)} with every_steps {list(every)}: save "
-                    "alike"
+                    f"the trainers save into {list(directories)} at steps {list(steps)} with every_steps "
+                    f"{list(intervals)}; expected the same values on all trainers"
                 )
             self._embeddings.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
             try:
-                trainers.first_does(lambda: self._write(max(steps), positions, randoms), CheckpointError)
+                trainers.run_first(lambda: self._write(max(steps), positions, randoms), CheckpointError)
             except Exception as error:
                 if every_steps != _ENDED:
                     raise
-                # Whoever wanted it raises it, and may go on.
+                # The trainer that requested the save raises, and may continue.
                 print(f"no checkpoint was saved: {error}", file=sys.stderr)
-        return every_steps in going_on or (every_steps is None and not going_on)
+        return every_steps in requests or (every_steps is None and not requests)
 
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
-        with self._home.new(step, None if self._last is None else self._last[0]) as folder:
+        with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             tables, layout = self._embeddings.tables, self._embeddings.tables.layout
-            parent_crc32c = None if parent is None else self._home.checksum_of(parent[0])
+            parent_crc32c = None if parent is None else self._directory.checksum_of(parent[0])
             if layout != self._layout or parent_crc32c is None:
-                parent = None  # rows have moved, or somebody removed it
+                parent = None  # rows have migrated, or the parent was removed
             try:
                 versions = self._save_tables(folder, parent)
             except SnapshotError as error:
                 unknown = isinstance(error, ChangesError) or tables.layout != layout
                 if parent is None or not unknown:
                     raise
-                # A server was started again, rows have moved, or more went than are remembered.
+                # A server restarted, rows have migrated, or more rows were removed than the tables remember.
                 shutil.rmtree(folder / TABLES, ignore_errors=True)
                 parent, layout = None, tables.layout
                 versions = self._save_tables(folder, None)
@@ -175,69 +180,69 @@ class Checkpoint:
             entry = CheckpointManifest(
                 folder=folder,
                 where=str(folder),
-                name=self._home.name_of(folder),
+                name=self._directory.name_of(folder),
                 step=step,
                 parent=None if parent is None else parent[0],
                 parent_crc32c=None if parent is None else parent_crc32c,
                 positions=tuple(None if each is None else Position.from_dict(each) for each in positions),
                 source=self._signature(),
                 tables=tuple(self._embeddings.tables),
-                saved=self._saved_tables(folder, is_whole=parent is None),
+                saved=self._saved_tables(folder, is_full=parent is None),
                 state_crc32c=checksum((folder / STATE).read_bytes()),
             )
             (folder / MANIFEST).write_bytes(entry.to_json())
             for file in (STATE, MANIFEST):
                 put_on_disk(folder / file)
-            name = self._home.publish(folder)
+            name = self._directory.publish(folder)
             self._last, self._layout = (name, versions), layout
             self._since_full = 1 if parent is None else self._since_full + 1
-            self._home.forget_beyond(self._keep)
+            self._directory.remove_beyond(self._keep)
 
     def resume(self) -> bool:
-        """Brings everything to the newest checkpoint; False if there is none yet.
+        """Restore everything from the newest checkpoint; return False if there is none yet.
 
-        A checkpoint that is torn, or of another model, other tables, another seed or a source read in another order, is
-        refused with what differs, and everything is as it was.
+        A checkpoint that is torn, or has another model, other tables, another seed or a source read in another order,
+        is refused with the differences, and everything is left unchanged.
         """
         trainers = self._embeddings.trainers
-        with self._home.newest() as chain:
+        with self._directory.newest() as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
                     found = chain[-1].where if chain else "no checkpoint"
                     raise CheckpointError(
-                        f"some trainers see a checkpoint and others see none; here is {found}: give a folder that all "
-                        "machines share"
+                        f"some trainers find a checkpoint and others none; this one finds {found}: use a folder that "
+                        "all machines share"
                     )
                 return False
             newest, error = chain[-1], None
             try:
-                state = self._fitting(newest)
+                state = self._checked_state(newest)
             except SatrapError as caught:
                 error = caught
             same = len(set(trainers.gather(newest.folder.name.encode()))) == 1
             if not trainers.all(error is None) or not same:
-                raise error or CheckpointError("another trainer cannot resume here; its own error says why")
+                raise error or CheckpointError("another trainer cannot resume; its own error says why")
             with self._restored(newest.where, state):
-                trainers.first_does(lambda: self._restore_tables(chain), CheckpointError)
+                trainers.run_first(lambda: self._restore_tables(chain), CheckpointError)
             self._embeddings.join_attempt()
-            self._embeddings.resume_at(newest.step, self._data, self._position_in(newest))
+            self._embeddings.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
             self._saved_step = newest.step
-        if (place := current()) is not None and place.rank == 0:  # of a run, which begins its launches by itself
-            print(f"launch {place.launch} goes on after step {newest.step}, from {newest.where}", file=sys.stderr)
+        if (context := current()) is not None and context.rank == 0:  # started by `satrap run`
+            print(f"launch {context.launch} continues after step {newest.step}, from {newest.where}", file=sys.stderr)
         return True
 
-    def _fitting(self, entry: CheckpointManifest) -> Any:
-        """Its state, if it is one of this job."""
+    def _checked_state(self, entry: CheckpointManifest) -> Any:
+        """Return the state of a checkpoint; raise CheckpointError if it is of another job."""
         state, names = self._read_state(entry), list(self._embeddings.tables)
         if sorted(entry.tables) != sorted(names):
             raise CheckpointError(f"{entry.where} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
         self._require_same_source(entry)
-        self._position_in(entry)
+        self._position_for_this_trainer(entry)
         return state
 
-    def _position_in(self, entry: CheckpointManifest) -> Position | None:
-        """Where this trainer goes on in the data. Of another number of trainers than saved it, each goes on with its
-        share of what those left."""
+    def _position_for_this_trainer(self, entry: CheckpointManifest) -> Position | None:
+        """Return where this trainer continues in the data. If another number of trainers saved the checkpoint, each
+        trainer continues with its shard of the data that those have left."""
         trainers, positions = self._embeddings.trainers, entry.positions
         if len(positions) == trainers.world:
             return positions[trainers.rank]
@@ -246,10 +251,10 @@ class Checkpoint:
         known = [each or Position(0, 0, 0) for each in positions]
         older = any(each.is_of_older_release for each in known) and len(known) > 1
         if older or any(each.offset is not None for each in known):
-            why = "its release dealt the data out in another way" if older else "each has an offset of the data's own"
+            why = "its release sharded the data differently" if older else "its positions are offsets in the data"
             raise CheckpointError(
-                f"{entry.where} is of {len(known)} trainers and here are {trainers.world}: {why}: resume it with "
-                f"{len(known)}"
+                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world}: {why}: resume it "
+                f"with {len(known)} trainers"
             )
         return Position.after(known)
 
@@ -264,16 +269,17 @@ class Checkpoint:
 
     @contextmanager
     def _restored(self, where: str, state: Mapping[str, Any]) -> Iterator[None]:
-        """Every object and the random state as in the checkpoint; as before if one, or what is done inside, fails."""
+        """Load every object and the random state from the checkpoint; restore their previous state if one, or the body,
+        fails."""
         before = copy.deepcopy(self._state([_random_state()]))
         try:
-            for each in state["random"][self._embeddings.trainers.rank :][:1]:  # more trainers than saved it: none
+            for each in state["random"][self._embeddings.trainers.rank :][:1]:  # empty if fewer trainers saved it
                 _set_random_state(each)
             for name, each in self._objects.items():
                 try:
                     each.load_state_dict(state["objects"][name])
                 except (ValueError, RuntimeError, KeyError, TypeError, SatrapError) as error:
-                    raise CheckpointError(f"{where}: {name} does not take its state: {error}") from error
+                    raise CheckpointError(f"{where}: {name} cannot load its state: {error}") from error
             yield
         except BaseException:
             for name, each in self._objects.items():
@@ -282,13 +288,13 @@ class Checkpoint:
             raise
 
     def _signature(self) -> Mapping[str, Any] | None:
-        """Asked once: it lists the source's files."""
+        """Return the source's signature; computed once, since it lists the source's files."""
         if self._source is None:
             self._source = self._embeddings.signature_of(self._data)
         return self._source
 
     def _require_same_source(self, entry: CheckpointManifest) -> None:
-        """A position means something only where the blocks come in the same order."""
+        """Raise CheckpointError if the blocks come in another order, which makes a position meaningless."""
         now = self._signature()
         if not any(entry.positions) or entry.source is None or now is None:
             return
@@ -297,7 +303,7 @@ class Checkpoint:
             for name in sorted((entry.source.keys() | now.keys()) - {"files"})
             if entry.source.get(name) != now.get(name)
         ]
-        # Files may have come behind those that were there, if neither an order nor shares are of all of them.
+        # New files may follow the old ones, unless the order or the shards depend on all files.
         were, are = entry.source.get("files", ()), now.get("files", ())
         of_all = now.get("shuffle") or len(entry.positions) > 1 or self._embeddings.trainers.world > 1
         for i in range(max(len(were), len(are)) if of_all else len(were)):
@@ -307,8 +313,8 @@ class Checkpoint:
                 break
         if lines:
             raise CheckpointError(
-                f"{entry.where}: its position is of a source that is read otherwise: {'; '.join(lines)}; "
-                "declare the source as it was, or leave it out of Checkpoint(...) to begin at its start"
+                f"{entry.where}: its position is of a source that is read differently: {'; '.join(lines)}; "
+                "declare the source as before, or leave it out of Checkpoint(...) to start from its beginning"
             )
 
     def _save_tables(self, folder: Path, parent: tuple[str, dict[str, int]] | None) -> dict[str, int]:
@@ -319,23 +325,23 @@ class Checkpoint:
             versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
         return versions
 
-    def _saved_tables(self, folder: Path, *, is_whole: bool) -> tuple[SavedTable, ...]:
-        """What the folder holds of each table; raises if a whole save has not all its rows."""
+    def _saved_tables(self, folder: Path, *, is_full: bool) -> tuple[SavedTable, ...]:
+        """Return what the folder holds of each table; raise SnapshotError if a full save lacks some rows."""
         found = []
         tables = self._embeddings.tables
         for i, name in enumerate(tables):
             path = folder / table_key(i)
             saved = SavedTable.of(path, len(tables[name]))
             rows = sum(part.rows for part in saved.parts)
-            if is_whole and rows != saved.rows:
+            if is_full and rows != saved.rows:
                 raise SnapshotError(f"table {name!r} has {saved.rows} rows, and {path} holds {rows}: nothing was saved")
             found.append(saved)
         return tuple(found)
 
     def _state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
-        """randoms: each trainer's."""
+        """randoms: the random state of each trainer."""
         objects = {name: each.state_dict() for name, each in self._objects.items()}
-        del objects["optimizer"]["rows"]  # they are in the checkpoint, and come after the optimizer
+        del objects["optimizer"]["rows"]  # the checkpoint has the rows, and restores them after the optimizer
         return {"objects": objects, "random": randoms}
 
     def _read_state(self, entry: CheckpointManifest) -> Any:
@@ -350,11 +356,11 @@ class Checkpoint:
 
 def _require_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{name} is {value!r}; wanted an integer, 1 or more")
+        raise CheckpointError(f"{name} is {value!r}; expected an integer, 1 or more")
 
 
 def _random_state() -> dict[str, Any]:
-    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002  the user's global one
+    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002  the user's global generator
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), at, has_gauss, gauss),
@@ -369,7 +375,6 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
-        for device, each in zip(
-            range(torch.cuda.device_count()), state["cuda"], strict=False
-        ):  # there may be fewer now
+        # There may be fewer devices now.
+        for device, each in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(each, device)

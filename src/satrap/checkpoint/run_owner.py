@@ -1,7 +1,8 @@
-"""Which process saves into the folder of a run: an object of its own there, read again before a checkpoint counts.
+"""The owner of a run's folder: the process that saves into it, recorded in an object that is checked before each
+publish.
 
-Object stores have no locks. So a process writes its name before it writes anything else, with the name of the
-checkpoint to come, and looks before that is published whether its own is still there.
+Object stores have no locks. So a process writes its identity, and the name of its next checkpoint, before it writes
+anything else, and checks before publishing the checkpoint that its identity is still there.
 """
 
 import json
@@ -19,27 +20,27 @@ _FORMAT = "satrap-run-owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOwner:
-    """See the file's docstring."""
+    """The process that saves into the folder of a run."""
 
     writer: str = field(default_factory=lambda: secrets.token_hex(16))
-    """32 hex digits drawn at random by each process that saves."""
+    """32 hex digits that each saving process draws at random."""
     host: str = field(default_factory=socket.gethostname)
     """The name of its machine."""
     pid: int = field(default_factory=os.getpid)
-    """The process there."""
+    """Its process id on that machine."""
     announced: str | None = None
-    """The name of the checkpoint that it writes, or wrote last."""
+    """The name of the checkpoint that it is writing, or wrote last."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} (writer {self.writer[:8]})"
 
     def to_json(self) -> bytes:
-        """Returns the object's content."""
+        """Return the content of the owner object."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self | None:
-        """Reads what `to_json` wrote, less fields that a later Satrap adds. None: its writing was cut short."""
+        """Parse what `to_json` wrote, ignoring fields of later releases; return None if the write was cut short."""
         try:
             content = json.loads(data)
         except ValueError:
@@ -50,5 +51,6 @@ class RunOwner:
             return cls(**{name: content[name] for name in ("writer", "host", "pid", "announced")})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{where} cannot be read ({error}); wanted which process saves into this folder: remove it if none does"
+                f"{where} cannot be read ({error}); expected the process that saves into this folder: remove the file "
+                "if there is none"
             ) from error

@@ -1,6 +1,7 @@
-"""Any state_dict as one safetensors file: tensors as they are, everything else as JSON in the file's metadata.
+"""A state_dict as one safetensors file: tensors unchanged, everything else as JSON in the file's metadata.
 
-No pickle: reading a file runs no code. What can be neither tensor nor JSON is refused when it is saved, with its path.
+There is no pickle: reading a file runs no code. A value that is neither a tensor nor JSON is refused when it is saved,
+with its path in the state.
 """
 
 import json
@@ -19,7 +20,7 @@ _TENSOR, _TUPLE, _PAIRS, _FLOAT = "__tensor__", "__tuple__", "__pairs__", "__flo
 
 
 def save_state(path: Path, state: Any) -> None:
-    """Writes the state; CheckpointError if some of it is neither a tensor nor plain."""
+    """Write the state to a file; raise CheckpointError if a value is neither a tensor nor plain data."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -32,7 +33,7 @@ def save_state(path: Path, state: Any) -> None:
 
 
 def load_state(path: Path) -> Any:
-    """The state that `save_state` wrote, its tensors on the CPU."""
+    """Return the state that `save_state` wrote, with its tensors on the CPU."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -44,7 +45,8 @@ def load_state(path: Path) -> Any:
 
 
 def read_state(path: Path, crc32c: int, checkpoint: str) -> Any:
-    """What `save_state` wrote, if it is whole. CheckpointError names the checkpoint to remove."""
+    """Return what `save_state` wrote if its checksum matches; else raise CheckpointError with the checkpoint to
+    remove."""
     try:
         found = checksum(path.read_bytes())
     except OSError as error:
@@ -54,17 +56,17 @@ def read_state(path: Path, crc32c: int, checkpoint: str) -> Any:
     return load_state(path)
 
 
-def require_model(path: Path | str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """CheckpointError if the state found is not of a model like this one."""
-    if lines := differences(found, wanted):
+def require_model(path: Path | str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the state that was found is of another model."""
+    if lines := differences(found, expected):
         more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
         raise CheckpointError(
-            f"{path} is of another model: {'; '.join([*lines[:3], *more])}: build it as it was, or take another folder"
+            f"{path} is of another model: {'; '.join([*lines[:3], *more])}: build the same model, or use another folder"
         )
 
 
 def state_bytes(state: Any) -> bytes:
-    """The file that `save_state` would write."""
+    """Return the bytes of the file that `save_state` would write."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
@@ -73,17 +75,17 @@ def state_bytes(state: Any) -> bytes:
 
 
 def state_of(data: bytes) -> Any:
-    """The state in such bytes."""
+    """Return the state in bytes that `state_bytes` returned."""
     from safetensors.torch import load
 
-    end = 8 + int.from_bytes(data[:8], "little")  # of the header, which `load` keeps to itself
+    end = 8 + int.from_bytes(data[:8], "little")  # the end of the header, which `load` does not return
     return _build(json.loads(json.loads(data[8:end])["__metadata__"]["tree"]), load(data))
 
 
 def _flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     match value:
         case Tensor():
-            name = f"{len(tensors)}:{where}"  # paths alone may meet: {"a.b": x, "a": {"b": y}}
+            name = f"{len(tensors)}:{where}"  # the number tells equal paths apart: {"a.b": x, "a": {"b": y}}
             tensors[name] = value.detach().to("cpu", copy=True).contiguous()
             return {_TENSOR: name}
         case None | bool() | int() | str():
@@ -101,7 +103,7 @@ def _flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             if all(isinstance(key, str | int) for key, _ in pairs):
                 return {_PAIRS: pairs}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists, tuples and dicts"
+        f"{where} is a {type(value).__name__}; expected tensors, numbers, strings, lists, tuples or dicts"
     )
 
 
@@ -122,12 +124,12 @@ def _build(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return tree
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """How two flat state_dicts differ in names, shapes and dtypes."""
-    lines = [f"{name}: not in the checkpoint" for name in wanted if name not in found]
-    lines += [f"{name}: only in the checkpoint" for name in found if name not in wanted]
-    for name in wanted:
-        one, other = found.get(name), wanted[name]
+def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Describe how two flat state_dicts differ in names, shapes and dtypes."""
+    lines = [f"{name}: not in the checkpoint" for name in expected if name not in found]
+    lines += [f"{name}: only in the checkpoint" for name in found if name not in expected]
+    for name in expected:
+        one, other = found.get(name), expected[name]
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             continue
         if one.shape != other.shape or one.dtype != other.dtype:

@@ -1,16 +1,16 @@
-"""Where checkpoints lie: a folder of this machine, or of any file system that fsspec opens by a URL ("s3://...").
+"""Storage of checkpoints: a local folder, or a folder of any file system that fsspec opens by a URL ("s3://...").
 
-The one seam between Satrap and a place that keeps its checkpoints. It lists, reads, writes and removes objects by their
-keys (paths within the folder, "/" between their parts), and decides nothing: which checkpoints there are, which count
-and which go is for `catalog` and `runfolder`.
+This is the only module that accesses the files of a run. It lists, reads, writes and removes objects by their keys
+(paths within the folder with "/" between their parts); `catalog` and `run_directory` decide which checkpoints exist,
+count and are removed.
 
-What every storage promises, and all that is relied on:
- 1. `read` of a key gives what was written last under it, at once;
- 2. a write is all there or an error is raised; after an error, or a kill, a part of the object may be there;
- 3. a list may lag: an object just written may be missing from it, one just removed may still be named.
+Every storage guarantees the following, and callers rely on nothing else:
+ 1. `read` of a key returns what was last written under it, immediately;
+ 2. a write is complete or raises an error; after an error, or a kill, part of the object may exist;
+ 3. a list may lag: it may miss an object just written, or still name one just removed.
 
-A local folder keeps more: `write` and `publish` end in one rename of what is on disk (`is_atomic`), and a lock keeps
-other processes out. No path is ever taken for a pattern, whatever characters are in it.
+A local folder guarantees more: `write` and `publish` end with one rename of flushed files (`is_atomic`), and a lock
+excludes other processes. Paths are never treated as patterns, whatever characters they contain.
 """
 
 import errno
@@ -34,56 +34,56 @@ _LOCAL = ("file://", "local://")
 
 
 class Storage(Protocol):
-    """A folder somewhere. Every error is an OSError whose filename is the URL of the object."""
+    """A folder on some file system. Every error is an OSError whose filename is the URL of the object."""
 
     url: str
-    """Names the folder in messages."""
+    """The folder's path or URL, for messages."""
     staging: Path
-    """A folder of this machine in which a tree is written before `publish`."""
+    """A local folder in which a tree is written before `publish`."""
     is_atomic: bool
-    """Whether an object or a published tree is never seen in part."""
+    """Whether an object or a published tree is never visible in part."""
 
     def names(self) -> list[str]:
-        """Lists what lies directly in the folder; may lag."""
+        """Return the names directly in the folder; may lag."""
         ...
 
     def keys(self, tree: str) -> list[str]:
-        """Lists the objects below a folder of it; may lag."""
+        """Return the keys of the objects below a subfolder; may lag."""
         ...
 
     def read(self, key: str) -> bytes:
-        """Reads an object; FileNotFoundError if there is none."""
+        """Return the content of an object; raise FileNotFoundError if there is none."""
         ...
 
     def write(self, key: str, data: bytes) -> None:
-        """Writes an object, in place of one of that key."""
+        """Write an object, replacing any with the same key."""
         ...
 
     def publish(self, staged: Path, tree: str, last: str, check: Callable[[], None]) -> None:
-        """Writes the files of a staged folder as the folder `tree`: all but one, then, if check() does not raise, the
-        one called `last`."""
+        """Write the files of a staged folder as the folder `tree`: first all but `last`, then, unless check() raises,
+        the one called `last`."""
         ...
 
     def remove(self, tree: str, first: str) -> None:
-        """Removes a folder, the object `first` in it before all others. What is gone already is no error."""
+        """Remove a folder, its object `first` before all others. Missing objects are ignored."""
         ...
 
     def local_copy(self, tree: str, keys: Iterable[str]) -> Path:
-        """Returns a folder of this machine that holds these objects of a tree under their names."""
+        """Return a local folder that holds these objects of a tree under their names."""
         ...
 
     def drop_copies(self) -> None:
-        """Removes what `local_copy` has copied."""
+        """Remove the copies that `local_copy` made."""
         ...
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
-        """Keeps other processes out, where the storage can; TimeoutError after so many seconds of waiting."""
+        """Exclude other processes where the storage can; raise TimeoutError after waiting for `seconds`."""
         ...
 
 
 def open_storage(path: str) -> Storage:
-    """Opens the storage of a path or URL. Looks at nothing yet."""
+    """Return the storage of a path or URL, without accessing it yet."""
     scheme = next((each for each in _LOCAL if path.startswith(each)), "")
     if "://" in path and not scheme:
         return _Objects(path)
@@ -91,7 +91,7 @@ def open_storage(path: str) -> Storage:
 
 
 class _Disk:
-    """A folder of this machine, or one that is mounted here."""
+    """A folder that is local or mounted."""
 
     is_atomic = True
 
@@ -133,7 +133,7 @@ class _Disk:
         put_on_disk(self._path)
 
     def remove(self, tree: str, first: str) -> None:
-        hidden = self._path / f".{secrets.token_hex(4)}.{tree}"  # so that no half of it is ever seen
+        hidden = self._path / f".{secrets.token_hex(4)}.{tree}"  # so that a partly removed folder is never visible
         with suppress(FileNotFoundError):
             os.rename(self._path / tree, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
@@ -148,16 +148,16 @@ class _Disk:
     def locked(self, seconds: float) -> Iterator[None]:
         self._path.mkdir(parents=True, exist_ok=True)
         folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         try:
             while True:
                 try:
                     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() > until:
+                    if time.monotonic() > deadline:
                         raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock", self.url) from None
-                except OSError:  # some network file systems lock no folders; then the run's owner is all there is
+                except OSError:  # some network file systems lock no folders: the owner file alone protects the run
                     break
                 time.sleep(0.02)
             yield
@@ -166,8 +166,8 @@ class _Disk:
 
 
 class _Objects:
-    """Any file system of fsspec, by reads and writes of whole objects: no rename, no lock, folders only if it wants
-    them."""
+    """A folder on any fsspec file system, accessed by reads and writes of whole objects: without rename or lock, and
+    with subfolders only where the file system requires them."""
 
     is_atomic = False
 
@@ -182,7 +182,7 @@ class _Objects:
         close_when_collected(self, partial(shutil.rmtree, self.staging, ignore_errors=True))
 
     def names(self) -> list[str]:
-        with self._failing(""):
+        with self._os_errors(""):
             self._files.invalidate_cache()
             try:
                 found = self._files.ls(self._path, detail=False)
@@ -191,26 +191,26 @@ class _Objects:
         return [name for path in found if (name := self._within(path, self._path)) and "/" not in name]
 
     def keys(self, tree: str) -> list[str]:
-        with self._failing(tree):
+        with self._os_errors(tree):
             self._files.invalidate_cache()
             found = self._files.find(f"{self._path}/{tree}")
         return [key for path in found if (key := self._within(path, f"{self._path}/{tree}"))]
 
     def read(self, key: str) -> bytes:
-        with self._failing(key):
+        with self._os_errors(key):
             return bytes(self._files.cat_file(f"{self._path}/{key}"))
 
     def write(self, key: str, data: bytes) -> None:
-        with self._failing(key):
-            self._in_folder(key, lambda path: self._files.pipe_file(path, data))
+        with self._os_errors(key):
+            self._write_in_folder(key, lambda path: self._files.pipe_file(path, data))
 
     def publish(self, staged: Path, tree: str, last: str, check: Callable[[], None]) -> None:
         names = sorted(each.relative_to(staged).as_posix() for each in staged.rglob("*") if each.is_file())
         for name in (*(each for each in names if each != last), last):
             if name == last:
                 check()
-            with self._failing(f"{tree}/{name}"):
-                self._in_folder(f"{tree}/{name}", partial(self._files.put_file, str(staged / name)))
+            with self._os_errors(f"{tree}/{name}"):
+                self._write_in_folder(f"{tree}/{name}", partial(self._files.put_file, str(staged / name)))
 
     def remove(self, tree: str, first: str) -> None:
         self._remove_object(f"{tree}/{first}")
@@ -218,18 +218,18 @@ class _Objects:
         for key in self.keys(tree):
             self._remove_object(f"{tree}/{key}")
             folders |= {f"{tree}/{parent}".removesuffix("/.") for parent in Path(key).parents}
-        for folder in sorted(folders, key=len, reverse=True):  # where there are folders
+        for folder in sorted(folders, key=len, reverse=True):  # on file systems that have folders
             with suppress(Exception):
                 self._files.rmdir(f"{self._path}/{folder}")
 
     def local_copy(self, tree: str, keys: Iterable[str]) -> Path:
-        here = self.staging / tree
-        self._copies.add(here)
+        local = self.staging / tree
+        self._copies.add(local)
         for key in keys:
-            (here / key).parent.mkdir(parents=True, exist_ok=True)
-            with self._failing(f"{tree}/{key}"):
-                self._files.get_file(f"{self._path}/{tree}/{key}", str(here / key))
-        return here
+            (local / key).parent.mkdir(parents=True, exist_ok=True)
+            with self._os_errors(f"{tree}/{key}"):
+                self._files.get_file(f"{self._path}/{tree}/{key}", str(local / key))
+        return local
 
     def drop_copies(self) -> None:
         for each in self._copies:
@@ -241,28 +241,28 @@ class _Objects:
         yield
 
     def _remove_object(self, key: str) -> None:
-        with self._failing(key), suppress(FileNotFoundError):
+        with self._os_errors(key), suppress(FileNotFoundError):
             self._files.rm_file(f"{self._path}/{key}")
 
-    def _in_folder(self, key: str, write: Callable[[str], object]) -> None:
+    def _write_in_folder(self, key: str, write: Callable[[str], object]) -> None:
         path = f"{self._path}/{key}"
         try:
             write(path)
-        except FileNotFoundError:  # this one wants the folder to be there
+        except FileNotFoundError:  # this file system requires the folder to exist
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             write(path)
 
     def _within(self, path: str, top: str) -> str:
-        """The key below `top` of what a list names; "" if it is not below it."""
+        """Return the key below `top` of a listed path; "" if the path is not below it."""
         stripped, start = str(path).rstrip("/"), top.rstrip("/") + "/"
-        for each in (stripped, "/" + stripped):  # some lists leave out the first slash
+        for each in (stripped, "/" + stripped):  # some lists omit the first slash
             if each.startswith(start):
                 return each[len(start) :]
         return ""
 
     @contextmanager
-    def _failing(self, key: str) -> Iterator[None]:
-        """File systems raise what their libraries do; here it is an OSError that names the object."""
+    def _os_errors(self, key: str) -> Iterator[None]:
+        """Convert the exceptions of file systems to an OSError that names the object."""
         try:
             yield
         except Exception as error:

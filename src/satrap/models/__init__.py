@@ -1,6 +1,7 @@
-"""Ready models, plain nn.Modules: dense [batch, num_dense] (or None) and the block [batch, total_dim] in, logits out.
+"""Ready models, plain nn.Modules that map dense features [batch, num_dense] (or None) and embeddings [batch, total_dim]
+to logits.
 
-Written to be read and changed: copy one into your own code when it should do more. Nothing in them knows of tables.
+They are written to be read and changed: copy one into your own code to extend it. None of them uses tables.
 """
 
 from satrap.models.dcn import DCN

@@ -1,7 +1,7 @@
-"""DCN-v2: cross layers multiply the input with itself, learnt column by column, beside a deep stack.
+"""DCN-v2: cross layers, which multiply the input with a learned linear map of itself, beside a deep stack.
 
-A cross layer over n columns costs n^2 products a sample, the deep stack's first layer n x its width. With hundreds of
-columns give `rank`: n x rank twice instead.
+A cross layer over n columns costs n^2 products per sample, and the deep stack's first layer n x its width. With
+hundreds of columns pass `rank`, for two products of n x rank instead.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 
 
 class DCN(nn.Module):
-    """Cross layers and deep layers beside each other over dense features and embeddings; a linear layer joins them."""
+    """Cross layers and deep layers side by side over dense features and embeddings, joined by a linear layer."""
 
     def __init__(
         self,
@@ -23,8 +23,11 @@ class DCN(nn.Module):
         rank: int | None = None,
         deep: Sequence[int] = (512, 256),
     ) -> None:
-        """embeddings: a satrap.Embeddings or its features, of any dims. rank: of the cross layers' matrices; None for
-        full ones. deep: the widths of the deep stack; () for cross layers alone."""
+        """embeddings: a satrap.Embeddings or its features, of any dims.
+
+        rank: rank of the cross layers' matrices; None for full matrices.
+        deep: widths of the deep stack; () for cross layers alone.
+        """
         super().__init__()
         self.num_dense = count("DCN", "num_dense", num_dense, 0)
         self.total_dim = sum(block_dims("DCN", embeddings).values())
@@ -36,7 +39,7 @@ class DCN(nn.Module):
         self.join = nn.Linear(width + (deep[-1] if deep else 0), 1)
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
-        """Logits [batch] of dense [batch, num_dense] and the block [batch, total_dim]."""
+        """Return logits [batch] for dense [batch, num_dense] and embeddings [batch, total_dim]."""
         check_inputs("DCN", dense, embeddings, self.num_dense, self.total_dim)
         first = embeddings if dense is None else torch.cat([dense, embeddings], 1)
         crossed = first
@@ -49,7 +52,7 @@ class DCN(nn.Module):
 
 
 class Cross(nn.Module):
-    """x0 * (W x + b) + x, where W may be the product of two narrow matrices."""
+    """x0 * (W x + b) + x, where W may be the product of two low-rank matrices."""
 
     def __init__(self, width: int, rank: int | None) -> None:
         super().__init__()
@@ -58,6 +61,6 @@ class Cross(nn.Module):
             self.linear = nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
 
     def forward(self, first: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`first` is the input of the first cross layer, `x` that of this one."""
+        """Apply the layer: `first` is the input of the first cross layer, `x` the input of this one."""
         crossed: torch.Tensor = first * self.linear(x) + x
         return crossed

@@ -1,4 +1,4 @@
-"""DLRM: dense features and embeddings meet in the dot products of all pairs of vectors."""
+"""DLRM: dense features and embeddings interact in the dot products of all pairs of vectors."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 
 
 class DLRM(torch.nn.Module):
-    """Bottom layers bring the dense features to the dim of the embeddings; the pairs' dot products go to the top."""
+    """Bottom layers map the dense features to the embeddings' dim; top layers take the dot products of all pairs."""
 
     def __init__(
         self,
@@ -19,20 +19,23 @@ class DLRM(torch.nn.Module):
         bottom: Sequence[int] = (512, 256),
         top: Sequence[int] = (256, 1),
     ) -> None:
-        """embeddings: a satrap.Embeddings or its features, all of one dim. bottom: the widths before that dim; not used
-        when there are no dense features. top: ends with 1, the logit."""
+        """embeddings: a satrap.Embeddings or its features, all of one dim.
+
+        bottom: widths of the bottom layers before that dim; unused without dense features.
+        top: widths of the top layers, ending with 1, the logit.
+        """
         super().__init__()
         dims = block_dims("DLRM", embeddings)
         self.dim = next(iter(dims.values()))
         other = next((name for name, dim in dims.items() if dim != self.dim), None)
         if other is not None:
             raise ConfigError(
-                f"DLRM: feature {next(iter(dims))!r} has dim {self.dim} and {other!r} has {dims[other]}; wanted one "
-                "dim for all, as it multiplies each with each: give their tables the same dim, or take DCN or FFNN"
+                f"DLRM: feature {next(iter(dims))!r} has dim {self.dim} and {other!r} has {dims[other]}; expected one "
+                "dim for all, since DLRM multiplies all pairs: give their tables the same dim, or use DCN or FFNN"
             )
         top = widths("DLRM", "top", top)
         if not top or top[-1] != 1:
-            raise ConfigError(f"DLRM: top is {tuple(top)}; wanted 1 as its last width, the logit, e.g. (256, 1)")
+            raise ConfigError(f"DLRM: top is {tuple(top)}; expected 1 as its last width, the logit, e.g. (256, 1)")
         self.num_dense = count("DLRM", "num_dense", num_dense, 0)
         self.total_dim = len(dims) * self.dim
         dense_dim = self.dim if self.num_dense else 0
@@ -43,7 +46,7 @@ class DLRM(torch.nn.Module):
         self.top = stack([dense_dim + num_vectors * (num_vectors - 1) // 2, *top], last_relu=False)
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
-        """Logits [batch] of dense [batch, num_dense] and the block [batch, total_dim]."""
+        """Return logits [batch] for dense [batch, num_dense] and embeddings [batch, total_dim]."""
         check_inputs("DLRM", dense, embeddings, self.num_dense, self.total_dim)
         first = None if self.bottom is None else self.bottom(dense)
         logits: torch.Tensor = self.top(self.interaction(first, embeddings))

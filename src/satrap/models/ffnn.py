@@ -1,6 +1,6 @@
 """FFNN: a fully connected network over dense features and embeddings, the model of the paper's measurements.
 
-Its cost is its layers: the paper's widths, over 26 features of dim 16, make 77 MFLOP a sample in training.
+The default widths are the paper's; over 26 features of dim 16 they cost 77 MFLOP per sample in training.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class FFNN(nn.Module):
         self.layers = stack(sizes, last_relu=False)
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
-        """Logits [batch] of dense [batch, num_dense] and the block [batch, total_dim]."""
+        """Return logits [batch] for dense [batch, num_dense] and embeddings [batch, total_dim]."""
         check_inputs("FFNN", dense, embeddings, self.num_dense, self.total_dim)
         logits: torch.Tensor = self.layers(embeddings if dense is None else torch.cat([dense, embeddings], 1))
         return logits.squeeze(1).float()

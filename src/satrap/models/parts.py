@@ -1,8 +1,8 @@
-"""What the models share: which features the block holds, checks of sizes and inputs, a stack of linear layers.
+"""Parts that the models share: the features in the block, checks of sizes and inputs, a stack of linear layers.
 
-A model is told the shape of the embeddings once, by `satrap.Embeddings` or by its `.features`, and gets the block
-[batch, total_dim] in every step: the pooled rows of all features side by side. Features that are not pooled are not in
-the block; whoever uses those models them himself.
+A model takes the shape of the embeddings from `satrap.Embeddings` or its `.features` when it is created, and the block
+[batch, total_dim] in every step: the pooled rows of all features side by side. Features without pooling are not in the
+block, and no model here uses them.
 """
 
 import numbers
@@ -16,21 +16,21 @@ from satrap.errors import ConfigError, InputError
 
 
 def block_dims(where: str, embeddings: object) -> dict[str, int]:
-    """The dim of each feature in the block, in the block's order."""
+    """Return the dim of each feature in the block, in the block's order."""
     features = getattr(embeddings, "features", embeddings)
     try:
         names, dims, total = list(features.names), list(features.dims), int(features.total_dim)  # type: ignore[attr-defined]
     except (AttributeError, TypeError):
         raise ConfigError(
-            f"{where}: embeddings is a {type(embeddings).__name__}; wanted satrap.Embeddings or its features, which "
+            f"{where}: embeddings is a {type(embeddings).__name__}; expected satrap.Embeddings or its features, which "
             "have names, dims and total_dim"
         ) from None
     columns = getattr(features, "columns", [0] * len(names))  # negative: not pooled, so not in the block
     pooled = {name: int(dim) for name, dim, column in zip(names, dims, columns, strict=True) if column >= 0}
     if not pooled or sum(pooled.values()) != total:
         raise ConfigError(
-            f"{where}: the features {_listed(pooled)} make a block of {sum(pooled.values())} columns, total_dim is "
-            f"{total}; wanted at least one pooled feature, and the two to agree"
+            f"{where}: the features {_shown(pooled)} make a block of {sum(pooled.values())} columns and total_dim is "
+            f"{total}; expected at least one pooled feature, and equal numbers"
         )
     return pooled
 
@@ -38,21 +38,22 @@ def block_dims(where: str, embeddings: object) -> dict[str, int]:
 def check_inputs(
     where: str, dense: torch.Tensor | None, embeddings: torch.Tensor, num_dense: int, total_dim: int
 ) -> None:
-    """Refuse inputs of another shape than the model was made for. Reads shapes only, so it costs nothing compiled."""
-    if is_traced():  # sizes are tensors there, and comparing them would make constants of them
+    """Raise InputError for inputs of another shape than the model's. Reads only shapes, so it costs nothing when
+    compiled."""
+    if is_traced():  # sizes are tensors there, and comparing them would turn them into constants
         return
     if embeddings.dim() != 2 or embeddings.shape[1] != total_dim:
         raise InputError(
-            f"{where}: embeddings have the shape {tuple(embeddings.shape)}; wanted [batch, {total_dim}], the block of "
-            "the features that the model was made with"
+            f"{where}: embeddings have the shape {tuple(embeddings.shape)}; expected [batch, {total_dim}], the block "
+            "of the features that the model was created with"
         )
     if dense is None and num_dense == 0:
         return
     found = None if dense is None else tuple(dense.shape)
     if found != (embeddings.shape[0], num_dense):
         raise InputError(
-            f"{where}: dense has the shape {found}; wanted ({embeddings.shape[0]}, {num_dense}), one row for each "
-            "sample, as num_dense said"
+            f"{where}: dense has the shape {found}; expected ({embeddings.shape[0]}, {num_dense}), one row for each "
+            "sample and num_dense columns"
         )
 
 
@@ -62,27 +63,28 @@ def is_traced() -> bool:
 
 
 def count(where: str, name: str, value: object, low: int) -> int:
-    """An integer of at least `low`."""
+    """Return the value if it is an integer of at least `low`; else raise ConfigError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
-        raise ConfigError(f"{where}: {name} is {value!r}; wanted an integer of at least {low}")
+        raise ConfigError(f"{where}: {name} is {value!r}; expected an integer of at least {low}")
     return int(value)
 
 
 def widths(where: str, name: str, value: Sequence[int]) -> list[int]:
-    """The widths of a stack of layers; may be empty."""
+    """Return the widths of a stack of layers, which may be empty; raise ConfigError if some are invalid."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{where}: {name} is {value!r}; wanted the widths of the layers, e.g. (512, 256)")
-    return [count(where, f"{name}[{at}]", width, 1) for at, width in enumerate(value)]
+        raise ConfigError(f"{where}: {name} is {value!r}; expected the widths of the layers, e.g. (512, 256)")
+    return [count(where, f"{name}[{index}]", width, 1) for index, width in enumerate(value)]
 
 
 def stack(sizes: Sequence[int], *, last_relu: bool) -> nn.Sequential:
-    """Linear layers from sizes[0] to sizes[-1] with a ReLU between each two, and behind the last one if asked."""
+    """Return linear layers from sizes[0] to sizes[-1] with a ReLU between each two, and after the last if
+    `last_relu`."""
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))
 
 
-def _listed(pooled: dict[str, int]) -> str:
+def _shown(pooled: dict[str, int]) -> str:
     shown = ", ".join(f"{name} ({dim})" for name, dim in list(pooled.items())[:4])
     return shown + (f" and {len(pooled) - 4} more" if len(pooled) > 4 else "") if pooled else "(none is pooled)"

@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics, reports of an interval, and where they go."""
+"""Monitoring of a run: metrics, reports of an interval, and the sinks that show them."""

@@ -1,7 +1,8 @@
-"""The numbers of a run, step by step, made into reports of intervals. Time comes from the caller.
+"""Collects the numbers of each step and summarizes an interval of steps in a report. The caller passes the time.
 
-A step costs a few microseconds: tensors are kept as they are (without their graph) and read when a report is due, so a
-GPU is waited for once an interval. Until then nobody may overwrite them. A report costs a few milliseconds: the AUC.
+A step costs a few microseconds: tensors are kept by reference (without their graph) and read when a report is due, so a
+GPU is waited for once per interval. Until then the tensors must not be overwritten. A report costs a few milliseconds,
+for the AUC.
 """
 
 import math
@@ -16,58 +17,58 @@ from satrap.errors import InputError
 from satrap.monitor.metrics import Window
 from satrap.monitor.report import Counters, Report
 
-_MAX_LOSSES = 512  # kept for one report: what is read from a device one by one has a bound
+_MAX_LOSSES = 512  # kept per report, since each is read from its device separately
 
 
 class Meter:
-    """Takes the numbers of each step; a report is of the steps since the one before it. Time comes from the caller."""
+    """Collects the numbers of each step; a report covers the steps since the report before it."""
 
     def __init__(
         self, now: float, *, counters: Counters | None = None, window: int = 1 << 16, total_samples: int | None = None
     ) -> None:
-        self._began = self._reported = now
+        self._started = self._last_report = now
         self._window = Window(window)
         self._window_size, self._total = window, total_samples
         self._step = self._samples = self._samples_reported = 0
         self._counters = counters or Counters()
-        self._waiting: deque[tuple[Any, Any, int]] = deque()  # labels and scores not read yet, and how many
+        self._waiting: deque[tuple[Any, Any, int]] = deque()  # unread labels and scores, and their samples
         self._num_waiting = 0
-        self._begin()
+        self._start_interval()
 
-    def _begin(self) -> None:
+    def _start_interval(self) -> None:
         self._losses: deque[Any] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
 
     @property
     def has_news(self) -> bool:
-        """Whether a step came since the last report."""
+        """Whether there were steps since the last report."""
         return self._steps > 0
 
     def step(self, step: int, samples: int, loss: Any = None, labels: Any = None, scores: Any = None) -> None:
-        """The hot path: keeps references and adds integers."""
+        """Record one step. This is the hot path: it keeps references and adds integers."""
         self._step = step
         self._samples += samples
         self._steps += 1
         if loss is not None:
-            self._losses.append(_cut(loss))
+            self._losses.append(_detached(loss))
         if scores is not None:
-            self._waiting.append((_cut(labels), _cut(scores), samples))
+            self._waiting.append((_detached(labels), _detached(scores), samples))
             self._num_waiting += samples
-            while self._num_waiting - self._waiting[0][2] >= self._window_size:  # would leave the window unseen
+            while self._num_waiting - self._waiting[0][2] >= self._window_size:  # samples that no window would include
                 self._num_waiting -= self._waiting.popleft()[2]
 
     def report(self, now: float, counters: Counters | None = None) -> Report:
-        """What happened since the last report. Reads the tensors, so it waits for their device."""
+        """Return a report of the steps since the last one. Reads the tensors, so it waits for their device."""
         losses = [float(loss) for loss in self._losses]
-        seconds, samples = now - self._reported, self._samples - self._samples_reported
+        seconds, samples = now - self._last_report, self._samples - self._samples_reported
         auc, entropy = self._window_metrics()
         counters = counters or Counters()
-        seen = _since(counters.staleness, self._counters.staleness)
+        seen = _difference(counters.staleness, self._counters.staleness)
         report = Report(
             step=self._step,
             samples=self._samples,
             total_samples=self._total,
-            seconds=now - self._began,
+            seconds=now - self._started,
             samples_per_second=samples / seconds if seconds > 0 else 0.0,
             loss=sum(losses) / len(losses) if losses else None,
             window=self._window.num_samples,
@@ -79,8 +80,8 @@ class Meter:
             stages=self._stages(counters, seconds),
             lost=dict(counters.lost),
         )
-        self._reported, self._samples_reported, self._counters = now, self._samples, counters
-        self._begin()
+        self._last_report, self._samples_reported, self._counters = now, self._samples, counters
+        self._start_interval()
         return report
 
     def _stages(self, counters: Counters, seconds: float) -> dict[str, float]:
@@ -98,10 +99,12 @@ class Meter:
             labels, scores, _ = self._waiting.popleft()
             truth, logits = _column("labels", labels), _column("scores", scores)
             if truth.size != logits.size:
-                raise InputError(f"Progress: {truth.size} labels and {logits.size} scores; wanted one score per label")
-            sound = ~np.isnan(logits)
-            diverged |= not sound.all()
-            self._window.add(truth[sound], logits[sound])
+                raise InputError(
+                    f"Progress: {truth.size} labels and {logits.size} scores; expected one score per label"
+                )
+            is_number = ~np.isnan(logits)
+            diverged |= not is_number.all()
+            self._window.add(truth[is_number], logits[is_number])
         self._num_waiting = 0
         if diverged:
             return math.nan, math.nan
@@ -110,20 +113,20 @@ class Meter:
         return self._window.auc(), self._window.normalised_entropy()
 
 
-def _since(now: Mapping[int, int], before: Mapping[int, int]) -> dict[int, int]:
+def _difference(now: Mapping[int, int], before: Mapping[int, int]) -> dict[int, int]:
     found = {n: count - before.get(n, 0) for n, count in now.items()}
     return {n: count for n, count in found.items() if count > 0}
 
 
-def _cut(value: Any) -> Any:
-    """Without its graph, which would keep a step's activations alive."""
+def _detached(value: Any) -> Any:
+    """Detach a tensor from its graph, which would keep the activations of a step alive."""
     return value.detach() if hasattr(value, "detach") else value
 
 
 def require_column(name: str, shape: Sequence[int]) -> None:
-    """Labels and scores are one number a sample."""
+    """Raise InputError unless labels or scores have one number per sample."""
     if len(shape) > 2 or (len(shape) == 2 and shape[1] != 1):
-        raise InputError(f"Progress: {name} have the shape {tuple(shape)}; wanted one column, e.g. {name}[:, 0]")
+        raise InputError(f"Progress: {name} have the shape {tuple(shape)}; expected one column, e.g. {name}[:, 0]")
 
 
 def _column(name: str, values: Any) -> NDArray[Any]:

@@ -1,11 +1,12 @@
-"""How good scores of a binary outcome are: AUC, log loss, normalised entropy; of arrays, a window, or a whole pass.
+"""Metrics for scores of a binary outcome: AUC, log loss, normalised entropy; of arrays, of a window, or of a whole
+pass.
 
-Labels are 0 or 1, scores are logits: AUC needs only their order, the log loss takes the logit so that no probability
-is ever rounded to 0 or 1. NumPy only; tensors come here as arrays. What is not defined is NaN and never a made-up
-number: AUC and normalised entropy without both a 0 and a 1, the log loss of nothing. A score that is NaN is refused.
+Labels are 0 or 1, scores are logits: AUC needs only their order, and the log loss of a logit never rounds a probability
+to 0 or 1. The module uses NumPy only; callers convert tensors to arrays. Undefined values are NaN: AUC and normalised
+entropy without both a 0 and a 1, the log loss of no samples. A score that is NaN is refused.
 
-`Window` holds the last samples, `Evaluation` a whole one: exact up to a size, then counts in bins, with the bound on
-what that may cost. The cost is that of a sort; adding a sample costs a copy.
+`Window` holds the last samples, and `Evaluation` covers a whole pass: exact up to a size, then by counts in bins, with
+a bound on the error. The cost is that of a sort; adding a sample costs a copy.
 """
 
 import math
@@ -22,37 +23,38 @@ _Scores = NDArray[np.float64]
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """The share of pairs (a 1, a 0) whose 1 has the higher score, ties counted half: exact, by sorting.
+    """Return the share of pairs (a 1, a 0) whose 1 has the higher score, with ties counted half; exact, by sorting.
 
-    It is the Mann-Whitney statistic over the number of pairs, and the area under the ROC curve.
+    This is the Mann-Whitney statistic over the number of pairs, and the area under the ROC curve.
     """
     return _auc(*_checked("auc", labels, scores))
 
 
 def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
-    """The mean of -log p(label), where p(1) = sigmoid(logit), in nats; infinite after one infinitely sure mistake."""
+    """Return the mean of -log p(label), where p(1) = sigmoid(logit), in nats; infinite after one infinitely sure
+    mistake."""
     truth, sure = _checked("log_loss", labels, logits)
     return _mean(float(_losses(truth, sure).sum()), truth.size)
 
 
 def normalised_entropy(labels: ArrayLike, logits: ArrayLike) -> float:
-    """The log loss over that of a model that always says the share of ones: below 1 is better than knowing nothing."""
+    """Return the log loss relative to that of a model that always predicts the share of ones; below 1 is better."""
     truth, sure = _checked("normalised_entropy", labels, logits)
     return _over_entropy(log_loss(truth, sure), int(np.count_nonzero(truth)), truth.size)
 
 
 class Window:
-    """The last `num_samples` samples, and the metrics of exactly those. 9 bytes a sample, all of them at once."""
+    """The last `num_samples` samples, and their exact metrics. Allocates 9 bytes per sample in advance."""
 
     def __init__(self, num_samples: int) -> None:
         size = _count("Window", "num_samples", num_samples)
         self._labels = np.zeros(size, np.bool_)
         self._scores = np.zeros(size, np.float64)
-        self._next = 0  # where the next sample goes: behind the newest, at the oldest once full
+        self._next = 0  # index for the next sample: after the newest, on the oldest once full
         self._held = 0
 
     def add(self, labels: ArrayLike, logits: ArrayLike) -> None:
-        """Takes the samples of a batch; the oldest ones go."""
+        """Add the samples of a batch, replacing the oldest."""
         truth, scores = _checked("Window.add", labels, logits)
         size = self._labels.size
         truth, scores = truth[-size:], scores[-size:]
@@ -65,37 +67,37 @@ class Window:
 
     @property
     def num_samples(self) -> int:
-        """How many samples are held."""
+        """Number of samples held."""
         return self._held
 
     def auc(self) -> float:
-        """AUC of the samples held."""
+        """Return the AUC of the samples held."""
         return _auc(self._labels[: self._held], self._scores[: self._held])
 
     def log_loss(self) -> float:
-        """Log loss of the samples held."""
+        """Return the log loss of the samples held."""
         return log_loss(self._labels[: self._held], self._scores[: self._held])
 
     def normalised_entropy(self) -> float:
-        """Normalised entropy of the samples held."""
+        """Return the normalised entropy of the samples held."""
         return normalised_entropy(self._labels[: self._held], self._scores[: self._held])
 
 
 class Evaluation:
-    """All samples of a pass, of any length, in bounded memory.
+    """The metrics of all samples of a pass, of any length, in bounded memory.
 
     Log loss and normalised entropy are exact. AUC is exact for the first `exact_samples`, which are held (5 to 9 bytes
-    each). One more, and they are counted into bins and let go: the bins end at `num_bins` values that cut the samples
-    held so far into equal parts, and each such value is a bin of its own, so that a score which many samples share
-    costs nothing. From then on a pair whose two scores fall between the same two values counts half. So the AUC is off
-    by at most half the share of such pairs; `auc_error` gives that number, for the samples that really came. While
-    scores are distributed as the first ones were it is about 1 / (2 num_bins), 8e-6 by default.
+    each). Beyond that samples are counted in bins and not held: the bins end at `num_bins` values that cut the samples
+    held so far into equal parts, and each such value is a bin itself, so that a score shared by many samples costs
+    nothing. From then on a pair whose two scores fall between the same two values counts half. So the AUC is off by at
+    most half the share of such pairs; `auc_error` returns that bound for the actual samples. While scores are
+    distributed like the first ones the bound is about 1 / (2 num_bins), 8e-6 by default.
     """
 
     def __init__(self, *, exact_samples: int | None = 1 << 22, num_bins: int = 1 << 16) -> None:
         """exact_samples: None holds all samples, however many."""
-        self._limit = None if exact_samples is None else _count("Pass", "exact_samples", exact_samples)
-        self._num_bins = _count("Pass", "num_bins", num_bins)
+        self._limit = None if exact_samples is None else _count("Evaluation", "exact_samples", exact_samples)
+        self._num_bins = _count("Evaluation", "num_bins", num_bins)
         self._chunks: list[tuple[_Labels, NDArray[np.floating[Any]]]] = []
         self._bins: _Bins | None = None
         self._num_samples = self._num_ones = 0
@@ -103,13 +105,13 @@ class Evaluation:
 
     def __repr__(self) -> str:
         if not self._num_samples:
-            return "Pass(no samples)"
+            return "Evaluation(no samples)"
         shown = f"auc={self.auc():.4f}, log_loss={self.log_loss():.4f}, ne={self.normalised_entropy():.4f}"
-        return f"Pass({self._num_samples} samples, {shown})"
+        return f"Evaluation({self._num_samples} samples, {shown})"
 
     def add(self, labels: ArrayLike, logits: ArrayLike) -> None:
-        """Takes the samples of a batch."""
-        truth, scores = _checked("Pass.add", labels, logits)
+        """Add the samples of a batch."""
+        truth, scores = _checked("Evaluation.add", labels, logits)
         self._num_samples += truth.size
         self._num_ones += int(np.count_nonzero(truth))
         self._loss += float(_losses(truth, scores).sum())
@@ -126,27 +128,27 @@ class Evaluation:
 
     @property
     def num_samples(self) -> int:
-        """How many samples came."""
+        """Number of samples added."""
         return self._num_samples
 
     def auc(self) -> float:
-        """AUC of all samples; exact while `auc_error()` is 0."""
+        """Return the AUC of all samples; exact while `auc_error()` is 0."""
         return _auc(*self._held()) if self._bins is None else self._bins.auc()
 
     def auc_error(self) -> float:
-        """The most by which `auc` may differ from the exact one; 0 while all samples are held."""
+        """Return a bound on the error of `auc`; 0 while all samples are held."""
         return 0.0 if self._bins is None else self._bins.auc_error()
 
     def log_loss(self) -> float:
-        """Log loss of all samples."""
+        """Return the log loss of all samples."""
         return _mean(self._loss, self._num_samples)
 
     def normalised_entropy(self) -> float:
-        """Normalised entropy of all samples."""
+        """Return the normalised entropy of all samples."""
         return _over_entropy(self.log_loss(), self._num_ones, self._num_samples)
 
     def _held(self) -> tuple[_Labels, _Scores]:
-        if len(self._chunks) > 1:  # joined once, not at every reading
+        if len(self._chunks) > 1:  # joined once, not in every call
             labels, scores = (np.concatenate(parts) for parts in zip(*self._chunks, strict=True))
             self._chunks = [(labels, scores)]
         if not self._chunks:
@@ -215,35 +217,35 @@ def _checked(where: str, labels: ArrayLike, scores: ArrayLike) -> tuple[_Labels,
     truth, values = _array(where, "labels", labels), _array(where, "scores", scores)
     if truth.shape != values.shape or truth.ndim != 1:
         raise InputError(
-            f"{where}: labels have the shape {truth.shape} and scores {values.shape}; wanted one dimension and the "
-            "same length: give one label column, e.g. labels[:, 0]"
+            f"{where}: labels have the shape {truth.shape} and scores {values.shape}; expected one dimension and the "
+            "same length: pass one label column, e.g. labels[:, 0]"
         )
     ones = truth == 1
     wrong = ~(ones | (truth == 0))
     if wrong.any():
         at = int(np.argmax(wrong))
-        raise InputError(f"{where}: label {at} is {truth[at]}; wanted 0 or 1")
+        raise InputError(f"{where}: label {at} is {truth[at]}; expected 0 or 1")
     values = values.astype(np.float64, copy=False)
     wrong = np.isnan(values)
     if wrong.any():
-        raise InputError(f"{where}: score {int(np.argmax(wrong))} is nan; wanted a number: has the model diverged?")
+        raise InputError(f"{where}: score {int(np.argmax(wrong))} is nan; expected a number: has the model diverged?")
     return ones, values
 
 
 def _array(where: str, name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except Exception as error:  # whatever a foreign type raises: a tensor on a GPU, one that requires a gradient
+    except Exception as error:  # any type, e.g. from a tensor on a GPU or one that requires a gradient
         raise InputError(
-            f"{where}: {name} is a {type(values).__name__} that cannot be read as an array ({error}); of a tensor give "
-            ".detach().float().cpu()"
+            f"{where}: {name} is a {type(values).__name__} that cannot be read as an array ({error}); for a tensor "
+            "pass .detach().float().cpu()"
         ) from error
     if array.dtype.kind not in "biuf":
-        raise InputError(f"{where}: {name} is {array.dtype}; wanted numbers")
+        raise InputError(f"{where}: {name} is {array.dtype}; expected numbers")
     return array
 
 
 def _count(where: str, name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ConfigError(f"{where}: {name} is {value!r} ({type(value).__name__}); wanted an integer of at least 1")
+        raise ConfigError(f"{where}: {name} is {value!r} ({type(value).__name__}); expected an integer of at least 1")
     return int(value)

@@ -1,9 +1,9 @@
-"""What a person sees while a model trains: a bar on a terminal, a line now and then elsewhere, TensorBoard, JSON lines.
+"""Progress of a training loop: a bar on a terminal, periodic lines elsewhere, TensorBoard, JSON lines.
 
     user's loop --step(batch)--> Meter --report(now, Counters)--> Report --> each sink's write()
 
-`Progress` only looks at the clock. `meter` makes a report of an interval's steps, `report` is its numbers and text,
-`sinks` put it somewhere. What is not given is not shown.
+`Progress` is the only part with a clock. `meter` summarizes an interval of steps, `report` has its numbers and text,
+and `sinks` show them. Numbers that were not passed are not shown.
 """
 
 import time
@@ -17,28 +17,28 @@ from satrap.monitor.report import Counters
 from satrap.monitor.sinks import LINE_SECONDS, Screen, Sink
 
 
-class Counting(Protocol):
-    """What can be asked for its counters: `Embeddings`."""
+class HasCounters(Protocol):
+    """An object with counters: `Embeddings`."""
 
     def counters(self) -> Counters:
-        """As they stand."""
+        """Return the current counters."""
 
 
-class Stepped(Protocol):
-    """What a step was made of: `Batch`."""
+class SteppedBatch(Protocol):
+    """The batch of a step: `Batch`."""
 
     step: int
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     @property
     def label(self) -> Any:
-        """Of each sample."""
+        """Label of each sample."""
 
 
 class Progress:
-    """Give it every batch that was stepped; it reports when it is time.
+    """Reports the progress of a training loop, which passes it every batch after its step.
 
     with satrap.Progress(embeddings) as progress:
         for batch in embeddings.stream(data):
@@ -49,7 +49,7 @@ class Progress:
 
     def __init__(
         self,
-        embeddings: Counting | None = None,
+        embeddings: HasCounters | None = None,
         sinks: Sequence[Sink] | None = None,
         *,
         total_samples: int | None = None,
@@ -57,32 +57,32 @@ class Progress:
         window: int = 1 << 16,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """embeddings: asked at every report for table rows, staleness and the seconds of each stage.
+        """embeddings: source of table rows, staleness and the seconds of each stage in a report.
 
-        sinks: a Screen on standard error if None.
-        every_seconds: None takes the shortest that a sink wants, else 10: 1 with a bar.
-        window: samples that AUC and normalised entropy look back.
+        sinks: None: a Screen on standard error.
+        every_seconds: interval of reports; None: the shortest that a sink requests, or else 10; a bar requests 1.
+        window: number of recent samples for AUC and normalised entropy.
         """
         if every_seconds is not None and not every_seconds > 0:
-            raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; wanted a number above 0")
+            raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; expected a number above 0")
         self._sinks = [Screen()] if sinks is None else list(sinks)
-        wanted = min((getattr(sink, "every_seconds", LINE_SECONDS) for sink in self._sinks), default=LINE_SECONDS)
-        self._every: float = wanted if every_seconds is None else every_seconds
+        requested = min((getattr(sink, "every_seconds", LINE_SECONDS) for sink in self._sinks), default=LINE_SECONDS)
+        self._every: float = requested if every_seconds is None else every_seconds
         self._clock, self._embeddings = clock, embeddings
         now = clock()
         self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
         self._due, self._closed = now + self._every, False
 
-    def step(self, batch: Stepped, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:
-        """The batch was stepped. loss: a tensor or number; scores: the logits; labels: the batch's own if None. All are
-        read at the next report."""
+    def step(self, batch: SteppedBatch, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:
+        """Record a batch after its step. loss: a tensor or number; scores: the logits; labels: the batch's own if None.
+        All are read at the next report."""
         if self._closed:
-            raise InputError("Progress.step: found it closed; make a new Progress")
+            raise InputError("Progress.step: this Progress is closed; create a new one")
         if scores is not None:
             labels = batch.label if labels is None else labels
-            for name, values in (("labels", labels), ("scores", scores)):  # now, where the user sees which line
+            for name, values in (("labels", labels), ("scores", scores)):  # raises at the user's line
                 require_column(name, getattr(values, "shape", ()))
-        if not len(batch):  # it has no samples, and is there for the other trainers' sake
+        if not len(batch):  # a batch that only keeps this trainer in step with others
             loss = labels = scores = None
         self._meter.step(batch.step, len(batch), loss, labels, scores)
         now = self._clock()
@@ -90,7 +90,7 @@ class Progress:
             self._report(now)
 
     def close(self) -> None:
-        """Reports what came since the last report and closes the sinks."""
+        """Report the steps since the last report and close the sinks."""
         try:
             if not self._closed and self._meter.has_news:
                 self._report(self._clock())
@@ -101,7 +101,7 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # After an error nothing is read any more: it might raise another one over the first.
+        # After an error nothing is read any more, which might raise another error and hide the first.
         self.close() if kind is None else self._close()
 
     def _report(self, now: float) -> None:
@@ -117,6 +117,6 @@ class Progress:
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as stack:  # each is closed, whatever the others raise
+        with ExitStack() as stack:  # closes each sink, whatever the others raise
             for sink in self._sinks:
                 stack.callback(sink.close)

@@ -1,6 +1,6 @@
-"""What is known of a run at a moment: what the embeddings counted, the numbers of an interval of steps, and their text.
+"""Reports of a run: the counters of the embeddings, the numbers of an interval of steps, and their text.
 
-Values in, text out: no clock, no file, no screen.
+These are pure functions and values: no clock, no file, no screen.
 """
 
 from collections.abc import Mapping
@@ -13,68 +13,68 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What the embeddings count by themselves, since they were made."""
+    """Totals that the embeddings count over their lifetime."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Of each table, now."""
+    """Current number of rows in each table."""
     staleness: Mapping[int, int] = field(default_factory=dict)
-    """How many batches were looked up while n earlier steps were not yet applied."""
+    """Number of batches that were looked up while n earlier steps were not yet applied."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds spent in each."""
+    """Seconds spent in each stage."""
     inside: float | None = None
-    """Seconds that the user's thread spent in the stream, whatever it did there."""
+    """Seconds that the user's thread spent in the stream."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """What was read or looked up and did not train: "batches/<cause>", "rows/<cause>", "ids/<feature>" beyond a
-    sequence's length."""
+    """What was read or looked up without being trained on: "batches/<cause>", "rows/<cause>", and "ids/<feature>"
+    beyond the length of a sequence."""
 
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(
             rows=other.rows,
-            staleness=_sum(self.staleness, other.staleness),
-            stages=_sum(self.stages, other.stages),
+            staleness=_sum_counts(self.staleness, other.staleness),
+            stages=_sum_counts(self.stages, other.stages),
             inside=other.inside if self.inside is None else self.inside + (other.inside or 0.0),
-            lost=_sum(self.lost, other.lost),
+            lost=_sum_counts(self.lost, other.lost),
         )
 
 
-def _sum(one: Mapping[_Key, _Number], other: Mapping[_Key, _Number]) -> dict[_Key, _Number]:
+def _sum_counts(one: Mapping[_Key, _Number], other: Mapping[_Key, _Number]) -> dict[_Key, _Number]:
     return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The numbers of one interval of steps. None or empty: not given. NaN: given, but not defined or not finite."""
+    """The numbers of one interval of steps. None or empty: not given. NaN: given, but undefined or not finite."""
 
     step: int
     """The last step."""
     samples: int
-    """Samples so far."""
+    """Number of samples so far."""
     total_samples: int | None = None
-    """How many there will be."""
+    """Expected number of samples in the whole run."""
     seconds: float
-    """Since the beginning."""
+    """Seconds since the start."""
     samples_per_second: float
-    """Over the interval."""
+    """Throughput in the interval."""
     loss: float | None = None
-    """Mean over the interval's steps, the last 512 at most."""
+    """Mean over the interval's steps, at most the last 512."""
     window: int = 0
-    """How many of the last samples `auc` and `normalised_entropy` are of."""
+    """Number of recent samples that `auc` and `normalised_entropy` cover."""
     auc: float | None = None
     normalised_entropy: float | None = None
     staleness: float | None = None
     """Mean over the batches looked up in the interval."""
     max_staleness: int | None = None
-    """Largest of the interval."""
+    """Maximum in the interval."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Rows of each table."""
+    """Number of rows in each table."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds per step of each stage, mean over the interval. "dense" is the time between the calls of the stream."""
+    """Seconds per step of each stage, mean over the interval. "dense" is the time between calls of the stream."""
 
     lost: Mapping[str, int] = field(default_factory=dict)
-    """What did not train, so far; see `Counters`."""
+    """What was not trained on, so far; see `Counters`."""
 
     def scalars(self) -> dict[str, float]:
-        """Every number that was given, flat, by name: what TensorBoard and JSON lines hold."""
+        """Return every given number by name, as TensorBoard and JSON lines store them."""
         names = ("step", "samples", "seconds", "samples_per_second", "loss", "auc", "normalised_entropy")
         found = {name: getattr(self, name) for name in (*names, "staleness", "max_staleness")}
         found |= {f"rows/{table}": rows for table, rows in self.rows.items()}
@@ -84,12 +84,12 @@ class Report:
 
 
 def line(report: Report) -> str:
-    """One line, in the order in which a person asks."""
+    """Format a report as one line, with the most relevant numbers first."""
     return " | ".join(_phrases(report))
 
 
 def bar(report: Report, columns: int, marks: str = "#.") -> str:
-    """At most so many columns: how much is done, where the total is known, then as much of the line as fits."""
+    """Format a report in at most `columns` columns: a bar if the total is known, then as much of the line as fits."""
     phrases = _phrases(report)
     if report.total_samples:
         share = min(1.0, report.samples / report.total_samples)
@@ -104,7 +104,7 @@ def bar(report: Report, columns: int, marks: str = "#.") -> str:
 
 
 def short(number: float) -> str:
-    """About three digits: 950, 81.2k, 4.9M, 2.13G, 1.5T."""
+    """Format a number with about three digits: 950, 81.2k, 4.9M, 2.13G, 1.5T."""
     for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{letter}"
@@ -125,7 +125,7 @@ def _phrases(report: Report) -> list[str]:
         found.append(f"staleness {report.staleness:.1f}, at most {report.max_staleness}")
     if report.rows:
         found.append(f"{short(sum(report.rows.values()))} rows")
-    for word in ("lost", "cut"):  # ids beyond a sequence's length are cut, as the user declared
+    for word in ("lost", "cut"):  # ids beyond a sequence's length are cut by the user's declaration
         counts = [
             f"{short(count)} {what}"
             for what, count in report.lost.items()

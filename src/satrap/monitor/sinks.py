@@ -1,4 +1,4 @@
-"""Where reports go: a bar on a terminal, a line elsewhere, JSON lines, TensorBoard."""
+"""Sinks of reports: a bar on a terminal, a line elsewhere, JSON lines, TensorBoard."""
 
 import json
 import math
@@ -15,21 +15,22 @@ BAR_SECONDS, LINE_SECONDS = 1.0, 10.0
 
 
 class Sink(Protocol):
-    """Where reports go."""
+    """A destination of reports."""
 
     def write(self, report: Report) -> None:
-        """Takes one report."""
+        """Write one report."""
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close the sink at the end of the run."""
 
 
 class Screen:
-    """A bar that is drawn over again on a terminal; a line for each report elsewhere."""
+    """Draws a bar on a terminal, or prints one line per report elsewhere."""
 
     def __init__(self, stream: TextIO | None = None, *, as_bar: bool | None = None) -> None:
-        """stream: standard error if None. as_bar: None asks the stream whether it is a terminal."""
-        self._stream: TextIO | None = sys.stderr if stream is None else stream  # None: a process without one
+        """stream: standard error if None. as_bar: None draws a bar if the stream is a terminal."""
+        # None in a process without standard error.
+        self._stream: TextIO | None = sys.stderr if stream is None else stream
         self._as_bar = self._stream is not None and self._stream.isatty() if as_bar is None else as_bar
         self.every_seconds = BAR_SECONDS if self._as_bar else LINE_SECONDS
         self._marks = "#."
@@ -38,16 +39,16 @@ class Screen:
             self._marks = "█░"
         except (UnicodeEncodeError, LookupError):
             pass
-        self._open = False  # a bar waits for its end of line
+        self._open = False  # whether the line of a bar is unfinished
 
     def write(self, report: Report) -> None:
-        """Draws the bar or prints the line. A terminal that went away ends no training."""
-        # Back to the first column, the text, and erase what an earlier, longer bar left behind it.
+        """Draw the bar or print the line. A closed terminal does not stop training."""
+        # Return to the first column, write, and erase the rest of a longer earlier bar.
         self._open = self._as_bar
         self._put(f"\r{bar(report, self._columns() - 1, self._marks)}\x1b[K" if self._as_bar else f"{line(report)}\n")
 
     def close(self) -> None:
-        """Leaves the last bar on its line."""
+        """End the line of the last bar."""
         if self._open:
             self._open = False
             self._put("\n")
@@ -61,47 +62,47 @@ class Screen:
     def _columns(self) -> int:
         try:
             return os.get_terminal_size(self._stream.fileno() if self._stream else -1).columns or 80
-        except (OSError, ValueError, AttributeError):  # not a terminal after all
+        except (OSError, ValueError, AttributeError):  # not a terminal
             return 80
 
 
 class JsonLines:
-    """One JSON object a line, appended to a file; null where a number is not finite."""
+    """Appends one JSON object per line to a file, with null for numbers that are not finite."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """A path that cannot be written fails now."""
+        """path: the file; created now, so that a path that cannot be written raises early."""
         self._path = Path(path)
         self._path.touch()
 
     def write(self, report: Report) -> None:
-        """Appends a line."""
+        """Append a line."""
         numbers = {name: value if math.isfinite(value) else None for name, value in report.scalars().items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(numbers) + "\n")
 
     def close(self) -> None:
-        """Nothing to do: the file is open only while a line is written."""
+        """Do nothing: the file is open only while a line is written."""
 
 
 class TensorBoard:
-    """Scalars in event files, by step; needs the packages torch and tensorboard."""
+    """Writes scalars to event files, by step; needs the packages torch and tensorboard."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """folder: of this run; TensorBoard shows each folder as a curve."""
+        """folder: the folder of this run; TensorBoard shows each folder as a curve."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(f"TensorBoard: {error}: pip install tensorboard, or leave this sink out") from error
+            raise ConfigError(f"TensorBoard: {error}: pip install tensorboard, or leave out this sink") from error
         writer: Any = SummaryWriter
         self._writer = writer(os.fspath(folder))
 
     def write(self, report: Report) -> None:
-        """Adds the numbers at the report's step."""
+        """Add the numbers at the report's step."""
         for name, value in report.scalars().items():
             if name != "step":
                 self._writer.add_scalar(name, value, report.step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self._writer.close()

@@ -1,1 +1,1 @@
-"""Rows for reading: of live servers, a run's newest checkpoint, or a snapshot."""
+"""Read-only access to rows: of live servers, of a run's newest checkpoint, or of a snapshot."""

@@ -1,9 +1,10 @@
-"""Rows that somebody else trains or has trained, to look at and to evaluate with: nothing here changes one.
+"""Read access to rows that another process trains or has trained, for inspection and evaluation; nothing here changes a
+row.
 
 A `Reader` opens the servers of a live run, beside its trainers; the newest checkpoint in a run's folder; or the
-snapshot of a table. Features, batches and streams are those of `Embeddings`. From servers each call reads what they
-hold at that moment, also after the run has begun again. From a folder the rows are copied into this process, with
-their optimizer state: that takes as much memory as they took in training.
+snapshot of a table. Features, batches and streams are those of `Embeddings`. From servers each call reads the current
+rows, also after the run restarts. From a folder the rows are copied into this process with their optimizer state: that
+takes as much memory as in training.
 """
 
 import os
@@ -41,22 +42,22 @@ from satrap.worker.worker import Rows, Worker
 if TYPE_CHECKING:
     from satrap.worker.sharded_tables import ShardedTable
 
-_MOST_READS = 10  # of a folder whose run goes on saving, and removes what is old
+_MAX_READS = 10  # attempts, since a live run may remove the checkpoint that is being read
 
 
 class ReaderTable:
-    """One table, to read."""
+    """A read-only view of one table."""
 
     def __init__(self, store: "Store | ShardedTable") -> None:
         self.table: Table = store.table
-        """Its configuration."""
+        """The table's configuration."""
         self._store = store
 
     def __len__(self) -> int:
         return len(self._store)
 
     def __bool__(self) -> bool:
-        """A table is one even while it is empty."""
+        """Return True, even for an empty table."""
         return True
 
     def __repr__(self) -> str:
@@ -69,24 +70,26 @@ class ReaderTable:
 
     @property
     def version(self) -> int:
-        """As `Store.version`."""
+        """Version of the table, as `Store.version`."""
         return self._store.version
 
     def lookup(self, ids: ArrayLike) -> NDArray[np.float32]:
-        """The values of the ids' rows: float32 [n, dim]. An id without a row reads as `table.absent` says."""
+        """Return the values of the ids' rows, float32 [n, dim]. `table.absent` defines the values of an id without a
+        row."""
         return self._store.lookup(ids, train=False)
 
     def read(self, ids: ArrayLike) -> StoredRows:
-        """As `Store.read`: values, optimizer state and presence."""
+        """Return values, optimizer state and presence, as `Store.read`."""
         return self._store.read(ids)
 
     def stats(self) -> dict[str, int]:
-        """As `Store.stats`."""
+        """Return counters of the table, as `Store.stats`."""
         return self._store.stats()
 
 
 class Reader:
-    """See the file's docstring. A context manager; any number of threads may use it."""
+    """Read-only access to the rows of a live run, of a run's newest checkpoint, or of a table's snapshot. A context
+    manager; thread-safe."""
 
     def __init__(
         self,
@@ -97,25 +100,24 @@ class Reader:
         keys: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """path: the folder of a run's checkpoints (here, or on any fsspec system), of which the newest is taken, or of
-            a table's snapshot. None: the rows are on servers.
+        """path: the folder of a run's checkpoints (local, or on any fsspec system), of which the newest is opened, or
+            of a table's snapshot. None: the rows are on servers.
 
-        features: those of the model, as its `Embeddings` has them; some of them will do. None: rows are looked up by
-            table and id alone.
-        servers: "tcp://host:port" of one server of the run, or of several: they know the others. Under `satrap run`
-            they are the run's.
-        keys: the file client.key of `satrap keys`; without it the servers are on this machine.
-        num_threads: of table work; None: all cores.
+        features: all or some of the features of the model's `Embeddings`. None: only lookups by table and id.
+        servers: "tcp://host:port" of one or more servers of the run, which name the others. The default under `satrap
+            run` is the run's servers.
+        keys: path of the client.key file that `satrap keys` wrote; not needed for servers on this machine.
+        num_threads: threads for table work; None: all cores.
         """
         run = current()
         if path is None and servers is None and run is not None:
             servers, keys = run.servers, run.keys if keys is None else keys
         if (path is None) == (servers is None):
-            raise ConfigError("Reader: give either the path of a folder or servers=[...] of a live run")
+            raise ConfigError("Reader: pass either the path of a folder or servers=[...] of a live run")
         if path is not None and keys is not None:
-            raise ConfigError("Reader: keys are for servers; the rows are in a folder: leave them out")
+            raise ConfigError("Reader: keys are for servers, but the rows are in a folder: leave keys out")
         if path is not None and not os.fspath(path):
-            raise ConfigError("Reader: path is empty; wanted the folder of a run or of a table's snapshot")
+            raise ConfigError("Reader: path is empty; expected the folder of a run or of a table's snapshot")
         self._closed = False
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._rows: _Rows = (
@@ -124,11 +126,11 @@ class Reader:
         self.tables: Mapping[str, ReaderTable] = {name: ReaderTable(each) for name, each in self._rows.tables.items()}
         """The tables by name."""
         self.features: Features | None = None
-        """The model's; a batch has them in this order."""
+        """The features, in the order in which a batch has them."""
         self._worker: Worker | None = None
         try:
             if features is not None:
-                self.features = _in_order(Features(features), self._rows.job)
+                self.features = _in_job_order(Features(features), self._rows.job)
                 self._worker = Worker(self.features, self._rows.of(self.features))
         except BaseException:
             self.close()
@@ -139,45 +141,46 @@ class Reader:
 
     @property
     def step(self) -> int:
-        """The last step that these rows were trained in."""
+        """The last step in which these rows were trained."""
         return self._open().step
 
     @property
     def version(self) -> int:
-        """Of the newest save of the tables; 1 before the first."""
+        """Version of the newest save of the tables; 1 before the first."""
         return max(each.version for each in self._open().tables.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """As `Store.stats`, of each table."""
+        """Return the counters of each table, as `Store.stats`."""
         return {name: each.stats() for name, each in self._open().tables.items()}
 
     def lookup(self, table: str, ids: ArrayLike) -> NDArray[np.float32]:
-        """The values of the rows of a table, as `ReaderTable.lookup`."""
+        """Return the values of rows of a table, as `ReaderTable.lookup`."""
         self._open()
         if table not in self.tables:
             raise InputError(f"there is no table {table!r} in {self._rows.where}; {suggest(table, list(self.tables))}")
         return self.tables[table].lookup(ids)
 
     def load_model(self, model: torch.nn.Module) -> None:
-        """Copies the dense parameters and buffers of the checkpoint into a model that is built as the trained one was.
+        """Copy the dense parameters and buffers of the checkpoint into `model`, which must be built like the trained
+        model.
 
-        Beside a live run, open the folder of its checkpoints for this: from servers a Reader has rows only.
+        For the model of a live run, open the folder of its checkpoints: a Reader of servers has rows only.
         """
         self._open()
         self._rows.load_model(model)
 
     def __call__(self, inputs: Inputs) -> Batch:
-        """One batch looked up, on the CPU: `model(batch.dense, batch.embeddings)`."""
-        return BatchLookup(self._of_features(), torch.device("cpu"), train=False, overlap=False)(
+        """Look up one batch, on the CPU: `model(batch.dense, batch.embeddings)`."""
+        return BatchLookup(self._feature_worker(), torch.device("cpu"), train=False, overlap=False)(
             inputs, 0, 0
         ).hand_over(None)
 
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
-        """The batches of a source, looked up, as `Embeddings.stream` gives them in evaluation.
+        """Return the batches of a source with their rows looked up, as `Embeddings.stream` does in evaluation.
 
-        overlap: batches are read and looked up beside the dense network.
+        overlap: read and look up batches concurrently with the dense network.
         """
-        worker, place = self._of_features(), torch.device("cpu" if device is None else device)
+        worker, place = self._feature_worker(), torch.device("cpu" if device is None else device)
         source = data if hasattr(data, "batches") else Items(data)
         inputs: Iterator[Inputs] = source.batches(worker.features, position=None)
         stream = Stream.evaluation(inputs, worker, place, overlap=overlap)
@@ -185,7 +188,7 @@ class Reader:
         return stream
 
     def close(self) -> None:
-        """Ends the streams, and the connections, or gives the copied rows up. Does nothing twice."""
+        """End the streams, and close the connections or free the copied rows. Idempotent."""
         self._closed, self._worker, self.tables = True, None, {}
         with ExitStack() as stack:
             stack.callback(self._rows.close)
@@ -200,21 +203,21 @@ class Reader:
 
     def _open(self) -> "_Rows":
         if self._closed:
-            raise StreamError("this Reader was closed: make another")
+            raise StreamError("this Reader is closed: create a new one")
         return self._rows
 
-    def _of_features(self) -> Worker:
+    def _feature_worker(self) -> Worker:
         self._open()
         if self._worker is None:
-            raise ConfigError("this Reader has no features, and a batch is of features: Reader(..., features=...)")
+            raise ConfigError("this Reader has no features, which a batch needs: create it with features=...")
         return self._worker
 
 
 class _Rows(Protocol):
-    """Where the rows of a Reader are."""
+    """The source of a Reader's rows."""
 
     where: str
-    """For people."""
+    """Describes the source in messages."""
     job: Job
 
     @property
@@ -224,7 +227,7 @@ class _Rows(Protocol):
     def step(self) -> int: ...
 
     def of(self, features: Features) -> Rows:
-        """Those of some features, whose tables come in the job's order."""
+        """Return the rows of these features, whose tables are in the job's order."""
         ...
 
     def load_model(self, model: torch.nn.Module) -> None: ...
@@ -233,7 +236,7 @@ class _Rows(Protocol):
 
 
 class _OnServers:
-    """Those of a live run."""
+    """The rows of a live run."""
 
     def __init__(self, addresses: Any, keys: Any, num_threads: int | None) -> None:
         from satrap.rpc import Keys
@@ -256,7 +259,7 @@ class _OnServers:
 
     def load_model(self, model: torch.nn.Module) -> None:
         raise ConfigError(
-            f"{self.where} give rows only; the dense parameters are in the run's checkpoints: "
+            f"{self.where} have rows only; the dense parameters are in the run's checkpoints: "
             "Reader(<their folder>, features).load_model(model)"
         )
 
@@ -265,11 +268,11 @@ class _OnServers:
 
 
 class _InFolder:
-    """A copy of those in a folder."""
+    """A copy of the rows in a folder."""
 
     def __init__(self, path: str, num_threads: int | None) -> None:
         self.where, self._num_threads = path, num_threads
-        self._model: Mapping[str, Any] | None = None  # its state
+        self._model: Mapping[str, Any] | None = None  # the model's state_dict
         if (Path(path) / FILE_NAME).exists() or parts_in(Path(path)):
             self._fill({"": [Path(path)]})
         else:
@@ -277,14 +280,14 @@ class _InFolder:
 
     def _take_newest(self, path: str) -> None:
         if "://" not in path and not Path(path).is_dir():
-            raise CheckpointError(f"there is no folder {path!r}; wanted that of a run's checkpoints or of a snapshot")
-        home = RunDirectory(path)
-        for last in range(_MOST_READS, 0, -1):
-            name = home.newest_name()
+            raise CheckpointError(f"there is no folder {path!r}; expected a run's checkpoints or a snapshot")
+        directory = RunDirectory(path)
+        for attempts_left in range(_MAX_READS, 0, -1):
+            name = directory.newest_name()
             try:
-                with home.newest() as chain:
+                with directory.newest() as chain:
                     if not chain:
-                        raise CheckpointError(f"{path} has neither a checkpoint nor a snapshot of a table in it")
+                        raise CheckpointError(f"{path} contains neither a checkpoint nor a snapshot of a table")
                     self._fill(table_folders(chain))
                     require_rows(chain, {each: len(table) for each, table in self.tables.items()})
                     self.where = chain[-1].where
@@ -292,7 +295,8 @@ class _InFolder:
                     self._model = state["objects"]["model"]
                     return
             except (SatrapError, OSError):
-                if last == 1 or home.newest_name() == name:  # else the run saved another, and may have removed this one
+                # A newer save may have removed this checkpoint: then retry.
+                if attempts_left == 1 or directory.newest_name() == name:
                     raise
 
     def _fill(self, folders: Mapping[str, list[Path]]) -> None:
@@ -310,7 +314,7 @@ class _InFolder:
 
     def load_model(self, model: torch.nn.Module) -> None:
         if self._model is None:
-            raise ConfigError(f"{self.where} is the snapshot of a table; wanted the folder of a run's checkpoints")
+            raise ConfigError(f"{self.where} is the snapshot of a table; expected the folder of a run's checkpoints")
         require_model(f"{self.where}/{STATE}", self._model, model.state_dict())
         model.load_state_dict(self._model)
 
@@ -318,14 +322,14 @@ class _InFolder:
         self._slots, self.tables = [], {}
 
 
-def _in_order(features: Features, job: Job) -> Features:
-    """The features, with their tables in the job's order. ConfigError if the job has others."""
+def _in_job_order(features: Features, job: Job) -> Features:
+    """Return the features with their tables in the job's order; raise ConfigError if the job's tables differ."""
     known = {table.name: number for number, table in enumerate(job.tables)}
     unknown = [table.name for table in features.tables if table.name not in known]
     if unknown:
         raise ConfigError(f"there is no table {unknown[0]!r} here; {suggest(unknown[0], list(known))}")
     there = Job(tables=tuple(job.tables[known[table.name]] for table in features.tables), seed=job.seed)
     if found := Job(tables=features.tables, seed=job.seed).differences(there):
-        raise ConfigError(f"the rows are of tables configured otherwise: {'; '.join(found)}")
+        raise ConfigError(f"the features' tables are configured differently: {'; '.join(found)}")
     ordered = sorted(features.items(), key=lambda each: known[each[1].table.name])
     return Features(dict(ordered))

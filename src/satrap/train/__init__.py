@@ -1,1 +1,1 @@
-"""The trainer: embeddings as a module, the stream of batches, the optimizer of both halves."""
+"""The trainer: embeddings as a module, the stream of batches, the optimizer of both halves of a model."""

@@ -1,18 +1,19 @@
-"""The dense parameters of a model as tables on the servers, for trainers that wait for nobody: `dense="async"`.
+"""Dense parameters stored in tables on the servers, for trainers that do not wait for each other (`dense="async"`).
 
-Each param group of the dense optimizer is a table, "dense.0", "dense.1", ..., whose optimizer is the group's twin. Each
-parameter is flattened and cut into rows of its own, the last filled up with zeros, so that one without a gradient has
-its rows left alone. Rows begin at 0, and
+Each param group of the dense optimizer becomes one table, "dense.0", "dense.1", ..., with the equivalent table
+optimizer. Each parameter is flattened and cut into rows; its last row is padded with zeros, so a parameter without a
+gradient leaves its rows unchanged. Rows are initialized with 0, and
 
-    parameter = start + row
+    parameter = initial value + row
 
-with the start that the first trainer had: servers need not be told values, and a table's rows are a function of its
-updates alone. They cross as float32, whatever the wire is. Around one step, in the threads of the stream:
+where the initial values are those of trainer 0. So the servers need no initial values, and the rows of a table depend
+on its updates alone. Dense rows and gradients are always sent as float32, whatever `wire` is. The threads of the stream
+make four calls for each step:
 
-    look_up    with the step's first batch: all rows, and so bound by the gate as the embeddings are
-    hand_over  as the batch is first used: they become the parameters
-    gradients  at optimizer.step(): a copy, since the next backward pass writes over them
-    update     before the embeddings' own: under the step's number, so that each bucket applies it once
+    look_up    with the first batch of the step: reads all rows, so the staleness gate bounds dense parameters too
+    hand_over  at the first use of the batch: copies the values into the parameters
+    gradients  in optimizer.step(): copies the gradients, since the next backward pass overwrites them
+    update     before the update of the embeddings, with the same step number, so that each bucket applies it once
 """
 
 import gc
@@ -30,31 +31,31 @@ from torch import Tensor
 from satrap import _core
 from satrap.config.tables import LAST_STEP, Table, Zeros
 from satrap.errors import ConfigError, MovedError, NonFiniteError, StreamError
-from satrap.train.async_optimizer import twin
+from satrap.train.async_optimizer import table_optimizer
 from satrap.train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from satrap.worker.server_group import ServerGroup, Topology
 
 DIM = 1024
-"""Numbers of a row: measured, docs/design/003-cluster.md."""
+"""Numbers in a row; docs/design/003-cluster.md has the measurement."""
 _PREFIX = "dense."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What one optimizer step has for the servers."""
+    """The dense gradients of one optimizer step."""
 
     rows: NDArray[np.int64]
-    """Of the parameters that have a gradient."""
+    """Numbers of the rows whose parameter has a gradient."""
     values: Tensor
-    """[all rows, DIM], where the parameters are."""
+    """Gradients of all rows, [rows, DIM], on the device of the parameters."""
     lrs: list[float]
-    """Of each group."""
+    """Learning rate of each param group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Share:
+class _OwnedRows:
     """The rows that one server owns."""
 
     rows: NDArray[np.int64]
@@ -63,74 +64,82 @@ class _Share:
 
 
 class DenseParameters:
-    """See the file's docstring. Made by `Embeddings.optimizer`."""
+    """The dense parameters of a model, stored in tables on the servers; created by `Embeddings.optimizer`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """optimizer: a new one. ConfigError if a table cannot do what it does."""
+        """Raise ConfigError if a table cannot apply the optimizer's update, or if the optimizer has already stepped."""
         self._optimizer = optimizer
-        self._twins = [twin(optimizer, group) for group in optimizer.param_groups]
+        self._table_optimizers = [table_optimizer(optimizer, group) for group in optimizer.param_groups]
         self.tables = tuple(
             Table(f"{_PREFIX}{number}", dim=DIM, optimizer=each, initial=Zeros())
-            for number, each in enumerate(self._twins)
+            for number, each in enumerate(self._table_optimizers)
         )
         self._parameters: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
         for number, each in enumerate(self._parameters):
             if each.dtype != torch.float32:
-                raise ConfigError(f"dense='async': parameter {number} is {each.dtype}; wanted torch.float32")
+                raise ConfigError(f"dense='async': parameter {number} is {each.dtype}; expected torch.float32")
         if any(float(state.get("step", 0)) > 0 or "momentum_buffer" in state for state in optimizer.state.values()):
-            raise ConfigError(f"dense='async': this {type(optimizer).__name__} has stepped already; wanted a new one")
+            raise ConfigError(f"dense='async': this {type(optimizer).__name__} has already stepped; expected a new one")
         counts = [-(-each.numel() // DIM) for each in self._parameters]
-        self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # row of each parameter
+        self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # the first row of each parameter
         groups = np.cumsum([0, *(len(group["params"]) for group in optimizer.param_groups)])
         self._group_first = self._first[groups]
         self._start: Tensor | None = None  # [rows, DIM], on the CPU
-        self._versions: list[int] | None = None  # of the parameters, as torch counts their changes
-        self._ahead: dict[int, Tensor] = {}  # by step: looked up, not handed over
-        self._step = 0  # the last that was looked up
+        self._versions: list[int] | None = None  # torch's version counter of each parameter
+        self._ahead: dict[int, Tensor] = {}  # by step: looked up, not yet copied into the parameters
+        self._step = 0  # the last step looked up
 
     def connect(self, servers: "ServerGroup", trainers: ProcessGroup) -> None:
-        """servers: of a job whose last tables are these."""
+        """Use `servers`, whose job has these tables as its last ones."""
         self._servers, self._trainers = servers, trainers
 
-    # -- beginning ---------------------------------------------------------------------------------------------------
+    # -- initial values ----------------------------------------------------------------------------------------------
 
     @property
     def start(self) -> Tensor | None:
-        """Where the parameters began, the same for all trainers; None before the first training stream."""
+        """Return the initial values, equal for all trainers, or None before the first training stream."""
         return self._start
 
-    def start_at(self, start: Tensor | None) -> None:
-        """That of a checkpoint, whose tables have the rows. The parameters follow at the next lookup."""
+    def set_start(self, start: Tensor | None) -> None:
+        """Set the initial values to those of a checkpoint whose rows are restored. The next lookup sets the
+        parameters."""
         if start is not None and start.shape != (self._first[-1], DIM):
-            raise ConfigError(f"the start of the dense parameters is {tuple(start.shape)}; wanted as many rows as here")
+            raise ConfigError(
+                f"the dense parameters in the checkpoint have {tuple(start.shape)} rows and columns; expected those of "
+                "this model"
+            )
         self._start, self._versions = start, None
 
     def begin(self) -> None:
-        """Before a training stream. All trainers call it for the first one: they take what the first of them has."""
+        """Prepare a training stream. All trainers call this before their first stream and take trainer 0's
+        parameters."""
         self._ahead.clear()
         self._step = 0
         if self._start is not None:
             return
         _require_not_reduced(self._parameters)
         shapes = json.dumps([list(each.shape) for each in self._parameters]).encode()
-        different = [rank for rank, told in enumerate(self._trainers.gather(shapes)) if told != shapes]
+        different = [rank for rank, other in enumerate(self._trainers.gather(shapes)) if other != shapes]
         if different:
-            raise ConfigError(f"dense='async': trainers {different} have parameters of other shapes than this one's")
+            raise ConfigError(
+                f"dense='async': trainers {different} have dense parameters of other shapes than this trainer; "
+                "expected the same model on all trainers"
+            )
         flat = torch.zeros(int(self._first[-1]), DIM)
         torch._foreach_copy_(self._views(flat), [each.detach() for each in self._parameters])
-        self._trainers.take_first(flat)
+        self._trainers.broadcast_(flat)
         self._start = flat
 
-    # -- the road of a step ------------------------------------------------------------------------------------------
+    # -- one step -----------------------------------------------------------------------------------------------------
 
     def look_up(self, step: int, oldest_open: int, place: Callable[[NDArray[Any]], Tensor]) -> None:
-        """The parameters for a step, once; place: brings them to the device."""
+        """Look up the parameters of a step, once. `place` copies an array to the device."""
         if step != self._step:
-            self._ahead[step] = place(self._looked_up(step, oldest_open, train=True))
+            self._ahead[step] = place(self._fetch(step, oldest_open, train=True))
             self._step = step
 
     def hand_over(self, step: int) -> None:
-        """The step's lookup becomes the parameters."""
+        """Copy the values looked up for the step into the parameters."""
         values = self._ahead.pop(step, None)
         if values is not None:
             if values.is_cuda:
@@ -138,20 +147,22 @@ class DenseParameters:
             self._write(values)
 
     def forget(self, step: int) -> None:
-        """No batch of the step will be used."""
+        """Discard the lookup of a step of which no batch will be used."""
         self._ahead.pop(step, None)
 
     @torch.no_grad()
     def gradients(self, scale: float) -> Gradients:
-        """Those that the parameters have now, times `scale`."""
-        now = [twin(self._optimizer, group) for group in self._optimizer.param_groups]
-        for number, (was, is_) in enumerate(zip(self._twins, now, strict=True)):
+        """Return a copy of the current gradients, multiplied by `scale`."""
+        now = [table_optimizer(self._optimizer, group) for group in self._optimizer.param_groups]
+        for number, (was, is_) in enumerate(zip(self._table_optimizers, now, strict=True)):
             if _without_lr(was) != _without_lr(is_):
-                raise ConfigError(f"dense='async': param group {number} was {was} and is {is_}; only lr may change")
+                raise ConfigError(
+                    f"dense='async': param group {number} was {was} and is now {is_}; expected only lr to change"
+                )
         given = [(i, each.grad) for i, each in enumerate(self._parameters) if each.grad is not None]
         sparse = [i for i, gradient in given if gradient.layout != torch.strided]
         if sparse:
-            raise ConfigError(f"dense='async': parameter {sparse[0]} has a sparse gradient; wanted a dense one")
+            raise ConfigError(f"dense='async': parameter {sparse[0]} has a sparse gradient; expected a dense one")
         device = given[0][1].device if given else torch.device("cpu")
         values = torch.zeros(int(self._first[-1]), DIM, device=device)
         if given:
@@ -163,61 +174,63 @@ class DenseParameters:
         return Gradients(np.concatenate([np.zeros(0, np.int64), *rows]), values, [each.lr for each in now])
 
     def has_gradients(self) -> bool:
-        """Whether any parameter has one."""
+        """Return whether any parameter has a gradient."""
         return any(each.grad is not None for each in self._parameters)
 
     def update(self, gradients: Gradients, values: NDArray[np.float32], step: int) -> None:
-        """Sends them; values: theirs, on the CPU. Sent again, they are applied once all the same."""
+        """Send the gradients, whose values `values` holds on the CPU. The call is idempotent: a retry is applied
+        once."""
         wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if len(wrong):
             number = np.searchsorted(self._first, wrong[0], side="right") - 1
             raise NonFiniteError(f"step {step}: the gradient of dense parameter {number} holds NaN or infinity")
         lrs = [*self._servers.lrs[: -len(self.tables)], *gradients.lrs]
 
-        def arguments(share: _Share) -> tuple[Any, ...]:
-            return 0, share.ids, share.offsets, values[share.rows].reshape(-1), lrs, 0
+        def arguments(group: _OwnedRows) -> tuple[Any, ...]:
+            return 0, group.ids, group.offsets, values[group.rows].reshape(-1), lrs, 0
 
-        self._asked("update", step, gradients.rows, arguments)
+        self._call_owners("update", step, gradients.rows, arguments)
 
     def refresh(self) -> None:
-        """The parameters are what the servers have now."""
+        """Set the parameters to their current values on the servers."""
         if self._start is not None:
-            self._write(torch.from_numpy(self._looked_up(0, 0, train=False)))
+            self._write(torch.from_numpy(self._fetch(0, 0, train=False)))
 
-    def rest(self) -> None:
-        """This trainer's stream has ended: it keeps no row of any table from eviction. Others may go on for long."""
+    def release_rows(self) -> None:
+        """Let the servers evict rows again once this trainer's stream has ended; other trainers may continue for
+        long."""
         if self._step:
             nothing = (np.zeros(0, np.uint64), np.zeros(len(self._servers.job.tables) + 1, np.int64))
             self._servers.all("lookup", *nothing, LAST_STEP, True, 0, step=self._step)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _looked_up(self, step: int, oldest_open: int, *, train: bool) -> NDArray[np.float32]:
-        """Start and rows, summed."""
+    def _fetch(self, step: int, oldest_open: int, *, train: bool) -> NDArray[np.float32]:
+        """Return the current parameters: initial values plus rows."""
         assert self._start is not None
 
-        def arguments(share: _Share) -> tuple[Any, ...]:
-            return share.ids, share.offsets, oldest_open, train, 0
+        def arguments(group: _OwnedRows) -> tuple[Any, ...]:
+            return group.ids, group.offsets, oldest_open, train, 0
 
         values = np.empty(self._start.shape, np.float32)
-        for share, found in self._asked("lookup", step, np.arange(self._first[-1]), arguments):
-            values[share.rows] = found[0].reshape(-1, DIM)
+        for group, found in self._call_owners("lookup", step, np.arange(self._first[-1]), arguments):
+            values[group.rows] = found[0].reshape(-1, DIM)
         values += self._start.numpy()
         return values
 
-    def _asked(
-        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[[_Share], tuple[Any, ...]]
-    ) -> list[tuple[_Share, Any]]:
-        """Of each owner of some of the rows its share, and what it answers."""
+    def _call_owners(
+        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[[_OwnedRows], tuple[Any, ...]]
+    ) -> list[tuple[_OwnedRows, Any]]:
+        """Call the method on each server that owns some of the rows; return each server's rows with its reply."""
         while True:
             view = self._servers.view
-            shares = self._shares(rows, view)
-            asked = {server: arguments(share) for server, share in shares.items()}
+            groups = self._group_by_owner(rows, view)
+            calls = {server: arguments(group) for server, group in groups.items()}
             try:
-                found = self._servers.each(method, step, asked, view=view)
+                found = self._servers.each(method, step, calls, view=view)
             except MovedError:
-                continue  # there is a newer view
-            return [(share, found[server]) for server, share in shares.items()]
+                continue  # retry with the newer view
+            return [(group, found[server]) for server, group in groups.items()]
 
     @torch.no_grad()
     def _write(self, values: Tensor) -> None:
@@ -225,22 +238,22 @@ class DenseParameters:
         if self._versions is not None and found != self._versions:
             changed = next(i for i, version in enumerate(found) if version != self._versions[i])
             raise StreamError(
-                f"dense='async': parameter {changed} was changed here, and the servers hold it: change parameters "
-                "before the first training stream, or resume a checkpoint"
+                f"dense='async': dense parameter {changed} was changed in this process, but the servers own it: change "
+                "parameters before the first training stream, or resume a checkpoint"
             )
         torch._foreach_copy_(self._parameters, self._views(values))
         self._versions = [each._version for each in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """Each parameter's place in [rows, DIM]."""
+        """Return each parameter's view of [rows, DIM]."""
         flat = values.view(-1)
         return [
             flat[first * DIM : first * DIM + each.numel()].view(each.shape)
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
 
-    def _shares(self, rows: NDArray[np.int64], view: "Topology") -> dict[int, _Share]:
-        """Rows, rising, by their owners. A row's id is its number."""
+    def _group_by_owner(self, rows: NDArray[np.int64], view: "Topology") -> dict[int, _OwnedRows]:
+        """Group rows, in ascending order, by the server that owns them. The id of a row is its number."""
         ids, job = rows.astype(np.uint64), self._servers.job.tables
         ends = np.searchsorted(rows, self._group_first)
         owners = np.empty(len(rows), np.int64)
@@ -248,19 +261,21 @@ class DenseParameters:
         for table, (begin, end) in enumerate(pairwise(ends), num_others):
             buckets = _core.bucket_of(ids[begin:end], job[table].resolved_num_buckets)
             owners[begin:end] = np.array(view.members.bucket_map.owners[table])[buckets]
-        shares = {}
+        groups = {}
         for server in np.unique(owners).tolist():
             mine = rows[owners == server]
             offsets = np.concatenate([np.zeros(num_others, np.int64), np.searchsorted(mine, self._group_first)])
-            shares[server] = _Share(mine, mine.astype(np.uint64), offsets.astype(np.int64))
-        return shares
+            groups[server] = _OwnedRows(mine, mine.astype(np.uint64), offsets.astype(np.int64))
+        return groups
 
 
 def require_free_names(tables: Sequence[Table]) -> None:
-    """ConfigError if a table of the user's has a name that a param group's would have."""
+    """Raise ConfigError if a table of the user has a name reserved for param groups."""
     taken = [each.name for each in tables if each.name.startswith(_PREFIX)]
     if taken:
-        raise ConfigError(f"table {taken[0]!r}: with dense='async' names that begin with {_PREFIX!r} are taken")
+        raise ConfigError(
+            f"table {taken[0]!r}: dense='async' reserves the names that begin with {_PREFIX!r}; rename the table"
+        )
 
 
 def _without_lr(optimizer: Any) -> dict[str, Any]:
@@ -269,14 +284,14 @@ def _without_lr(optimizer: Any) -> dict[str, Any]:
 
 
 def _require_not_reduced(parameters: Sequence[Tensor]) -> None:
-    """ConfigError if DDP averages their gradients: its trainers wait for each other. Nothing in a parameter says so, so
-    all objects are looked through, once."""
+    """Raise ConfigError if a DistributedDataParallel averages the gradients, since its trainers wait for each other. No
+    parameter refers to its DDP, so all objects are searched, once."""
     own = set(map(id, parameters))
     for each in gc.get_objects():
         if issubclass(type(each), torch.nn.parallel.DistributedDataParallel) and own.intersection(
             map(id, each.parameters())
         ):
             raise ConfigError(
-                "dense='async': the model is in a DistributedDataParallel, whose trainers wait for each other: leave "
-                "it out, or say dense='sync'"
+                "dense='async': the model is in a DistributedDataParallel, whose trainers wait for each other: do not "
+                "wrap it, or set dense='sync'"
             )

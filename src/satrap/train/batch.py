@@ -1,10 +1,10 @@
-"""What the user gets from a stream: one batch as tensors, and the gradients that came back for it.
+"""One batch of a stream: as tensors for the user, and as the stream tracks it.
 
-`InFlightBatch` is the stream's own: the batch's inputs, its rows once they are looked up, and what brings gradients
-home. `Batch` is the user's view of it. Its rows may come later than the batch: the first use of `embeddings` or
-`sequences` asks the stream for them. `embeddings` is a leaf, [batch, sum of dims]: autograd collects its gradient as it
-does a parameter's, so losses add up, and the combined optimizer finds it there. Bags that are not pooled come as
-`sequences`, each a leaf of its own.
+`InFlightBatch` is what the stream keeps: the inputs of the batch, its rows once they are looked up, and the ticket with
+which its gradients are sent back. `Batch` is the user's view of it, and may be returned before its rows are looked up:
+the first use of `embeddings` or `sequences` requests them from the stream. `embeddings` is a leaf tensor, [batch, sum
+of dims]: autograd collects its gradient as it does a parameter's, so losses add up, and the combined optimizer finds
+the gradient there. Features without pooling come as `sequences`, each with a separate leaf.
 """
 
 import weakref
@@ -34,7 +34,7 @@ class Sequence:
 
 
 class InFlightBatch:
-    """A batch as its stream holds it, until it is updated or dropped."""
+    """A batch as its stream tracks it, until it is updated or dropped."""
 
     __slots__ = (
         *("_batch", "dense", "embeddings", "inputs", "label", "lost", "sequences", "step", "ticket"),
@@ -42,45 +42,45 @@ class InFlightBatch:
     )
 
     def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None) -> None:
-        """step: the optimizer step that it belongs to; 0 in evaluation."""
+        """step: the optimizer step that the batch belongs to; 0 in evaluation."""
         self.inputs, self.step, self.dense, self.label = inputs, step, dense, label
         self.embeddings = _NOT_LOOKED_UP
         self.sequences: Mapping[str, Sequence] = {}
         self.ticket: Any = None
-        """Brings the gradients home; None in evaluation, of padding, and before the lookup."""
+        """Identifies the lookup in the update; None in evaluation, for padding, and before the lookup."""
         self.weight = 1.0
-        """What its gradients count, beside those of the other trainers. See `satrap.train.joint_step`."""
+        """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_step`."""
         self.used = False
-        """The user was given the rows."""
+        """Whether the rows were returned to the user."""
         self.trains = False
-        """That was where autograd records."""
+        """Whether autograd was recording when the rows were returned."""
         self.lost: str | None = None
-        """Why the rows cannot be used any more."""
-        self._batch: Callable[[], object] = _nothing
+        """Why the rows cannot be used any more; None if they can."""
+        self._batch: Callable[[], object] = _never_released
 
     def hand_over(self, use: "Callable[[InFlightBatch], None] | None", *, with_dense: bool = False) -> "Batch":
-        """The user's view, once. use, with_dense: see Batch."""
+        """Return the user's view; called once. `use` and `with_dense` are those of `Batch`."""
         batch = Batch(self, use, with_dense=with_dense)
         self._batch = weakref.ref(batch)
         return batch
 
-    def is_there(self) -> bool:
-        """Whether it is looked up."""
+    def is_looked_up(self) -> bool:
+        """Return whether the rows are looked up."""
         return self.embeddings is not _NOT_LOOKED_UP
 
     @property
     def is_padding(self) -> bool:
-        """Whether it is there for the other trainers' sake."""
+        """Whether the batch only keeps this trainer in step with the others."""
         return isinstance(self.inputs, Padding)
 
     @property
-    def is_passed_over(self) -> bool:
-        """Whether the user let go of it and never used its rows: no loss will reach it."""
+    def is_released_unused(self) -> bool:
+        """Whether the user released the batch and never used its rows: no loss will reach it."""
         return not self.used and self._batch() is None
 
     @property
     def may_get_gradient(self) -> bool:
-        """Whether a loss has reached it, or the user used it, holds it still and may have one."""
+        """Whether a loss has reached the batch, or may: the user used it and still holds it."""
         return self.has_gradient or (self.trains and self._batch() is not None)
 
     @property
@@ -90,27 +90,27 @@ class InFlightBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that are here."""
+        """All tensors of the batch that exist so far."""
         labels = [] if self.label is None else [self.label]
-        rows = [*self.leaves, *(each.mask for each in self.sequences.values())] if self.is_there() else []
+        rows = [*self.leaves, *(each.mask for each in self.sequences.values())] if self.is_looked_up() else []
         return [self.dense, *labels, *rows]
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any backward pass reached it."""
+        """Whether any backward pass has reached the batch."""
         return self.used and any(leaf.grad is not None for leaf in self.leaves)
 
     def forbid_gradients(self, why: str) -> None:
-        """It is updated or dropped: a gradient that comes now would be lost, so its backward pass raises."""
+        """Make a later backward pass raise `why`: after the update or drop of a batch its gradient would be lost."""
 
-        def refuse(_: Tensor) -> None:  # holds no batch: leaf and batch would keep each other
+        def refuse(_: Tensor) -> None:  # must not refer to the batch: leaf and batch would keep each other alive
             raise StreamError(why)
 
         for leaf in self.leaves:
             leaf.register_hook(refuse)
 
     def lose(self, why: str) -> None:
-        """It is dropped: using its rows, or a backward pass to them, raises."""
+        """Mark the batch as dropped: using its rows, or a backward pass to them, raises `why`."""
         self.lost = why
         if self.used:
             self.forbid_gradients(why)
@@ -119,25 +119,29 @@ class InFlightBatch:
 class Batch:
     """One batch of a stream."""
 
-    __slots__ = ("__weakref__", "_dense", "_held", "_use", "inputs", "step")
+    __slots__ = ("__weakref__", "_dense", "_in_flight", "_use", "inputs", "step")
 
-    def __init__(self, held: InFlightBatch, use: Callable[[InFlightBatch], None] | None, *, with_dense: bool) -> None:
-        """use: called before the first use of rows; with_dense: or of `dense`."""
-        self.inputs = held.inputs
-        """As the loader read it: ids, numpy arrays, other columns. No ids where a worker in a process of its own read
-        it."""
-        self.step = held.step
-        """The optimizer step that it belongs to; 0 in evaluation."""
-        self._held, self._use = held, use
-        self._dense = None if with_dense else held.dense
+    def __init__(
+        self, in_flight: InFlightBatch, use: Callable[[InFlightBatch], None] | None, *, with_dense: bool
+    ) -> None:
+        """use: called before the first use of rows.
+        with_dense: call `use` before the first use of `dense`, too.
+        """
+        self.inputs = in_flight.inputs
+        """The inputs as the loader read them: ids, numpy arrays, other columns. There are no ids if a worker in another
+        process read the batch."""
+        self.step = in_flight.step
+        """The optimizer step that the batch belongs to; 0 in evaluation."""
+        self._in_flight, self._use = in_flight, use
+        self._dense = None if with_dense else in_flight.dense
 
     def __repr__(self) -> str:
-        held = self._held
-        label = "none" if held.label is None else list(held.label.shape)
-        rows = list(held.embeddings.shape) if held.is_there() else "not looked up yet"
+        in_flight = self._in_flight
+        label = "none" if in_flight.label is None else list(in_flight.label.shape)
+        rows = list(in_flight.embeddings.shape) if in_flight.is_looked_up() else "not looked up yet"
         return (
-            f"Batch(step={self.step}, dense={list(held.dense.shape)}, embeddings={rows}, label={label}, "
-            f"sequences={list(held.sequences)})"
+            f"Batch(step={self.step}, dense={list(in_flight.dense.shape)}, embeddings={rows}, label={label}, "
+            f"sequences={list(in_flight.sequences)})"
         )
 
     def __len__(self) -> int:
@@ -145,49 +149,49 @@ class Batch:
 
     @property
     def dense(self) -> Tensor:
-        """float32 [batch, columns]; no columns if the source has none."""
+        """Dense features, float32 [batch, columns]; no columns if the source has none."""
         if self._dense is None:
             self._dense = self._used().dense
         return self._dense
 
     @property
     def label(self) -> Tensor:
-        """float32 [batch], or [batch, labels]."""
-        found = self._held.label
-        if found is None:
-            raise InputError("the batch has no label: name its column in the source, label=...")
-        return found
+        """Labels, float32 [batch] or [batch, labels]."""
+        label_tensor = self._in_flight.label
+        if label_tensor is None:
+            raise InputError("the batch has no label: set label=... in the source to the name of its column")
+        return label_tensor
 
     @property
     def embeddings(self) -> Tensor:
-        """float32 [batch, sum of dims], features in the order of `Embeddings.features`. A batch that was handed out
-        ahead of its lookup is looked up at the first use."""
-        return (self._held if self._use is None else self._used()).embeddings
+        """Pooled rows, float32 [batch, sum of dims], with the features in the order of `Embeddings.features`. A batch
+        that was returned before its lookup is looked up at the first use."""
+        return (self._in_flight if self._use is None else self._used()).embeddings
 
     @property
     def sequences(self) -> Mapping[str, Sequence]:
-        """By feature. Looked up as `embeddings` are."""
-        return (self._held if self._use is None else self._used()).sequences
+        """Rows of the features without pooling, by feature name; looked up as `embeddings` are."""
+        return (self._in_flight if self._use is None else self._used()).sequences
 
     @property
     def position(self) -> Position | None:
-        """Where the source stands after this batch."""
+        """The position of the source after this batch."""
         return self.inputs.position
 
     def _used(self) -> InFlightBatch:
         if self._use is not None:
-            self._use(self._held)
-            self._use = None  # the stream may go before the batch
-        return self._held
+            self._use(self._in_flight)
+            self._use = None  # the batch may outlive the stream
+        return self._in_flight
 
 
-def _nothing() -> object:
-    """A batch that was not handed over is not passed over."""
-    return _nothing
+def _never_released() -> object:
+    """Stand in for the weak reference of a batch that was not returned yet, which cannot have been released."""
+    return _never_released
 
 
 def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | None:
-    """A leaf's gradient in CPU memory, times a weight; None if no loss used the leaf. Waits for a device."""
+    """Return a leaf's gradient in CPU memory times a weight, or None if no loss used the leaf. Waits for a device."""
     if leaf.grad is None:
         return None
     gradient = leaf.grad.detach() if weight == 1.0 else leaf.grad.detach() * weight

@@ -1,7 +1,6 @@
-"""What a stream does with one batch: looks it up, makes tensors of it, and brings its gradients home.
+"""The lookup of one batch: reads its rows, copies them to the device as tensors, and sends its gradients back.
 
-It runs in whatever thread the pipeline has for it, but for what says that it is the user's. Knows no order: that is the
-pipeline's.
+The pipeline decides the order and the thread; methods that must run in the user's thread say so.
 """
 
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from satrap.worker.worker import Worker
 
 
 class BatchLookup:
-    """Looks a batch up and makes tensors of it, on the device if there is one.
+    """Looks up batches as tensors, on the device if there is one.
 
-    Copies go through pinned memory on a stream of their own: neither the dense network nor the tables wait for them.
+    Copies use pinned memory and CUDA streams of their own, so neither the dense network nor the tables wait for them.
     """
 
     def __init__(
@@ -36,99 +35,102 @@ class BatchLookup:
         overlap: bool,
         dense: DenseParameters | None = None,
     ) -> None:
-        """dense: of a training stream whose dense parameters are on the servers."""
+        """dense: the dense parameters of a training stream, if they are on the servers."""
         self._worker, self._device, self._train, self._dense = worker, device, train, dense
-        same = not overlap and worker.num_threads == torch.get_num_threads()
-        self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same else nullcontext
+        same_threads = not overlap and worker.num_threads == torch.get_num_threads()
+        self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
         on_gpu = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if on_gpu else None  # of batches on their way to the device
-        self._home = torch.cuda.Stream(device) if on_gpu else None  # of gradients on their way back
+        self._batch_copies = torch.cuda.Stream(device) if on_gpu else None  # copies batches to the device
+        self._gradient_copies = torch.cuda.Stream(device) if on_gpu else None  # copies gradients back
 
     def __call__(
         self, inputs: Inputs, step: int, oldest_open: int, ahead: InFlightBatch | None = None
     ) -> InFlightBatch:
-        """ahead: what `read_ahead` made of these inputs, if it did."""
-        if ahead is not None and ahead.is_there():  # an interrupt came right after it
+        """Look up a batch. `ahead` is the result of `read_ahead` for these inputs, if it was called."""
+        if ahead is not None and ahead.is_looked_up():  # a retry after an interrupt that came right after the lookup
             return ahead
         if isinstance(inputs, Padding):
             return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
         with self._threads():
             if self._train:
                 if self._dense is not None:
-                    self._dense.look_up(step, oldest_open, self._place)
-                found = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
+                    self._dense.look_up(step, oldest_open, self._to_device)
+                rows = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
             else:
-                found = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
-        held = self.read_ahead(inputs, step) if ahead is None else ahead
-        held.ticket = found.ticket
-        held.sequences = {
-            name: Sequence(self._place(values), self._place(found.masks[name]))
-            for name, values in found.sequences.items()
+                rows = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
+        batch = self.read_ahead(inputs, step) if ahead is None else ahead
+        batch.ticket = rows.ticket
+        batch.sequences = {
+            name: Sequence(self._to_device(values), self._to_device(rows.masks[name]))
+            for name, values in rows.sequences.items()
         }
-        held.embeddings = self._place(found.block)  # last: it is there now
-        return held
+        batch.embeddings = self._to_device(rows.block)  # last: marks the batch as looked up
+        return batch
 
     def read_ahead(self, inputs: Inputs, step: int) -> InFlightBatch:
-        """A batch without its rows."""
+        """Return a batch without its rows."""
         dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
-        label = None if inputs.label is None else self._place(inputs.label)
-        return InFlightBatch(inputs, step if self._train else 0, self._place(dense), label)
+        label = None if inputs.label is None else self._to_device(inputs.label)
+        return InFlightBatch(inputs, step if self._train else 0, self._to_device(dense), label)
 
-    def _pad(self, held: InFlightBatch) -> InFlightBatch:
-        """Zeros in place of the rows of a batch of padding."""
+    def _pad(self, batch: InFlightBatch) -> InFlightBatch:
+        """Set the rows of a padding batch to zeros."""
         features = self._worker.features
         for name, feature in features.items():
             if feature.max_length is not None:
                 shape = (PADDING_ROWS, feature.max_length, feature.table.dim)
-                mask = self._place(np.zeros(shape[:2], np.bool_))
-                held.sequences = {**held.sequences, name: Sequence(self._place(np.zeros(shape, np.float32)), mask)}
-        held.embeddings = self._place(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
-        return held
+                mask = self._to_device(np.zeros(shape[:2], np.bool_))
+                batch.sequences = {
+                    **batch.sequences,
+                    name: Sequence(self._to_device(np.zeros(shape, np.float32)), mask),
+                }
+        batch.embeddings = self._to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
+        return batch
 
-    def join(self, held: InFlightBatch, step: JointStep) -> None:
-        """The batch takes part in a step of several trainers."""
-        held.weight = step.weight
-        if held.is_padding:
+    def join(self, batch: InFlightBatch, step: JointStep) -> None:
+        """Add the batch to a step that several trainers take together."""
+        batch.weight = step.weight
+        if batch.is_padding:
             dense, label = step.padding()
-            held.dense, held.label = self._place(dense), None if label is None else self._place(label)
+            batch.dense, batch.label = self._to_device(dense), None if label is None else self._to_device(label)
 
-    def _place(self, array: NDArray[Any]) -> Tensor:
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
         host = torch.from_numpy(array)
-        if self._side is None:
+        if self._batch_copies is None:
             return host
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._batch_copies):
             return host.pin_memory().to(self._device, non_blocking=True)
 
-    def arrive(self, held: InFlightBatch) -> None:
-        """In the user's thread: the current stream awaits the copies of what is here."""
-        if self._side is not None:
+    def wait_for_copies(self, batch: InFlightBatch) -> None:
+        """Make the current CUDA stream wait for the copies of the batch. Runs in the user's thread."""
+        if self._batch_copies is not None:
             current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._side)
-            for tensor in held.tensors:
+            current.wait_stream(self._batch_copies)
+            for tensor in batch.tensors:
                 tensor.record_stream(current)
 
-    def hand_over(self, held: InFlightBatch) -> None:
-        """In the user's thread, as it begins to use the rows: the leaves begin to collect gradients."""
-        for leaf in held.leaves:
+    def hand_over(self, batch: InFlightBatch) -> None:
+        """Make the leaves collect gradients, as the user starts to use the rows. Runs in the user's thread."""
+        for leaf in batch.leaves:
             leaf.requires_grad_()
         if self._dense is not None:
-            self._dense.hand_over(held.step)
+            self._dense.hand_over(batch.step)
 
     def forget(self, step: int) -> None:
-        """No batch of the step will be used."""
+        """Discard a step of which no batch will be used."""
         if self._dense is not None:
             self._dense.forget(step)
 
     def finish(self) -> None:
-        """Every update is applied and no lookup will follow: the dense parameters are the latest."""
+        """Fetch the latest dense parameters after the last update, when no lookup will follow."""
         if self._dense is not None:
             self._dense.refresh()
-            self._dense.rest()
+            self._dense.release_rows()
 
     def update_with(self, batches: list[InFlightBatch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
-        """What applies the batches' gradients, in whatever thread."""
-        dense = None if self._dense is None else self._dense.gradients(scale)  # now: the next backward pass is near
-        ready = torch.cuda.current_stream(self._device).record_event() if self._home is not None else None
+        """Return a function that applies the gradients of the batches; any thread may call it."""
+        dense = None if self._dense is None else self._dense.gradients(scale)  # the next backward overwrites them
+        ready = torch.cuda.current_stream(self._device).record_event() if self._gradient_copies is not None else None
         step = batches[-1].step
         batches = [batch for batch in batches if not batch.is_padding]
 
@@ -137,11 +139,11 @@ class BatchLookup:
                 self._worker.skip(step)
                 self._worker.settle()
                 return
-            if batches[0].ticket.used:  # an interrupt came right after it
+            if batches[0].ticket.used:  # a retry after an interrupt that came right after the update
                 return
-            blocks, sequences = self._bring_home(batches, ready)
+            blocks, sequences = self._copy_gradients(batches, ready)
             if self._dense is not None and dense is not None:
-                with self._on_home():
+                with self._gradient_stream():
                     values = dense.values.cpu().numpy()
                 self._dense.update(dense, values, step)
             with self._threads():
@@ -156,18 +158,19 @@ class BatchLookup:
 
         return apply
 
-    def _bring_home(
+    def _copy_gradients(
         self, batches: list[InFlightBatch], ready: torch.cuda.Event | None
     ) -> tuple[list[NDArray[np.float32] | None], list[dict[str, NDArray[np.float32] | None]]]:
-        """The gradients in CPU memory; from a device on a stream of their own, which waits for `ready` alone."""
+        """Copy the gradients to CPU memory; from a device on a CUDA stream of their own, which waits for `ready`
+        alone."""
         if ready is not None:
             ready.synchronize()
-        with self._on_home():
+        with self._gradient_stream():
             blocks = [gradient_array(each.embeddings, each.weight) for each in batches]
             return blocks, [
                 {name: gradient_array(sequence.values, each.weight) for name, sequence in each.sequences.items()}
                 for each in batches
             ]
 
-    def _on_home(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._home is None else torch.cuda.stream(self._home)
+    def _gradient_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._gradient_copies is None else torch.cuda.stream(self._gradient_copies)

@@ -1,4 +1,4 @@
-"""A model's quality over a stream: one pass without gradients, without a change of any table."""
+"""Evaluation of a model over one pass of a stream, without gradients and without changing any table."""
 
 from collections.abc import Callable, Iterable
 
@@ -16,22 +16,23 @@ def evaluate(
     score: Callable[[Batch], torch.Tensor] | None = None,
     label: Callable[[Batch], torch.Tensor] | None = None,
 ) -> metrics.Evaluation:
-    """AUC, log loss and normalised entropy of `model(batch.dense, batch.embeddings)`, which are logits.
+    """Return AUC, log loss and normalised entropy of the logits `model(batch.dense, batch.embeddings)`.
 
-    The model's train() or eval() stays as it is. The stream is one begun after `embeddings.eval()`.
-    score, label: of a batch its logits and labels, one for each sample, where a model takes more or has several heads.
+    The model's train() or eval() mode is left unchanged. The stream must have been started after `embeddings.eval()`.
+    score, label: functions that return a batch's logits and labels, one per sample, for models with other inputs or
+        several heads.
     """
-    found = metrics.Evaluation()
+    result = metrics.Evaluation()
     with torch.no_grad():
         for batch in stream:
             if batch.step:
                 raise InputError("the stream trains its tables: call embeddings.eval() before embeddings.stream(...)")
             logits = model(batch.dense, batch.embeddings) if score is None else score(batch)
             truth = batch.label if label is None else label(batch)
-            found.add(truth.cpu().numpy(), logits.float().cpu().numpy())
-    return found
+            result.add(truth.cpu().numpy(), logits.float().cpu().numpy())
+    return result
 
 
 def auc(model: torch.nn.Module, stream: Iterable[Batch]) -> float:
-    """The area under the ROC curve of the model over the stream."""
+    """Return the area under the ROC curve of the model over the stream."""
     return evaluate(model, stream).auc()

@@ -1,9 +1,10 @@
-"""Decides how much a trainer's batch counts in a step that several trainers take together.
+"""The weight of a trainer's batch in a step that several trainers take together.
 
-A step's loss is the mean over the samples of all trainers. Each trainer's loss is the mean over its own batch, and the
-trainers' gradients are averaged; so where the batches differ in size, as at the end of the data, each trainer's
-gradients are first multiplied by its `weight`. A trainer whose data has ended before another's goes on with padding:
-batches without rows or samples, of weight 0, which the dense network computes so that no trainer waits for it.
+The loss of a step is the mean over the samples of all trainers. Each trainer computes the mean over its own batch, and
+DDP averages the trainers' gradients; so where batches differ in size, as at the end of the data, each trainer first
+multiplies its gradients by the `weight` of its batch. A trainer whose data ends before another's continues with
+padding: batches without rows or samples, of weight 0, which the dense network computes so that no trainer waits for
+another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,31 +17,31 @@ from numpy.typing import NDArray
 from satrap.data.inputs import Inputs
 
 PADDING_ROWS = 2
-"""Lines of zeros that the dense network is given for a batch of padding: enough for a BatchNorm."""
+"""Rows of zeros that a padding batch feeds the dense network: enough for a BatchNorm."""
 _NO_LABEL, _FLAT_LABEL = -1, 0
 
 
 @dataclass(frozen=True, slots=True)
 class JointStep:
-    """The batches of all trainers that make one step."""
+    """One step over a batch from each trainer."""
 
     num_samples: int
-    """In all of them."""
+    """Samples in all batches together."""
     weight: float
-    """What this trainer's gradients are multiplied by."""
+    """Factor of this trainer's gradients."""
     _dense_columns: int
     _label_columns: int
 
     @classmethod
     def of(cls, batches: Sequence[Sequence[int]], rank: int) -> "JointStep":
-        """The step in which each trainer has a batch as `described`."""
+        """Build the step from each trainer's batch, given as `describe` returns it."""
         total = sum(each[0] for each in batches)
         weight = len(batches) * batches[rank][0] / total if total else 0.0
-        largest = max(batches, key=lambda each: each[0])  # one that has samples, if any trainer has
+        largest = max(batches, key=lambda each: each[0])  # it has samples if any batch has
         return cls(total, weight, largest[1], largest[2])
 
     def padding(self) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """Dense numbers and labels for a batch of padding, as the other trainers' batches have them."""
+        """Return dense features and labels of a padding batch, with the columns of the other trainers' batches."""
         dense = np.zeros((PADDING_ROWS, self._dense_columns), np.float32)
         if self._label_columns == _NO_LABEL:
             return dense, None
@@ -48,8 +49,9 @@ class JointStep:
         return dense, np.zeros((PADDING_ROWS, *columns), np.float32)
 
 
-def described(inputs: Inputs | None) -> tuple[int, int, int]:
-    """What the other trainers must know of a batch: its samples, and the columns of its dense numbers and labels."""
+def describe(inputs: Inputs | None) -> tuple[int, int, int]:
+    """Return what the other trainers need to know of a batch: its samples, and its columns of dense features and of
+    labels."""
     if inputs is None or isinstance(inputs, Padding):
         return 0, 0, _NO_LABEL
     label = _NO_LABEL
@@ -59,11 +61,11 @@ def described(inputs: Inputs | None) -> tuple[int, int, int]:
 
 
 class Padding(Inputs):
-    """A batch without samples, of a trainer whose data has ended before another's."""
+    """A batch without samples, for a trainer whose data has ended before another's."""
 
 
-class Padded(Iterator[Inputs]):
-    """A trainer's batches, and behind them padding until it is stopped."""
+class PaddedBatches(Iterator[Inputs]):
+    """Iterates over a trainer's batches, then over padding until it is stopped."""
 
     def __init__(self, batches: Iterator[Inputs], features: tuple[str, ...]) -> None:
         self._batches = batches
@@ -71,7 +73,7 @@ class Padded(Iterator[Inputs]):
         self._read = self._handed_over = 0  # batches with samples
         self._has_ended = False
         self.is_stopped = False
-        """No trainer has another batch."""
+        """Whether no trainer has another batch."""
 
     def __next__(self) -> Inputs:
         if self.is_stopped:
@@ -84,20 +86,20 @@ class Padded(Iterator[Inputs]):
         return inputs
 
     def hand_over(self, inputs: Inputs) -> None:
-        """The training loop is given this batch."""
+        """Count a batch as returned to the training loop."""
         self._handed_over += not isinstance(inputs, Padding)
 
     @property
     def num_left(self) -> int | None:
-        """How many batches with samples are read and not handed over; None: more are still to be read."""
+        """Batches with samples that were read but not yet returned; None while there may be more to read."""
         return self._read - self._handed_over if self._has_ended else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # some have it
+        return len(self._batches)  # type: ignore[arg-type]  # not every iterator has a length
 
     def stop(self) -> None:
-        """No trainer has another batch."""
+        """End the padding: no trainer has another batch."""
         self.is_stopped = True

@@ -1,6 +1,6 @@
-"""Which worker a trainer has: one with rows in this process, or with rows on servers, here or in a process of its own.
+"""The choice of a trainer's worker: one with rows in this process, or with rows on servers, here or in another process.
 
-What a script leaves out, the run that started it has told (`satrap.run_context`).
+Options that the script leaves out come from the run that started it (`satrap.run_context`).
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsAt:
-    """Where the rows are, and how they cross to there: options of `Embeddings`."""
+class RowLocation:
+    """Where the rows are, and how to reach them: options of `Embeddings`."""
 
     shared: str | PathLike[str] | None = None
     servers: Sequence[str] | None = None
@@ -35,45 +35,45 @@ class RowsAt:
 
 def open_worker(
     features: Features,
-    rows: RowsAt,
+    rows: RowLocation,
     trainers: ProcessGroup,
     seed: int,
     staleness: int,
     num_threads: int | None,
     dense: tuple[Table, ...] | None = None,
 ) -> "LocalWorker | ShardedWorker":
-    """The worker of a trainer. All trainers call it: the first one begins an attempt at the servers.
+    """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
-    dense: the tables of dense parameters, of trainers that do not wait for each other; None: they do.
+    dense: the tables of dense parameters if trainers do not wait for each other; None if they do.
     """
-    place = current()
-    if rows.servers is None and place is not None:
-        rows = replace(rows, servers=place.servers, keys=place.keys if rows.keys is None else rows.keys)
+    context = current()
+    if rows.servers is None and context is not None:
+        rows = replace(rows, servers=context.servers, keys=context.keys if rows.keys is None else rows.keys)
     if rows.workers is None:
-        rows = replace(rows, workers=() if place is None else place.workers)
+        rows = replace(rows, workers=() if context is None else context.workers)
     if rows.servers is None:
         if rows.workers:
-            raise ConfigError("there are workers and no servers: name the servers, which the workers call")
+            raise ConfigError("found workers but no servers: pass servers=[...], which the workers call")
         if rows.keys is not None or rows.wire != "float32":
-            given = f"wire={rows.wire!r}" if rows.keys is None else "keys"
-            raise ConfigError(f"there are {given} and no servers: leave that out, or name the servers")
+            option = f"wire={rows.wire!r}" if rows.keys is None else "keys"
+            raise ConfigError(f"found {option} but no servers: leave it out, or pass servers=[...]")
         if trainers.world > 1:
             raise ConfigError(
-                f"there are {trainers.world} trainers under torch.distributed and no servers, so each would "
-                "train tables of its own: name the servers that hold them"
+                f"found {trainers.world} trainers under torch.distributed but no servers, so each would train its own "
+                "tables: pass servers=[...] to share them"
             )
         return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
     if rows.shared is not None:
-        raise ConfigError("shared is a file for rows here, and servers hold them: give it to `satrap server`")
+        raise ConfigError("shared is a file for local rows, but servers hold them: pass it to `satrap server`")
     from satrap.worker.sharded_rows import MOST_STALENESS, ShardedWorker
 
     workers: Any = rows.workers
-    if not isinstance(workers, list | tuple) or not all(isinstance(each, str) for each in workers):
-        raise ConfigError(f"workers is {workers!r}; wanted a list of 'tcp://host:port'")
+    if not isinstance(workers, list | tuple) or not all(isinstance(address, str) for address in workers):
+        raise ConfigError(f"workers is {workers!r}; expected a list of 'tcp://host:port'")
     if staleness > MOST_STALENESS:
-        raise ConfigError(f"staleness is {staleness}; wanted at most {MOST_STALENESS} with servers")
+        raise ConfigError(f"staleness is {staleness}; expected at most {MOST_STALENESS} with servers")
     job = Job(tables=(*features.tables, *(dense or ())), seed=seed)
-    servers = _greeted(job, rows, trainers, synchronous=staleness == 0 and dense is None)
+    servers = _connect(job, rows, trainers, synchronous=staleness == 0 and dense is None)
     if not rows.workers:
         return ShardedWorker(features, servers, num_threads=num_threads)
     from satrap.rpc import Keys
@@ -81,23 +81,23 @@ def open_worker(
 
     try:
         address = rows.workers[trainers.rank % len(rows.workers)]
-        client = None if rows.keys is None else Keys.read(rows.keys)
-        return RemoteWorker(features, servers, address, keys=client, num_threads=num_threads)
+        client_keys = None if rows.keys is None else Keys.read(rows.keys)
+        return RemoteWorker(features, servers, address, keys=client_keys, num_threads=num_threads)
     except BaseException:
         servers.close()
         raise
 
 
-def _greeted(job: Job, rows: RowsAt, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
-    """The servers, in the attempt that the first trainer begins. One trainer alone begins it when it trains, restores
-    or saves: until then it may look beside another process that does."""
+def _connect(job: Job, rows: RowLocation, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
+    """Connect to the servers, in the attempt that trainer 0 starts. A lone trainer starts it only when it trains,
+    restores or saves: until then it may read beside another process that trains."""
     from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
 
     assert rows.servers is not None
-    addresses, place = rows.servers, current()
+    addresses, context = rows.servers, current()
 
-    def greet(attempt: int | None) -> ServerGroup:
+    def connect(attempt: int | None) -> ServerGroup:
         return ServerGroup(
             job,
             addresses,
@@ -106,12 +106,12 @@ def _greeted(job: Job, rows: RowsAt, trainers: ProcessGroup, *, synchronous: boo
             attempt=attempt,
             begin=trainers.world > 1 or bool(rows.workers),
             take_over=rows.take_over,
-            launch=0 if place is None else place.launch,
+            launch=0 if context is None else context.launch,
             keys=None if rows.keys is None else Keys.read(rows.keys),
             wire=rows.wire,
         )
 
-    found: list[ServerGroup] = []
-    trainers.first_does(lambda: found.append(greet(None)), StreamError)
-    attempt = trainers.from_first(found[0].attempt if found else 0)
-    return found[0] if found else greet(attempt)
+    opened: list[ServerGroup] = []
+    trainers.run_first(lambda: opened.append(connect(None)), StreamError)
+    attempt = trainers.broadcast_int(opened[0].attempt if opened else 0)
+    return opened[0] if opened else connect(attempt)

@@ -1,4 +1,4 @@
-"""What a pipeline's threads share, and what is said of their work: stages, updates, time. Plain values, no lock."""
+"""Values that the threads of a prefetch pipeline share: stages, updates, times. Plain data without locks."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class Stage(Enum):
-    """A piece of a pipeline's work."""
+    """One kind of work in a pipeline."""
 
     READ = "read"
     LOOKUP = "lookup"
@@ -21,26 +21,27 @@ class Stage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """What one optimizer step asks of the tables."""
+    """The table update of one optimizer step."""
 
     steps: Sequence[int]
-    """Of each batch in it, rising. The update is of the last."""
+    """The step of each batch in it, ascending. The update has the number of the last."""
     apply: Callable[[], None]
-    """Brings the gradients to the worker and updates; does nothing if that is done already."""
+    """Sends the gradients to the worker and updates; idempotent."""
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Time spent per stage so far. Table work in threads of its own overlaps the others, and lookups updates if each
-    have one."""
+    """Time spent in each stage so far. Table work in its own threads overlaps the other stages; with a thread each,
+    lookups and updates overlap, too."""
 
     read: float = 0.0
     lookup: float = 0.0
     update: float = 0.0
     wait: float = 0.0
-    """That the user's thread waited for the others."""
+    """Time that the user's thread waited for other threads."""
     inside: float = 0.0
-    """That the user's thread spent in next() and submit(): waiting, or without threads doing all of the above."""
+    """Time that the user's thread spent in next() and submit(): waiting, or without threads doing all the work
+    above."""
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -48,17 +49,17 @@ class Seconds:
 
 @dataclass(slots=True)
 class State(Generic[Item]):
-    """What the threads share, under one condition."""
+    """State that the threads share, under one condition variable."""
 
     waiting: deque[Inputs] = field(default_factory=deque)
-    ahead: deque[tuple[Inputs, Item]] = field(default_factory=deque)  # handed over, to be looked up
+    ahead: deque[tuple[Inputs, Item]] = field(default_factory=deque)  # returned before their lookup
     ready: deque[Item] = field(default_factory=deque)
     updates: deque[Update] = field(default_factory=deque)
-    doing: set[Stage] = field(default_factory=set)  # the table work that threads of ours are at
-    begun: tuple[Inputs, int, int, Item | None] | None = None  # a lookup in the user's thread, until it is made
+    running: set[Stage] = field(default_factory=set)  # table work that the pipeline's threads are doing
+    unfinished_lookup: tuple[Inputs, int, int, Item | None] | None = None  # a lookup in the user's thread
     exhausted: bool = False
-    paused: int | None = None  # by which thread
+    paused: int | None = None  # ident of the thread that paused table work
     closed: bool = False
     error: BaseException | None = None
-    told: bool = False  # the error was raised to the user
+    is_reported: bool = False  # whether the error was raised to the user
     failed: int = 0  # batches whose update was refused

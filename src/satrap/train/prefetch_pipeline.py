@@ -1,28 +1,29 @@
-"""The table work of a stream, in the order that the gate allows: reads batches, looks them up, applies updates.
+"""The table work of a stream, in the order that the staleness gate allows: reads batches, looks them up, applies
+updates.
 
     --read--> [waiting] --lookup--> [ready] --next()--> the user's step --submit()--> [updates] --update--> settled
                   \\---next(), where the gate is closed---> [ahead] --lookup, or bring()--> the user's step --> ...
 
-A user who asks for a batch while only his own step could open the gate reads ahead: he gets it without its rows, and
-the batch is looked up as soon as the gate allows, in a thread or when he brings it. Lookups keep the order of the
-batches, so nothing in `waiting` is looked up before what is in `ahead`.
+A user who requests a batch while only the user's own step can open the gate reads ahead: next() returns the batch
+without its rows, and the batch is looked up as soon as the gate allows, in a thread or in bring(). Lookups keep the
+order of the batches, so nothing in `waiting` is looked up before what is in `ahead`.
 
-`PrefetchPipeline` either does this work in the caller's thread, inside next() and submit() (`overlap=False`: no core is
-idle while the dense network runs, so there is nothing to gain), or in threads of its own: one reads, one does all table
-work, updates first. Where the rows are remote and the gate lets them (`StalenessGate.apart`), lookups have a thread and
-updates have one, so that rows come while gradients go. All run the same decisions, `_choose`. What is in flight is
-bounded by the gate: at most staleness + 1 steps are open, and as many batches wait to be looked up.
+`PrefetchPipeline` does this work either in the caller's thread, inside next() and submit() (`overlap=False`: no core is
+idle while the dense network runs, so threads would gain nothing), or in its own threads: one reads, one does all table
+work, updates first. With remote rows, and if the gate allows it (`StalenessGate.allows_overlap`), lookups and updates
+have a thread each, so that rows arrive while gradients are sent. All threads use the same decisions, `_choose`. The
+gate bounds what is in flight: at most staleness + 1 steps are open, and as many batches wait for their lookup.
 
-An exception of any stage is kept with a note that names the stage, ends the threads, and is raised by the user's next
-call; of several the first, and then an update's. Once it was told, `finish` still applies the updates that were handed
-over.
+An exception in any stage is kept with a note that names the stage, stops the threads, and is raised by the user's next
+call. Of several exceptions the first is raised, then that of an update. After it was raised, `finish` still applies the
+submitted updates.
 
-An interrupt (KeyboardInterrupt, in the user's thread alone) is no such error: the user's next call goes on where it
-came. What is handed over, and what is taken, is so at one moment, `Uninterrupted`; a lookup or an update in the user's
-thread that was interrupted is made again, which changes nothing if it had been made. Only a source that was interrupted
-cannot go on: a generator has ended then.
+An interrupt (KeyboardInterrupt, which reaches only the user's thread) is not such an error: the user's next call
+resumes where the interrupt came. Items change hands inside `Uninterrupted`; an interrupted lookup or update in the
+user's thread is retried, which is idempotent. Only an interrupted source cannot continue, since a generator has then
+ended.
 
-Knows neither tables nor torch: it is given how to look up, and each update how to apply it.
+The pipeline uses neither tables nor torch: it receives functions that look up and apply updates.
 """
 
 import os
@@ -40,17 +41,17 @@ from satrap.train.pipeline_stages import Item, Seconds, Stage, State, Update
 from satrap.train.staleness_gate import StalenessGate
 
 _INTERRUPTED = (
-    "this stream was interrupted while its source read a batch, and a source that was interrupted cannot go on: begin "
+    "this stream was interrupted while its source read a batch, and an interrupted source cannot continue: start "
     "another stream with embeddings.stream(...)"
 )
-_CLOSE_SECONDS = 10.0  # a reader that does not return within it is left to die with the process, and said so
+_CLOSE_SECONDS = 10.0  # a reader that takes longer is reported, and ends with the process
 
 
 _TABLES = (Stage.UPDATE, Stage.LOOKUP)
 
 
 class PrefetchPipeline(Generic[Item]):
-    """See the file's docstring."""
+    """Runs the reads, lookups and updates of a stream, inline or in threads."""
 
     def __init__(
         self,
@@ -62,38 +63,39 @@ class PrefetchPipeline(Generic[Item]):
         overlap: bool,
         remote: bool = False,
     ) -> None:
-        """look_up(inputs, step, oldest_open, ahead) makes what next() returns, or completes what it returned: ahead.
+        """look_up(inputs, step, oldest_open, ahead) creates the item that next() returns, or completes `ahead`, which
+        next() has already returned.
 
-        read_ahead(inputs, step) makes what next() returns of a batch that is looked up later.
-        remote: lookups and updates wait for a network, most of it one way each; where the gate lets them, both go at
-            the same time.
+        read_ahead(inputs, step) creates the item that next() returns before the lookup of its batch.
+        remote: lookups and updates wait for a network, each mostly in one direction; run both concurrently if the gate
+            allows.
         """
         self.seconds = Seconds()
         self._inputs, self._gate, self._look_up, self._read_ahead_of = inputs, gate, look_up, read_ahead
         self._state: State[Item] = State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._living = 0  # of them
+        self._num_alive = 0  # threads that still run
         self._process = os.getpid()
         if overlap:
             work: dict[str, Callable[[], None]] = {"read": self._read_ahead}
-            if remote and gate.apart:
+            if remote and gate.allows_overlap:
                 work |= {f"{stage.value}s": partial(self._work, (stage,)) for stage in _TABLES}
             else:
                 work["tables"] = partial(self._work, _TABLES)
             for name, each in work.items():
-                target = partial(self._live, each)
+                target = partial(self._run_thread, each)
                 self._threads.append(threading.Thread(target=target, name=f"satrap-{name}", daemon=True))
-            self._living = len(self._threads)
+            self._num_alive = len(self._threads)
             with Uninterrupted():
                 for thread in self._threads:
                     thread.start()
 
-    # -- the user's side ----------------------------------------------------------------------------------------------
+    # -- calls of the user -------------------------------------------------------------------------------------------
 
     def next(self, taken: Callable[[Item], object] = lambda _: None) -> Item | None:
-        """The next batch; at the moment that it is taken out `taken` is called with it. None at the end. One that only
-        the user's step lets be looked up comes without its rows."""
+        """Return the next batch, or None at the end; call `taken` with it in the moment it leaves the queue. A batch
+        whose lookup needs the user's step first comes without its rows."""
         with self._inside() as held:
             while True:
                 self._raise_error()
@@ -114,12 +116,12 @@ class PrefetchPipeline(Generic[Item]):
                     if not self._threads:
                         self._run(Stage.READ, held)
                         continue
-                if self._threads or not self._do_one(held, wanted=True):  # False: another thread has paused it
+                if self._threads or not self._do_one(held, is_needed=True):  # False: another thread has paused it
                     self._wait(held)
 
     def bring(self, is_there: Callable[[], bool]) -> bool:
-        """Returns once a batch that was handed over ahead of its lookup is there; False if it cannot be looked up
-        before the user steps or drops another."""
+        """Wait until a batch that was returned before its lookup is looked up; return False if the user must step or
+        drop another batch first."""
         with self._inside() as held:
             while not is_there():
                 self._raise_error()
@@ -127,21 +129,21 @@ class PrefetchPipeline(Generic[Item]):
                     raise StreamError("this stream was closed")
                 if self._stuck():
                     return False
-                if self._threads or not self._do_one(held, wanted=True):
+                if self._threads or not self._do_one(held, is_needed=True):
                     self._wait(held)
             return True
 
     def take_back(self, item: Item) -> bool:
-        """The last batch handed over goes back, if it is not looked up."""
+        """Take back the last batch returned; return False if it is already looked up."""
         with self._locked():
-            mine = bool(self._state.ahead) and self._state.ahead[-1][1] is item
-            if mine:
+            can_return = bool(self._state.ahead) and self._state.ahead[-1][1] is item
+            if can_return:
                 self._state.ahead.pop()
                 self._exhaust_gate()
-            return mine
+            return can_return
 
     def needs_user(self) -> bool:
-        """Whether the next batch cannot be looked up before the user steps or drops one."""
+        """Return whether the user must step or drop a batch before the next lookup."""
         with self._inside() as held:
             if self._threads:
                 while not (self._state.ready or self._ended() or self._blocked() or self._state.closed):
@@ -149,7 +151,7 @@ class PrefetchPipeline(Generic[Item]):
             return not self._state.ready and not self._state.closed and self._blocked()
 
     def is_last(self) -> bool:
-        """Whether no other batch will come. Reads one ahead to know it."""
+        """Return whether no other batch will come. Reads one batch ahead to find out."""
         with self._inside() as held:
             while not (self._state.ready or self._state.waiting or self._state.exhausted or self._state.closed):
                 if self._threads:
@@ -159,64 +161,65 @@ class PrefetchPipeline(Generic[Item]):
             return self._state.exhausted and not self._state.ready and not self._state.waiting
 
     def submit(self, update: Update, taken: Callable[[], None] = lambda: None) -> None:
-        """Takes over an update: at that moment `taken` is called. Without threads it is applied before this returns,
-        unless its order must wait."""
+        """Take over an update, and call `taken` in that moment. Without threads the update is applied before this
+        returns, unless its order makes it wait."""
         with self._inside() as held:
             self._raise_error()
             self._state.updates.append(update)
             taken()
             self._changed.notify_all()
             while not self._threads and self._state.updates:
-                if not self._do_one(held, wanted=False):
+                if not self._do_one(held, is_needed=False):
                     break
             self._raise_error()
 
     def drop(self, step: int) -> None:
-        """A batch of the step will not be updated."""
+        """Settle a batch of the step that will not be updated."""
         with self._locked():
             self._gate.settle(step)
             self._changed.notify_all()
 
     def drain(self) -> bool:
-        """Returns once every submitted update is applied; False if one waits for lookups that wait for the user."""
+        """Wait until every submitted update is applied; return False if one waits for lookups that wait for the
+        user."""
         with self._locked() as held:
-            while self._state.updates or self._state.doing:
-                if self._state.error is not None and not self._state.doing:
+            while self._state.updates or self._state.running:
+                if self._state.error is not None and not self._state.running:
                     break
                 if self._stuck():
                     return False
-                if self._threads or not self._do_one(held, wanted=False):
+                if self._threads or not self._do_one(held, is_needed=False):
                     self._wait(held)
         if self._state.error is not None:
             self.finish()
         return True
 
     def finish(self) -> None:
-        """Looks nothing up any more, and applies every submitted update, in order. Of errors that the user does not
-        know the first is raised; calling it again goes on behind the update that was refused."""
+        """Stop looking up, and apply every submitted update, in order. Raises the first error that the user has not
+        seen; the next call continues after the update that was refused."""
         with self._locked() as held:
             self._state.closed = True
             self._changed.notify_all()
-            while self._state.doing:
+            while self._state.running:
                 self._wait(held)
-            if not self._state.told:
+            if not self._state.is_reported:
                 self._raise_error()
             while self._state.updates:
                 self._run(Stage.UPDATE, held)
 
     @property
     def failed(self) -> int:
-        """Batches whose update was refused."""
+        """Number of batches whose update was refused."""
         return self._state.failed
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Every update handed over is applied before, and no table work runs inside."""
+        """Apply every submitted update, then keep table work from running inside the context."""
         self.drain()
         try:
             with self._locked() as held:
                 self._state.paused = threading.get_ident()
-                while self._state.doing:
+                while self._state.running:
                     self._wait(held)
             yield
         finally:
@@ -224,24 +227,26 @@ class PrefetchPipeline(Generic[Item]):
                 pass
 
     def close(self) -> None:
-        """Ends the threads; whatever was not updated stays so. Safe to call twice. Does nothing in a fork, which has
-        none of the threads."""
+        """Stop the threads; what was not updated stays so. Idempotent. Does nothing in a fork, which has none of the
+        threads."""
         if os.getpid() != self._process:
             return
-        until = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS
         with self._locked() as held:
             self._state.closed = True
             self._changed.notify_all()
-            while self._living and time.monotonic() < until:
+            while self._num_alive and time.monotonic() < deadline:
                 self._wait(held)
         with Uninterrupted():
             threads, self._threads = self._threads, []
-            for thread in threads:  # they have ended, or will not
+            for thread in threads:  # they have ended, or are blocked
                 thread.join(SLICE_SECONDS)
-        left = [thread.name for thread in threads if thread.is_alive()]
-        if left:
-            self._inputs = iter(())  # a source that runs cannot be closed
-            raise StreamError(f"{', '.join(left)} did not end within {_CLOSE_SECONDS:g} s: the source does not return")
+        blocked = [thread.name for thread in threads if thread.is_alive()]
+        if blocked:
+            self._inputs = iter(())  # a source that is running cannot be closed
+            raise StreamError(
+                f"{', '.join(blocked)} did not stop within {_CLOSE_SECONDS:g} s: the source's read does not return"
+            )
         self._state.ahead.clear()
         close = getattr(self._inputs, "close", None)
         if close is not None:
@@ -249,62 +254,62 @@ class PrefetchPipeline(Generic[Item]):
 
     @contextmanager
     def _locked(self) -> Iterator[Uninterrupted]:
-        """Around every call of the user's: has the lock, and holds interrupts back until that is given back. So no
-        thread waits for a lock that an interrupt made this one forget."""
+        """Hold the lock and defer interrupts for a call of the user, so that an interrupt cannot leave the lock
+        held."""
         if os.getpid() != self._process:
             raise ForkError(
-                f"this stream was begun in process {self._process} and this is its fork {os.getpid()}, which has none "
-                "of its threads: begin a stream here, or start workers with 'spawn'"
+                f"this stream was started in process {self._process}, and its fork {os.getpid()} has none of its "
+                "threads: start a stream in the fork, or start workers with 'spawn'"
             )
         with Uninterrupted() as held, self._changed:
-            if self._state.paused == threading.get_ident():  # it ends now, or an interrupt came when it was to end
+            if self._state.paused == threading.get_ident():  # `paused` exits, or an interrupt cut its exit short
                 self._state.paused = None
                 self._changed.notify_all()
             yield held
 
     @contextmanager
     def _inside(self) -> Iterator[Uninterrupted]:
-        """The same, and counts the time."""
-        began = time.perf_counter()
+        """Do the same as `_locked`, and count the time."""
+        start = time.perf_counter()
         try:
             with self._locked() as held:
                 yield held
         finally:
-            self.seconds.inside += time.perf_counter() - began
+            self.seconds.inside += time.perf_counter() - start
 
     def _wait(self, held: Uninterrupted) -> None:
-        """For a change, or a little while; raises what was held back."""
-        began = time.perf_counter()
+        """Wait for a change, but only briefly; raise a deferred interrupt."""
+        start = time.perf_counter()
         self._changed.wait(SLICE_SECONDS)
-        self.seconds.wait += time.perf_counter() - began
+        self.seconds.wait += time.perf_counter() - start
         held.look()
 
-    # -- deciding; the lock is held -----------------------------------------------------------------------------------
+    # -- decisions; the lock is held ---------------------------------------------------------------------------------
 
-    def _choose(self, wanted: bool, stages: Collection[Stage] = _TABLES) -> Stage | None:
-        """What table work of these stages may be done now: updates first. wanted: whether a lookup is, were the order
-        free."""
+    def _choose(self, is_needed: bool, stages: Collection[Stage] = _TABLES) -> Stage | None:
+        """Return which of these stages may run now, updates first, or None. is_needed: whether a lookup is needed; a
+        deterministic order ignores it."""
         state = self._state
         if state.paused is not None:
             return None
-        if state.begun is not None and Stage.LOOKUP in stages:
+        if state.unfinished_lookup is not None and Stage.LOOKUP in stages:
             return Stage.LOOKUP
         if Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[-1]):
             return Stage.UPDATE
-        if Stage.LOOKUP not in stages or not (wanted or self._gate.deterministic) or not self._gate.may_look_up():
+        if Stage.LOOKUP not in stages or not (is_needed or self._gate.deterministic) or not self._gate.may_look_up():
             return None
         if state.ahead or state.waiting:
             return Stage.LOOKUP
         return None if self._threads or state.exhausted else Stage.READ
 
     def _blocked(self) -> bool:
-        """Whether there is no batch for the user, and none will be looked up until he steps or drops one."""
+        """Return whether no batch is ready, and none will be looked up until the user steps or drops one."""
         return not self._state.ready and self._stuck()
 
     def _stuck(self) -> bool:
-        """Whether neither an update nor a lookup is allowed until the user steps or drops a batch."""
+        """Return whether neither an update nor a lookup is allowed until the user steps or drops a batch."""
         state = self._state
-        if state.doing or state.begun is not None:
+        if state.running or state.unfinished_lookup is not None:
             return False
         if state.exhausted and not (state.waiting or state.ahead or state.updates):
             return False
@@ -313,19 +318,19 @@ class PrefetchPipeline(Generic[Item]):
 
     def _ended(self) -> bool:
         state = self._state
-        looking_up = state.begun is not None or Stage.LOOKUP in state.doing
+        looking_up = state.unfinished_lookup is not None or Stage.LOOKUP in state.running
         return state.exhausted and not (state.ready or state.waiting or looking_up)
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
-            self._state.told = True
+            self._state.is_reported = True
             raise self._state.error
 
-    # -- doing --------------------------------------------------------------------------------------------------------
+    # -- work -------------------------------------------------------------------------------------------------------
 
-    def _do_one(self, held: Uninterrupted, wanted: bool) -> bool:
-        """One piece of work in the caller's thread; False if none may be done. The lock is held and kept."""
-        stage = self._choose(wanted)
+    def _do_one(self, held: Uninterrupted, is_needed: bool) -> bool:
+        """Do one piece of work in the caller's thread, with the lock held; return False if none is allowed."""
+        stage = self._choose(is_needed)
         if stage is None:
             return False
         self._run(stage, held)
@@ -340,11 +345,11 @@ class PrefetchPipeline(Generic[Item]):
                     inputs = self._read()
                 self._admit(inputs)
             elif stage is Stage.LOOKUP:
-                state.begun = begun = state.begun or self._begin_look_up()
+                state.unfinished_lookup = lookup = state.unfinished_lookup or self._begin_look_up()
                 with held.let_in():
-                    item = self._timed_look_up(*begun)
-                state.begun = None
-                self._looked_up(item, begun[-1])
+                    item = self._timed_look_up(*lookup)
+                state.unfinished_lookup = None
+                self._looked_up(item, lookup[-1])
             else:
                 with held.let_in():
                     self._apply(state.updates[0])
@@ -354,7 +359,7 @@ class PrefetchPipeline(Generic[Item]):
                 self._fail(stage, error)
             elif stage is Stage.READ:
                 self._fail(stage, StreamError(_INTERRUPTED))
-            state.told = state.error is not None
+            state.is_reported = state.error is not None
             raise
 
     def _admit(self, inputs: Inputs | None) -> None:
@@ -392,40 +397,40 @@ class PrefetchPipeline(Generic[Item]):
 
     def _fail(self, stage: Stage, error: BaseException) -> None:
         error.add_note(f"in the {stage.value} stage of the stream, near step {self._gate.next_step}")
-        if stage is Stage.UPDATE and isinstance(error, SatrapError):  # refused; any other is tried again
+        if stage is Stage.UPDATE and isinstance(error, SatrapError):  # refused; other errors are retried
             self._state.failed += len(self._state.updates.popleft().steps)
-        if self._state.error is None or (self._state.told and stage is Stage.UPDATE):
-            self._state.error, self._state.told = error, False
+        if self._state.error is None or (self._state.is_reported and stage is Stage.UPDATE):
+            self._state.error, self._state.is_reported = error, False
         else:
             self._state.error.add_note(f"and then in the {stage.value} stage: {error!r}")
         self._state.closed = True
         self._changed.notify_all()
 
     def _read(self) -> Inputs | None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         inputs = next(self._inputs, None)
-        self.seconds.read += time.perf_counter() - began
+        self.seconds.read += time.perf_counter() - start
         return inputs
 
     def _timed_look_up(self, inputs: Inputs, step: int, oldest_open: int, ahead: Item | None) -> Item:
-        began = time.perf_counter()
+        start = time.perf_counter()
         item = self._look_up(inputs, step, oldest_open, ahead)
-        self.seconds.lookup += time.perf_counter() - began
+        self.seconds.lookup += time.perf_counter() - start
         return item
 
     def _apply(self, update: Update) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         update.apply()
-        self.seconds.update += time.perf_counter() - began
+        self.seconds.update += time.perf_counter() - start
 
     # -- the threads --------------------------------------------------------------------------------------------------
 
-    def _live(self, work: Callable[[], None]) -> None:
+    def _run_thread(self, work: Callable[[], None]) -> None:
         try:
             work()
         finally:
             with self._changed:
-                self._living -= 1
+                self._num_alive -= 1
                 self._changed.notify_all()
 
     def _read_ahead(self) -> None:
@@ -448,34 +453,34 @@ class PrefetchPipeline(Generic[Item]):
                 self._fail(Stage.READ, error)
 
     def _work(self, stages: Sequence[Stage]) -> None:
-        """Does what there is of these."""
+        """Run the given stages as work for them comes, until the pipeline is closed."""
         stage = stages[-1]
         try:
             while True:
                 with self._changed:
-                    while (choice := self._choose(wanted=True, stages=stages)) is None and not self._state.closed:
+                    while (choice := self._choose(is_needed=True, stages=stages)) is None and not self._state.closed:
                         self._changed.wait()
                     if self._state.closed or choice is None:
                         return
                     stage = choice
-                    self._state.doing.add(stage)
+                    self._state.running.add(stage)
                     if stage is Stage.LOOKUP:
-                        begun = self._begin_look_up()
+                        lookup = self._begin_look_up()
                     else:
                         update = self._state.updates[0]
                     self._changed.notify_all()
                 if stage is Stage.LOOKUP:
-                    item = self._timed_look_up(*begun)
+                    item = self._timed_look_up(*lookup)
                 else:
                     self._apply(update)
                 with self._changed:
                     if stage is Stage.LOOKUP:
-                        self._looked_up(item, begun[-1])
+                        self._looked_up(item, lookup[-1])
                     else:
                         self._finish(self._state.updates.popleft())
-                    self._state.doing.discard(stage)
+                    self._state.running.discard(stage)
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
-                self._state.doing.discard(stage)
+                self._state.running.discard(stage)
                 self._fail(stage, error)

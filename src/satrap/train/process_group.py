@@ -1,8 +1,9 @@
-"""Who trains: this process alone, or several under torch.distributed, which the user's script has set up (torchrun).
+"""The trainers of a job: this process alone, or several under torch.distributed, which the user's script has
+initialized.
 
-What the trainers must agree on beside the dense gradients, which are DDP's: the attempt that the first of them begins
-at the servers, how many samples each has for a step, whether one met an overflow. It goes through gloo groups of its
-own, so it never meets the user's collectives.
+Trainers exchange what they must agree on beside the dense gradients, which DDP averages: the attempt that trainer 0
+starts at the servers, how many samples each has for a step, whether one found an overflow. They use gloo groups of
+their own, so that these collectives cannot mix with the user's.
 """
 
 import warnings
@@ -24,87 +25,89 @@ _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks
 
 
 class ProcessGroup:
-    """This process among the trainers of its job."""
+    """The trainers of a job, and this process's rank among them."""
 
     def __init__(self) -> None:
-        together = dist.is_available() and dist.is_initialized()
-        if not together and dist.is_available() and dist.is_torchelastic_launched():
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if not is_distributed and dist.is_available() and dist.is_torchelastic_launched():
             warnings.warn(
-                "torchrun began this process, and it trains alone: for one of several trainers call "
+                "torchrun started this process, but it trains alone: to be one of several trainers, call "
                 "torch.distributed.init_process_group(...) before satrap.Embeddings",
                 stacklevel=3,
             )
-        self.rank = dist.get_rank() if together else 0
-        self.world = dist.get_world_size() if together else 1
-        several = self.world > 1
-        self._group = dist.new_group(backend="gloo") if several else None
-        self._patient = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.world = dist.get_world_size() if is_distributed else 1
+        has_peers = self.world > 1
+        self._group = dist.new_group(backend="gloo") if has_peers else None
+        self._patient_group = dist.new_group(backend="gloo", timeout=PATIENCE) if has_peers else None
 
-    def from_first(self, value: int, group: dist.ProcessGroup | None = None) -> int:
-        """What the first of them was given."""
+    def broadcast_int(self, value: int, group: dist.ProcessGroup | None = None) -> int:
+        """Broadcast trainer 0's value."""
         if self._group is not None:
-            told = torch.tensor([value], dtype=torch.int64)
-            dist.broadcast(told, 0, group=group or self._group)
-            value = int(told.item())
+            tensor = torch.tensor([value], dtype=torch.int64)
+            dist.broadcast(tensor, 0, group=group or self._group)
+            value = int(tensor.item())
         return value
 
-    def take_first(self, values: torch.Tensor) -> None:
-        """Fills it with what the first of them has in it."""
+    def broadcast_(self, values: torch.Tensor) -> None:
+        """Fill the tensor with trainer 0's values."""
         if self._group is not None:
             dist.broadcast(values, 0, group=self._group)
 
-    def first_does(self, work: Callable[[], None], error: type[Exception]) -> None:
-        """The first of them does it, for as long as it takes, while the others wait. If it fails, it raises there, and
-        `error` at the others."""
-        self.all(True)  # none of them still calls what it changes
+    def run_first(self, work: Callable[[], None], error: type[Exception]) -> None:
+        """Run `work` on trainer 0, for as long as it takes, while the others wait. If it fails, trainer 0 raises its
+        exception and the others raise `error`."""
+        self.all(True)  # no trainer still uses what `work` changes
         caught: BaseException | None = None
         if self.rank == 0:
             try:
                 work()
             except BaseException as each:
                 caught = each
-        if not self.from_first(int(caught is None), self._patient):
-            raise caught or error("the first trainer could not do it; its own error says why")
+        if not self.broadcast_int(int(caught is None), self._patient_group):
+            raise caught or error("trainer 0 failed; its own error says why")
 
     def count(self, flag: bool) -> int:
-        """At how many of them it is so."""
-        told = torch.tensor([int(flag)])
+        """Return on how many trainers the flag is true."""
+        tensor = torch.tensor([int(flag)])
         if self._group is not None:
-            dist.all_reduce(told, group=self._group)
-        return int(told.item())
+            dist.all_reduce(tensor, group=self._group)
+        return int(tensor.item())
 
     def all(self, flag: bool) -> bool:
-        """Whether it is so at each of them."""
+        """Return whether the flag is true on all trainers."""
         return self.count(flag) == self.world
 
     def joint_step(self, batch: Sequence[int]) -> JointStep:
-        """The step that this trainer's batch, as `described`, makes together with the others'."""
+        """Return the step that this trainer's batch, as `describe` returns it, makes with the other trainers'
+        batches."""
         own = torch.tensor(batch, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(found, own, group=self._group)
-        return JointStep.of([each.tolist() for each in found], self.rank)
+        gathered = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(gathered, own, group=self._group)
+        return JointStep.of([each.tolist() for each in gathered], self.rank)
 
     def gather(self, data: bytes, *, patient: bool = False) -> list[bytes]:
-        """What each of them gave, in the order of their ranks. patient: one may come much later than another."""
+        """Return each trainer's data, in the order of ranks. patient: allow a trainer to come much later than
+        another."""
         if self._group is None:
             return [data]
-        group = self._patient if patient else self._group
+        group = self._patient_group if patient else self._group
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-        most = int(max(size.item() for size in sizes))
-        own = torch.zeros(most, dtype=torch.uint8)
+        max_size = int(max(size.item() for size in sizes))
+        own = torch.zeros(max_size, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(found, own, group=group)
-        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+        gathered = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(gathered, own, group=group)
+        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
     def parallel(self, model: nn.Module, compress: Compress | None) -> nn.Module:
-        """The model, of which several trainers average the gradients; compress: as what these cross the network."""
+        """Wrap the model so that several trainers average its gradients. compress: the dtype in which they are sent."""
         if compress is not None and compress not in _HOOKS:
-            raise ConfigError(f"compress is {compress!r}; wanted one of {', '.join(map(repr, _HOOKS))}, or None")
+            raise ConfigError(f"compress is {compress!r}; expected one of {', '.join(map(repr, _HOOKS))}, or None")
         if compress == "bfloat16" and any(each.device.type == "cpu" for each in model.parameters()):
             raise ConfigError(
-                "compress is 'bfloat16', which torch's hook has for GPUs alone; on the CPU take 'float16'"
+                "compress is 'bfloat16', which torch's hook supports only on GPUs; on the CPU use 'float16'"
             )
         if self.world == 1:
             return model
@@ -114,7 +117,8 @@ class ProcessGroup:
         return parallel
 
     def require_same(self, parameters: Iterable[Tensor]) -> None:
-        """Raises unless the parameters have the same gradients at all of them, as they must before each steps alone."""
+        """Raise StreamError unless all trainers have the same gradients, as they must before each steps its own
+        copy."""
         if self._group is None:
             return
         gradients = [each.grad for each in parameters if each.grad is not None]
@@ -123,12 +127,12 @@ class ProcessGroup:
         )
         if len(set(self.gather(norms.numpy().tobytes()))) > 1:
             raise StreamError(
-                "the trainers have different gradients for the dense parameters, so their models would part: wrap the "
-                "model before the optimizer is made: model = embeddings.parallel(model); and clip model.parameters() "
-                "alone, since the gradients of batch.embeddings are each trainer's own"
+                "the trainers have different gradients for the dense parameters, so their models would diverge: wrap "
+                "the model before creating the optimizer: model = embeddings.parallel(model); and clip only "
+                "model.parameters(), since the gradients of batch.embeddings differ between trainers"
             )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, if it is wrapped for several trainers."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model itself, without DistributedDataParallel."""
     return model.module if isinstance(model, DistributedDataParallel) else model

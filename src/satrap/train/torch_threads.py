@@ -1,7 +1,8 @@
-"""Whose cores are whose: how many torch leaves free, and how table work runs on torch's own threads between operators.
+"""Sharing cores with torch: how many cores torch leaves free, and how table work runs on torch's threads between
+operators.
 
-torch's threads spin for a while after each operator, in wait for the next. On threads of its own the core would share
-the cores with them just then, so what runs in the user's thread borrows torch's (core/base/borrowed_openmp.hpp).
+After each operator torch's threads spin for a while in wait for the next. Separate threads of the core would compete
+with them at that time, so work in the user's thread borrows torch's threads (core/base/borrowed_openmp.hpp).
 """
 
 import os
@@ -16,13 +17,13 @@ from satrap import _core
 
 
 def spare_cores() -> int:
-    """Cores of this process that torch's own threads leave free."""
+    """Return how many cores of this process torch's threads leave free."""
     return max(0, len(os.sched_getaffinity(0)) - torch.get_num_threads())
 
 
 @contextmanager
 def torch_threads() -> Iterator[None]:
-    """Calls into the core inside run on torch's threads, where torch has GNU's OpenMP."""
+    """Run the calls into the core inside this context on torch's threads, where torch uses GNU OpenMP."""
     library = _openmp()
     _core.borrow_threads(library)
     try:
@@ -33,11 +34,11 @@ def torch_threads() -> Iterator[None]:
 
 @cache
 def _openmp() -> str | None:
-    """The library that torch brought along, or that its build linked."""
+    """Return the path of the OpenMP library that torch ships or was linked with."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
-    found = sorted({line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line})
-    ours = [path for path in found if path.startswith(str(Path(torch.__file__).parent.parent))]
-    return next(iter(ours or found), None)
+    loaded = sorted({line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line})
+    shipped_with_torch = [path for path in loaded if path.startswith(str(Path(torch.__file__).parent.parent))]
+    return next(iter(shipped_with_torch or loaded), None)

@@ -1,4 +1,4 @@
-"""Two reports to print and write: one that has every field, one that has only those it must."""
+"""Two example reports: one with every field, one with only the required fields."""
 
 from satrap.monitor.report import Report
 

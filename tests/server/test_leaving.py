@@ -285,5 +285,5 @@ def test_an_iterable_is_iterated_once() -> None:
 
 def test_a_data_frame_is_refused_as_batches() -> None:
     embeddings, *_ = job()
-    with pytest.raises(SourceError, match=r"item 0 is a str; wanted .* goes into satrap\.Frame"):
+    with pytest.raises(SourceError, match=r"item 0 is a str; expected .* to satrap\.Frame"):
         next(embeddings.stream({"user": np.arange(BATCH)}))

@@ -57,7 +57,7 @@ def test_paths(tmp_path: Path, path: str, permitted: bool) -> None:
     text = path.format(tmp_path) if "://" in path else f"{tmp_path}/{path}"
     assert allowlist.permits(text) == permitted
     if not permitted:
-        with pytest.raises(ConfigError, match=r"is refused: what is permitted is .*data', .*; name .*with --data"):
+        with pytest.raises(ConfigError, match=r"is refused: expected a path below .*data', .*; allow .*with --data"):
             allowlist.require(text)
 
 
@@ -100,9 +100,9 @@ def test_where_a_glob_begins(path: str, folder: str) -> None:
 
 
 def test_nothing_is_permitted_unless_it_was_named() -> None:
-    with pytest.raises(ConfigError, match=r"'/x' is refused: what is permitted is nothing; .* with --checkpoints"):
+    with pytest.raises(ConfigError, match=r"'/x' is refused: expected a path below nothing; .* with --checkpoints"):
         PathAllowlist([], "--checkpoints").require("/x")
-    with pytest.raises(ConfigError, match="--data is ''; wanted a folder"):
+    with pytest.raises(ConfigError, match="--data is ''; expected a folder"):
         PathAllowlist([""], "--data")
 
 

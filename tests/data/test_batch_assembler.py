@@ -364,7 +364,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
         (
             lambda data: data.batches(["a"], rank=2, world=2),
             ConfigError,
-            "Made: rank is 2; wanted an integer from 0 to 1",
+            "Made: rank is 2; expected an integer from 0 to 1",
         ),
         (lambda data: data.batches(["a"], world=0), ConfigError, "Made: world is 0"),
         (lambda data: data.batches(["a"], position=(0, 0, 0)), InputError, "position is .*; wanted the position of a"),

@@ -107,7 +107,7 @@ def test_numbers_that_a_declaration_makes_are_of_the_kind() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "click"}, "label column 'y': kind is 'click' .*; wanted one of 'binary', 'real', 'count'"),
+        ({"kind": "click"}, "label column 'y': kind is 'click' .*; expected one of 'binary', 'real', 'count'"),
         ({"values": {"a": 1, "b": 2}}, r"label column 'y': values\['b'\] is 2; wanted 0 or 1, or declare LabelColumn"),
         ({"missing": 0.5}, "label column 'y': missing is 0.5; wanted 0 or 1, or declare"),
         ({"missing": 0.5, "kind": "count"}, "missing is 0.5; wanted a whole number from 0, or declare"),

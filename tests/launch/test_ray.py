@@ -258,7 +258,7 @@ def test_a_place_that_is_lost_and_not_found_again_ends_the_run(tmp_path: Path, c
         (["--server-cpus", "4"], "--server-cpus requires --cluster ray"),
         (["--address", "auto"], "--address requires --cluster ray"),
         (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; wanted a whole number of bytes, KiB"),
-        (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; wanted"),
+        (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; expected"),
         (["--cluster", "ray", "--address", "ray://127.0.0.1:1"], "wanted host:port of the cluster's head, or auto"),
         (["--cluster", "ray", "--address", "127.0.0.1:1"], "'127.0.0.1:1', where no Ray answers"),
         (["--cluster", "ray", "--placement-seconds", "0"], "placement-seconds is 0.0; wanted more"),

@@ -226,7 +226,7 @@ def test_steps(store: Store, call: str, step: Any) -> None:
     }
     with pytest.raises(InputError) as raised:
         calls[call]()
-    for word in ("table 'item'", "oldest_open" if call == "oldest_open" else "step", "wanted", "1"):
+    for word in ("table 'item'", "oldest_open" if call == "oldest_open" else "step", "expected", "1"):
         assert word in str(raised.value)
 
 
@@ -287,7 +287,7 @@ def test_lr(store: Store, call: str, lr: Any) -> None:
         return
     with pytest.raises(InputError) as raised:
         store.set_lr(lr) if call == "set_lr" else store.update(IDS, GOOD, lr=lr)
-    for word in ("table 'item'", "lr", "wanted"):
+    for word in ("table 'item'", "lr", "expected"):
         assert word in str(raised.value)
 
 
@@ -371,7 +371,7 @@ def test_options_of_a_store(options: dict[str, Any], words: list[str]) -> None:
 
 @pytest.mark.parametrize("table", [None, "item", {"name": "item", "dim": 4}, Table, [TABLE]])
 def test_a_store_needs_a_table(table: Any) -> None:
-    with pytest.raises(ConfigError, match=r"wanted a satrap\.Table"):
+    with pytest.raises(ConfigError, match=r"expected a satrap\.Table"):
         Store(table)
 
 
@@ -397,13 +397,13 @@ def test_more_memory_than_there_is() -> None:
 @pytest.mark.parametrize("path", [None, 3, ["x"], "", b"x", "a\0b"])
 def test_paths(store: Store, path: Any) -> None:
     for call in (store.save, Store.load, store.apply_changes, lambda p: store.save_changes(p, since=1)):
-        with pytest.raises(InputError, match=r"path is .*wanted the path of a snapshot's folder"):
+        with pytest.raises(InputError, match=r"path is .*expected the path of a snapshot's folder"):
             call(path)
 
 
 @pytest.mark.parametrize("path", [None, 3, ["x"], ""])
 def test_paths_of_shared_memory(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"path is .*wanted the path of a shared-memory file"):
+    with pytest.raises(ConfigError, match=r"path is .*expected the path of a shared-memory file"):
         Store.attach(path)
 
 

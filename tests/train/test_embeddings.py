@@ -22,7 +22,7 @@ from satrap import Adagrad, ConfigError, Constant, Embeddings, Inputs, Iterable,
 
 
 @pytest.mark.parametrize(
-    ("compress", "told"), [("bfloat16", "on the CPU take 'float16'"), ("int8", "wanted one of 'float16', 'bfloat16'")]
+    ("compress", "told"), [("bfloat16", "on the CPU take 'float16'"), ("int8", "expected one of 'float16', 'bfloat16'")]
 )
 def test_gradients_cannot_be_compressed_so(compress: Any, told: str) -> None:
     embeddings, model, _ = job()

@@ -268,7 +268,7 @@ def test_calls_that_are_none_are_refused() -> None:
     ):
         at, cuts = Origin(attempt=1, step=1, map_version=1), np.array([0, 4])
         ids, ones, coded = np.arange(4, dtype=np.uint64), np.ones(8, np.float32), np.zeros(20, np.uint8)
-        with pytest.raises(ConfigError, match=r"wire is 'bfloat16'.*wanted one of 'float32', 'float16'"):
+        with pytest.raises(ConfigError, match=r"wire is 'bfloat16'.*expected one of 'float32', 'float16'"):
             client.call.lookup(at, ids, cuts, 1, True, 0, "bfloat16")
         for gradients, also in ((ones, coded), (None, None)):
             with pytest.raises(InputError, match="in both forms or in none"):
@@ -286,9 +286,9 @@ def test_calls_that_are_none_are_refused() -> None:
 
 @pytest.mark.parametrize("wire", ["fp16", "FLOAT16", "", None, 16])
 def test_other_wires_are_refused(wire: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Servers: wire is .*; wanted one of 'float32', 'float16'"):
+    with pytest.raises(ConfigError, match=r"Servers: wire is .*; expected one of 'float32', 'float16'"):
         ServerGroup(Job(tables=one_table().tables), ["tcp://127.0.0.1:1"], wire=wire)
-    with pytest.raises(ConfigError, match=r"wire is .*; wanted one of 'float32', 'float16'"):
+    with pytest.raises(ConfigError, match=r"wire is .*; expected one of 'float32', 'float16'"):
         job(servers=["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match="no servers"):
         job(wire=wire)

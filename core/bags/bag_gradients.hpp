@@ -17,7 +17,7 @@ struct BagGradients {
 
 class BagSource final : public GradientSource {
   public:
-    BagSource(const BucketMap& map, Tickets tickets, std::span<const BagGradients> gradients, float scale)
+    BagSource(const BucketNumbering& map, Tickets tickets, std::span<const BagGradients> gradients, float scale)
         : map_(map), tickets_(tickets), gradients_(gradients), scale_(scale) {}
 
     // Whether every id of the one ticket there is has a gradient.
@@ -26,15 +26,15 @@ class BagSource final : public GradientSource {
     void open() override;
     std::vector<std::span<const float>> memory() const override;
     double largest_factor() const override;
-    Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const override;
+    BucketGradients part(std::size_t t, std::uint32_t b, Scratch& scratch) const override;
     std::vector<std::uint64_t> order(std::size_t t, std::uint32_t b) const override;
     std::string where(std::uint64_t order) const override;
 
   private:
-    Part joined(std::size_t t, std::uint32_t b, Scratch& scratch) const;
+    BucketGradients joined(std::size_t t, std::uint32_t b, Scratch& scratch) const;
     std::uint32_t join_ids(std::uint32_t b, Scratch& scratch) const;
 
-    const BucketMap& map_;
+    const BucketNumbering& map_;
     Tickets tickets_;
     std::span<const BagGradients> gradients_;
     float scale_;

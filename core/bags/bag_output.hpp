@@ -41,7 +41,7 @@ class BagRows {
     const Batch& batch_;
     float* block_;
     float* const* sequences_;
-    Lease loose_;
+    PooledBlock loose_;
     std::vector<Places<float>> places_;
 };
 

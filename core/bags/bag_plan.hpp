@@ -30,9 +30,9 @@ struct BagInputs {
 
 class BagPlan {
   public:
-    enum class Road : std::uint8_t { direct, pooled, sequence };
+    enum class Route : std::uint8_t { direct, pooled, sequence };
     struct Feature {
-        Road road;
+        Route route;
         bool uniform;             // every bag holds exactly one id
         std::size_t first_id;     // of the ids after cutting
         std::uint64_t loose;      // the place of its first loose row, if it is pooled
@@ -46,7 +46,7 @@ class BagPlan {
     std::size_t batch_size() const { return inputs_.batch_size; }
     std::uint64_t loose_floats() const { return loose_floats_; }
     // The ids by bucket, and the place of each.
-    void group(Batch& batch, const BucketMap& map, ThreadPool& pool) const;
+    void group(Batch& batch, const BucketNumbering& map, ThreadPool& pool) const;
     // For a plan that outlives its inputs: copies what finish() needs of them, which is not the ids.
     void keep_inputs();
     // After the rows are there: pools the loose ones into the block, and zeros where there are no rows.

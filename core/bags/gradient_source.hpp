@@ -8,8 +8,8 @@
 namespace satrap {
 
 // One bucket's part of an update.
-struct Part {
-    Visit visit;
+struct BucketGradients {
+    BucketVisit visit;
     Gradients gradients; // of the visit's entries
 };
 
@@ -24,7 +24,7 @@ class GradientSource {
     // No gradient is multiplied by more than this.
     virtual double largest_factor() const = 0;
     // Bucket b of table t; the arrays live until the next call with the same scratch.
-    virtual Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const = 0;
+    virtual BucketGradients part(std::size_t t, std::uint32_t b, Scratch& scratch) const = 0;
     // For messages: the order of the part's entries within their table, and what to say of one of that order.
     virtual std::vector<std::uint64_t> order(std::size_t t, std::uint32_t b) const = 0;
     virtual std::string where(std::uint64_t order) const = 0;
@@ -35,7 +35,7 @@ bool all_sums_finite(const GradientSource& source, std::size_t num_entries, cons
 
 // Throws for the first id, in the source's order, whose gradients or their sum are not finite, of a table that wants
 // to know. A sum is blamed only if every gradient is finite.
-void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketMap& map,
-                      std::span<const Summation* const> tables);
+void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
+                      std::span<const GradientSum* const> tables);
 
 } // namespace satrap

@@ -11,11 +11,11 @@
 
 namespace satrap {
 
-class Home {
+class ForkGuard {
   public:
-    bool is_here() const { return ::getpid() == process_; }
-    void require_here() const {
-        if (!is_here())
+    bool is_same_process() const { return ::getpid() == process_; }
+    void require_same_process() const {
+        if (!is_same_process())
             throw ForkError("this store was made in process " + std::to_string(process_) + " and this is its fork " +
                             std::to_string(::getpid()) + ": open it here, or start workers with 'spawn'");
     }

@@ -8,15 +8,15 @@
 
 namespace satrap {
 
-class Lease {
+class PooledBlock {
   public:
-    Lease(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block)
+    PooledBlock(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block)
         : pool_(std::make_unique<std::shared_ptr<BlockPool>>(pool)), block_(block) {}
-    Lease(const std::shared_ptr<BlockPool>& pool, std::size_t bytes) : Lease(pool, pool->take(bytes)) {}
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-    ~Lease() {
-        if (home_.is_here())
+    PooledBlock(const std::shared_ptr<BlockPool>& pool, std::size_t bytes) : PooledBlock(pool, pool->take(bytes)) {}
+    PooledBlock(const PooledBlock&) = delete;
+    PooledBlock& operator=(const PooledBlock&) = delete;
+    ~PooledBlock() {
+        if (fork_guard_.is_same_process())
             (*pool_)->give(block_);
         else
             (void)pool_.release(); // it may be the last one, and must not end the pool
@@ -27,7 +27,7 @@ class Lease {
   private:
     std::unique_ptr<std::shared_ptr<BlockPool>> pool_;
     BlockPool::Block block_;
-    Home home_;
+    ForkGuard fork_guard_;
 };
 
 } // namespace satrap

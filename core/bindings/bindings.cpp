@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "base/checksum.hpp"
-#include "bindings/bindings_wire.hpp"
+#include "bindings/bindings_fp16.hpp"
 #include "bindings/named_config.hpp"
 
 namespace {
@@ -139,7 +139,7 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
                      bool others) {
     require_buckets(engine, t, first, last);
     const TableConfig& config = engine.table(t).config();
-    Columns columns;
+    RowColumns columns;
     {
         nb::gil_scoped_release release;
         columns = engine.export_rows(t, first, last, since, others);
@@ -158,7 +158,7 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
 
 nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     require_buckets(engine, t, first, last);
-    Columns columns;
+    RowColumns columns;
     {
         nb::gil_scoped_release release;
         columns = engine.export_sightings(t, first, last, others);
@@ -389,9 +389,9 @@ void bind_engine(nb::module_& m) {
             "table"_a);
     bind_steps(engine);
     bind_saving(engine);
-    bind_coding(engine);
+    bind_fp16(engine);
     bind_bags(m, engine);
-    bind_moving(engine);
+    bind_migration(engine);
 }
 
 } // namespace
@@ -407,7 +407,7 @@ NB_MODULE(_core, m) {
             return names;
         },
         "The SIMD paths of this machine, best first.");
-    m.attr("WINDOW_STEPS") = Window::kSteps; // how many steps of a trainer may be in flight
+    m.attr("WINDOW_STEPS") = StepWindow::kSteps; // how many steps of a trainer may be in flight
     m.def(
         "borrow_threads",
         [](const std::optional<std::string>& path) {
@@ -452,5 +452,5 @@ NB_MODULE(_core, m) {
     bind_engine(m);
     bind_split(m);
     bind_samples(m);
-    bind_dots(m);
+    bind_interaction(m);
 }

@@ -17,12 +17,12 @@ using namespace nb::literals;
 using namespace satrap;
 
 void bind_config(nb::module_& m);                           // bindings_config.cpp
-void bind_dots(nb::module_& m);                             // bindings_dots.cpp
+void bind_interaction(nb::module_& m);                      // bindings_interaction.cpp
 void bind_hash(nb::module_& m);                             // bindings_hash.cpp
 void bind_samples(nb::module_& m);                          // bindings_samples.cpp
 void bind_split(nb::module_& m);                            // bindings_split.cpp
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine); // bindings_bags.cpp
-void bind_moving(nb::class_<Engine>& engine);               // bindings_moving.cpp
+void bind_migration(nb::class_<Engine>& engine);            // bindings_migration.cpp
 
 using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -83,8 +83,8 @@ template <typename T, std::size_t Rank = 1>
 Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block,
                         const std::array<std::size_t, Rank>& shape) {
     if (block.memory == nullptr) block = pool->take(1);
-    auto* lease = new Lease(pool, block);
-    nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<Lease*>(p); });
+    auto* lease = new PooledBlock(pool, block);
+    nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<PooledBlock*>(p); });
     return Array<T, Rank>(lease->template as<T>(), Rank, shape.data(), capsule);
 }
 

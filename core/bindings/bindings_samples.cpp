@@ -85,9 +85,9 @@ std::shared_ptr<Samples> make_samples(std::size_t n, const std::vector<Bag>& ids
 
 using GivenPart = std::tuple<std::shared_ptr<Samples>, std::size_t, std::size_t>;
 
-std::vector<Piece> checked_parts(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
+std::vector<BlockRange> checked_parts(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
     if (given.empty()) refuse("no parts were given; wanted at least one");
-    std::vector<Piece> parts;
+    std::vector<BlockRange> parts;
     std::size_t total = 0;
     for (const auto& [samples, begin, end] : given) {
         if (begin > end || end > samples->n)
@@ -105,7 +105,7 @@ std::vector<Piece> checked_parts(const std::vector<GivenPart>& given, const std:
 
 nb::tuple gather(const std::vector<GivenPart>& given, const Offsets& given_order) {
     const std::vector<std::int64_t> order(given_order.data(), given_order.data() + given_order.size());
-    const std::vector<Piece> parts = checked_parts(given, order);
+    const std::vector<BlockRange> parts = checked_parts(given, order);
     const Samples& shape = *parts[0].samples;
     const std::size_t n = order.size(), num_dense = shape.num_dense, num_labels = shape.num_labels;
     std::unique_ptr<std::uint64_t[]> values;

@@ -6,7 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bindings/bindings_bags.hpp"
-#include "bindings/bindings_wire.hpp"
+#include "bindings/bindings_fp16.hpp"
 
 namespace {
 
@@ -59,11 +59,11 @@ void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, 
     std::vector<const float*> of_servers;
     std::vector<float*> memory;
     if (split.owns(ticket)) { // the split refuses another's
-        const Shares& shares = *ticket.shares;
-        require_size("rows", rows.size(), shares.num_servers());
+        const ShardLayout& layout = *ticket.layout;
+        require_size("rows", rows.size(), layout.num_servers());
         for (std::size_t s = 0; s < rows.size(); ++s) {
             const std::string what = "the rows of server " + std::to_string(s);
-            require_size(what.c_str(), rows[s].size(), shares.num_floats[s]);
+            require_size(what.c_str(), rows[s].size(), layout.num_floats[s]);
             of_servers.push_back(rows[s].data());
         }
         require_size("block", block.size(), ticket.ticket.num_floats);
@@ -102,35 +102,35 @@ template <typename T> Array<const T> view_of(const T* memory, std::size_t n, con
     return Array<const T>(memory, {n}, capsule);
 }
 
-const Shares& shares_of(const std::shared_ptr<const Shares>& shares, std::size_t server) {
-    if (server >= shares->num_servers())
-        refuse("server " + std::to_string(server) + " of " + std::to_string(shares->num_servers()));
-    return *shares;
+const ShardLayout& layout_of(const std::shared_ptr<const ShardLayout>& layout, std::size_t server) {
+    if (server >= layout->num_servers())
+        refuse("server " + std::to_string(server) + " of " + std::to_string(layout->num_servers()));
+    return *layout;
 }
 
 // SplitTicket and Sums have these alike.
-template <typename Class> void bind_shares(nb::class_<Class>& bound) {
+template <typename Class> void bind_layout(nb::class_<Class>& bound) {
     bound
         .def(
             "ids",
             [](const Class& own, std::size_t server) {
-                const Shares& shares = shares_of(own.shares, server);
-                const std::uint64_t* memory = own.ids->template as<std::uint64_t>() + shares.first_id[server];
-                return view_of(memory, shares.num_ids(server), own.ids);
+                const ShardLayout& layout = layout_of(own.layout, server);
+                const std::uint64_t* memory = own.ids->template as<std::uint64_t>() + layout.first_id[server];
+                return view_of(memory, layout.num_ids(server), own.ids);
             },
             "server"_a, "Table by table, and within a table bucket by bucket.")
         .def(
             "offsets",
             [](const Class& own, std::size_t server) {
-                const Shares& shares = shares_of(own.shares, server);
-                return view_of(shares.offsets(server), shares.num_tables + 1, own.shares);
+                const ShardLayout& layout = layout_of(own.layout, server);
+                return view_of(layout.offsets(server), layout.num_tables + 1, own.layout);
             },
             "server"_a, "Where each table's ids begin in ids(server), and where the last one's end.")
         .def(
             "num_floats",
-            [](const Class& own, std::size_t server) { return shares_of(own.shares, server).num_floats[server]; },
+            [](const Class& own, std::size_t server) { return layout_of(own.layout, server).num_floats[server]; },
             "server"_a, "Of the rows, or gradients, of ids(server).")
-        .def_prop_ro("num_servers", [](const Class& own) { return own.shares->num_servers(); });
+        .def_prop_ro("num_servers", [](const Class& own) { return own.layout->num_servers(); });
 }
 
 void bind_again(nb::class_<Split>& split) {
@@ -146,7 +146,7 @@ void bind_again(nb::class_<Split>& split) {
         .def(
             "again",
             [](Split& split, const Sums& own, const Owners& owners, std::uint32_t num_servers) {
-                require_size("the sums' buckets", own.shares->owners.size(), split.map().total());
+                require_size("the sums' buckets", own.layout->owners.size(), split.map().total());
                 std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
                 nb::gil_scoped_release release;
                 return std::make_unique<Sums>(split.again(own, std::move(of_buckets), num_servers));
@@ -160,20 +160,20 @@ void bind_split(nb::module_& m) {
     nb::class_<SplitTicket> ticket(m, "SplitTicket", "A batch whose unique ids are laid out for the servers.");
     ticket.def_prop_ro("batch_size", [](const SplitTicket& t) { return t.ticket.batch_size; })
         .def_prop_ro("used", [](const SplitTicket& t) { return t.ticket.used.load(); });
-    bind_shares(ticket);
+    bind_layout(ticket);
     nb::class_<Sums> sums_class(m, "Sums", "What an update sends to each server: one gradient for each id.");
     sums_class
         .def(
             "gradients",
             [](const Sums& own, std::size_t server) {
-                const Shares& shares = shares_of(own.shares, server);
-                const float* memory = own.gradients->as<float>() + shares.first_float[server];
-                return view_of(memory, shares.num_floats[server], own.gradients);
+                const ShardLayout& layout = layout_of(own.layout, server);
+                const float* memory = own.gradients->as<float>() + layout.first_float[server];
+                return view_of(memory, layout.num_floats[server], own.gradients);
             },
             "server"_a, "Those of ids(server), one after the other.")
         .def_ro("same_ids", &Sums::same_ids, "Whether ids and servers are those of the one ticket's lookup.")
         .def_ro("skipped", &Sums::skipped, "Of each table: ids in bags whose gradients were left out, not finite.");
-    bind_shares(sums_class);
+    bind_layout(sums_class);
     nb::class_<Split> split(m, "Split",
                             "Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.");
     split.def(nb::new_(&make_split), "tables"_a, "features"_a, "num_threads"_a, "simd"_a = "auto")
@@ -198,5 +198,5 @@ void bind_split(nb::module_& m) {
              "What Engine.update_bags would apply to each id.")
         .def("drop", &Split::drop, "ticket"_a, "Gives up a ticket that will not be updated.");
     bind_again(split);
-    bind_coding(split);
+    bind_fp16(split);
 }

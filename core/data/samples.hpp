@@ -114,7 +114,7 @@ class SamplesBuilder {
 };
 
 // A range of a block's samples. Parts are numbered through: sample k of several parts counts over all of them.
-struct Piece {
+struct BlockRange {
     const Samples* samples;
     std::size_t begin;
     std::size_t end;
@@ -124,13 +124,13 @@ struct Piece {
 // the functions fill them. The parts have one shape and at least one part is given.
 class Gather {
   public:
-    Gather(std::span<const Piece> parts, std::span<const std::int64_t> order)
-        : parts_(parts), places_(order.size()), num_features_(parts[0].samples->ids.size()) {
+    Gather(std::span<const BlockRange> parts, std::span<const std::int64_t> order)
+        : parts_(parts), samples_(order.size()), num_features_(parts[0].samples->ids.size()) {
         place(order);
         measure();
     }
 
-    std::size_t size() const { return places_.size(); }
+    std::size_t size() const { return samples_.size(); }
     std::size_t num_features() const { return num_features_; }
     // Every bag of the batch holds exactly one id, so it needs no offsets.
     bool one_each() const { return one_each_; }
@@ -150,14 +150,14 @@ class Gather {
         std::int64_t at = 0;
         *out++ = 0;
         for (std::size_t f = 0; f < num_features_; ++f)
-            for (const Place& place : places_) *out++ = at += length(parts_[place.part].samples->ids[f], place.sample);
+            for (const SampleRef& ref : samples_) *out++ = at += length(parts_[ref.part].samples->ids[f], ref.sample);
     }
 
     void dense(float* out) const { rows(&Samples::dense, parts_[0].samples->num_dense, out); }
     void label(float* out) const { rows(&Samples::label, parts_[0].samples->num_labels, out); }
 
   private:
-    struct Place {
+    struct SampleRef {
         std::uint32_t part;
         std::uint64_t sample;
     };
@@ -169,7 +169,7 @@ class Gather {
     void place(std::span<const std::int64_t> order) {
         std::vector<std::uint64_t> starts; // of each part, in the common numbering
         std::uint64_t start = 0;
-        for (const Piece& part : parts_) {
+        for (const BlockRange& part : parts_) {
             starts.push_back(start);
             start += part.end - part.begin;
         }
@@ -177,25 +177,25 @@ class Gather {
             const auto k = static_cast<std::uint64_t>(order[i]);
             const auto part =
                 static_cast<std::size_t>(std::upper_bound(starts.begin(), starts.end(), k) - starts.begin() - 1);
-            places_[i] = {static_cast<std::uint32_t>(part), parts_[part].begin + (k - starts[part])};
+            samples_[i] = {static_cast<std::uint32_t>(part), parts_[part].begin + (k - starts[part])};
         }
     }
 
     void measure() {
         for (std::size_t f = 0; f < num_features_; ++f) {
             bool single = true;
-            for (const Piece& part : parts_) {
+            for (const BlockRange& part : parts_) {
                 single = single && part.samples->ids[f].offsets == nullptr;
                 weighted_ = weighted_ || part.samples->ids[f].weights != nullptr;
             }
             single_.push_back(single);
             starts_.push_back(num_values_);
             if (single) {
-                num_values_ += places_.size();
+                num_values_ += samples_.size();
                 continue;
             }
-            for (const Place& place : places_) {
-                const std::int64_t n = length(parts_[place.part].samples->ids[f], place.sample);
+            for (const SampleRef& ref : samples_) {
+                const std::int64_t n = length(parts_[ref.part].samples->ids[f], ref.sample);
                 one_each_ = one_each_ && n == 1;
                 num_values_ += static_cast<std::size_t>(n);
             }
@@ -206,15 +206,15 @@ class Gather {
     void single_ids(std::uint64_t* out) const {
         constexpr std::size_t kTogether = 128;
         std::vector<BagColumn> columns(parts_.size());
-        for (std::size_t begin = 0; begin < places_.size(); begin += kTogether) {
-            const std::size_t end = std::min(places_.size(), begin + kTogether);
+        for (std::size_t begin = 0; begin < samples_.size(); begin += kTogether) {
+            const std::size_t end = std::min(samples_.size(), begin + kTogether);
             for (std::size_t f = 0; f < num_features_; ++f) {
                 if (!single_[f]) continue;
                 for (std::size_t p = 0; p < parts_.size(); ++p) columns[p] = parts_[p].samples->ids[f];
                 std::uint64_t* to = out + starts_[f];
                 for (std::size_t i = begin; i < end; ++i) {
-                    const BagColumn& column = columns[places_[i].part];
-                    to[i] = column.values[places_[i].sample * column.stride];
+                    const BagColumn& column = columns[samples_[i].part];
+                    to[i] = column.values[samples_[i].sample * column.stride];
                 }
             }
         }
@@ -223,31 +223,31 @@ class Gather {
     // Copies one of a feature's arrays bag by bag; where a part has none, `missing` for each of its ids.
     template <typename T> void bags(const T* BagColumn::* member, std::size_t feature, T missing, T* out) const {
         std::vector<BagColumn> columns;
-        for (const Piece& part : parts_) columns.push_back(part.samples->ids[feature]);
-        for (const Place& place : places_) {
-            const BagColumn& column = columns[place.part];
+        for (const BlockRange& part : parts_) columns.push_back(part.samples->ids[feature]);
+        for (const SampleRef& ref : samples_) {
+            const BagColumn& column = columns[ref.part];
             const T* from = column.*member;
-            const auto n = static_cast<std::size_t>(length(column, place.sample));
+            const auto n = static_cast<std::size_t>(length(column, ref.sample));
             if (from == nullptr)
                 std::fill_n(out, n, missing);
             else if (column.offsets == nullptr)
-                *out = from[place.sample * column.stride];
+                *out = from[ref.sample * column.stride];
             else
-                std::copy_n(from + column.offsets[place.sample], n, out);
+                std::copy_n(from + column.offsets[ref.sample], n, out);
             out += n;
         }
     }
 
     void rows(const float* Samples::* member, std::size_t width, float* out) const {
-        for (const Place& place : places_) {
-            const float* from = parts_[place.part].samples->*member + place.sample * width;
+        for (const SampleRef& ref : samples_) {
+            const float* from = parts_[ref.part].samples->*member + ref.sample * width;
             std::copy_n(from, width, out);
             out += width;
         }
     }
 
-    std::span<const Piece> parts_;
-    std::vector<Place> places_;
+    std::span<const BlockRange> parts_;
+    std::vector<SampleRef> samples_;
     std::size_t num_features_;
     std::vector<bool> single_;        // of each feature: every sample holds one id
     std::vector<std::size_t> starts_; // of each feature: where its values begin

@@ -15,7 +15,7 @@
 namespace satrap {
 
 // Elements in one piece of memory that nobody clears first.
-template <typename T> class Growing {
+template <typename T> class GrowingArray {
   public:
     T* reserve(std::size_t n) {
         if (n <= capacity_) return memory_.get();
@@ -112,9 +112,9 @@ class IdColumn {
 
     std::uint64_t* matrix_;
     std::size_t stride_;
-    Growing<std::uint64_t> values_;
-    Growing<std::int64_t> offsets_;
-    Growing<float> weights_;
+    GrowingArray<std::uint64_t> values_;
+    GrowingArray<std::int64_t> offsets_;
+    GrowingArray<float> weights_;
     std::size_t most_samples_;
     std::size_t count_ = 0;
     std::size_t num_weights_ = 0;
@@ -124,9 +124,9 @@ class IdColumn {
 
 // A column that the user gets as text. present[i] is 1, or 0 if the field was missing.
 struct TextColumn {
-    Growing<std::int64_t> offsets;
-    Growing<std::uint8_t> data; // UTF-8
-    Growing<std::uint8_t> present;
+    GrowingArray<std::int64_t> offsets;
+    GrowingArray<std::uint8_t> data; // UTF-8
+    GrowingArray<std::uint8_t> present;
 
     explicit TextColumn(std::size_t most_samples) {
         offsets.reserve(most_samples + 1)[0] = 0;
@@ -195,9 +195,9 @@ class TextColumns {
     std::size_t n = 0;
     std::size_t num_dense;
     std::size_t num_labels;
-    Growing<float> dense;
-    Growing<float> label;
-    Growing<std::uint64_t> single_ids; // [samples, features]
+    GrowingArray<float> dense;
+    GrowingArray<float> label;
+    GrowingArray<std::uint64_t> single_ids; // [samples, features]
     std::vector<IdColumn> ids;
     std::vector<TextColumn> texts;
 };

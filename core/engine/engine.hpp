@@ -2,9 +2,9 @@
 // its cost grows with ids and touched buckets, not with features. Engine owns arena, tables, threads and spare scratch;
 // it splits a call over threads by bucket, so results cannot depend on how many there are.
 //
-// A lookup's road: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check over all
-// gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table, flat, or in
-// bags (engine_bags.cpp), which differ in where rows go and where gradients are, and in nothing else.
+// The path of a lookup: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check
+// over all gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table,
+// flat, or in bags (engine_bags.cpp), which differ in where rows go and where gradients are, and in nothing else.
 // Locks: none of its own on the hot path; bucket locks inside Table; ThreadPool serves one call at a time.
 // Processes: in a fork every call that works on rows is refused, before it takes any lock; see owned() for its end.
 #pragma once
@@ -23,7 +23,7 @@
 namespace satrap {
 
 // One table's rows of a bucket range as columns, for files.
-struct Columns {
+struct RowColumns {
     BlockPool::Block id, step, values, state;
     std::size_t rows = 0;
 };
@@ -56,20 +56,20 @@ class Engine {
     std::uint64_t identity() const { return identity_; }
     std::size_t num_tables() const { return tables_.size(); }
     Table& table(std::size_t t) {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return *tables_[t];
     }
     const Table& table(std::size_t t) const { return *tables_[t]; }
-    const BucketMap& map() const { return map_; }
+    const BucketNumbering& map() const { return map_; }
     const std::shared_ptr<BlockPool>& blocks() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return blocks_;
     }
-    const Wire& wire() const { return wire_; }
+    const Fp16Codec& codec() const { return codec_; }
     const char* simd() const { return kernels_->name; }
-    unsigned num_threads() const { return crew_.num_threads(); }
+    unsigned num_threads() const { return scheduler_.num_threads(); }
     std::uint32_t latest_step() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return arena_->latest_step().load();
     }
     std::uint32_t next_step();
@@ -101,22 +101,22 @@ class Engine {
     TableStats stats(std::size_t t);
     // Of the processes that may call; 0 before the first. The next one begins with no update applied; none may run.
     std::uint32_t attempt() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return arena_->attempt().load();
     }
     void begin_attempt(std::uint32_t attempt);
     // Whether an update of this trainer and step was applied whole, as whoever applied it has said.
     bool finished(std::uint32_t trainer, std::uint32_t step) {
-        home_.require_here();
-        return windows_.finished(trainer, step);
+        fork_guard_.require_same_process();
+        return applied_steps_.finished(trainer, step);
     }
     void finish(std::uint32_t trainer, std::uint32_t step) {
-        home_.require_here();
-        windows_.finish(trainer, step);
+        fork_guard_.require_same_process();
+        applied_steps_.finish(trainer, step);
     }
     std::uint32_t begin_version(std::size_t t);
     void set_complete(bool complete) {
-        home_.require_here();
+        fork_guard_.require_same_process();
         arena_->set_complete(complete);
     }
 
@@ -134,32 +134,32 @@ class Engine {
                         std::span<const std::uint64_t> words);
     std::vector<std::uint64_t> export_counters(std::span<const std::uint32_t> buckets);
     void import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters);
-    // See Windows.
+    // See AppliedSteps.
     void hand_over(std::span<const std::uint32_t> buckets) {
-        home_.require_here();
-        windows_.hand_over(buckets);
+        fork_guard_.require_same_process();
+        applied_steps_.hand_over(buckets);
     }
     void take_over(std::span<const std::uint32_t> buckets, bool first) {
-        home_.require_here();
-        windows_.take_over(buckets, first);
+        fork_guard_.require_same_process();
+        applied_steps_.take_over(buckets, first);
     }
     // They are as if new: no row, no sighting, no window, no count.
     void forget(std::span<const std::uint32_t> buckets);
     // The table is at least at that version, its rows from before that step are gone.
     void reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before);
     std::string note() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return arena_->note();
     }
     void set_note(const std::string& note) {
-        home_.require_here();
+        fork_guard_.require_same_process();
         arena_->set_note(note);
     }
 
     // others: of buckets that are not this engine's, too, which may be on their way to it or from it.
-    Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
-                        bool others = false);
-    Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others = false);
+    RowColumns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                           bool others = false);
+    RowColumns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others = false);
     std::vector<std::uint64_t> export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
                                               std::uint32_t since);
     std::uint32_t removed_since(std::size_t t);
@@ -194,7 +194,7 @@ class Engine {
         const std::size_t t = table_of(b);
         return tables_[t]->bucket(b - map_.first[t]);
     }
-    void reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filter) const;
+    void reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
@@ -205,23 +205,23 @@ class Engine {
     void apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
                std::uint32_t trainer);
 
-    Home home_;
+    ForkGuard fork_guard_;
     std::uint64_t identity_;
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
     std::vector<std::unique_ptr<Table>> tables_;
-    std::vector<const Summation*> summations_; // of the tables
-    BucketMap map_;
+    std::vector<const GradientSum*> summations_; // of the tables
+    BucketNumbering map_;
     static constexpr std::size_t kMostSpare = 16; // calls of which the memory is kept
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
     Recycler<UndoSlot> undo_;
-    Windows windows_;
+    AppliedSteps applied_steps_;
     std::vector<std::atomic<std::uint32_t>> owners_; // [buckets]
     std::atomic<std::uint32_t> self_{0};
-    BucketCrew crew_;
-    Wire wire_;
+    BucketScheduler scheduler_;
+    Fp16Codec codec_;
 };
 
 } // namespace satrap

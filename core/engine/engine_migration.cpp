@@ -12,13 +12,13 @@ namespace satrap {
 static_assert(sizeof(Counters) == Counters::kCount * sizeof(std::uint64_t));
 
 void Engine::set_owners(std::span<const std::uint32_t> owners, std::uint32_t self) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     self_.store(self);
     for (std::uint32_t b = 0; b < map_.total(); ++b) owners_[b].store(owners[b]);
 }
 
 void Engine::freeze(std::span<const std::uint32_t> buckets, bool frozen) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     for (std::uint32_t b : buckets) {
         if (frozen)
             owners_[b].fetch_or(kFrozen);
@@ -38,12 +38,12 @@ void Engine::refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t se
 
 std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t> buckets,
                                                   std::vector<std::uint32_t>& trainers) {
-    home_.require_here();
-    trainers = windows_.trainers();
+    fork_guard_.require_same_process();
+    trainers = applied_steps_.trainers();
     std::vector<std::uint64_t> words;
     words.reserve(trainers.size() * buckets.size());
     for (std::uint32_t trainer : trainers) {
-        const Window* windows = windows_.of(trainer);
+        const StepWindow* windows = applied_steps_.of(trainer);
         for (std::uint32_t b : buckets) words.push_back(windows[b].as_word());
     }
     return words;
@@ -51,19 +51,19 @@ std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t>
 
 void Engine::import_windows(std::span<const std::uint32_t> buckets, std::span<const std::uint32_t> trainers,
                             std::span<const std::uint64_t> words) {
-    home_.require_here();
-    for (std::uint32_t trainer : windows_.trainers()) {
-        Window* windows = windows_.of(trainer);
+    fork_guard_.require_same_process();
+    for (std::uint32_t trainer : applied_steps_.trainers()) {
+        StepWindow* windows = applied_steps_.of(trainer);
         for (std::uint32_t b : buckets) windows[b].clear();
     }
     for (std::size_t i = 0; i < trainers.size(); ++i) {
-        Window* windows = windows_.of(trainers[i]);
+        StepWindow* windows = applied_steps_.of(trainers[i]);
         for (std::size_t b = 0; b < buckets.size(); ++b) windows[buckets[b]].take(words[i * buckets.size() + b]);
     }
 }
 
 std::vector<std::uint64_t> Engine::export_counters(std::span<const std::uint32_t> buckets) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::vector<std::uint64_t> counters(buckets.size() * Counters::kCount);
     for (std::size_t i = 0; i < buckets.size(); ++i) {
         Bucket& bucket = bucket_at(buckets[i]);
@@ -74,7 +74,7 @@ std::vector<std::uint64_t> Engine::export_counters(std::span<const std::uint32_t
 }
 
 void Engine::import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     for (std::size_t i = 0; i < buckets.size(); ++i) {
         Bucket& bucket = bucket_at(buckets[i]);
         std::lock_guard lock(bucket.mutex);
@@ -85,7 +85,7 @@ void Engine::import_counters(std::span<const std::uint32_t> buckets, std::span<c
 }
 
 void Engine::forget(std::span<const std::uint32_t> buckets) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     for (std::uint32_t b : buckets) {
         Bucket& bucket = bucket_at(b);
         std::lock_guard lock(bucket.mutex);

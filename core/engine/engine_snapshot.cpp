@@ -18,19 +18,19 @@ void grow(BlockPool& blocks, BlockPool::Block& column, std::size_t& capacity, st
     capacity = wanted;
 }
 
-// Columns on the way out: they go back to the pool if the export fails.
-class Draft {
+// RowColumns on the way out: they go back to the pool if the export fails.
+class ExportBuffers {
   public:
-    explicit Draft(BlockPool& blocks) : blocks_(blocks) {}
-    Draft(const Draft&) = delete;
-    Draft& operator=(const Draft&) = delete;
-    ~Draft() {
+    explicit ExportBuffers(BlockPool& blocks) : blocks_(blocks) {}
+    ExportBuffers(const ExportBuffers&) = delete;
+    ExportBuffers& operator=(const ExportBuffers&) = delete;
+    ~ExportBuffers() {
         for (BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state})
             if (block.memory != nullptr) blocks_.give(block);
     }
-    Columns done() { return std::exchange(columns, Columns{}); }
+    RowColumns done() { return std::exchange(columns, RowColumns{}); }
 
-    Columns columns{};
+    RowColumns columns{};
 
   private:
     BlockPool& blocks_;
@@ -38,12 +38,13 @@ class Draft {
 
 } // namespace
 
-Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since, bool others) {
+RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                               bool others) {
     Table& table = this->table(t);
     const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
     const std::size_t state_bytes = table.config().state_dim() * sizeof(float), state_at = table.config().value_bytes();
-    Draft draft(*blocks_);
-    Columns& out = draft.columns;
+    ExportBuffers draft(*blocks_);
+    RowColumns& out = draft.columns;
     std::size_t capacity[4] = {};
     std::size_t expected = 0; // a first guess, so that columns are rarely copied
     for (std::uint32_t b = first; b < last && since == 0; ++b) {
@@ -77,10 +78,10 @@ Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t la
 }
 
 // id, step, and the count in `values`.
-Columns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
+RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     Table& table = this->table(t);
-    Draft draft(*blocks_);
-    Columns& out = draft.columns;
+    ExportBuffers draft(*blocks_);
+    RowColumns& out = draft.columns;
     std::size_t capacity[3] = {};
     for (std::uint32_t b = first; b < last; ++b) {
         if (!others && !owned(t, b)) continue;

@@ -1,5 +1,5 @@
-// One bucket's part of a batch (Visit), and what a thread needs while it works through buckets (Scratch), kept from
-// call to call. A BucketCrew hands them out.
+// One bucket's part of a batch (BucketVisit), and what a thread needs while it works through buckets (Scratch), kept
+// from call to call. A BucketScheduler hands them out.
 #pragma once
 
 #include <bit>
@@ -13,7 +13,7 @@ namespace satrap {
 class UndoSlot;
 
 // See Batch for the arrays.
-struct Visit {
+struct BucketVisit {
     std::uint32_t bucket; // of the table
     const std::uint64_t* unique;
     std::uint32_t num_unique;
@@ -23,7 +23,7 @@ struct Visit {
 };
 
 // Bucket b of all, of the table whose first bucket is `first`.
-inline Visit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
+inline BucketVisit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
     const std::uint32_t at = batch.begin[b];
     return {.bucket = b - first,
             .unique = batch.unique.data() + at,

@@ -21,7 +21,7 @@
 namespace satrap {
 
 // How the tables' buckets are numbered in one row: table t has buckets first[t] .. first[t+1]-1.
-struct BucketMap {
+struct BucketNumbering {
     std::vector<std::uint32_t> first;
     std::vector<std::uint8_t> bits;
     std::uint32_t total() const { return first.back(); }
@@ -72,7 +72,7 @@ struct Batch {
     }
 
     // Calls visit(table, first, last) for the parts of [from, to) that lie in one table.
-    template <typename Visit> void by_table(std::size_t from, std::size_t to, Visit visit) const {
+    template <typename Visitor> void by_table(std::size_t from, std::size_t to, Visitor visit) const {
         for (std::size_t t = 0; t + 1 < offsets.size(); ++t) {
             std::size_t first = std::max(from, static_cast<std::size_t>(offsets[t]));
             std::size_t last = std::min(to, static_cast<std::size_t>(offsets[t + 1]));
@@ -87,7 +87,7 @@ struct Batch {
         void put(std::uint32_t e) { positions[e] = next++; }
     };
 
-    void group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool) {
+    void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool) {
         group(ids, map, pool, [this](std::size_t t, std::size_t first) {
             return Positions{positions.data(),
                              static_cast<std::uint32_t>(first - static_cast<std::size_t>(offsets[t]))};
@@ -96,7 +96,7 @@ struct Batch {
 
     // cursor_at(table, i) gives a cursor that stands at id i; its put(e) is called with the entry of id i, i + 1, ...
     template <typename CursorAt>
-    void group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool, CursorAt cursor_at);
+    void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, CursorAt cursor_at);
 
     // Makes bucket b's ids unique; `table` is scratch.
     void deduplicate(std::uint32_t b, Buffer<std::uint32_t>& table) {
@@ -125,7 +125,7 @@ inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
 }
 
 template <typename CursorAt>
-void Batch::group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool, CursorAt cursor_at) {
+void Batch::group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, CursorAt cursor_at) {
     constexpr std::size_t kAlone = 2048; // below this waking threads costs more than it saves
     const std::size_t n = size();
     const std::uint32_t buckets = map.total();

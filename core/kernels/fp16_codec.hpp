@@ -38,10 +38,10 @@ template <typename Sized> std::vector<std::uint32_t> dims_of(const std::vector<S
     return dims;
 }
 
-class Wire {
+class Fp16Codec {
   public:
     // dims: of the tables. Both references must outlive it.
-    Wire(std::vector<std::uint32_t> dims, const Kernels& kernels, ThreadPool& pool)
+    Fp16Codec(std::vector<std::uint32_t> dims, const Kernels& kernels, ThreadPool& pool)
         : dims_(std::move(dims)), kernels_(kernels), pool_(pool) {}
 
     std::size_t num_tables() const { return dims_.size(); }

@@ -14,13 +14,15 @@
 
 namespace satrap {
 
-class Dots {
+class DlrmInteraction {
   public:
-    Dots(const Kernels& kernels, unsigned num_threads) : kernels_(&kernels), pool_(new ThreadPool(num_threads)) {}
-    Dots(const Dots&) = delete;
-    Dots& operator=(const Dots&) = delete;
-    ~Dots() {
-        if (!home_.is_here()) (void)pool_.release(); // a fork has none of its threads: they cannot be joined
+    DlrmInteraction(const Kernels& kernels, unsigned num_threads)
+        : kernels_(&kernels), pool_(new ThreadPool(num_threads)) {}
+    DlrmInteraction(const DlrmInteraction&) = delete;
+    DlrmInteraction& operator=(const DlrmInteraction&) = delete;
+    ~DlrmInteraction() {
+        if (!fork_guard_.is_same_process())
+            (void)pool_.release(); // a fork has none of its threads: they cannot be joined
     }
 
     // first: [batch, dim] or nullptr; block: [batch, num_block, dim]; out: [batch, (dim) + pairs]
@@ -67,22 +69,22 @@ class Dots {
     };
 
     template <typename Work> void each_sample(std::size_t batch, const Layout& at, Work work) {
-        const unsigned most = !home_.is_here() || batch < kSmall ? 1 : pool_->num_threads();
-        struct Room {
+        const unsigned most = !fork_guard_.is_same_process() || batch < kSmall ? 1 : pool_->num_threads();
+        struct ThreadScratch {
             std::vector<float> scratch;
             std::vector<const float*> vectors;
             std::vector<float*> gradients;
         };
-        std::vector<Room> rooms(most); // here, where running out of memory can be told
-        for (Room& room : rooms) {
-            room.scratch.assign(at.shape.scratch_floats(), 0.0f);
-            room.vectors.resize(at.shape.num);
-            room.gradients.resize(at.shape.num);
+        std::vector<ThreadScratch> scratches(most); // here, where running out of memory can be told
+        for (ThreadScratch& own : scratches) {
+            own.scratch.assign(at.shape.scratch_floats(), 0.0f);
+            own.vectors.resize(at.shape.num);
+            own.gradients.resize(at.shape.num);
         }
         const auto job = [&](unsigned thread, unsigned threads) {
-            Room& room = rooms[thread];
+            ThreadScratch& own = scratches[thread];
             for (std::size_t s = batch * thread / threads; s < batch * (thread + 1) / threads; ++s)
-                work(s, room.vectors.data(), room.gradients.data(), room.scratch.data());
+                work(s, own.vectors.data(), own.gradients.data(), own.scratch.data());
         };
         if (most == 1)
             job(0, 1);
@@ -91,7 +93,7 @@ class Dots {
     }
 
     const Kernels* kernels_;
-    Home home_;
+    ForkGuard fork_guard_;
     std::unique_ptr<ThreadPool> pool_;
 };
 

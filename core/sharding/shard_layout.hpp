@@ -14,9 +14,9 @@
 
 namespace satrap {
 
-struct Shares {
-    Shares(const BucketMap& map, std::span<const std::uint32_t> dims, std::vector<std::uint32_t> of_buckets,
-           std::uint32_t num_servers, const std::vector<std::uint32_t>& of_each)
+struct ShardLayout {
+    ShardLayout(const BucketNumbering& map, std::span<const std::uint32_t> dims, std::vector<std::uint32_t> of_buckets,
+                std::uint32_t num_servers, const std::vector<std::uint32_t>& of_each)
         : owners(std::move(of_buckets)), counts(of_each), num_tables(map.num_tables()), id_begin(map.total()),
           float_begin(map.total()), first_id(num_servers + 1), first_float(num_servers + 1), num_floats(num_servers),
           ends(num_servers * (num_tables + 1)) {

@@ -4,7 +4,7 @@
 //   lookup   groups the ids by bucket, makes them unique, lays them out for the servers (shard_layout.hpp)
 //   fill     takes the servers' rows, and writes what Engine::lookup_bags would have written
 //   sums     takes gradients, and gives each server the sums that Engine::update_bags would have applied
-// The same classes do the work here and there (BagPlan, Batch, BagRows, BagSource, Summation), so the bits are the
+// The same classes do the work here and there (BagPlan, Batch, BagRows, BagSource, GradientSum), so the bits are the
 // same.
 //
 // A ticket is looked up once, filled at most once, and then used (sums or drop) once. Each of these calls claims it
@@ -31,14 +31,14 @@ struct SplitTable {
 struct SplitTicket {
     Ticket ticket;
     std::unique_ptr<BagPlan> plan; // until it is filled
-    std::shared_ptr<const Shares> shares;
-    std::shared_ptr<const Lease> ids;
+    std::shared_ptr<const ShardLayout> layout;
+    std::shared_ptr<const PooledBlock> ids;
 };
 
 // What an update sends to each server.
 struct Sums {
-    std::shared_ptr<const Shares> shares;
-    std::shared_ptr<const Lease> ids, gradients;
+    std::shared_ptr<const ShardLayout> layout;
+    std::shared_ptr<const PooledBlock> ids, gradients;
     bool same_ids = false;              // as the one ticket's lookup sent, to the same servers
     std::vector<std::uint64_t> skipped; // [tables]: entries left out, not finite
 };
@@ -51,13 +51,13 @@ class Split {
     static std::shared_ptr<Split> owned(std::unique_ptr<Split> split);
 
     const Bags& bags() const { return *bags_; }
-    const BucketMap& map() const { return map_; }
-    const Wire& wire() const { return wire_; }
+    const BucketNumbering& map() const { return map_; }
+    const Fp16Codec& codec() const { return codec_; }
     const char* simd() const { return kernels_->name; }
-    unsigned num_threads() const { return crew_.num_threads(); }
+    unsigned num_threads() const { return scheduler_.num_threads(); }
     bool owns(const SplitTicket& ticket) const { return ticket.ticket.maker == identity_; }
     const std::shared_ptr<BlockPool>& blocks() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return blocks_;
     }
 
@@ -75,29 +75,31 @@ class Split {
     void drop(SplitTicket& ticket);
 
   private:
-    std::shared_ptr<const Lease> lease(std::size_t bytes) { return std::make_shared<const Lease>(blocks_, bytes); }
-    std::shared_ptr<const Shares> share(std::vector<std::uint32_t> owners, std::uint32_t num_servers,
-                                        const std::vector<std::uint32_t>& counts) const;
+    std::shared_ptr<const PooledBlock> take_block(std::size_t bytes) {
+        return std::make_shared<const PooledBlock>(blocks_, bytes);
+    }
+    std::shared_ptr<const ShardLayout> make_layout(std::vector<std::uint32_t> owners, std::uint32_t num_servers,
+                                                   const std::vector<std::uint32_t>& counts) const;
     void sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& sums, std::vector<std::uint32_t>& counts);
     void close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts);
     void lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers,
-                 BucketCrew::Shift& shift);
+                 BucketScheduler::ScratchLease& lease);
     void lay_out(const Sums& from, Sums& to);
 
-    Home home_;
+    ForkGuard fork_guard_;
     std::uint64_t identity_;
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
-    BucketMap map_;
+    BucketNumbering map_;
     std::vector<std::uint32_t> dims_; // of the tables
-    std::vector<Summation> own_summations_;
-    std::vector<const Summation*> summations_; // of the tables
+    std::vector<GradientSum> own_summations_;
+    std::vector<const GradientSum*> summations_; // of the tables
     std::shared_ptr<const Bags> bags_;
     static constexpr std::size_t kMostSpare = 16; // calls of which the memory is kept
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
-    BucketCrew crew_;
-    Wire wire_;
+    BucketScheduler scheduler_;
+    Fp16Codec codec_;
 };
 
 } // namespace satrap

@@ -60,7 +60,7 @@ class Arena {
     virtual void leave() noexcept {}
     virtual TableLedger& ledger(std::size_t table) { return own_ledgers_[table]; }
     virtual std::atomic<std::uint32_t>& latest_step() { return own_latest_step_; }
-    // Of a run's processes: those of an older one may not write any more. See Windows.
+    // Of a run's processes: those of an older one may not write any more. See AppliedSteps.
     virtual std::atomic<std::uint32_t>& attempt() { return own_attempt_; }
 
     // A few words of the owner's that live as long as the rows; replaced as a whole.

@@ -3,7 +3,7 @@
 //
 // File: [FileHeader | TableLedger x tables | config blob | padding to 4096] [chunk]... ; chunk: [ChunkHeader | bytes].
 // Invariants: tail <= file size; chunks lie back to back from header_bytes to tail, but for gaps where a chunk would
-// straddle two pieces (a ChunkHeader of kind 0 with the gap's size); the file is grown by posix_fallocate, so a full
+// straddle two mappings (a ChunkHeader of kind 0 with the gap's size); the file is grown by posix_fallocate, so a full
 // tmpfs is an error from allocate() and never a SIGBUS in the middle of an update.
 // One process at a time: an exclusive flock, which the kernel drops when its holder dies. A fork of the holder does not
 // see the mapped file; it has the descriptor, and by that the lock, until it calls leave() or ends.
@@ -53,7 +53,7 @@ struct alignas(64) ChunkHeader {
 class SharedArena final : public Arena {
   public:
     static constexpr std::size_t kPage = 4096;
-    static constexpr std::size_t kPiece = std::size_t{16} << 20;
+    static constexpr std::size_t kMappingBytes = std::size_t{16} << 20;
 
     // A new file. It has no name before it is whole, so that a kill leaves none that is empty; an existing one of its
     // name is somebody's rows.
@@ -91,7 +91,7 @@ class SharedArena final : public Arena {
     static std::string config_of(const std::string& path) {
         SharedArena arena(path, 0);
         arena.open_existing();
-        const char* blob = reinterpret_cast<const char*>(arena.pieces_[0].address) + arena.config_offset();
+        const char* blob = reinterpret_cast<const char*>(arena.mappings_[0].address) + arena.config_offset();
         return std::string(blob, arena.header().config_bytes);
     }
 
@@ -100,7 +100,7 @@ class SharedArena final : public Arena {
         SharedArena arena(path, 0);
         const std::uint64_t size = arena.open_file(O_RDONLY);
         arena.lock();
-        struct Begin {
+        struct HeaderStart {
             std::uint64_t magic;
             std::byte more[offsetof(FileHeader, incomplete) - sizeof(std::uint64_t)];
             std::uint32_t incomplete;
@@ -111,7 +111,7 @@ class SharedArena final : public Arena {
     }
 
     ~SharedArena() override {
-        for (const Piece& piece : pieces_) munmap(piece.address, piece.bytes);
+        for (const Mapping& mapping : mappings_) munmap(mapping.address, mapping.bytes);
         if (fd_ < 0) return;
         (void)::flock(fd_, LOCK_UN); // a fork may have the file open still; closing it alone would leave it locked
         ::close(fd_);
@@ -165,8 +165,8 @@ class SharedArena final : public Arena {
         std::uint64_t tail = header().tail.load();
         if (tail + bytes > end()) {
             std::uint64_t old_end = end();
-            add_piece(round_up(std::max(bytes, kPiece), kPage));
-            if (tail < old_end) { // the chunk must not straddle two pieces
+            add_mapping(round_up(std::max(bytes, kMappingBytes), kPage));
+            if (tail < old_end) { // the chunk must not straddle two mappings
                 *chunk_header(tail) = ChunkHeader{old_end - tail, 0, 0, 0, 0};
                 tail = old_end;
                 header().tail.store(tail); // before anything lies there: what is beyond the tail is taken to be zero
@@ -207,7 +207,7 @@ class SharedArena final : public Arena {
   private:
     static constexpr std::size_t kLedgersAt = (sizeof(FileHeader) + 63) / 64 * 64;
 
-    struct Piece {
+    struct Mapping {
         std::byte* address;
         std::uint64_t offset;
         std::size_t bytes;
@@ -218,21 +218,21 @@ class SharedArena final : public Arena {
     static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
     FileHeader& header() { return *reinterpret_cast<FileHeader*>(first_); }
     TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(first_ + kLedgersAt); }
-    std::uint64_t end() const { return pieces_.back().offset + pieces_.back().bytes; }
+    std::uint64_t end() const { return mappings_.back().offset + mappings_.back().bytes; }
     std::size_t config_offset() { return config_offset(header().num_tables); }
     static std::size_t config_offset(std::size_t tables) { return kLedgersAt + tables * sizeof(TableLedger); }
 
     ChunkHeader* chunk_header(std::uint64_t offset) {
-        auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
-                                      [](std::uint64_t at, const Piece& p) { return at < p.offset; });
-        --piece;
-        return reinterpret_cast<ChunkHeader*>(piece->address + (offset - piece->offset));
+        auto mapping = std::upper_bound(mappings_.begin(), mappings_.end(), offset,
+                                        [](std::uint64_t at, const Mapping& p) { return at < p.offset; });
+        --mapping;
+        return reinterpret_cast<ChunkHeader*>(mapping->address + (offset - mapping->offset));
     }
 
     std::uint64_t offset_of(const std::byte* memory) const {
-        for (const Piece& piece : pieces_)
-            if (memory >= piece.address && memory < piece.address + piece.bytes)
-                return piece.offset + static_cast<std::uint64_t>(memory - piece.address);
+        for (const Mapping& mapping : mappings_)
+            if (memory >= mapping.address && memory < mapping.address + mapping.bytes)
+                return mapping.offset + static_cast<std::uint64_t>(memory - mapping.address);
         throw InvariantError("memory that is no chunk's");
     }
 
@@ -247,34 +247,34 @@ class SharedArena final : public Arena {
             fail("is open already, in this process or another; one store at a time may hold it");
     }
 
-    void map_piece(std::uint64_t offset, std::size_t bytes) {
+    void map_range(std::uint64_t offset, std::size_t bytes) {
         void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
         if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
         madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
         madvise(address, bytes, MADV_DONTFORK); // a fork could write to it, and would hold the lock by having it mapped
-        pieces_.push_back({static_cast<std::byte*>(address), offset, bytes});
-        if (first_ == nullptr) first_ = pieces_.front().address;
+        mappings_.push_back({static_cast<std::byte*>(address), offset, bytes});
+        if (first_ == nullptr) first_ = mappings_.front().address;
     }
 
-    void add_piece(std::size_t bytes) {
-        std::uint64_t offset = pieces_.empty() ? 0 : end();
+    void add_mapping(std::size_t bytes) {
+        std::uint64_t offset = mappings_.empty() ? 0 : end();
         if (int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes)); error != 0) {
             (void)!ftruncate(fd_, static_cast<off_t>(offset)); // leaves the file as it was
             fail("cannot grow by " + std::to_string(bytes) + " bytes: " + std::strerror(error));
         }
-        map_piece(offset, bytes);
+        map_range(offset, bytes);
     }
 
     void write_header(std::size_t tables, std::span<const char> config, bool complete) {
         const std::size_t bytes = round_up(config_offset(tables) + config.size(), kPage);
-        add_piece(round_up(std::max(bytes, kPiece), kPage));
+        add_mapping(round_up(std::max(bytes, kMappingBytes), kPage));
         FileHeader& head = header();
         head.header_bytes = bytes;
         head.num_tables = tables;
         head.config_bytes = config.size();
         head.tail.store(bytes);
         head.incomplete.store(complete ? 0 : 1);
-        std::memcpy(pieces_[0].address + config_offset(), config.data(), config.size());
+        std::memcpy(mappings_[0].address + config_offset(), config.data(), config.size());
         head.magic.store(FileHeader::kMagic);
     }
 
@@ -310,7 +310,7 @@ class SharedArena final : public Arena {
         if (size < kPage || size % kPage != 0)
             fail("is no whole Satrap shared-memory file: " + std::to_string(size) +
                  " bytes, wanted a multiple of 4096");
-        map_piece(0, size);
+        map_range(0, size);
         FileHeader& head = header();
         if (head.magic.load() != FileHeader::kMagic)
             fail("is no Satrap shared-memory file, or its creation was cut short; its first bytes are not ours");
@@ -327,9 +327,9 @@ class SharedArena final : public Arena {
     std::string path_;
     int fd_ = -1;
     std::mutex mutex_;
-    std::vector<Piece> pieces_;
+    std::vector<Mapping> mappings_;
     std::uint64_t notes_[2] = {}; // chunks of notes, one in use and one to be written next
-    std::byte* first_ = nullptr;  // of pieces_, which others may read only under the lock
+    std::byte* first_ = nullptr;  // of mappings_, which others may read only under the lock
 };
 
 } // namespace satrap

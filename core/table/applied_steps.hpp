@@ -5,8 +5,8 @@
 //
 // Invariant: bit i of a window is step newest - i; newest 0 is an empty window, and bits 0 then. A window is one word
 // and is written at once: killed at any moment, it says the old or the new.
-// Lock: a window belongs to its bucket's lock; the list of trainers, and the last windows, to one in here. Windows stay
-// put until the arena dies.
+// Lock: a window belongs to its bucket's lock; the list of trainers, and the last windows, to one in here. AppliedSteps
+// stay put until the arena dies.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace satrap {
 
-class Window {
+class StepWindow {
   public:
     static constexpr std::uint32_t kSteps = 32;
 
@@ -40,11 +40,11 @@ class Window {
     // Of buckets that move: as one number, and what two windows know together or both.
     std::uint64_t as_word() const { return word(); }
     void take(std::uint64_t word) { put(word); }
-    void add(const Window& other) {
+    void add(const StepWindow& other) {
         if (other.newest() > newest()) put(shifted(other.newest()));
         put(word() | std::uint64_t{other.at(newest())} << 32);
     }
-    void keep_common(const Window& other) {
+    void keep_common(const StepWindow& other) {
         if (other.newest() < newest()) put(std::uint64_t{at(other.newest())} << 32 | other.newest());
         put(std::uint64_t{bits() & other.at(newest())} << 32 | newest());
     }
@@ -65,18 +65,18 @@ class Window {
 
     alignas(8) std::uint64_t word_ = 0;
 };
-static_assert(sizeof(Window) == 8);
+static_assert(sizeof(StepWindow) == 8);
 
 inline constexpr std::uint32_t kMostTrainers = 4096;
 inline constexpr std::uint32_t kNoTrainer = ~0U;
 
 // Where an update notes that a bucket has applied it. Without a window it is applied whenever it comes.
-struct Mark {
+struct UpdateMark {
     std::uint32_t trainer = kNoTrainer;
-    Window* window = nullptr;
+    StepWindow* window = nullptr;
 };
 
-class Windows {
+class AppliedSteps {
   public:
     // buckets: of all tables.
     void init(Arena& arena, std::uint32_t buckets) {
@@ -85,32 +85,32 @@ class Windows {
     }
 
     // The trainer's windows, one for each bucket, then the last; made when it is new. Throws if there is no memory.
-    Window* of(std::uint32_t trainer) {
+    StepWindow* of(std::uint32_t trainer) {
         std::lock_guard lock(mutex_);
         if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
-        Window*& windows = of_trainer_[trainer];
+        StepWindow*& windows = of_trainer_[trainer];
         if (windows == nullptr)
-            windows = reinterpret_cast<Window*>(
-                arena_->allocate({ChunkKind::windows, 0, 0, trainer}, size_ * sizeof(Window)));
+            windows = reinterpret_cast<StepWindow*>(
+                arena_->allocate({ChunkKind::windows, 0, 0, trainer}, size_ * sizeof(StepWindow)));
         return windows;
     }
 
     // After a restart: a chunk is given back.
     void adopt(std::uint32_t trainer, std::byte* memory, std::size_t bytes) {
-        if (trainer >= kMostTrainers || bytes < size_ * sizeof(Window))
+        if (trainer >= kMostTrainers || bytes < size_ * sizeof(StepWindow))
             throw InvariantError("a chunk of windows of trainer " + std::to_string(trainer));
         if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
         if (of_trainer_[trainer] != nullptr) throw InvariantError("two chunks of windows of one trainer");
-        of_trainer_[trainer] = reinterpret_cast<Window*>(memory);
+        of_trainer_[trainer] = reinterpret_cast<StepWindow*>(memory);
     }
 
     bool finished(std::uint32_t trainer, std::uint32_t step) {
-        Window* windows = of(trainer);
+        StepWindow* windows = of(trainer);
         std::lock_guard lock(mutex_);
         return windows[size_ - 1].applied(step);
     }
     void finish(std::uint32_t trainer, std::uint32_t step) {
-        Window* windows = of(trainer);
+        StepWindow* windows = of(trainer);
         std::lock_guard lock(mutex_);
         windows[size_ - 1].mark(step);
     }
@@ -126,7 +126,7 @@ class Windows {
     // These buckets leave: what is finished here is so at each of them. No update may run.
     void hand_over(std::span<const std::uint32_t> buckets) {
         std::lock_guard lock(mutex_);
-        for (Window* windows : of_trainer_)
+        for (StepWindow* windows : of_trainer_)
             for (std::uint32_t b : buckets)
                 if (windows != nullptr) windows[b].add(windows[size_ - 1]);
     }
@@ -134,7 +134,7 @@ class Windows {
     // before. No update may run.
     void take_over(std::span<const std::uint32_t> buckets, bool first) {
         std::lock_guard lock(mutex_);
-        for (Window* windows : of_trainer_) {
+        for (StepWindow* windows : of_trainer_) {
             if (windows == nullptr) continue;
             if (first && !buckets.empty()) windows[size_ - 1].take(windows[buckets[0]].as_word());
             for (std::uint32_t b : buckets) windows[size_ - 1].keep_common(windows[b]);
@@ -144,7 +144,7 @@ class Windows {
     // A new attempt: no update of it has been applied. No update may run.
     void clear() {
         std::lock_guard lock(mutex_);
-        for (Window* windows : of_trainer_)
+        for (StepWindow* windows : of_trainer_)
             for (std::size_t w = 0; windows != nullptr && w < size_; ++w) windows[w].clear();
     }
 
@@ -152,7 +152,7 @@ class Windows {
     Arena* arena_ = nullptr;
     std::size_t size_ = 0;
     std::mutex mutex_;
-    std::vector<Window*> of_trainer_;
+    std::vector<StepWindow*> of_trainer_;
 };
 
 } // namespace satrap

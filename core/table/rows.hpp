@@ -163,7 +163,7 @@ class Rows {
     }
 
     // The visit may erase the row that it is at.
-    template <typename Visit> void for_each(Visit visit) const {
+    template <typename Visitor> void for_each(Visitor visit) const {
         for (std::uint32_t slot = 0; slot < used_; ++slot)
             if (Head& h = head(slot); h.changed != 0) visit(slot, h);
     }

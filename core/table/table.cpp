@@ -31,7 +31,7 @@ void Table::open_step(const LookupStep& at) {
 }
 
 // Finds the slot of every unique id (kNoSlot: none) in passes, so that the cache misses of a bucket overlap.
-void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scratch) {
+void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch) {
     Rows& rows = bucket.rows;
     const std::uint32_t n = visit.num_unique;
     std::uint32_t* slots = scratch.slots.reserve(n);
@@ -55,7 +55,7 @@ void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scr
         if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
 }
 
-void Table::lookup(const Visit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
+void Table::lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, false, scratch);
@@ -71,7 +71,7 @@ void Table::lookup(const Visit& visit, const LookupStep& at, float* const* to, S
 }
 
 // Hits are stamped before any miss is inserted, so that no id of a batch evicts another of it.
-void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
+void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
                        std::uint32_t* slots) {
     const std::uint32_t line = expire_before();
     std::uint64_t hits = 0;
@@ -92,7 +92,7 @@ void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, s
     bucket.counters.hits += hits;
 }
 
-void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
+void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                           Scratch& scratch) {
     std::uint32_t* slots = scratch.slots.data();
     float* values = scratch.values.reserve(config_.dim);
@@ -159,7 +159,7 @@ void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std
 }
 
 // Where each unique id's values are to be read: its row, or what an absent row reads as.
-void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
+void Table::point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratch) {
     const std::uint32_t* slots = scratch.slots.data();
     const std::uint32_t line = expire_before();
     const std::byte** rows = scratch.rows.reserve(visit.num_unique);
@@ -184,13 +184,13 @@ void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
     }
 }
 
-void Table::update(const Visit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted, bool filter,
-                   const Mark& mark, Scratch& scratch) {
+void Table::update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
+                   bool filter, const UpdateMark& mark, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     const std::uint32_t n = visit.num_unique;
     RowStep* steps = scratch.steps.reserve(n);
     float* sums = scratch.sums.reserve(static_cast<std::size_t>(n) * config_.dim);
-    const Summation::Entries entries = summation_.begin(visit, gradients, filter, scratch);
+    const GradientSum::Entries entries = summation_.begin(visit, gradients, filter, scratch);
 
     std::lock_guard lock(bucket.mutex);
     if (mark.window != nullptr && mark.window->applied(scalars.step)) {
@@ -215,8 +215,8 @@ void Table::update(const Visit& visit, const Gradients& gradients, const StepSca
 }
 
 // One optimizer step on the rows of scratch.slots and steps. In a file that outlives us, whole or not at all.
-void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const Mark& mark,
-                  Scratch& scratch) {
+void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count,
+                  const UpdateMark& mark, Scratch& scratch) {
     const std::uint32_t* slots = scratch.slots.data();
     const RowStep* steps = scratch.steps.data();
     float* room = scratch.values.reserve(config_.dim); // may throw, and must not once the slot is armed

@@ -32,7 +32,7 @@ class Table {
     Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena);
 
     const TableConfig& config() const { return config_; }
-    const Summation& summation() const { return summation_; }
+    const GradientSum& summation() const { return summation_; }
     Bucket& bucket(std::uint32_t b) { return buckets_[b]; }
     TableLedger& ledger() { return *ledger_; }
     double lr() const { return std::bit_cast<double>(ledger_->lr_bits.load()); }
@@ -49,11 +49,11 @@ class Table {
     void open_step(const LookupStep& at);
 
     // The row of entry e of the visit goes to to[e].
-    void lookup(const Visit& visit, const LookupStep& at, float* const* to, Scratch& scratch);
+    void lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch);
     // `filter`: some gradient or sum may be not finite; it is left out and counted. `mark`: one whose window says that
     // this step was applied is counted and changes nothing.
-    void update(const Visit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted, bool filter,
-                const Mark& mark, Scratch& scratch);
+    void update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
+                bool filter, const UpdateMark& mark, Scratch& scratch);
     StepScalars step_scalars(std::uint32_t step, double lr) const { return StepScalars::of(config_, key_, step, lr); }
 
     // One row as floats; false and nothing written if the id has none.
@@ -62,20 +62,20 @@ class Table {
     std::uint32_t expire_before() const { return ledger_->expire_before.load(std::memory_order_relaxed); }
 
   private:
-    void locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scratch);
-    void touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
+    void locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch);
+    void touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
                     std::uint32_t* slots);
-    void insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
+    void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                        Scratch& scratch);
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const;
-    void point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch);
-    void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const Mark& mark,
+    void point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratch);
+    void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const UpdateMark& mark,
                Scratch& scratch);
 
     TableConfig config_;
-    Summation summation_;
+    GradientSum summation_;
     std::uint64_t key_;
     std::uint32_t number_;
     const Kernels* kernels_;

@@ -21,7 +21,7 @@ struct UndoHeader {
     std::uint64_t row_bytes;
     std::uint32_t trainer; // whose window of the bucket this is
     std::uint32_t unused;
-    Window window;
+    StepWindow window;
 };
 
 struct UndoEntry { // followed by the row's bytes
@@ -65,7 +65,7 @@ class UndoSlot {
     }
 
     // The trainer's window of the bucket, as it is.
-    void keep(std::uint32_t trainer, const Window& window) {
+    void keep(std::uint32_t trainer, const StepWindow& window) {
         header().trainer = trainer;
         header().window = window;
     }

@@ -92,7 +92,7 @@ void the_note_is_the_last_one(Random& random) {
         engine = nullptr;
         engine = file.attach(configs, 1);
     }
-    CHECK(std::filesystem::file_size(file.path) <= size + SharedArena::kPiece); // places are used again
+    CHECK(std::filesystem::file_size(file.path) <= size + SharedArena::kMappingBytes); // places are used again
 }
 
 void files_that_are_not_ours(Random& random) {
@@ -318,7 +318,7 @@ void callers_share_a_growing_file(Random& random) {
             CHECK(engine->latest_step() >= step);
         }
     });
-    CHECK(std::filesystem::file_size(file.path) > 3 * SharedArena::kPiece);
+    CHECK(std::filesystem::file_size(file.path) > 3 * SharedArena::kMappingBytes);
     const Contents before(*engine);
     CHECK_EQ(before.rows[0].size(), 3 * kCalls * kIds);
     for (const testing::Line& line : before.rows[0]) CHECK(line.value(0) == 1.0f && line.value(kDim - 1) == 1.0f);

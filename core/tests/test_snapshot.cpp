@@ -42,7 +42,7 @@ void train(Engine& engine, Random& random, unsigned calls) {
 
 // The columns of a range of buckets, straight into another engine.
 void copy_rows(Engine& from, Engine& to, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
-    const Columns c = from.export_rows(t, first, last, since);
+    const RowColumns c = from.export_rows(t, first, last, since);
     to.import_rows(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
                    reinterpret_cast<const std::uint32_t*>(c.step.memory), c.values.memory,
                    reinterpret_cast<const float*>(c.state.memory));
@@ -50,7 +50,7 @@ void copy_rows(Engine& from, Engine& to, std::size_t t, std::uint32_t first, std
 }
 
 void copy_sightings(Engine& from, Engine& to, std::size_t t) {
-    const Columns c = from.export_sightings(t, 0, from.table(t).config().num_buckets);
+    const RowColumns c = from.export_sightings(t, 0, from.table(t).config().num_buckets);
     to.import_sightings(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
                         reinterpret_cast<const std::uint32_t*>(c.step.memory),
                         reinterpret_cast<const std::uint32_t*>(c.values.memory), true);

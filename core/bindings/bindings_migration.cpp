@@ -49,7 +49,7 @@ void import_counters(Engine& engine, const Words32& buckets, const Ids& counters
 
 } // namespace
 
-void bind_moving(nb::class_<Engine>& engine) {
+void bind_migration(nb::class_<Engine>& engine) {
     engine
         .def("set_owners", &set_owners, "owners"_a, "number"_a,
              "Of every bucket; this engine is the server of that number. Lookups and updates of others' buckets are "

@@ -9,7 +9,7 @@
 using Message = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // A copy, as of a lookup's.
-inline std::vector<std::int64_t> checked_rows(const Wire& wire, const Offsets& offsets) {
+inline std::vector<std::int64_t> checked_rows(const Fp16Codec& wire, const Offsets& offsets) {
     require_size("offsets", offsets.size(), wire.num_tables() + 1);
     std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
     if (at[0] != 0) refuse("offsets begin at " + std::to_string(at[0]) + ", wanted 0");
@@ -21,7 +21,7 @@ inline std::vector<std::int64_t> checked_rows(const Wire& wire, const Offsets& o
     return at;
 }
 
-inline Array<std::uint8_t> wire_message(const Wire& wire, const std::shared_ptr<BlockPool>& blocks,
+inline Array<std::uint8_t> wire_message(const Fp16Codec& wire, const std::shared_ptr<BlockPool>& blocks,
                                         const std::vector<std::int64_t>& at, const FloatsIn& rows) {
     require_size("rows", rows.size(), wire.num_floats(at));
     const std::size_t bytes = wire.num_bytes(at);
@@ -33,7 +33,7 @@ inline Array<std::uint8_t> wire_message(const Wire& wire, const std::shared_ptr<
     return message;
 }
 
-inline Array<float> wire_rows(const Wire& wire, const std::shared_ptr<BlockPool>& blocks,
+inline Array<float> wire_rows(const Fp16Codec& wire, const std::shared_ptr<BlockPool>& blocks,
                               const std::vector<std::int64_t>& at, const Message& message) {
     require_size("message", message.size(), wire.num_bytes(at));
     const std::size_t floats = wire.num_floats(at);
@@ -46,13 +46,13 @@ inline Array<float> wire_rows(const Wire& wire, const std::shared_ptr<BlockPool>
 }
 
 // Engine and Split have these alike.
-template <typename Class> void bind_coding(nb::class_<Class>& bound) {
+template <typename Class> void bind_fp16(nb::class_<Class>& bound) {
     bound
         .def(
             "encode_rows",
             [](Class& own, const Offsets& offsets, const FloatsIn& rows) {
                 const auto& blocks = own.blocks(); // not in a fork
-                return wire_message(own.wire(), blocks, checked_rows(own.wire(), offsets), rows);
+                return wire_message(own.codec(), blocks, checked_rows(own.codec(), offsets), rows);
             },
             "offsets"_a, "rows"_a,
             "Rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.")
@@ -60,7 +60,7 @@ template <typename Class> void bind_coding(nb::class_<Class>& bound) {
             "decode_rows",
             [](Class& own, const Offsets& offsets, const Message& message) {
                 const auto& blocks = own.blocks();
-                return wire_rows(own.wire(), blocks, checked_rows(own.wire(), offsets), message);
+                return wire_rows(own.codec(), blocks, checked_rows(own.codec(), offsets), message);
             },
             "offsets"_a, "message"_a, "What encode_rows was given, rounded as its message is.");
 }

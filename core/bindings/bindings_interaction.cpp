@@ -37,19 +37,20 @@ struct Sizes {
 
 } // namespace
 
-void bind_dots(nb::module_& m) {
-    nb::class_<Dots>(m, "Dots", "DLRM's interaction of a batch, on the CPU: the dot products of all pairs of vectors.")
+void bind_interaction(nb::module_& m) {
+    nb::class_<DlrmInteraction>(m, "Dots",
+                                "DLRM's interaction of a batch, on the CPU: the dot products of all pairs of vectors.")
         .def(
             "__init__",
-            [](Dots* self, unsigned num_threads, const std::string& simd) {
+            [](DlrmInteraction* self, unsigned num_threads, const std::string& simd) {
                 if (num_threads < 1 || num_threads > 4096)
                     refuse("num_threads=" + std::to_string(num_threads) + ", wanted 1..4096");
-                new (self) Dots(kernels_named(simd), num_threads);
+                new (self) DlrmInteraction(kernels_named(simd), num_threads);
             },
             "num_threads"_a, "simd"_a = "auto")
         .def(
             "forward",
-            [](Dots& self, std::uint32_t dim, const std::optional<Matrix>& first, const Matrix& block,
+            [](DlrmInteraction& self, std::uint32_t dim, const std::optional<Matrix>& first, const Matrix& block,
                const MatrixOut& out) {
                 const Sizes sizes(dim, first, block);
                 require_shape("out", out, sizes.batch, sizes.out_dim);
@@ -61,7 +62,7 @@ void bind_dots(nb::module_& m) {
             "Fills out: each sample's first vector, then the products of all pairs, row by row of the triangle.")
         .def(
             "backward",
-            [](Dots& self, std::uint32_t dim, const std::optional<Matrix>& first, const Matrix& block,
+            [](DlrmInteraction& self, std::uint32_t dim, const std::optional<Matrix>& first, const Matrix& block,
                const Matrix& gradient, const std::optional<MatrixOut>& of_first, const MatrixOut& of_block) {
                 const Sizes sizes(dim, first, block);
                 require_shape("gradient", gradient, sizes.batch, sizes.out_dim);

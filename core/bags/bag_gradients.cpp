@@ -1,4 +1,4 @@
-// Where the gradients of bags lie; see bag_gradients.hpp.
+// Finds the gradients of bags; see bag_gradients.hpp.
 #include "bags/bag_gradients.hpp"
 
 #include <cmath>
@@ -45,7 +45,7 @@ BucketGradients BagSource::part(std::size_t t, std::uint32_t b, Scratch& scratch
     return {visit, {from, factors, scale_}};
 }
 
-// Ticket after ticket, then by place.
+// Orders by ticket, then by place.
 std::vector<std::uint64_t> BagSource::order(std::size_t t, std::uint32_t b) const {
     std::vector<std::uint64_t> order;
     for (std::size_t k = 0; k < tickets_.size(); ++k) {
@@ -75,8 +75,8 @@ std::string BagSource::where(std::uint64_t order) const {
                                  : " (batch " + std::to_string(k + 1) + " of " + std::to_string(tickets_.size()) + ")");
 }
 
-// The unique ids of bucket b over all tickets, with a hint each, into scratch.joined_*; joined_numbers has the number
-// of each ticket's first, second, ... unique id, ticket after ticket. Returns how many there are.
+// Writes the unique ids of bucket b over all tickets, with a hint each, to scratch.joined_*; joined_numbers has the
+// number of each ticket's first, second, ... unique id, ticket after ticket. Returns how many there are.
 std::uint32_t BagSource::join_ids(std::uint32_t b, Scratch& scratch) const {
     std::uint32_t total = 0;
     for (const Ticket* ticket : tickets_) total += ticket->batch->num_unique[b];

@@ -1,4 +1,4 @@
-// What becomes of each bag of a lookup; see bag_plan.hpp.
+// Plans how each bag of a lookup is processed; see bag_plan.hpp.
 #include "bags/bag_plan.hpp"
 
 #include <limits>
@@ -18,9 +18,9 @@ void BagPlan::make(const Bags& bags, const BagInputs& inputs, const Kernels& ker
     lay_out();
 }
 
-// The shortest and the longest bag of each feature.
+// Finds the shortest and the longest bag of each feature.
 void BagPlan::measure(ThreadPool& pool) {
-    constexpr std::size_t kAlone = 1 << 15; // bags; below this waking threads costs more than it saves
+    constexpr std::size_t kAlone = 1 << 15; // bags; below this, waking threads costs more than it saves
     const std::size_t n = inputs_.num_bags;
     if (inputs_.offsets == nullptr || n == 0) {
         for (Feature& feature : features_) feature.least = feature.most = n == 0 ? 0 : 1;
@@ -69,7 +69,7 @@ void BagPlan::refuse_offsets() const {
     throw InputError("offsets fall from " + std::to_string(inputs_.offsets[bag]) + " to " +
                      std::to_string(inputs_.offsets[bag + 1]) + " at sample " +
                      std::to_string(bag % inputs_.batch_size) + " of feature '" +
-                     bags_->features[bag / inputs_.batch_size].name + "'; wanted each at least the one before");
+                     bags_->features[bag / inputs_.batch_size].name + "'; expected each at least the one before");
 }
 
 void BagPlan::check_weights(const Kernels& kernels) {
@@ -87,7 +87,7 @@ void BagPlan::check_weights(const Kernels& kernels) {
         while (inputs_.begin(bag + 1) <= i) ++bag;
         throw InputError("the weight of id " + std::to_string(inputs_.ids[i]) + " in sample " +
                          std::to_string(bag - f * samples) + " of feature '" + bags_->features[f].name + "' is " +
-                         std::to_string(inputs_.weights[i]) + "; wanted a finite number");
+                         std::to_string(inputs_.weights[i]) + "; expected a finite number");
     }
 }
 
@@ -102,7 +102,7 @@ bool BagPlan::padded(std::size_t f) const {
     return std::find(inputs_.ids + inputs_.begin(f * inputs_.batch_size), end, *feature.padding) != end;
 }
 
-// Copies the batch without padding and without the ids beyond a sequence's max_length, if there are any.
+// Copies the batch without padding and without ids beyond a sequence's max_length, if there are any.
 bool BagPlan::cut() {
     const std::size_t num_features = bags_->features.size();
     bool any = false;
@@ -191,7 +191,7 @@ void BagPlan::group(Batch& batch, const BucketNumbering& map, ThreadPool& pool) 
                 [&](std::size_t t, std::size_t first) { return BagCursor(*this, batch, t, first); });
 }
 
-// What the batch is to know: where each table's ids begin, and what its entries have.
+// Tells the batch where each table's ids begin, and which data its entries have.
 void BagPlan::describe(Batch& batch) const {
     const std::size_t num_tables = bags_->first.size() - 1;
     BagEntries& entries = batch.bags;
@@ -233,7 +233,7 @@ void BagPlan::finish(float* block, float* const* sequences, const float* loose, 
     samples < kAlone ? pass(0, 1) : pool.run(pass);
 }
 
-// Of one feature, for samples begin .. end-1.
+// Pools one feature for samples begin .. end-1.
 void BagPlan::finish_feature(std::size_t f, std::size_t begin, std::size_t end, float* block, float* sequence,
                              const float* loose, const Kernels& kernels) const {
     const BagFeature& feature = bags_->features[f];
@@ -268,7 +268,7 @@ void BagPlan::count_cut() const {
         if (features_[f].num_cut != 0) bags_->truncated[f].fetch_add(features_[f].num_cut);
 }
 
-// The run that begins at id next_.
+// Moves to the run that begins at id next_.
 void BagCursor::enter() {
     const Bags& bags = *plan_.bags_;
     const BagInputs& inputs = plan_.inputs_;
@@ -304,7 +304,7 @@ void BagCursor::enter() {
     divisor_ = feature.divisor(left_ + in_bag);
 }
 
-// The bag of id i of feature f_; bag_ is one before it, or of another feature, or none yet.
+// Finds the bag of id i of feature f_; bag_ is one before it, or of another feature, or none yet.
 void BagCursor::find_bag(std::size_t i) {
     const BagInputs& inputs = plan_.inputs_;
     const std::size_t first = f_ * inputs.batch_size;

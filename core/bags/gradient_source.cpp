@@ -1,4 +1,4 @@
-// The look at all gradients before they are applied; see gradient_source.hpp.
+// Checks all gradients before they are applied; see gradient_source.hpp.
 #include "bags/gradient_source.hpp"
 
 #include <limits>

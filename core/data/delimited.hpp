@@ -1,6 +1,6 @@
 // Parses a piece of delimited text (CSV, TSV, Criteo) into columns, in one pass: fields are found, converted, hashed
-// and appended where they lie. It reads no files: the caller cuts them so that a piece holds whole rows. A bad row
-// leaves no trace but its BadRow. A piece is parsed by one thread; pieces know nothing of each other.
+// and appended in place. It reads no files: the caller cuts them so that a piece holds whole rows. A bad row
+// leaves nothing but its BadRow. A piece is parsed by one thread; pieces are independent.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ inline std::size_t count_lines(std::string_view text) {
            static_cast<std::size_t>(std::count(text.begin() + static_cast<std::ptrdiff_t>(at), text.end(), '\n'));
 }
 
-// Where the last whole row ends: behind its newline, or 0. With a quote character (-1: none) a newline inside quotes
-// ends no row; the text begins outside of quotes.
+// Returns where the last whole row ends: behind its newline, or 0. With a quote character (-1: none) a newline inside
+// quotes ends no row; the text begins outside of quotes.
 inline std::size_t last_row_end(std::string_view text, int quote) {
     if (quote < 0) {
         const std::size_t at = text.rfind('\n');
@@ -96,7 +96,7 @@ class DelimitedParser {
         for (const std::string& text : format.missing) longest_missing_ = std::max(longest_missing_, text.size());
     }
 
-    // Stops behind bad row number `most_bad` + 1.
+    // Stops after bad row number `most_bad` + 1.
     ParsedText parse(std::string_view text, std::size_t most_bad) {
         begin_ = text.data();
         end_ = begin_ + text.size();
@@ -153,9 +153,9 @@ class DelimitedParser {
     }
 
     bool delimiter_at(const char* at) const {
-        const std::string& wanted = format_.delimiter;
-        return wanted.size() == 1 || (static_cast<std::size_t>(end_ - at) >= wanted.size() &&
-                                      std::memcmp(at, wanted.data(), wanted.size()) == 0);
+        const std::string& delimiter = format_.delimiter;
+        return delimiter.size() == 1 || (static_cast<std::size_t>(end_ - at) >= delimiter.size() &&
+                                         std::memcmp(at, delimiter.data(), delimiter.size()) == 0);
     }
 
     const char* field_end(const char* at) const {
@@ -205,7 +205,7 @@ class DelimitedParser {
             bad_.fault = Fault::weights;
             bad_.column = feature;
             bad_.found = column->new_weights(columns_->n);
-            bad_.wanted = column->new_ids(columns_->n);
+            bad_.expected = column->new_ids(columns_->n);
             return nullptr;
         }
         return at;
@@ -225,7 +225,7 @@ class DelimitedParser {
         }
         bad_.fault = few ? Fault::few_columns : Fault::many_columns;
         bad_.found = found;
-        bad_.wanted = format_.columns.size();
+        bad_.expected = format_.columns.size();
         refuse(0, at, at);
     }
 

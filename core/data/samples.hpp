@@ -1,6 +1,6 @@
 // Decoded samples of a source, and how a batch is gathered from them. Data comes from delimited.hpp or from Arrow
-// memory and leaves as the flat arrays of one batch: feature after feature, sample after sample. Nothing here reads
-// files or decides an order.
+// memory and is returned as the flat arrays of one batch: feature after feature, sample after sample. Nothing here
+// reads files or decides an order.
 #pragma once
 
 #include <algorithm>
@@ -39,8 +39,8 @@ struct Samples {
     }
 };
 
-// Builds Samples out of the caller's arrays, of which it keeps copies: the caller may change them when `done` returns.
-// Each offset is read once, so what was checked is what is used.
+// Builds Samples from copies of the caller's arrays, which the caller may change when `done` returns.
+// Each offset is read once, so that the checked value is the one used.
 class SamplesBuilder {
   public:
     SamplesBuilder(std::size_t n, std::size_t num_features)
@@ -97,7 +97,7 @@ class SamplesBuilder {
 
   private:
     template <typename T> T* keep(std::size_t n) {
-        std::shared_ptr<T[]> memory(new T[n + 1]); // never none: a null pointer has a meaning
+        std::shared_ptr<T[]> memory(new T[n + 1]); // never empty: a null pointer has a meaning
         samples_->owners.push_back(memory);
         return memory.get();
     }

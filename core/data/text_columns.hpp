@@ -14,7 +14,7 @@
 
 namespace satrap {
 
-// Elements in one piece of memory that nobody clears first.
+// A growing array of uninitialised elements.
 template <typename T> class GrowingArray {
   public:
     T* reserve(std::size_t n) {
@@ -79,7 +79,7 @@ class IdColumn {
         while (num_weights_ < count_) add_weight(1.0F);
     }
 
-    // Sample n is good, or it is taken back.
+    // Keeps sample n, or removes it.
     void commit(std::size_t n) {
         missing_ = false;
         offsets_.data()[n + 1] = static_cast<std::int64_t>(count_);

@@ -12,10 +12,10 @@
 namespace satrap {
 
 enum class UseKind : std::uint8_t { dense, label, ids, weights, text };
-enum class MissingLabel : std::uint8_t { value, refuse, drop }; // what a missing field does to its sample
+enum class MissingLabel : std::uint8_t { value, refuse, drop }; // the effect of a missing field on its sample
 enum class LabelKind : std::uint8_t { real, binary, count };    // any number; 0 or 1; a whole number from 0
 
-// One thing that is made of a column. A column may have several uses, or none.
+// One use of a column. A column may have several uses, or none.
 struct FieldUse {
     UseKind kind = UseKind::dense;
     std::size_t index = 0; // which dense column, label, feature (of ids and of weights) or text column
@@ -82,8 +82,8 @@ struct BadRow {
     std::size_t column;
     std::size_t field_begin;
     std::size_t field_end;
-    std::size_t found;  // columns, or weights
-    std::size_t wanted; // likewise
+    std::size_t found;    // columns, or weights
+    std::size_t expected; // likewise
 };
 
 } // namespace satrap

@@ -1,4 +1,4 @@
-// Splitting calls over buckets and threads; see engine.hpp.
+// Splits calls over buckets and threads; see engine.hpp.
 #include "engine/engine.hpp"
 
 #include "base/errors.hpp"
@@ -18,7 +18,7 @@ Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::un
         summations_.push_back(&tables_.back()->summation());
     }
     applied_steps_.init(*arena_, map_.total());
-    owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // all its own, until somebody says otherwise
+    owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // this engine owns all until set_owners()
 }
 
 std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
@@ -52,7 +52,7 @@ void Engine::adopt(SharedArena& file) {
     for (UndoSlot& slot : undo) {
         auto rows_of = [&](std::uint32_t t, std::uint32_t b) -> Rows& {
             if (t >= tables_.size() || b >= tables_[t]->config().num_buckets)
-                throw InvariantError("an undo slot of a bucket that is not there");
+                throw InvariantError("an undo slot of a bucket that does not exist");
             return tables_[t]->bucket(b).rows;
         };
         slot.recover(rows_of, [&](std::uint32_t trainer, std::uint32_t t, std::uint32_t b) -> StepWindow& {
@@ -67,7 +67,7 @@ void Engine::adopt(SharedArena& file) {
             bucket.rows.rebuild();
             bucket.sightings.rebuild();
             bucket.drop_stale_sightings();
-            bucket.log_start = table->ledger().version.load() + 1; // what was removed before is not known any more
+            bucket.log_start = table->ledger().version.load() + 1; // earlier removals are no longer known
         }
 }
 
@@ -98,7 +98,7 @@ void Engine::reach_step(std::uint32_t step) {
 
 void Engine::begin_attempt(std::uint32_t attempt) {
     fork_guard_.require_same_process();
-    applied_steps_.clear(); // first: if we die in between, the attempt has not begun
+    applied_steps_.clear(); // first: if the process dies in between, the attempt has not started
     arena_->attempt().store(attempt);
 }
 
@@ -128,7 +128,7 @@ std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const s
     return batch;
 }
 
-// Where the floats of bucket b's positions lie, if those of position 0 begin at `base`.
+// Finds the floats of bucket b's positions, if those of position 0 begin at `base`.
 template <typename T>
 static T** floats_at(const Batch& batch, std::uint32_t b, T* base, std::size_t dim, Buffer<T*>& room) {
     const std::uint32_t first = batch.begin[b], count = batch.begin[b + 1] - first;
@@ -139,7 +139,7 @@ static T** floats_at(const Batch& batch, std::uint32_t b, T* base, std::size_t d
 
 namespace {
 
-// Gradients side by side, in the order of the ticket's ids.
+// Contiguous gradients, in the order of the ticket's ids.
 class FlatSource final : public GradientSource {
   public:
     FlatSource(const Engine& engine, const Ticket& ticket, const float* gradients)
@@ -209,7 +209,7 @@ std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<cons
     return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
 }
 
-// The room that the largest bucket of an update needs in an undo slot; 0 if rows die with the process anyway.
+// Returns the bytes that the largest bucket of an update needs in an undo slot; 0 if rows do not survive the process.
 std::size_t Engine::undo_bytes(Tickets tickets) const {
     std::size_t most = 0;
     for (std::size_t t = 0; arena_->survives_process() && t < tables_.size(); ++t)
@@ -263,7 +263,7 @@ void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step,
             throw InputError("step " + std::to_string(step) + " of trainer " + std::to_string(trainer) +
                              " is too far behind its step " + std::to_string(windows[b].newest()) + ": at most " +
                              std::to_string(StepWindow::kSteps) + " may be in flight; nothing was applied");
-    claim.keep(); // from here on something may be applied
+    claim.keep(); // updates may be applied from here on
     bool hinted = true;
     for (std::size_t t = 0; t < tables_.size(); ++t) scalars[t] = tables_[t]->step_scalars(step, lrs[t]);
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
@@ -301,7 +301,7 @@ TableStats Engine::stats(std::size_t t) {
         std::lock_guard lock(bucket.mutex);
         bucket.sweep(table.expire_before(), table.ledger().version.load());
         stats.counters.add(bucket.counters);
-        if (owned(t, b)) { // not what is on its way to this engine, which the sender still counts
+        if (owned(t, b)) { // not the buckets that are migrating to this engine, which the sender still counts
             stats.rows += bucket.rows.size();
             stats.sightings += bucket.sightings.size();
         }

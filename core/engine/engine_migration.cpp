@@ -1,6 +1,6 @@
-// Buckets that go from one engine to another: who owns them, and what goes along beside rows and sightings, which leave
-// and come as they do for a snapshot (engine_snapshot.cpp). Whoever moves them sees to it that no call runs where
-// engine.hpp says so.
+// Migrates buckets from one engine to another: their ownership, and their data besides rows and sightings, which are
+// exported and imported as for a snapshot (engine_snapshot.cpp). The coordinator ensures that no call runs where
+// engine.hpp forbids it.
 #include <array>
 #include <bit>
 
@@ -31,9 +31,9 @@ void Engine::refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t se
     const std::size_t t = table_of(b);
     const std::string where =
         "table '" + tables_[t]->config().name + "': bucket " + std::to_string(b - map_.first[t]) + " ";
-    if ((owner & ~kFrozen) == self) throw MovedError(where + "is on the move: ask again");
+    if ((owner & ~kFrozen) == self) throw MovedError(where + "is migrating: retry the call");
     throw MovedError(where + "belongs to server " + std::to_string(owner) + " and this is server " +
-                     std::to_string(self) + ": ask for the newest map, and call that one");
+                     std::to_string(self) + ": fetch the newest bucket map, then call that server");
 }
 
 std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t> buckets,
@@ -94,15 +94,15 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
         bucket.counters = {};
         bucket.removed = {};
         bucket.swept_before = 0;
-        bucket.log_start = tables_[table_of(b)]->ledger().version.load() + 1; // what was removed is not known here
+        bucket.log_start = tables_[table_of(b)]->ledger().version.load() + 1; // earlier removals are not known here
     }
     import_windows(buckets, {}, {});
 }
 
 void Engine::reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
     TableLedger& ledger = table(t).ledger();
-    for (auto [to, wanted] : {std::pair{&ledger.version, version}, std::pair{&ledger.expire_before, expire_before}})
-        for (std::uint32_t now = to->load(); now < wanted && !to->compare_exchange_weak(now, wanted);) {
+    for (auto [to, target] : {std::pair{&ledger.version, version}, std::pair{&ledger.expire_before, expire_before}})
+        for (std::uint32_t now = to->load(); now < target && !to->compare_exchange_weak(now, target);) {
         }
 }
 

@@ -1,11 +1,11 @@
-// Sums of gradients, finite ones or those that are left; see gradient_sum.hpp.
+// Sums of the finite gradients; see gradient_sum.hpp.
 #include "ids/gradient_sum.hpp"
 
 #include "base/errors.hpp"
 
 namespace satrap {
 
-// The gradient of one entry as it is added to its id's sum.
+// Returns the gradient of one entry as it is added to its id's sum.
 const float* GradientSum::applied(const Gradients& gradients, std::uint32_t e, float* room) const {
     const Factor* factor = gradients.factors == nullptr ? nullptr : gradients.factors + e;
     const std::uint32_t zero = 0;
@@ -38,7 +38,7 @@ std::size_t GradientSum::add(const BucketVisit& visit, const Entries& entries, b
     return filter ? drop_overflowed(visit, entries, sums, scratch) : entries.count;
 }
 
-// Finite gradients whose sum is not: their ids get no update. Returns how many entries are left.
+// Drops ids whose gradients are finite but not their sum. Returns how many entries are left.
 std::size_t GradientSum::drop_overflowed(const BucketVisit& visit, const Entries& entries, const float* sums,
                                          Scratch& scratch) const {
     std::size_t left = entries.count;
@@ -77,8 +77,8 @@ void GradientSum::refuse_nonfinite(const NonFinite& first, const std::string& wh
     throw NonFiniteError("table '" + table_ + "': " +
                          (first.of_sum ? "the gradients of id " + id + " (first " + where + ") sum to "
                                        : "the gradient of id " + id + " " + where + " holds ") +
-                         std::to_string(first.value) + "; finite values are wanted and nothing was applied; " +
-                         "on_nonfinite='skip' would ignore and count such gradients");
+                         std::to_string(first.value) + "; expected finite values; nothing was applied; " +
+                         "on_nonfinite='skip' ignores and counts such gradients");
 }
 
 } // namespace satrap

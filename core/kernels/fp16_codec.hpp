@@ -1,7 +1,7 @@
-// Rows, or gradients of rows, as they cross a network that is slower than rounding them: fp16 with a scale for each
-// row. Who sends them chooses this; fp32 crosses as it is, without this file.
+// Encodes rows, or gradients of rows, for a network that is slower than the encoding: fp16 with a scale for each
+// row. The sender chooses it; fp32 is sent unchanged, without this file.
 //
-// A message is one run of bytes, little-endian, of n rows table by table, of which the receiver knows the number and
+// A message is a contiguous, little-endian run of n rows table by table, of which the receiver knows the number and
 // the dims:
 //   n bytes          int8 exponents of all rows
 //   n % 2 bytes      0, so that what follows is aligned if the message is
@@ -75,9 +75,9 @@ class Fp16Codec {
         const auto n = static_cast<std::size_t>(offsets.back());
         const std::size_t bad = first_unknown(exponents, n);
         throw InputError("row " + std::to_string(bad) + " of " + std::to_string(n) + " has the exponent " +
-                         std::to_string(bad < n ? exponents[bad] : 0) + ", wanted " +
+                         std::to_string(bad < n ? exponents[bad] : 0) + ", expected " +
                          std::to_string(kLeastWireExponent) + ".." + std::to_string(kMostWireExponent) +
-                         ": the message is not what a peer of this version sends");
+                         ": the message is not from a peer of this version");
     }
 
   private:
@@ -104,7 +104,7 @@ class Fp16Codec {
         return before;
     }
 
-    // On all threads; which of them does what cannot matter, since rows know nothing of each other.
+    // Runs on all threads; the split cannot matter, since rows are independent.
     template <typename Work> void for_each_run(std::span<const std::int64_t> offsets, Work work) const {
         constexpr std::size_t kGrain = 256;     // rows
         constexpr std::size_t kAlone = 1 << 15; // floats: for fewer, waking threads costs more than it saves
@@ -112,7 +112,7 @@ class Fp16Codec {
         const auto n = static_cast<std::size_t>(offsets.back());
         std::atomic<std::size_t> next{0};
         auto job = [&](unsigned, unsigned) {
-            const FloatMode mode; // of this thread, which may have another one than the next
+            const FloatMode mode; // each thread may have another mode
             std::size_t t = 0;
             for (std::size_t first; (first = next.fetch_add(kGrain)) < n;) {
                 for (const std::size_t end = std::min(first + kGrain, n); first < end;) {

@@ -1,7 +1,8 @@
 // DLRM's interaction of a batch: for every sample the dot products of all pairs of its vectors, in one pass over each.
 // A sample's vectors are `first` (the bottom network's output, if there is one), then the rows of its embeddings'
-// block; its output is `first` again, then the pairs, row by row of the triangle: (1, 0), (2, 0), (2, 1), ... Nothing
-// of a sample is in memory but its input and its output. Samples are split among threads: the result is one.
+// block; its output is `first` again, then the pairs, row by row of the triangle: (1, 0), (2, 0), (2, 1), ... A
+// sample needs no memory but its input and its output. Samples are split among threads, which does not change the
+// result.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,7 @@ class DlrmInteraction {
     DlrmInteraction& operator=(const DlrmInteraction&) = delete;
     ~DlrmInteraction() {
         if (!fork_guard_.is_same_process())
-            (void)pool_.release(); // a fork has none of its threads: they cannot be joined
+            (void)pool_.release(); // a fork has none of its threads, so they cannot be joined
     }
 
     // first: [batch, dim] or nullptr; block: [batch, num_block, dim]; out: [batch, (dim) + pairs]
@@ -37,7 +38,7 @@ class DlrmInteraction {
         });
     }
 
-    // gradient: of out. Writes those of first and block.
+    // gradient: that of out. Writes the gradients of first and block.
     void backward(std::size_t batch, std::uint32_t num_block, std::uint32_t dim, const float* first, const float* block,
                   const float* gradient, float* of_first, float* of_block) {
         const Layout at(num_block, dim, first != nullptr);
@@ -52,7 +53,7 @@ class DlrmInteraction {
     }
 
   private:
-    static constexpr std::size_t kSmall = 64; // samples that are not worth a second thread
+    static constexpr std::size_t kSmall = 64; // samples; fewer are not worth a second thread
 
     struct Layout {
         Layout(std::uint32_t num_block, std::uint32_t dim, bool has_first)
@@ -75,7 +76,7 @@ class DlrmInteraction {
             std::vector<const float*> vectors;
             std::vector<float*> gradients;
         };
-        std::vector<ThreadScratch> scratches(most); // here, where running out of memory can be told
+        std::vector<ThreadScratch> scratches(most); // allocated here, where running out of memory can be reported
         for (ThreadScratch& own : scratches) {
             own.scratch.assign(at.shape.scratch_floats(), 0.0f);
             own.vectors.resize(at.shape.num);

@@ -1,4 +1,4 @@
-// Lookups, fills and sums of a cluster's worker; see shard_split.hpp.
+// Lookups, fills and sums of an embedding worker; see shard_split.hpp.
 #include "sharding/shard_split.hpp"
 
 #include "base/errors.hpp"
@@ -12,7 +12,7 @@ Split::Split(std::vector<SplitTable> tables, std::vector<BagFeature> features, u
       bags_(std::make_shared<Bags>(std::move(features), tables.size(), identity_)), scheduler_(num_threads),
       codec_(dims_, *kernels_, scheduler_.pool()) {
     map_.first.push_back(0);
-    own_summations_.reserve(tables.size()); // they are pointed at
+    own_summations_.reserve(tables.size()); // so that pointers to them stay valid
     for (SplitTable& table : tables) {
         map_.first.push_back(map_.first.back() + table.num_buckets);
         map_.bits.push_back(static_cast<std::uint8_t>(std::countr_zero(table.num_buckets)));
@@ -56,7 +56,7 @@ std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<
 void Split::share_again(SplitTicket& given, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
     fork_guard_.require_same_process();
     Ticket* const tickets[] = {&given.ticket};
-    const Claim claim(tickets, identity_); // for the time of the call
+    const Claim claim(tickets, identity_); // for the duration of the call
     BucketScheduler::ScratchLease lease(scheduler_, given.ticket.batch->size());
     lay_out(given, std::move(owners), num_servers, lease);
 }
@@ -79,9 +79,8 @@ void Split::lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std:
 void Split::fill(SplitTicket& given, std::span<const float* const> rows, float* block, float* const* sequences) {
     fork_guard_.require_same_process();
     Ticket* const tickets[] = {&given.ticket};
-    const Claim claim(tickets, identity_); // for the time of the call
-    if (given.plan == nullptr)
-        throw TicketError("this ticket was filled already; its rows were written then, look its batch up again");
+    const Claim claim(tickets, identity_); // for the duration of the call
+    if (given.plan == nullptr) throw TicketError("this ticket was already filled; look its batch up again");
     const Batch& batch = *given.ticket.batch;
     const ShardLayout& layout = *given.layout;
     const BagRows to(*bags_, *given.plan, batch, block, sequences, blocks_);
@@ -119,7 +118,7 @@ Sums Split::sums(std::span<SplitTicket* const> given, std::span<const BagGradien
     for (const Ticket* ticket : tickets)
         for (std::uint32_t b = 0; b < map_.total(); ++b) most[b] += ticket->batch->num_unique[b];
     Sums sums;
-    sums.same_ids = same_layout && source.whole() && !filter; // then there is no id without a sum
+    sums.same_ids = same_layout && source.whole() && !filter; // then every id has a sum
     sums.layout = same_layout ? given[0]->layout : make_layout(std::move(owners), num_servers, most);
     sums.ids = sums.same_ids ? given[0]->ids : take_block(sums.layout->first_id.back() * sizeof(std::uint64_t));
     sums.gradients = take_block(sums.layout->first_float.back() * sizeof(float));
@@ -167,7 +166,7 @@ void Split::sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& 
         for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) sums.skipped[t] += skipped[b];
 }
 
-// Some buckets have fewer ids than there was room for: moves all to places that fit.
+// Compacts the sums if some buckets have fewer ids than the layout has room for.
 void Split::close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts) {
     const Sums wide = sums;
     sums.layout = make_layout(wide.layout->owners, wide.layout->num_servers(), counts);
@@ -183,7 +182,7 @@ Sums Split::again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint
     return moved;
 }
 
-// Each bucket's sums from where they are to where the layout want them.
+// Copies each bucket's sums from one layout to another.
 void Split::lay_out(const Sums& wide, Sums& sums) {
     const std::vector<std::uint32_t>& counts = sums.layout->counts;
     sums.ids = take_block(sums.layout->first_id.back() * sizeof(std::uint64_t));

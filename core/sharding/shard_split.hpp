@@ -1,15 +1,15 @@
-// The worker's side of lookups whose rows lie on servers: what Engine does with bags, with the network in place of the
-// tables. It knows what a table's rows look like and which bucket an id is in; it holds no rows. Who owns which bucket
-// is told anew in each call.
+// The worker's side of lookups whose rows are on servers: does what Engine does with bags, over the network instead of
+// tables. It knows the shape of a table's rows and which bucket an id is in; it holds no rows. Each call passes the
+// owners of the buckets.
 //   lookup   groups the ids by bucket, makes them unique, lays them out for the servers (shard_layout.hpp)
-//   fill     takes the servers' rows, and writes what Engine::lookup_bags would have written
-//   sums     takes gradients, and gives each server the sums that Engine::update_bags would have applied
-// The same classes do the work here and there (BagPlan, Batch, BagRows, BagSource, GradientSum), so the bits are the
+//   fill     takes the servers' rows, and writes what Engine::lookup_bags would write
+//   sums     takes gradients, and computes for each server the sums that Engine::update_bags would apply
+// Both use the same classes (BagPlan, Batch, BagRows, BagSource, GradientSum), so the bits are the
 // same.
 //
 // A ticket is looked up once, filled at most once, and then used (sums or drop) once. Each of these calls claims it
-// while it works, so that two at a time are refused, not wrong; a call that fails leaves it as it was.
-// What leaves to the network lies in blocks that live as long as somebody has them, after the ticket if need be.
+// while it runs, so that a concurrent call is refused; a call that fails leaves the ticket unchanged.
+// Data for the network is in blocks that live until their last owner is destroyed, even after the ticket.
 // Locks: as in Engine, less the buckets'. Processes: in a fork every call is refused.
 #pragma once
 
@@ -30,16 +30,16 @@ struct SplitTable {
 
 struct SplitTicket {
     Ticket ticket;
-    std::unique_ptr<BagPlan> plan; // until it is filled
+    std::unique_ptr<BagPlan> plan; // released when the ticket is filled
     std::shared_ptr<const ShardLayout> layout;
     std::shared_ptr<const PooledBlock> ids;
 };
 
-// What an update sends to each server.
+// The sums that an update sends to each server.
 struct Sums {
     std::shared_ptr<const ShardLayout> layout;
     std::shared_ptr<const PooledBlock> ids, gradients;
-    bool same_ids = false;              // as the one ticket's lookup sent, to the same servers
+    bool same_ids = false;              // the ids and servers are those of the one ticket's lookup
     std::vector<std::uint64_t> skipped; // [tables]: entries left out, not finite
 };
 
@@ -63,15 +63,15 @@ class Split {
 
     std::unique_ptr<SplitTicket> lookup(const BagInputs& inputs, std::vector<std::uint32_t> owners,
                                         std::uint32_t num_servers);
-    // rows[s]: num_floats[s] floats of server s, aligned as floats are.
+    // rows[s]: num_floats[s] floats of server s, aligned as floats.
     void fill(SplitTicket& ticket, std::span<const float* const> rows, float* block, float* const* sequences);
     Sums sums(std::span<SplitTicket* const> tickets, std::span<const BagGradients> gradients, float scale,
               std::vector<std::uint32_t> owners, std::uint32_t num_servers);
     // Lays the ticket's ids out for other owners.
     void share_again(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
-    // The same sums laid out for other owners; nobody has moved to another bucket.
+    // Returns the same sums laid out for other owners; each id stays in its bucket.
     Sums again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
-    // Gives the memory of a ticket back that will not be updated.
+    // Releases the memory of a ticket that will not be updated.
     void drop(SplitTicket& ticket);
 
   private:
@@ -95,7 +95,7 @@ class Split {
     std::vector<GradientSum> own_summations_;
     std::vector<const GradientSum*> summations_; // of the tables
     std::shared_ptr<const Bags> bags_;
-    static constexpr std::size_t kMostSpare = 16; // calls of which the memory is kept
+    static constexpr std::size_t kMostSpare = 16; // number of calls whose memory is kept
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
     BucketScheduler scheduler_;

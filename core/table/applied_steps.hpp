@@ -1,10 +1,10 @@
-// Which updates each bucket has applied, so that one that is sent twice is applied once: of every trainer the newest
+// Records which updates each bucket has applied, so that a duplicate is applied once: for every trainer the newest
 // step, and a bit for each of the 32 steps up to it. They live in the arena beside the rows, a chunk per trainer, so
-// they survive the process where rows do. One window more, the last, is of whole updates: every bucket has applied
-// them.
+// they survive the process where rows do. One more window, the last, is for whole updates, which every bucket has
+// applied.
 //
 // Invariant: bit i of a window is step newest - i; newest 0 is an empty window, and bits 0 then. A window is one word
-// and is written at once: killed at any moment, it says the old or the new.
+// and is written at once: killed at any moment, it holds the old or the new value.
 // Lock: a window belongs to its bucket's lock; the list of trainers, and the last windows, to one in here. AppliedSteps
 // stay put until the arena dies.
 #pragma once
@@ -24,7 +24,7 @@ class StepWindow {
     static constexpr std::uint32_t kSteps = 32;
 
     std::uint32_t newest() const { return static_cast<std::uint32_t>(word()); }
-    // Too long ago to know; whoever sends it has broken the bound on steps in flight.
+    // Too long ago to know; the sender has exceeded the bound on steps in flight.
     bool forgot(std::uint32_t step) const { return newest() >= kSteps && step <= newest() - kSteps; }
     bool applied(std::uint32_t step) const {
         return step <= newest() && newest() - step < kSteps && (bits() >> (newest() - step) & 1) != 0;
@@ -37,7 +37,7 @@ class StepWindow {
     }
     void clear() { put(0); }
 
-    // Of buckets that move: as one number, and what two windows know together or both.
+    // For the migration of buckets: the window as one number, and the union and intersection of two windows.
     std::uint64_t as_word() const { return word(); }
     void take(std::uint64_t word) { put(word); }
     void add(const StepWindow& other) {
@@ -50,7 +50,7 @@ class StepWindow {
     }
 
   private:
-    // The bits as they are of a window whose newest step is that one.
+    // Returns the bits relative to a newest step of `step`.
     std::uint32_t at(std::uint32_t step) const {
         const std::uint32_t by = step > newest() ? step - newest() : newest() - step;
         return by >= kSteps ? 0 : step > newest() ? bits() << by : bits() >> by;
@@ -70,7 +70,7 @@ static_assert(sizeof(StepWindow) == 8);
 inline constexpr std::uint32_t kMostTrainers = 4096;
 inline constexpr std::uint32_t kNoTrainer = ~0U;
 
-// Where an update notes that a bucket has applied it. Without a window it is applied whenever it comes.
+// The window in which an update records that a bucket has applied it. Without one, duplicates are applied too.
 struct UpdateMark {
     std::uint32_t trainer = kNoTrainer;
     StepWindow* window = nullptr;
@@ -78,13 +78,14 @@ struct UpdateMark {
 
 class AppliedSteps {
   public:
-    // buckets: of all tables.
+    // buckets: the number of buckets of all tables.
     void init(Arena& arena, std::uint32_t buckets) {
         arena_ = &arena;
         size_ = std::size_t{buckets} + 1;
     }
 
-    // The trainer's windows, one for each bucket, then the last; made when it is new. Throws if there is no memory.
+    // Returns the trainer's windows, one for each bucket, then the last; creates those of a new trainer. Throws if
+    // there is no memory.
     StepWindow* of(std::uint32_t trainer) {
         std::lock_guard lock(mutex_);
         if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
@@ -95,7 +96,7 @@ class AppliedSteps {
         return windows;
     }
 
-    // After a restart: a chunk is given back.
+    // After a restart: takes over a chunk of the file.
     void adopt(std::uint32_t trainer, std::byte* memory, std::size_t bytes) {
         if (trainer >= kMostTrainers || bytes < size_ * sizeof(StepWindow))
             throw InvariantError("a chunk of windows of trainer " + std::to_string(trainer));
@@ -115,7 +116,7 @@ class AppliedSteps {
         windows[size_ - 1].mark(step);
     }
 
-    // The trainers that have windows. Those of buckets are each bucket's lock's, as ever.
+    // Returns the trainers that have windows.
     std::vector<std::uint32_t> trainers() {
         std::lock_guard lock(mutex_);
         std::vector<std::uint32_t> found;
@@ -123,15 +124,15 @@ class AppliedSteps {
             if (of_trainer_[r] != nullptr) found.push_back(r);
         return found;
     }
-    // These buckets leave: what is finished here is so at each of them. No update may run.
+    // Before these buckets leave: marks what is finished here at each of them. No update may run.
     void hand_over(std::span<const std::uint32_t> buckets) {
         std::lock_guard lock(mutex_);
         for (StepWindow* windows : of_trainer_)
             for (std::uint32_t b : buckets)
                 if (windows != nullptr) windows[b].add(windows[size_ - 1]);
     }
-    // These buckets have come: finished is what is so at each of them and, unless they are the first here, was so
-    // before. No update may run.
+    // After these buckets arrived: a step is finished if it is so at each of them and, unless they are the first here,
+    // was so before. No update may run.
     void take_over(std::span<const std::uint32_t> buckets, bool first) {
         std::lock_guard lock(mutex_);
         for (StepWindow* windows : of_trainer_) {
@@ -141,7 +142,7 @@ class AppliedSteps {
         }
     }
 
-    // A new attempt: no update of it has been applied. No update may run.
+    // Starts a new attempt, of which no update has been applied. No update may run.
     void clear() {
         std::lock_guard lock(mutex_);
         for (StepWindow* windows : of_trainer_)

@@ -210,7 +210,7 @@ void other_exponents_are_refused(Random& random) {
         message[bad] = static_cast<std::byte>(exponent);
         CHECK_THROWS(InputError,
                      "row " + std::to_string(bad) + " of 1001 has the exponent " + std::to_string(exponent) +
-                         ", wanted -126..113",
+                         ", expected -126..113",
                      wire.decode(offsets, message.data(), rows.data()));
     }
     for (int exponent : {-126, 113}) {

@@ -254,7 +254,7 @@ void tickets_are_good_once(Random& random) {
     CHECK_THROWS(TicketError, "another store", sums(*other.split, {a.get()}));
     CHECK_THROWS(TicketError, "another store", other.split->drop(*a));
     fill(split, *a);
-    CHECK_THROWS(TicketError, "filled already", fill(split, *a));
+    CHECK_THROWS(TicketError, "already filled", fill(split, *a));
     CHECK_THROWS(TicketError, "used already", sums(split, {a.get(), b.get(), a.get()}));
     CHECK(!a->ticket.used && !b->ticket.used);
     split.drop(*c);
@@ -265,11 +265,10 @@ void tickets_are_good_once(Random& random) {
     bad.block[2] = std::nanf("");
     SplitTicket* const both[] = {a.get(), b.get()};
     const BagGradients spoilt[] = {ones.gradients(), bad.gradients()};
-    CHECK_THROWS(
-        NonFiniteError,
-        "table 'item': the gradient of id 2 in sample 1 of feature 'a' holds nan; finite values are wanted and "
-        "nothing was applied; on_nonfinite='skip' would ignore and count such gradients",
-        split.sums(std::span(both).subspan(1), std::span(spoilt).subspan(1), 1.0f, servers.owners, 2));
+    CHECK_THROWS(NonFiniteError,
+                 "table 'item': the gradient of id 2 in sample 1 of feature 'a' holds nan; expected finite values; "
+                 "nothing was applied; on_nonfinite='skip' ignores and counts such gradients",
+                 split.sums(std::span(both).subspan(1), std::span(spoilt).subspan(1), 1.0f, servers.owners, 2));
     CHECK_THROWS(NonFiniteError, "of feature 'a' (batch 2 of 2)", split.sums(both, spoilt, 1.0f, servers.owners, 2));
     CHECK(!a->ticket.used && !b->ticket.used);
     CHECK(!sums(split, {a.get(), b.get()}).same_ids); // b was never filled, and need not be

@@ -294,7 +294,7 @@ def test_attach_while_another_process_holds_it(path: Path) -> None:
     del store
     gc.collect()
     with child("hold", path) as process:
-        with pytest.raises(SharedMemoryError, match="open already, in this process or another") as raised:
+        with pytest.raises(SharedMemoryError, match="already open, in this process or another") as raised:
             Store.attach(path)
         assert str(path) in str(raised.value)
         assert process.stdin is not None
@@ -306,7 +306,7 @@ def test_attach_while_another_process_holds_it(path: Path) -> None:
 
 def test_attach_while_this_process_holds_it(path: Path) -> None:
     store = Store(CHURN, shared=path)
-    with pytest.raises(SharedMemoryError, match="open already, in this process or another"):
+    with pytest.raises(SharedMemoryError, match="already open, in this process or another"):
         Store.attach(path)
     store.lookup(as_ids([1]))
     store.check()
@@ -345,14 +345,14 @@ def test_a_truncated_file_is_refused_by_name(path: Path) -> None:
     used = len(whole.rstrip(b"\0"))
     for size in (used - 1, used // 2, 1 << 20, 4096, 4095, 100):
         path.write_bytes(whole[:size])
-        with pytest.raises(SharedMemoryError, match=r"is truncated|is no whole|first bytes") as raised:
+        with pytest.raises(SharedMemoryError, match=r"is truncated|is not a whole|magic number") as raised:
             Store.attach(path)
         assert str(path) in str(raised.value)
-        with pytest.raises(SharedMemoryError, match=r"is truncated|is no whole|first bytes"):
+        with pytest.raises(SharedMemoryError, match=r"is truncated|is not a whole|magic number"):
             Server(shared=path)
     path.write_bytes(b"")
     for attach in (lambda: Store.attach(path), lambda: Server(shared=path)):
-        with pytest.raises(SharedMemoryError, match="is empty: it was truncated, or its maker was killed at once"):
+        with pytest.raises(SharedMemoryError, match="is empty: it was truncated, or its creator was killed"):
             attach()
     assert path.exists()
     path.write_bytes(whole)
@@ -361,24 +361,24 @@ def test_a_truncated_file_is_refused_by_name(path: Path) -> None:
 
 def mode(path: Path) -> str:
     path.chmod(0o640)
-    return r"may be used by others \(mode 640\), who may have changed it; wanted mode 600"
+    return r"may be used by others \(mode 640\), who may have changed it; expected mode 600"
 
 
 def link(path: Path) -> str:
     path.rename(f"{path}-copy")
     path.symlink_to(f"{path}-copy")
-    return "is a symbolic link; wanted the file itself"
+    return "is a symbolic link; expected the file itself"
 
 
 def pipe(path: Path) -> str:
     path.unlink()
     os.mkfifo(path, 0o600)
-    return "is no regular file"
+    return "is not a regular file"
 
 
 def owner(path: Path) -> str:
     os.chown(path, 65534, -1)
-    return "belongs to user 65534, and this is user 0; name another"
+    return "belongs to user 65534, and this is user 0; give another path"
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

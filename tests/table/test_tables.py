@@ -101,7 +101,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), step=3, oldest_open=4), "oldest_open is 4"),
     (lambda t: t.update(as_ids([1]), np.zeros(4, np.float32)), "ticket is a ndarray"),
     (lambda t: t.update(7, np.zeros(4, np.float32)), "ticket is an int; expected one from lookup or prepare"),
-    (lambda t: t.update(prepared(t), np.zeros(5, np.float32)), "5 .*wanted 4"),
+    (lambda t: t.update(prepared(t), np.zeros(5, np.float32)), "5 .*expected 4"),
     (lambda t: t.update(prepared(t), np.zeros((1, 4), np.float32)), r"shape \(1, 4\)"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"x": 1.0}), "'x'"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"word": 0}), "table 'word': lr is 0; .* above 0"),

@@ -113,7 +113,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
     (with_(weights=[1.0] * 9), "weights is a list"),
     (
         with_(weights=np.array([1, 1, 1, np.nan, 1, 1, 1, 1, 1], np.float32)),
-        "the weight of id 4 in sample 0 of feature 'seen' is nan; wanted a finite number",
+        "the weight of id 4 in sample 0 of feature 'seen' is nan; expected a finite number",
     ),
     (with_(weights=np.array([1, 1, -np.inf, 1, 1, 1, 1, 1, 1], np.float32)), "the weight of id 3 .* is -inf"),
 ]

@@ -263,7 +263,7 @@ void Table::check() {
         const std::uint32_t version = ledger_->version.load(), latest = arena_->latest_step().load();
         bucket.rows.for_each([&](std::uint32_t, const Head& head) {
             require(hash_bucket(head.id()) == b, "a row's id belongs to another bucket");
-            require(head.changed <= version, "a row changed at a version that has not begun");
+            require(head.changed <= version, "a row changed at a version that has not started");
             require(head.stamp <= latest, "a row is stamped after the latest step");
             require(head.stamp >= bucket.swept_before, "a row is stamped before a step that was swept");
         });

@@ -1,4 +1,4 @@
-// AppliedSteps against a set of all steps that were applied: what is within reach is answered exactly, what is not is
+// AppliedSteps against a set of all applied steps: steps within reach are answered exactly, others are
 // known to be forgotten.
 #include "table/applied_steps.hpp"
 

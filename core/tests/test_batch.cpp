@@ -127,7 +127,7 @@ void colliding_ids(Random& random) {
     check_unique(batch, call, map);
 }
 
-// Each thread's number exactly once a run, whoever calls, and runs of several callers never mixed up.
+// Each thread's number occurs exactly once a run, from any caller, and runs of several callers are never mixed up.
 void pool_runs_each_thread_once(Random& random) {
     const unsigned size = random.between(1, 4);
     ThreadPool pool(size);

@@ -174,7 +174,7 @@ void too_many_rows_are_refused(Random&) {
     engine->table(0).check();
     const std::vector<Line> rows = testing::rows_of(*engine, 0);
     CHECK_EQ(rows.size(), 2);
-    CHECK_EQ(rows[0].value(), 3.0f); // an id that comes again replaces its row
+    CHECK_EQ(rows[0].value(), 3.0f); // a repeated id replaces its row
     CHECK_EQ(rows[0].step, 3);
 }
 

@@ -344,7 +344,7 @@ void callers_lose_nothing(Random& random) {
     CHECK_EQ(total, static_cast<double>(applied.load()));
 }
 
-// One ticket, several callers: one of them uses it, and nobody sees half of what another does.
+// One ticket, several callers: one of them uses it, and none observes a half-finished call of another.
 void one_of_several_claims_a_ticket(Random& random) {
     const Model model = testing::counting_model(2, {{Pooling::sum, false}});
     Servers servers(random, model, 1, 2);

@@ -1,4 +1,4 @@
-"""Every check of the configuration classes fires, and their dict form gives the same object back."""
+"""Every check of the configuration classes fires, and their dict form restores an equal object."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Features and their order, and positions: every check fires, and the dict forms give the same objects back."""
+"""Features and their order, and positions: every check fires, and the dict forms restore equal objects."""
 
 import pickle
 from typing import Any

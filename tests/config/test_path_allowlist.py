@@ -1,4 +1,4 @@
-"""What servers write and workers read for others: what was named and lies below, links and ".." resolved."""
+"""Servers write and workers read for others only allowed paths and those below, with links and ".." resolved."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_refused_at_the_first_step(tmp_p
 
 
 def test_a_worker_reads_below_what_was_named(tmp_path: Path) -> None:
-    """And gives no `extra` column of another file away."""
+    """Nor does it disclose an `extra` column of another file."""
     for name in ("data", "secret"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "a.parquet", 2)

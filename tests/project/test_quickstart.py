@@ -1,4 +1,4 @@
-"""What a new user runs first: the README's training loop as it is written, and the example that `make demo` runs."""
+"""A new user's first runs: the README's training loop as written, and the example that `make demo` runs."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""docs/reference.md is what the docstrings say, and names every public class and function."""
+"""docs/reference.md is up to date with the docstrings, and names every public class and function."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bad input for every parameter of every public call of `Store`: the error says what was found and wanted, the table
+"""Bad input for every parameter of every public call of `Store`: the error says what was found and expected, the table
 stays.
 
 Each case names the call, what it is given, and words that the message must hold. After each the store is compared
@@ -40,7 +40,7 @@ TABLE = Table("item", dim=4, optimizer=Adam(), capacity=64, admission=MinCount(2
 
 @dataclass
 class Unchanged:
-    """What can be seen of a store, to be seen again."""
+    """Returns everything observable of a store, to compare it later."""
 
     store: Store
 
@@ -59,7 +59,7 @@ class Unchanged:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    """A table with a life behind it, which no test here may change."""
+    """A used table, which no test here may change."""
     store = Store(TABLE, seed=3, num_threads=2)
     rng = np.random.default_rng(0)
     for step in range(1, 12):
@@ -316,7 +316,7 @@ def test_a_ticket_without_training(store: Store) -> None:
 @pytest.mark.parametrize("name", ["step", "oldest_open"])
 @pytest.mark.parametrize("value", [0, 5, "5"])
 def test_a_step_without_training(store: Store, name: str, value: Any) -> None:
-    """It would have no effect."""
+    """A `step` without training would have no effect."""
     with pytest.raises(InputError, match=rf"table 'item': {name} is {value!r} and train=False; .*leave {name} out"):
         store.lookup(IDS, train=False, **{name: value})
 
@@ -344,7 +344,7 @@ def test_a_ticket_of_another_store(store: Store, open_store: Callable[..., Store
 
 
 def test_a_ticket_outlives_its_store(store: Store) -> None:
-    """Its memory is its own: it is refused elsewhere, and dropped, without harm."""
+    """Another store refuses it, and dropping it is safe, because it owns its memory."""
     other = Store(TABLE, num_threads=2)
     _, ticket = other.lookup(as_ids(range(1000, 5000)) if other.table.capacity is None else IDS, with_ticket=True)
     del other

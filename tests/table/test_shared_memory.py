@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def child(job: str, path: Path, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process at work; killed in the end whatever happens, and by a timer if it hangs."""
+    """A child process, always killed at the end, and by a timer if it hangs."""
     process = subprocess.Popen(
         [sys.executable, str(CHILD), job, str(path), *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -110,7 +110,7 @@ def full(path: Path) -> Store:
 
 
 def go_on(store: Store) -> list[bytes]:
-    """Some more steps; everything that can be seen then."""
+    """Runs some more steps; returns everything observable afterwards."""
     rng = np.random.default_rng(2)
     for step in range(40, 60):
         ids = rng.integers(900, size=80).astype(np.uint64)
@@ -121,7 +121,7 @@ def go_on(store: Store) -> list[bytes]:
 
 
 def test_attach_after_a_clean_close(path: Path, tmp_path: Path) -> None:
-    """Configuration and seed come from the file; rows, stamps, sightings, lr and steps go on as if nothing had been."""
+    """Configuration and seed come from the file; rows, stamps, sightings, lr and steps continue."""
     store = full(path)
     table, before, rows, stats = store.table, store.read(as_ids(range(900))), len(store), store.stats()
     store.save(tmp_path / "same")
@@ -187,7 +187,7 @@ def test_saves_and_loads_into_shared_memory(path: Path, tmp_path: Path) -> None:
 
 
 def trajectory(num_updates: int) -> tuple[Any, Any]:
-    """What a row of the table of equal rows holds after 0, 1, 2, ... updates, without interruption."""
+    """Returns the values of a row of the table of equal rows after 0, 1, 2, ... updates, without interruption."""
     store = Store(EQUAL, num_threads=1)
     one = EQUAL_IDS[:1]
     store.lookup(one)
@@ -201,7 +201,7 @@ def trajectory(num_updates: int) -> tuple[Any, Any]:
 
 
 def assert_equal_rows(path: Path, acknowledged: int) -> tuple[int, int]:
-    """Attaches and judges the table of equal rows; returns how many updates its rows have had, least and most."""
+    """Attaches and checks the table of equal rows; returns the least and the most updates that its rows have had."""
     store = Store.attach(path, num_threads=1)
     store.check()
     assert len(store) == len(EQUAL_IDS)
@@ -225,7 +225,7 @@ def test_kill_9_amid_updates(path: Path, rng: np.random.Generator) -> None:
             lines = kill_amid(process, rng, int(rng.integers(1, 6)))
         updates += len(lines)
         least, most = assert_equal_rows(path, updates)
-        assert most <= updates + round_ + 1, "more updates than were ever begun"
+        assert most <= updates + round_ + 1, "more updates than were started"
         torn += least != most
         gc.collect()
     print(f"{torn} of 10 kills left buckets of two ages")
@@ -254,7 +254,7 @@ def test_kill_9_amid_insertion_and_eviction(path: Path, rng: np.random.Generator
 
 
 def test_kill_9_amid_growth(path: Path, rng: np.random.Generator) -> None:
-    """Rows are born whole: acknowledged ones are all there, and every row holds its initial values."""
+    """Rows are inserted whole: all acknowledged ones exist, and every row holds its initial values."""
     acknowledged: list[int] = []
     for _ in range(8):
         with child("grow", path) as process:

@@ -51,7 +51,7 @@ def saved(tmp_path: Path) -> tuple[Store, Store]:
 
 @contextmanager
 def refused(replica: Store, *words: str) -> Iterator[None]:
-    """The call raises a SnapshotError with these words, and the replica is as it was."""
+    """Checks that the call raises a SnapshotError with these words and leaves the replica unchanged."""
     before, version = contents(replica), replica.version
     with pytest.raises(SnapshotError) as raised:
         yield
@@ -101,7 +101,7 @@ def test_a_damaged_data_file(kind: str, damage: str, saved: Any, tmp_path: Path,
 
 
 def test_a_damaged_manifest(saved: Any, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Whatever bit is wrong, it is refused, or it is one that JSON does not care for."""
+    """Any wrong bit is refused, unless JSON ignores it."""
     path = tmp_path / "changes" / "manifest.json"
     good = path.read_bytes()
     for at in rng.integers(len(good), size=150).tolist():
@@ -308,7 +308,7 @@ def test_changes_of_another_table(saved: Any, tmp_path: Path) -> None:
 
 
 def test_changes_of_another_run(saved: Any, tmp_path: Path) -> None:
-    """The same table at the same version, but another life."""
+    """The same table at the same version, but with another history."""
     store = Store(TABLE, num_threads=1)
     store.save(tmp_path / "a")
     assert store.version == saved[1].version
@@ -382,7 +382,7 @@ def test_a_folder_that_another_save_writes_into(saved: Any, tmp_path: Path) -> N
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """The system refuses to make a file larger than this, as a full disk would."""
+    """Makes the system refuse files larger than this, like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -423,7 +423,7 @@ def test_a_full_disk(size: int, saved: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_disk_that_fails(call: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any of its calls; then it works again."""
+    """A save may fail at any system call; a retry works."""
     store, replica = saved
     real, left = getattr(os, call), 0
 

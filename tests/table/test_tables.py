@@ -1,4 +1,4 @@
-"""Many tables in one engine: a batch over all does to each what its own calls would, and nothing to the others."""
+"""Many tables in one engine: a batch over all does to each what calls of its Store would, and nothing else."""
 
 from __future__ import annotations
 

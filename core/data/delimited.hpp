@@ -55,7 +55,7 @@ inline std::size_t last_row_end(std::string_view text, int quote) {
     return end;
 }
 
-// Where row number `row` begins, from `at` on, which is where row 0 begins; the text's end if there are not so many.
+// Returns where row number `row` begins, counted from row 0 at `at`; the text's end if there are fewer rows.
 inline std::size_t row_begin(std::string_view text, int quote, std::size_t at, std::size_t row) {
     bool quoted = false;
     for (; row != 0 && at < text.size(); ++at) {
@@ -72,7 +72,7 @@ inline std::size_t row_begin(std::string_view text, int quote, std::size_t at, s
     return at;
 }
 
-// Whole rows: those that a newline ends, and a last one without. With a quote character as for last_row_end.
+// Counts whole rows: those that a newline ends, and a last one without. Quotes are treated as in last_row_end.
 inline std::size_t count_rows(std::string_view text, int quote) {
     if (quote < 0) return count_lines(text) + (!text.empty() && text.back() != '\n');
     std::size_t rows = 0;
@@ -132,16 +132,16 @@ class DelimitedParser {
   private:
     static constexpr std::uint64_t kOnes = 0x0101010101010101ULL;
 
-    // A field without its quotes, and where it ended: at a delimiter, a newline or the end of the text.
+    // A field without its quotes, and where it ends: at a delimiter, a newline or the end of the text.
     struct Field {
         std::string_view text;
         const char* stop;
     };
 
-    // The high bit of each zero byte; exact up to the first one.
+    // Returns the high bit of each zero byte; exact up to the first one.
     static std::uint64_t zero_bytes(std::uint64_t word) { return (word - kOnes) & ~word & (kOnes << 7); }
 
-    // The first possible delimiter or newline at or after `at`.
+    // Finds the first possible delimiter or newline at or after `at`.
     const char* find(const char* at) const {
         for (; end_ - at >= 8; at += 8) {
             const auto word = xxh64_detail::load<std::uint64_t>(reinterpret_cast<const unsigned char*>(at));
@@ -169,7 +169,8 @@ class DelimitedParser {
         return newline == nullptr ? end_ : static_cast<const char*>(newline) + 1;
     }
 
-    // Behind an empty line; nullptr if the line is not empty. In a file of one column an empty line is a missing field.
+    // Returns the end of an empty line; nullptr if the line is not empty. In a file of one column it is a missing
+    // field.
     const char* blank_line(const char* at) const {
         if (format_.columns.size() == 1) return nullptr;
         if (*at == '\r' && ++at == end_) return at;
@@ -184,7 +185,7 @@ class DelimitedParser {
         return {from, static_cast<std::size_t>(to - from)};
     }
 
-    // The row at `at`; returns where the next begins, or nullptr with bad_ set.
+    // Parses the row at `at`; returns where the next begins, or nullptr with bad_ set.
     const char* row(const char* at) {
         const std::size_t num_columns = format_.columns.size();
         for (std::size_t c = 0; c < num_columns; ++c) {
@@ -229,7 +230,7 @@ class DelimitedParser {
         refuse(0, at, at);
     }
 
-    // The field at `at`. If its quotes are wrong, `stop` is nullptr and bad_.fault says how.
+    // Reads the field at `at`. If its quotes are wrong, `stop` is nullptr and bad_.fault tells how.
     Field read(const char* at) {
         if (format_.quote >= 0) {
             const char* open = at;

@@ -14,9 +14,9 @@
 
 namespace satrap {
 
-// The ids of one feature. offsets == nullptr: sample i holds the one id values[i * stride]; ids of one sample may so
-// lie side by side, and a random sample costs few cache lines. Otherwise its bag is values[offsets[i] .. offsets[i +
-// 1]). weights, if any, lie beside values (then stride is 1); without them every id weighs 1.
+// The ids of one feature. offsets == nullptr: sample i holds the one id values[i * stride], so the ids of one
+// sample may be adjacent, and a random sample costs few cache lines. Otherwise its bag is values[offsets[i] ..
+// offsets[i + 1]). weights, if any, are parallel to values (then stride is 1); without them every id weighs 1.
 struct BagColumn {
     const std::uint64_t* values = nullptr;
     const std::int64_t* offsets = nullptr;
@@ -49,11 +49,11 @@ class SamplesBuilder {
         samples_->ids.resize(num_features);
     }
 
-    // A feature of which every sample has one id. Single ids of a sample lie side by side.
+    // Adds a feature with one id in every sample. The single ids of a sample are adjacent.
     void single(std::size_t feature, const std::uint64_t* values, const float* weights) {
         const std::size_t stride = samples_->ids.size();
         BagColumn& column = samples_->ids[feature];
-        if (weights != nullptr) { // weights lie beside values, as they come
+        if (weights != nullptr) { // the values keep their order, beside the weights
             column = {copy(values, n_), nullptr, copy(weights, n_), 1};
             return;
         }
@@ -61,7 +61,7 @@ class SamplesBuilder {
         to_place_.emplace_back(feature, values);
     }
 
-    // A feature with bags; false if the n + 1 offsets do not rise within the `size` values.
+    // Adds a feature with bags; returns false if the n + 1 offsets do not rise within the `size` values.
     bool bags(std::size_t feature, const std::uint64_t* values, std::size_t size, const std::int64_t* offsets,
               const float* weights) {
         std::int64_t* own = keep<std::int64_t>(n_ + 1);
@@ -84,7 +84,8 @@ class SamplesBuilder {
         samples_->num_labels = width;
     }
 
-    // Reads what `single` was given. Some samples at a time, so that their part of the matrix stays in the cache.
+    // Copies the ids of the single features, some samples at a time, so that their part of the matrix stays in the
+    // cache.
     std::shared_ptr<Samples> done() {
         constexpr std::size_t kTogether = 256;
         const std::size_t stride = samples_->ids.size();
@@ -202,7 +203,7 @@ class Gather {
         }
     }
 
-    // The features whose samples all hold one id: some samples at a time, so that what lies side by side is read once.
+    // Copies the features whose samples all hold one id: some samples at a time, so that adjacent ids are read once.
     void single_ids(std::uint64_t* out) const {
         constexpr std::size_t kTogether = 128;
         std::vector<BagColumn> columns(parts_.size());

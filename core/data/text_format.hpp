@@ -1,4 +1,4 @@
-// What the fields of a delimited text file mean: filled in by the bindings from the declared columns, read by
+// The meaning of the fields of a delimited text file: the bindings fill it in from the declared columns for
 // delimited.hpp. It holds no data and parses nothing.
 #pragma once
 
@@ -30,7 +30,7 @@ struct FieldUse {
     std::optional<float> other;                       // label only: any other text
 
     // ids and weights
-    char separator = 0; // of the items of a list; 0: the field is one item
+    char separator = 0; // between the items of a list; 0: the field is one item
     // ids
     bool integer = false; // the field is a decimal integer, not a text to hash
     bool hash = false;    // hash the integer too

@@ -6,11 +6,11 @@
 //   n bytes          int8 exponents of all rows
 //   n % 2 bytes      0, so that what follows is aligned if the message is
 //   2 bytes each     IEEE 754 binary16, of all values of the first row, then of the second, ...
-// A value is half * 2^exponent of its row. Of a row whose largest finite magnitude is m > 0:
+// A value is half * 2^exponent of its row. For a row whose largest finite magnitude is m > 0:
 //   exponent = max(floor(log2 m) - 14, kLeastWireExponent), so 2^14 <= m * 2^-exponent < 2^15 but for m < 2^-112;
 //   half = value * 2^-exponent, a product without rounding, rounded to nearest, ties to even. Only where that is 2^128,
 //   which no float is, it is rounded down.
-// Of a row of zeros the exponent is kLeastWireExponent. Zeros keep their sign, infinity is infinity of its sign, a NaN
+// The exponent of a row of zeros is kLeastWireExponent. Zeros keep their sign, infinity is infinity of its sign, a NaN
 // is a NaN of its sign; neither changes the exponent. So, for a finite value v of the row, decoded as d:
 //   |d - v| <= max(2^-11 |v|, 2^-39 m) <= 2^-11 m, and d == v where fp16 holds v * 2^-exponent.
 // Proof. A half of at least 2^-14, a normal one, has 11 bits: it is off by at most half of its last, 2^-11 of what it

@@ -5,8 +5,8 @@
 //
 // Invariant: bit i of a window is step newest - i; newest 0 is an empty window, and bits 0 then. A window is one word
 // and is written at once: killed at any moment, it holds the old or the new value.
-// Lock: a window belongs to its bucket's lock; the list of trainers, and the last windows, to one in here. AppliedSteps
-// stay put until the arena dies.
+// Lock: the bucket's lock guards its windows; a lock in here guards the list of trainers and the last windows. Windows
+// stay in place until the arena is destroyed.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,8 @@
-"""What a `Worker` must make of a batch, told by plain loops: the model of its tests.
+"""A model of a `Worker` in plain loops, for its tests.
 
 `pooled` makes block and sequences of the rows that the tables hold; `summed` takes gradients apart into one for each
 id in a bag, and sums those of one id in order of appearance, as `torch.index_add_` does; `follow` trains a worker and
-judges each row after each step by one_row.py, which asks torch. Rows are read from the store anew in each step, so that
+judges each row after each step by one_row.py, which asks torch. Each step reads the rows again from the store, so that
 differences of an ulp never add up.
 """
 
@@ -53,19 +53,19 @@ class Bags:
         )
 
     def real(self, index: int, sample: int) -> list[tuple[int, np.float32]]:
-        """The ids of a bag that are no padding."""
+        """Returns the ids of a bag without padding."""
         padding = list(self.features.values())[index].padding_id
         return [pair for pair in self.bags[index][sample] if pair[0] != padding]
 
     def kept(self, index: int, sample: int) -> list[tuple[int, np.float32]]:
-        """The ids of a bag that are looked up."""
+        """Returns the ids of a bag that are looked up."""
         feature, real = list(self.features.values())[index], self.real(index, sample)
         if feature.max_length is None or len(real) <= feature.max_length:
             return real
         return real[-feature.max_length :] if feature.keep == "last" else real[: feature.max_length]
 
     def cut(self) -> dict[str, int]:
-        """How many ids of each sequence are not."""
+        """Returns how many ids of each sequence are not looked up."""
         return {
             name: sum(len(self.real(i, s)) - len(self.kept(i, s)) for s in range(self.batch_size))
             for i, (name, feature) in enumerate(self.features.items())
@@ -74,7 +74,7 @@ class Bags:
 
 
 def draw_bags(rng: np.random.Generator, features: Features, batch_size: int, *, single: bool = False) -> Bags:
-    """Bags of all lengths, or of one id each; ids come again and again."""
+    """Draws bags of all lengths, or of one id each, with many repeated ids."""
     most = [1 if single else int(rng.integers(1, 7)) for _ in features]
     return Bags(
         features,
@@ -101,7 +101,7 @@ def divisor(pooling: Pooling, length: int) -> np.float32:
 
 
 def pool(feature: Feature, rows: Sequence[F32], weights: Sequence[np.float32]) -> F32:
-    """One bag: the sum in order of appearance, then divided."""
+    """Pools one bag: sums in order of appearance, then divides."""
     total = np.zeros(feature.table.dim, np.float32)
     for k, (row, weight) in enumerate(zip(rows, weights, strict=True)):
         if not feature.weighted:
@@ -113,7 +113,7 @@ def pool(feature: Feature, rows: Sequence[F32], weights: Sequence[np.float32]) -
 
 
 def pooled(bags: Bags, rows: Rows) -> tuple[F32, dict[str, F32], dict[str, NDArray[np.bool_]]]:
-    """(block, sequences, masks)."""
+    """Returns (block, sequences, masks)."""
     features = bags.features
     block = np.full((bags.batch_size, features.total_dim), np.nan, np.float32)
     sequences: dict[str, F32] = {}
@@ -138,7 +138,7 @@ def pooled(bags: Bags, rows: Rows) -> tuple[F32, dict[str, F32], dict[str, NDArr
 def summed(
     batches: Sequence[Bags], gradients: Sequence[tuple[F32 | None, dict[str, F32]]], scale: float
 ) -> dict[str, dict[int, F32]]:
-    """Of each table and id with a gradient: the sum, in order of appearance."""
+    """Returns for each table and id with a gradient the sum, in order of appearance."""
     ids: dict[str, list[int]] = {}
     parts: dict[str, list[F32]] = {}
     for bags, (block, sequences) in zip(batches, gradients, strict=True):
@@ -171,7 +171,7 @@ def _index_add(ids: list[int], gradients: list[F32]) -> dict[int, F32]:
 
 
 def read(worker: AnyWorker) -> dict[str, dict[int, tuple[F32, F32]]]:
-    """(values, state) of each table's rows of the universe."""
+    """Returns (values, state) of each table's rows of the universe."""
     found: dict[str, dict[int, tuple[F32, F32]]] = {}
     for name, store in worker.tables.items():
         rows = store.read(UNIVERSE)
@@ -210,7 +210,7 @@ def follow(
     batch_size: int = 6,
     **how: Any,
 ) -> None:
-    """Train with random bags and gradients, judging block, sequences and every row."""
+    """Trains with random bags and gradients; checks block, sequences and every row."""
     cut = dict.fromkeys(worker.truncated, 0)
     for step in range(1, num_steps + 1):
         batches = [draw_bags(rng, worker.features, batch_size, **how) for _ in range(accumulate)]
@@ -233,7 +233,7 @@ def assert_stepped(
     before: dict[str, dict[int, tuple[F32, F32]]],
     gradients: dict[str, dict[int, F32]],
 ) -> None:
-    """Rows with a gradient made one step, the others none."""
+    """Checks that rows with a gradient made one step, and the others none."""
     for name, rows in read(worker).items():
         table = worker.tables[name].table
         assert rows.keys() == before[name].keys()

@@ -1,4 +1,4 @@
-"""What a build leaves in files, to be read by every later build.
+"""Writes the files of a build that every later build must read.
 
     .venv/bin/python tests/golden.py tests/fixtures/golden
 
@@ -55,7 +55,7 @@ TABLES = [
 
 
 def train(store: Store, first: int, last: int) -> None:
-    """Steps from `first` to `last` - 1; each is a function of its number alone."""
+    """Runs the steps `first` to `last` - 1; each is a function of its number alone."""
     for step in range(first, last):
         rng = np.random.default_rng([SEED, step])
         ids = rng.integers(0, NUM_IDS, 16).astype(np.uint64)
@@ -64,7 +64,7 @@ def train(store: Store, first: int, last: int) -> None:
 
 
 def state(store: Store) -> dict[str, np.ndarray]:
-    """Everything that a row has, and how many there are."""
+    """Returns the rows' content and their number."""
     store.check()
     found = store.read(np.arange(NUM_IDS, dtype=np.uint64))
     counts = {name: np.array(store.stats()[name]) for name in ("rows", "sightings")}
@@ -72,7 +72,7 @@ def state(store: Store) -> dict[str, np.ndarray]:
 
 
 def method_numbers() -> dict[str, dict[str, int]]:
-    """By which a request says what it calls."""
+    """Returns the numbers by which requests name their methods."""
     protocols: dict[str, Any] = {"ServerCalls": ServerCalls, "WorkerCalls": WorkerCalls}
     return {
         name: {method.name.partition(".")[2]: method.number for method in methods_of(protocol).values()}

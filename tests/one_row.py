@@ -1,4 +1,4 @@
-"""What one optimizer step may do to one row: the reference for every optimizer of the table.
+"""The reference of one optimizer step on one row, for every optimizer of the table.
 
 `assert_step` takes a row before and after a step and raises unless the step is right:
  1. plain SGD is an exact fma, bit for bit;
@@ -30,7 +30,7 @@ FORMULA_ULPS = 3.5  # the longest formulas round seven times, by half an ulp eac
 
 
 def state_dim(optimizer: Any, dim: int) -> int:
-    """Floats of state in a row."""
+    """Returns the number of floats of state in a row."""
     match optimizer:
         case SGD():
             return dim if optimizer.momentum > 0 else 0
@@ -46,7 +46,7 @@ def state_dim(optimizer: Any, dim: int) -> int:
 
 
 def initial_state(optimizer: Any, values: F32, lr: float) -> F64:
-    """The state of a row just inserted with these values."""
+    """Returns the state of a row just inserted with these values."""
     match optimizer:
         case Adagrad() | RowWiseAdagrad():
             start = np.float32(optimizer.initial_accumulator_value)
@@ -59,7 +59,7 @@ def initial_state(optimizer: Any, values: F32, lr: float) -> F64:
 
 
 def fma(a: F32, b: F32, c: F32) -> F32:
-    """a * b + c rounded once. The product is exact in float64; a sum rounded to odd can be rounded a second time."""
+    """Returns a * b + c rounded once. The product is exact in float64; a sum rounded to odd can be rounded again."""
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)
     total = product + addend
@@ -72,13 +72,13 @@ def fma(a: F32, b: F32, c: F32) -> F32:
 
 
 def ulp(*operands: Any) -> F64:
-    """A unit in the last place of the largest of the operands: 2**-23 of it."""
+    """Returns a unit in the last place of the largest of the operands: 2**-23 of it."""
     largest = np.maximum.reduce(np.broadcast_arrays(*(np.abs(np.asarray(each, np.float64)) for each in operands)))
     return np.asarray(np.maximum(largest * 2.0**-23, 2.0**-149), np.float64)
 
 
 def torch_step(optimizer: Any, values: F32, state: F32, gradient: F32, lr: float) -> tuple[F32, F32]:
-    """One step of torch.optim on a Parameter that holds only this row."""
+    """Applies one step of torch.optim to a Parameter that holds only this row."""
     dim = len(values)
     row = torch.nn.Parameter(torch.from_numpy(values.copy()))
     row.grad = torch.from_numpy(gradient.copy())
@@ -135,12 +135,12 @@ def ftrl_state(optimizer: Ftrl, values: F32, state: F32, gradient: F32, lr: floa
 
 
 def decayed(optimizer: Any, values: F32, gradient: F32) -> F64:
-    """The gradient with weight decay. Parameters are float32 in a table, as in torch's kernels; this sum is exact."""
+    """Returns the gradient with weight decay. Parameters are float32, as in torch's kernels; this sum is exact."""
     return gradient.astype(np.float64) + float(np.float32(optimizer.weight_decay)) * values.astype(np.float64)
 
 
 def closed_form(optimizer: Any, values: F32, new_state: F32, gradient: F32, lr: float) -> tuple[F64, F64]:
-    """The new values in float64, from the old ones and the new state: (values, what float32 may lose)."""
+    """Returns the new values in float64, from the old ones and the new state: (values, float32's possible error)."""
     dim, p, state = len(values), values.astype(np.float64), new_state.astype(np.float64)
     match optimizer:
         case SGD():
@@ -168,24 +168,24 @@ def closed_form(optimizer: Any, values: F32, new_state: F32, gradient: F32, lr: 
 
 
 def nesterov_loss(optimizer: Any, values: F32, new_state: F32, gradient: F32, lr: float) -> Any:
-    """What float32 may lose of Nesterov's sum, whose terms may cancel; 0 for all else."""
+    """Returns float32's possible error in Nesterov's sum, whose terms may cancel; 0 otherwise."""
     if not (isinstance(optimizer, SGD) and optimizer.nesterov):
         return 0.0
     return lr * ulp(decayed(optimizer, values, gradient), optimizer.momentum * new_state.astype(np.float64))
 
 
-def _within(found: F32, wanted: Any, slack: Any, what: str) -> None:
-    difference = np.abs(found.astype(np.float64) - np.asarray(wanted, np.float64))
+def _within(found: F32, expected: Any, slack: Any, what: str) -> None:
+    difference = np.abs(found.astype(np.float64) - np.asarray(expected, np.float64))
     if not np.all(difference <= slack):
         worst = int(np.argmax(difference - slack))
         raise AssertionError(
-            f"{what}[{worst}]: found {found[worst]!r}, wanted {np.asarray(wanted)[worst]!r} "
+            f"{what}[{worst}]: found {found[worst]!r}, expected {np.asarray(expected)[worst]!r} "
             f"+- {np.broadcast_to(slack, found.shape)[worst]:.3g}, off by {difference[worst]:.3g}"
         )
 
 
 def _grid_below(x: F64, dtype: str) -> F64:
-    """The largest value of the 16-bit type that is not above x."""
+    """Returns the largest value of the 16-bit type that is not above x."""
     bits, least = (11, -24) if dtype == "float16" else (8, -133)
     _, exponent = np.frexp(x)
     unit = np.exp2(np.maximum(exponent - bits, least).astype(np.float64))
@@ -193,41 +193,41 @@ def _grid_below(x: F64, dtype: str) -> F64:
     return grid
 
 
-def assert_neighbour(found: F32, wanted: Any, slack: Any, dtype: str) -> None:
-    """`found` is a 16-bit value next to `wanted` (which is only known to within `slack`)."""
+def assert_neighbour(found: F32, expected: Any, slack: Any, dtype: str) -> None:
+    """Checks that `found` is a 16-bit value next to `expected`, which is known only to within `slack`."""
     limit = 65504.0 if dtype == "float16" else float(np.finfo(np.float32).max)
-    low = np.clip(_grid_below(np.asarray(wanted, np.float64) - slack, dtype), -limit, limit)
-    high = np.clip(-_grid_below(-(np.asarray(wanted, np.float64) + slack), dtype), -limit, limit)
+    low = np.clip(_grid_below(np.asarray(expected, np.float64) - slack, dtype), -limit, limit)
+    high = np.clip(-_grid_below(-(np.asarray(expected, np.float64) + slack), dtype), -limit, limit)
     got = found.astype(np.float64)
     assert np.array_equal(_grid_below(got, dtype), got), f"not a {dtype}: {found}"
-    assert np.all((low <= got) & (got <= high)), f"{dtype}: found {found}, wanted a neighbour of {wanted}"
+    assert np.all((low <= got) & (got <= high)), f"{dtype}: found {found}, expected a neighbour of {expected}"
 
 
 def is_exact(optimizer: Any) -> bool:
-    """Plain SGD is bit for bit."""
+    """Returns whether the step must be exact bit for bit, as of plain SGD."""
     return isinstance(optimizer, SGD) and optimizer.momentum == 0 and optimizer.weight_decay == 0
 
 
 def reference_state(optimizer: Any, values: F32, state: F32, gradient: F32, lr: float) -> tuple[Any, Any]:
-    """The state after the step: (state, what float32 may lose)."""
+    """Returns the state after the step: (state, float32's possible error)."""
     match optimizer:
         case Ftrl():
             return ftrl_state(optimizer, values, state, gradient, lr)
         case RowWiseAdagrad():
             return rowwise_state(optimizer, values, state, gradient)
-    _, wanted = torch_step(optimizer, values, state, gradient, lr)
-    slack = 2 * ulp(state, wanted)
+    _, expected = torch_step(optimizer, values, state, gradient, lr)
+    slack = 2 * ulp(state, expected)
     if optimizer.weight_decay > 0 and not isinstance(optimizer, AdamW):  # torch rounds wd p, and g + wd p may cancel
         lost = np.abs(optimizer.weight_decay * values) * 2.0**-24 * np.maximum(1, 2 * np.abs(gradient))
         lost = np.tile(lost, -(-len(state) // len(values)))[: len(state)]
         slack = slack + lost
-    return wanted, slack
+    return expected, slack
 
 
 def assert_step(
     optimizer: Any, lr: float, before: tuple[F32, F32], gradient: F32, after: tuple[F32, F32], dtype: str = "float32"
 ) -> None:
-    """The step from `before` to `after` (values, state) is the optimizer's; see the top for what is asserted."""
+    """Checks that the step from `before` to `after` (values, state) is the optimizer's; the module says how exactly."""
     (values, state), (new_values, new_state) = before, after
     bounds: list[tuple[Any, Any]] = []
     if is_exact(optimizer):  # 1.
@@ -237,13 +237,13 @@ def assert_step(
         _within(new_state, *reference_state(optimizer, values, state, gradient, lr), "state")
         bounds.append(closed_form(optimizer, values, new_state, gradient, lr))  # 4.
     if not is_exact(optimizer) and not isinstance(optimizer, RowWiseAdagrad | Ftrl):  # 2.
-        wanted, torch_state = torch_step(optimizer, values, state, gradient, lr)
+        expected, torch_state = torch_step(optimizer, values, state, gradient, lr)
         exact, _ = closed_form(optimizer, values, torch_state, gradient, lr)
-        slack = (2 + FORMULA_ULPS) * ulp(values, wanted, wanted - values)
+        slack = (2 + FORMULA_ULPS) * ulp(values, expected, expected - values)
         slack = slack + nesterov_loss(optimizer, values, new_state, gradient, lr)
-        bounds.append((wanted, slack + np.abs(wanted - exact)))
-    for wanted, slack in bounds:
+        bounds.append((expected, slack + np.abs(expected - exact)))
+    for expected, slack in bounds:
         if dtype == "float32":
-            _within(new_values, wanted, slack, "values")
+            _within(new_values, expected, slack, "values")
         else:
-            assert_neighbour(new_values, wanted, slack, dtype)
+            assert_neighbour(new_values, expected, slack, dtype)

@@ -1,4 +1,4 @@
-"""A plain dictionary that says what a `Store` must do: the model of the property test.
+"""A dictionary model of a `Store`, for the property test.
 
 One dict: id -> Row(values, state, stamp), one dict of sightings per bucket, counters. It decides admission,
 sightings, shares of the capacity, eviction, expiry, what an absent row reads as, and which gradients are applied.
@@ -67,7 +67,7 @@ class Oracle:
     # -- what is asked of the store's own functions ------------------------------------------------------------------
 
     def initial(self, ids: Iterable[int]) -> dict[int, F32]:
-        """Initial values, from a store that never inserts. They don't depend on capacity, admission or buckets."""
+        """Returns initial values, from a store that never inserts: capacity, admission, buckets do not affect them."""
         unknown = [id_ for id_ in dict.fromkeys(ids) if id_ not in self._initial]
         if unknown:
             probe = Store(_plain(self.table, absent="initial"), seed=self.seed, num_threads=1)
@@ -76,7 +76,7 @@ class Oracle:
         return self._initial
 
     def drawn(self, ids: Sequence[int], step: int) -> dict[int, bool]:
-        """Which of the ids `Probability` admits at this step: a pure function of (seed, table, id, step)."""
+        """Returns the ids that `Probability` admits at this step: a pure function of (seed, table, id, step)."""
         probe = Store(_plain(self.table, admission=self.table.admission), seed=self.seed, num_threads=1)
         probe.lookup(as_ids(ids), step=step)
         return dict(zip(ids, probe.read(as_ids(ids)).present.tolist(), strict=True))
@@ -95,7 +95,7 @@ class Oracle:
         return self.peek(ids)
 
     def peek(self, ids: Sequence[int]) -> F32:
-        """What the rows read as, changing nothing."""
+        """Returns the rows' values; changes nothing."""
         out = np.zeros((len(ids), self.table.dim), np.float32)
         initial = self.initial(ids) if self.table.absent == "initial" else {}
         for i, id_ in enumerate(ids):
@@ -137,8 +137,8 @@ class Oracle:
         self.counters["expired"] += len(gone)
 
     def _admit(self, id_: int, step: int) -> bool:
-        """MinCount: one sighting a step, in a window per bucket that forgets the smallest (stamp, id). The sighting
-        that admits stays until the row is there, so that a lookup without room can be repeated."""
+        """Counts a sighting: one a step, in a window per bucket that forgets the smallest (stamp, id). The one
+        that admits stays until the row exists, so that a lookup without room can be retried."""
         admission = self.table.admission
         if not isinstance(admission, MinCount) or admission.n == 1:
             return True
@@ -155,7 +155,7 @@ class Oracle:
         return count >= admission.n
 
     def share(self, total: int, bucket: int) -> int:
-        """The bucket's part of the capacity, or of the window."""
+        """Returns the bucket's share of the capacity, or of the window."""
         each, rest = divmod(total, self.table.resolved_num_buckets)
         return each + (bucket < rest)
 
@@ -175,7 +175,7 @@ class Oracle:
     # -- update ------------------------------------------------------------------------------------------------------
 
     def update(self, ids: Sequence[int], gradients: F32, *, step: int | None = None) -> dict[int, F32]:
-        """The gradient that each row must be stepped with: summed in order of appearance, float32 adds."""
+        """Returns the gradient of each row's step: summed in order of appearance, in float32."""
         finite = [bool(np.isfinite(gradient).all()) for gradient in gradients]
         if not all(finite) and self.table.on_nonfinite == "raise":
             raise NonFinite(finite.index(False))
@@ -194,7 +194,7 @@ class Oracle:
         return applied
 
     def settle(self, store: Store, applied: dict[int, F32], lr: float | None = None) -> None:
-        """Judge the rows that the store made of an update, then adopt them."""
+        """Checks the rows that the store computed in an update, then adopts them."""
         ids = list(applied)
         after = store.read(as_ids(ids))
         assert after.present.all(), "a row vanished in an update"
@@ -207,7 +207,7 @@ class Oracle:
             row.values, row.state = new
 
     def adopt(self, store: Store) -> None:
-        """Take over the store's content. A lookup that raised CapacityError may have inserted some of its rows."""
+        """Adopts the store's content. A lookup that raised CapacityError may have inserted some of its rows."""
         engine, index, num_buckets = store._engine, store._slot.index, len(self.sightings)
         self.counters.update({name: store.stats()[name] for name in COUNTERS})
         rows = engine.export_rows(index, 0, num_buckets, 0)
@@ -222,7 +222,7 @@ class Oracle:
     # -- comparison --------------------------------------------------------------------------------------------------
 
     def compare(self, store: Store, universe: Sequence[int], *, counters: bool = True) -> None:
-        """Everything that can be seen of the store equals the model, bit for bit."""
+        """Checks that everything observable of the store equals the model, bit for bit."""
         store.check()
         read = store.read(as_ids(universe))
         present = [id_ in self.rows for id_ in universe]
@@ -243,7 +243,7 @@ class Oracle:
             assert {name: stats[name] for name in COUNTERS} == self.counters
 
     def see(self, store: Store) -> None:
-        """Judge and adopt the state of rows that were inserted since."""
+        """Checks and adopts the state of rows that were inserted since."""
         new = [id_ for id_, row in self.rows.items() if row.state is None]
         read = store.read(as_ids(new))
         for i, id_ in enumerate(new):
@@ -251,9 +251,11 @@ class Oracle:
                 continue  # compare() says so
             state = read.state[i]
             row, optimizer = self.rows[id_], self.table.optimizer
-            wanted = initial_state(optimizer, row.values, optimizer.lr)
-            slack = 2 * ulp(wanted) if isinstance(optimizer, Ftrl) else 0.0
-            assert np.all(np.abs(state - wanted) <= slack), f"state of the new row {id_}: {state}, wanted {wanted}"
+            expected = initial_state(optimizer, row.values, optimizer.lr)
+            slack = 2 * ulp(expected) if isinstance(optimizer, Ftrl) else 0.0
+            assert np.all(np.abs(state - expected) <= slack), (
+                f"state of the new row {id_}: {state}, expected {expected}"
+            )
             row.state = state.copy()
 
 
@@ -262,12 +264,12 @@ def as_ids(ids: Iterable[int]) -> NDArray[np.uint64]:
 
 
 def _plain(table: Table, **changes: Any) -> Table:
-    """The same table with nothing that limits its rows, in one bucket."""
+    """Returns the same table without any limit of its rows, in one bucket."""
     limits = {"capacity": None, "on_full": "grow", "num_buckets": 1, "expire_after": None, "admission": Always()}
     return replace(table, **limits | changes)
 
 
-def _membership(universe: Sequence[int], found: Any, wanted: Sequence[bool]) -> str:
-    extra = [id_ for id_, a, b in zip(universe, found, wanted, strict=True) if a and not b]
-    missing = [id_ for id_, a, b in zip(universe, found, wanted, strict=True) if b and not a]
+def _membership(universe: Sequence[int], found: Any, expected: Sequence[bool]) -> str:
+    extra = [id_ for id_, a, b in zip(universe, found, expected, strict=True) if a and not b]
+    missing = [id_ for id_, a, b in zip(universe, found, expected, strict=True) if b and not a]
     return f"rows that should not be there: {extra}; rows that are missing: {missing}"

@@ -1,4 +1,4 @@
-"""What the tests of snapshots share: everything that a table holds as plain arrays, and docs/format.md read anew.
+"""Helpers of the tests of snapshots: a table's content as plain arrays, and an independent reader of docs/format.md.
 
 The reader here knows the specification and pyarrow, and nothing of `satrap`'s own code, so that a test of the files
 does not believe what it tests.
@@ -22,7 +22,7 @@ Columns = dict[str, NDArray[Any]]
 
 
 def contents(store: Store) -> dict[str, Any]:
-    """Rows with their stamps and exact bits, sightings, and the numbers that a snapshot carries; no counters."""
+    """Returns rows with their stamps and exact bits, sightings, and the numbers of a snapshot; no counters."""
     engine = store._engine
     buckets = engine.num_buckets(0)
     return {
@@ -36,13 +36,13 @@ def contents(store: Store) -> dict[str, Any]:
 
 
 def by_id(columns: Columns) -> Columns:
-    """The columns in order of id, as copies."""
+    """Returns copies of the columns in order of id."""
     order = np.argsort(columns["id"], kind="stable")
     return {name: column[order] for name, column in columns.items()}
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Bit for bit."""
+    """Checks that two contents are equal bit for bit."""
     assert found.keys() == wanted.keys()
     for name in found:
         if isinstance(found[name], dict):
@@ -59,7 +59,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def columns(folder: Path, kind: str) -> Columns:
-    """All lines of the files of one kind, in order of id."""
+    """Returns all lines of the files of one kind, in order of id."""
     parts: list[Columns] = []
     for file in manifest(folder)["files"]:
         if file["kind"] == kind:
@@ -77,7 +77,7 @@ def as_numpy(column: Any) -> NDArray[Any]:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C by the book: polynomial 0x1EDC6F41, reflected, one bit at a time."""
+    """Computes CRC-32C by its definition: polynomial 0x1EDC6F41, reflected, one bit at a time."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -87,21 +87,21 @@ def crc32c(data: bytes) -> int:
 
 
 def seal(content: dict[str, Any]) -> bytes:
-    """A manifest with a right checksum, whatever else is in it."""
+    """Returns the content as a manifest with a right checksum."""
     content = {name: value for name, value in content.items() if name != "crc32c"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps(content | {"crc32c": crc32c(canonical)}).encode()
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the manifest and seals it again, as a program with a mistake would write it."""
+    """Changes the manifest and its checksum, as a faulty program would write it."""
     content = manifest(folder)
     change(content)
     (folder / "manifest.json").write_bytes(seal(content))
 
 
 def forge_file(folder: Path, kind: str, change: Callable[[Any], Any]) -> str:
-    """Replaces the first file of that kind by `change` of its Arrow table, manifest and checksums right; its name."""
+    """Replaces the first file of that kind by `change` of its Arrow table, with right checksums; returns its name."""
     content = manifest(folder)
     file = next(file for file in content["files"] if file["kind"] == kind)
     path = folder / file["name"]

@@ -1,4 +1,4 @@
-// Where the gradients of bags lie; see bag_gradients.hpp.
+// Finds the gradients of bags; see bag_gradients.hpp.
 #include "bags/bag_gradients.hpp"
 
 #include <cmath>
@@ -35,17 +35,17 @@ double BagSource::largest_factor() const {
     return std::fabs(static_cast<double>(scale_)) * static_cast<double>(largest_weight_);
 }
 
-Part BagSource::part(std::size_t t, std::uint32_t b, Scratch& scratch) const {
+BucketGradients BagSource::part(std::size_t t, std::uint32_t b, Scratch& scratch) const {
     if (!whole()) return joined(t, b, scratch);
     Batch& batch = *tickets_[0]->batch;
-    const Visit visit = visit_of(batch, map_.first[t], b);
+    const BucketVisit visit = visit_of(batch, map_.first[t], b);
     const float** from = scratch.from.reserve(visit.count);
     places_[0][t].resolve(batch.positions.data() + batch.begin[b], visit.count, from);
     const Factor* factors = batch.bags.scaled[t] != 0 ? batch.bags.factors.data() + batch.begin[b] : nullptr;
     return {visit, {from, factors, scale_}};
 }
 
-// Ticket after ticket, then by place.
+// Orders by ticket, then by place.
 std::vector<std::uint64_t> BagSource::order(std::size_t t, std::uint32_t b) const {
     std::vector<std::uint64_t> order;
     for (std::size_t k = 0; k < tickets_.size(); ++k) {
@@ -75,8 +75,8 @@ std::string BagSource::where(std::uint64_t order) const {
                                  : " (batch " + std::to_string(k + 1) + " of " + std::to_string(tickets_.size()) + ")");
 }
 
-// The unique ids of bucket b over all tickets, with a hint each, into scratch.joined_*; joined_numbers has the number
-// of each ticket's first, second, ... unique id, ticket after ticket. Returns how many there are.
+// Writes the unique ids of bucket b over all tickets, with a hint each, to scratch.joined_*; joined_numbers has the
+// number of each ticket's first, second, ... unique id, ticket after ticket. Returns how many there are.
 std::uint32_t BagSource::join_ids(std::uint32_t b, Scratch& scratch) const {
     std::uint32_t total = 0;
     for (const Ticket* ticket : tickets_) total += ticket->batch->num_unique[b];
@@ -97,7 +97,7 @@ std::uint32_t BagSource::join_ids(std::uint32_t b, Scratch& scratch) const {
     return found;
 }
 
-Part BagSource::joined(std::size_t t, std::uint32_t b, Scratch& scratch) const {
+BucketGradients BagSource::joined(std::size_t t, std::uint32_t b, Scratch& scratch) const {
     std::uint32_t most = 0;
     bool scaled = false;
     for (const Ticket* ticket : tickets_) {
@@ -122,12 +122,12 @@ Part BagSource::joined(std::size_t t, std::uint32_t b, Scratch& scratch) const {
         }
         numbers += batch.num_unique[b];
     }
-    const Visit visit{.bucket = b - map_.first[t],
-                      .unique = scratch.joined_ids.data(),
-                      .num_unique = unique,
-                      .local = local,
-                      .count = count,
-                      .hints = scratch.joined_hints.data()};
+    const BucketVisit visit{.bucket = b - map_.first[t],
+                            .unique = scratch.joined_ids.data(),
+                            .num_unique = unique,
+                            .local = local,
+                            .count = count,
+                            .hints = scratch.joined_hints.data()};
     return {visit, {from, factors, scale_}};
 }
 

@@ -1,5 +1,5 @@
-// The gradients of some tickets' blocks and sequences, by id: where each entry's lies, and what it is multiplied by.
-// With one ticket and a gradient for every entry, the entries are taken as the lookup grouped them. Otherwise they are
+// The gradients of some tickets' blocks and sequences, by id: each entry's memory and factor.
+// With one ticket and a gradient for every entry, the entries stay as the lookup grouped them. Otherwise they are
 // joined, bucket by bucket: ids unique over all tickets, entries ticket after ticket without those that have no
 // gradient.
 #pragma once
@@ -8,8 +8,8 @@
 
 namespace satrap {
 
-// What the gradients of a batch of bags are, one for each of block and sequences. nullptr: nobody gave any, and its ids
-// get none.
+// The gradients of a batch of bags, one for each of block and sequences. nullptr: the caller passed none, and its ids
+// get no update.
 struct BagGradients {
     const float* block;
     std::vector<const float*> sequences;
@@ -17,24 +17,24 @@ struct BagGradients {
 
 class BagSource final : public GradientSource {
   public:
-    BagSource(const BucketMap& map, Tickets tickets, std::span<const BagGradients> gradients, float scale)
+    BagSource(const BucketNumbering& map, Tickets tickets, std::span<const BagGradients> gradients, float scale)
         : map_(map), tickets_(tickets), gradients_(gradients), scale_(scale) {}
 
-    // Whether every id of the one ticket there is has a gradient.
+    // Returns whether there is one ticket and each of its ids has a gradient.
     bool whole() const { return tickets_.size() == 1 && complete_; }
 
     void open() override;
     std::vector<std::span<const float>> memory() const override;
     double largest_factor() const override;
-    Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const override;
+    BucketGradients part(std::size_t t, std::uint32_t b, Scratch& scratch) const override;
     std::vector<std::uint64_t> order(std::size_t t, std::uint32_t b) const override;
     std::string where(std::uint64_t order) const override;
 
   private:
-    Part joined(std::size_t t, std::uint32_t b, Scratch& scratch) const;
+    BucketGradients joined(std::size_t t, std::uint32_t b, Scratch& scratch) const;
     std::uint32_t join_ids(std::uint32_t b, Scratch& scratch) const;
 
-    const BucketMap& map_;
+    const BucketNumbering& map_;
     Tickets tickets_;
     std::span<const BagGradients> gradients_;
     float scale_;

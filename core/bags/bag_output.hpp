@@ -1,6 +1,6 @@
-// Where the rows of one lookup of bags go, and what becomes of them there: straight into block and sequences, or into
-// loose memory that is held for the call and pooled into the block at its end. Whose rows they are, and where from, is
-// the caller's.
+// The destination of the rows of one lookup of bags: directly in block and sequences, or in
+// loose memory that is held for the call and pooled into the block at its end. The caller
+// supplies the rows.
 #pragma once
 
 #include "bags/bag_plan.hpp"
@@ -11,7 +11,7 @@ namespace satrap {
 
 class BagRows {
   public:
-    // Everything given must live as long; the batch was grouped by the plan.
+    // All arguments must outlive this object; the plan has grouped the batch.
     BagRows(const Bags& bags, const BagPlan& plan, const Batch& batch, float* block, float* const* sequences,
             const std::shared_ptr<BlockPool>& pool)
         : plan_(plan), batch_(batch), block_(block), sequences_(sequences),
@@ -22,7 +22,7 @@ class BagRows {
             if (batch.bags.loose[t] != 0) places_[t].add(begin, begin + plan.loose_floats(), loose_.as<float>());
     }
 
-    // Of bucket b of table t, one for each entry; the array lives in the scratch.
+    // Returns the destinations of bucket b of table t, one for each entry; the array lives in the scratch.
     float* const* to(std::size_t t, std::uint32_t b, Scratch& scratch) const {
         const std::uint32_t first = batch_.begin[b], count = batch_.begin[b + 1] - first;
         const auto& place = batch_.bags.loose[t] != 0 ? batch_.bags.to : batch_.positions;
@@ -31,7 +31,7 @@ class BagRows {
         return to;
     }
 
-    // Once all rows are there.
+    // Pools the rows; called when all have arrived.
     void finish(const Kernels& kernels, ThreadPool& pool) const {
         plan_.finish(block_, sequences_, loose_.as<float>(), kernels, pool);
     }
@@ -41,7 +41,7 @@ class BagRows {
     const Batch& batch_;
     float* block_;
     float* const* sequences_;
-    Lease loose_;
+    PooledBlock loose_;
     std::vector<Places<float>> places_;
 };
 

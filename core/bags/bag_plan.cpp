@@ -1,4 +1,4 @@
-// What becomes of each bag of a lookup; see bag_plan.hpp.
+// Plans how each bag of a lookup is processed; see bag_plan.hpp.
 #include "bags/bag_plan.hpp"
 
 #include <limits>
@@ -18,16 +18,16 @@ void BagPlan::make(const Bags& bags, const BagInputs& inputs, const Kernels& ker
     lay_out();
 }
 
-// The shortest and the longest bag of each feature.
+// Finds the shortest and the longest bag of each feature.
 void BagPlan::measure(ThreadPool& pool) {
-    constexpr std::size_t kAlone = 1 << 15; // bags; below this waking threads costs more than it saves
+    constexpr std::size_t kAlone = 1 << 15; // bags; below this, waking threads costs more than it saves
     const std::size_t n = inputs_.num_bags;
     if (inputs_.offsets == nullptr || n == 0) {
         for (Feature& feature : features_) feature.least = feature.most = n == 0 ? 0 : 1;
         return;
     }
     const std::size_t ranges = n < kAlone ? 1 : pool.num_threads();
-    const Feature unseen{Road::direct, false, 0, 0, std::numeric_limits<std::int64_t>::max(), 0, 0};
+    const Feature unseen{Route::direct, false, 0, 0, std::numeric_limits<std::int64_t>::max(), 0, 0};
     std::vector<Feature> seen(ranges * features_.size(), unseen);
     auto pass = [&](unsigned thread, unsigned threads) {
         for (std::size_t r = thread; r < ranges; r += threads)
@@ -69,7 +69,7 @@ void BagPlan::refuse_offsets() const {
     throw InputError("offsets fall from " + std::to_string(inputs_.offsets[bag]) + " to " +
                      std::to_string(inputs_.offsets[bag + 1]) + " at sample " +
                      std::to_string(bag % inputs_.batch_size) + " of feature '" +
-                     bags_->features[bag / inputs_.batch_size].name + "'; wanted each at least the one before");
+                     bags_->features[bag / inputs_.batch_size].name + "'; expected each at least the one before");
 }
 
 void BagPlan::check_weights(const Kernels& kernels) {
@@ -87,7 +87,7 @@ void BagPlan::check_weights(const Kernels& kernels) {
         while (inputs_.begin(bag + 1) <= i) ++bag;
         throw InputError("the weight of id " + std::to_string(inputs_.ids[i]) + " in sample " +
                          std::to_string(bag - f * samples) + " of feature '" + bags_->features[f].name + "' is " +
-                         std::to_string(inputs_.weights[i]) + "; wanted a finite number");
+                         std::to_string(inputs_.weights[i]) + "; expected a finite number");
     }
 }
 
@@ -102,7 +102,7 @@ bool BagPlan::padded(std::size_t f) const {
     return std::find(inputs_.ids + inputs_.begin(f * inputs_.batch_size), end, *feature.padding) != end;
 }
 
-// Copies the batch without padding and without the ids beyond a sequence's max_length, if there are any.
+// Copies the batch without padding and without ids beyond a sequence's max_length, if there are any.
 bool BagPlan::cut() {
     const std::size_t num_features = bags_->features.size();
     bool any = false;
@@ -161,10 +161,10 @@ void BagPlan::lay_out() {
         const BagFeature& feature = bags_->features[f];
         Feature& plan = features_[f];
         plan.uniform = plan.least == 1 && plan.most == 1;
-        plan.road = feature.is_sequence()               ? Road::sequence
-                    : feature.weighted || plan.most > 1 ? Road::pooled
-                                                        : Road::direct;
-        if (plan.road != Road::pooled) continue;
+        plan.route = feature.is_sequence()               ? Route::sequence
+                     : feature.weighted || plan.most > 1 ? Route::pooled
+                                                         : Route::direct;
+        if (plan.route != Route::pooled) continue;
         next = (next - begin + 15) / 16 * 16 + begin; // whole cache lines from the start of the loose memory
         plan.loose = next;
         next += (features_[f + 1].first_id - plan.first_id) * feature.dim;
@@ -185,13 +185,13 @@ void BagPlan::keep_inputs() {
     inputs_.ids = nullptr;
 }
 
-void BagPlan::group(Batch& batch, const BucketMap& map, ThreadPool& pool) const {
+void BagPlan::group(Batch& batch, const BucketNumbering& map, ThreadPool& pool) const {
     describe(batch);
     batch.group(inputs_.ids, map, pool,
                 [&](std::size_t t, std::size_t first) { return BagCursor(*this, batch, t, first); });
 }
 
-// What the batch is to know: where each table's ids begin, and what its entries have.
+// Tells the batch where each table's ids begin, and which data its entries have.
 void BagPlan::describe(Batch& batch) const {
     const std::size_t num_tables = bags_->first.size() - 1;
     BagEntries& entries = batch.bags;
@@ -204,7 +204,7 @@ void BagPlan::describe(Batch& batch) const {
     bool any_loose = false, any_scaled = false;
     for (std::size_t f = 0; f < bags_->features.size(); ++f) {
         const BagFeature& feature = bags_->features[f];
-        if (features_[f].road != Road::pooled) continue;
+        if (features_[f].route != Route::pooled) continue;
         const bool scaled = feature.weighted || feature.pooling != Pooling::sum;
         entries.loose[feature.table] = any_loose = true;
         if (scaled) entries.scaled[feature.table] = any_scaled = true;
@@ -219,7 +219,7 @@ void BagPlan::finish(float* block, float* const* sequences, const float* loose, 
     const std::size_t samples = inputs_.batch_size;
     bool any = false;
     for (std::size_t f = 0; f < bags_->features.size(); ++f)
-        any |= features_[f].road != Road::direct || features_[f].least == 0;
+        any |= features_[f].route != Route::direct || features_[f].least == 0;
     if (!any) return;
     auto pass = [&](unsigned thread, unsigned threads) {
         const FloatMode mode;
@@ -233,28 +233,28 @@ void BagPlan::finish(float* block, float* const* sequences, const float* loose, 
     samples < kAlone ? pass(0, 1) : pool.run(pass);
 }
 
-// Of one feature, for samples begin .. end-1.
+// Pools one feature for samples begin .. end-1.
 void BagPlan::finish_feature(std::size_t f, std::size_t begin, std::size_t end, float* block, float* sequence,
                              const float* loose, const Kernels& kernels) const {
     const BagFeature& feature = bags_->features[f];
     const Feature& plan = features_[f];
-    if (plan.road == Road::direct && plan.least == 1) return;
+    if (plan.route == Route::direct && plan.least == 1) return;
     const std::size_t first_bag = f * inputs_.batch_size, dim = feature.dim;
     for (std::size_t s = begin; s < end; ++s) {
         const std::size_t id = inputs_.begin(first_bag + s), length = inputs_.begin(first_bag + s + 1) - id;
         float* to = block + s * bags_->total_dim + feature.column;
-        switch (plan.road) {
-        case Road::direct:
+        switch (plan.route) {
+        case Route::direct:
             if (length == 0) std::fill(to, to + dim, 0.0f);
             break;
-        case Road::pooled: {
+        case Route::pooled: {
             const float* rows =
                 loose + (plan.loose - bags_->loose_begin(inputs_.batch_size)) + (id - plan.first_id) * dim;
             kernels.pool(rows, feature.weighted ? inputs_.weights + id : nullptr, length, feature.dim,
                          feature.divisor(length), to);
             break;
         }
-        case Road::sequence: {
+        case Route::sequence: {
             float* of_sample = sequence + s * feature.max_length * dim;
             std::fill(of_sample + length * dim, of_sample + feature.max_length * dim, 0.0f);
             break;
@@ -268,7 +268,7 @@ void BagPlan::count_cut() const {
         if (features_[f].num_cut != 0) bags_->truncated[f].fetch_add(features_[f].num_cut);
 }
 
-// The run that begins at id next_.
+// Moves to the run that begins at id next_.
 void BagCursor::enter() {
     const Bags& bags = *plan_.bags_;
     const BagInputs& inputs = plan_.inputs_;
@@ -279,7 +279,7 @@ void BagCursor::enter() {
     std::size_t sample = i - plan.first_id, in_bag = 0;
     weights_ = nullptr;
     divisor_ = 1.0f;
-    if (plan.road == BagPlan::Road::direct && plan.uniform) {
+    if (plan.route == BagPlan::Route::direct && plan.uniform) {
         next_ = plan_.features_[f_ + 1].first_id;
         step_ = static_cast<std::uint32_t>(bags.total_dim);
     } else {
@@ -287,24 +287,24 @@ void BagCursor::enter() {
         sample = bag_ - f_ * samples;
         in_bag = i - inputs.begin(bag_);
         next_ = inputs.begin(bag_ + 1);
-        step_ = plan.road == BagPlan::Road::sequence ? feature.dim : 0;
+        step_ = plan.route == BagPlan::Route::sequence ? feature.dim : 0;
     }
     left_ = next_ - i;
-    if (plan.road == BagPlan::Road::sequence)
+    if (plan.route == BagPlan::Route::sequence)
         place_ = static_cast<std::uint32_t>(bags.sequence_begin(f_, samples) +
                                             (sample * feature.max_length + in_bag) * feature.dim);
     else
         place_ = static_cast<std::uint32_t>(sample * bags.total_dim + feature.column);
     to_place_ = place_;
     to_step_ = step_;
-    if (plan.road != BagPlan::Road::pooled) return;
+    if (plan.route != BagPlan::Route::pooled) return;
     to_place_ = static_cast<std::uint32_t>(plan.loose + (i - plan.first_id) * feature.dim);
     to_step_ = feature.dim;
     if (feature.weighted) weights_ = inputs.weights + i;
     divisor_ = feature.divisor(left_ + in_bag);
 }
 
-// The bag of id i of feature f_; bag_ is one before it, or of another feature, or none yet.
+// Finds the bag of id i of feature f_; bag_ is one before it, or of another feature, or none yet.
 void BagCursor::find_bag(std::size_t i) {
     const BagInputs& inputs = plan_.inputs_;
     const std::size_t first = f_ * inputs.batch_size;

@@ -1,10 +1,10 @@
-// One lookup's bags: checks what came, leaves out padding, cuts sequences that are too long, and decides what becomes
-// of each feature's rows.
-//   direct    bags of at most one id, nothing to multiply: the row goes straight into the block
-//   pooled    the rows go into loose memory, one after the other, and from there, pooled in order, into the block
-//   sequence  the rows go straight into the sequence
-// A BagCursor walks through the ids in their order and tells the place of each. Nothing here knows tables or rows.
-// One thread makes a plan, with the pool's help; then many read it. The order of pooling is that of the ids, so no
+// Plans one lookup's bags: checks the inputs, drops padding, truncates sequences that are too long, and chooses the
+// route of each feature's rows:
+//   direct    bags of at most one id, nothing to multiply: the row goes directly into the block
+//   pooled    the rows go into loose memory, consecutively, and from there, pooled in order, into the block
+//   sequence  the rows go directly into the sequence
+// A BagCursor walks through the ids in order and returns the place of each. Nothing here knows tables or rows.
+// One thread creates a plan, with the pool's help; then many read it. The order of pooling is that of the ids, so no
 // result depends on the number of threads.
 #pragma once
 
@@ -30,14 +30,14 @@ struct BagInputs {
 
 class BagPlan {
   public:
-    enum class Road : std::uint8_t { direct, pooled, sequence };
+    enum class Route : std::uint8_t { direct, pooled, sequence };
     struct Feature {
-        Road road;
+        Route route;
         bool uniform;             // every bag holds exactly one id
         std::size_t first_id;     // of the ids after cutting
         std::uint64_t loose;      // the place of its first loose row, if it is pooled
         std::int64_t least, most; // lengths of its bags; -1: offsets fall
-        std::uint64_t num_cut;    // ids beyond max_length, padding not among them
+        std::uint64_t num_cut;    // ids beyond max_length, without padding
     };
 
     // Throws InputError; `inputs` must live as long as the plan is used, or until keep_inputs().
@@ -45,11 +45,11 @@ class BagPlan {
 
     std::size_t batch_size() const { return inputs_.batch_size; }
     std::uint64_t loose_floats() const { return loose_floats_; }
-    // The ids by bucket, and the place of each.
-    void group(Batch& batch, const BucketMap& map, ThreadPool& pool) const;
-    // For a plan that outlives its inputs: copies what finish() needs of them, which is not the ids.
+    // Groups the ids by bucket, with the place of each.
+    void group(Batch& batch, const BucketNumbering& map, ThreadPool& pool) const;
+    // For a plan that outlives its inputs: copies what finish() needs of them; it does not need the ids.
     void keep_inputs();
-    // After the rows are there: pools the loose ones into the block, and zeros where there are no rows.
+    // Called when the rows have arrived: pools the loose ones into the block, and writes zeros where there are no rows.
     void finish(float* block, float* const* sequences, const float* loose, const Kernels& kernels,
                 ThreadPool& pool) const;
     void count_cut() const;
@@ -75,12 +75,12 @@ class BagPlan {
     std::vector<Feature> features_; // one more than there are: its first_id is the number of ids
     std::uint64_t loose_floats_ = 0;
     float largest_weight_ = 1.0f;
-    Buffer<std::uint64_t> own_ids_; // what is left after cutting, or kept
+    Buffer<std::uint64_t> own_ids_; // the ids after truncation, or kept ones
     Buffer<std::int64_t> own_offsets_;
     Buffer<float> own_weights_;
 };
 
-// Walks through the ids of one table from a given one on. It goes by runs: the rest of a bag, or of a uniform feature.
+// Walks through the ids of one table from any start. It advances by runs: the rest of a bag, or of a uniform feature.
 class BagCursor {
   public:
     BagCursor(const BagPlan& plan, Batch& batch, std::size_t t, std::size_t first)

@@ -1,4 +1,4 @@
-// The look at all gradients before they are applied; see gradient_source.hpp.
+// Checks all gradients before they are applied; see gradient_source.hpp.
 #include "bags/gradient_source.hpp"
 
 #include <limits>
@@ -24,8 +24,8 @@ bool all_sums_finite(const GradientSource& source, std::size_t num_entries, cons
            static_cast<double>(std::numeric_limits<float>::max());
 }
 
-void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketMap& map,
-                      std::span<const Summation* const> tables) {
+void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
+                      std::span<const GradientSum* const> tables) {
     Scratch scratch;
     for (std::size_t t = 0; t < tables.size(); ++t) {
         if (!tables[t]->refuses_nonfinite()) continue;
@@ -33,7 +33,7 @@ void refuse_nonfinite(const GradientSource& source, Tickets tickets, const Bucke
         std::uint64_t first_order = 0;
         for (std::uint32_t b = map.first[t]; b < map.first[t + 1]; ++b) {
             if (!occupied(tickets, b)) continue;
-            const Part part = source.part(t, b, scratch);
+            const BucketGradients part = source.part(t, b, scratch);
             const std::vector<NonFinite> found = tables[t]->find_nonfinite(part.visit, part.gradients, scratch);
             if (found.empty()) continue;
             const std::vector<std::uint64_t> order = source.order(t, b);

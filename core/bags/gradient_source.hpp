@@ -1,5 +1,5 @@
-// The gradients of one update, wherever they lie, and the look at all of them before anything changes: a call that is
-// refused has changed nothing. Who applies them, and to what, is engine.cpp's and shard_split.cpp's to say.
+// The gradients of one update, wherever they are stored, and the check of all of them before anything changes: a call
+// that is refused has changed nothing. engine.cpp and shard_split.cpp apply them.
 #pragma once
 
 #include "ids/gradient_sum.hpp"
@@ -8,34 +8,35 @@
 namespace satrap {
 
 // One bucket's part of an update.
-struct Part {
-    Visit visit;
+struct BucketGradients {
+    BucketVisit visit;
     Gradients gradients; // of the visit's entries
 };
 
-// Asked for its gradients bucket by bucket, from many threads.
+// Returns its gradients bucket by bucket, to many threads.
 class GradientSource {
   public:
     virtual ~GradientSource() = default;
-    // Called first, and once the tickets are this call's own: before, their batches may be another's.
+    // Called first, after this call has claimed the tickets: before, another call may use their batches.
     virtual void open() = 0;
-    // All memory that gradients are in.
+    // Returns all memory that holds gradients.
     virtual std::vector<std::span<const float>> memory() const = 0;
-    // No gradient is multiplied by more than this.
+    // Returns a bound of the factors of the gradients.
     virtual double largest_factor() const = 0;
-    // Bucket b of table t; the arrays live until the next call with the same scratch.
-    virtual Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const = 0;
-    // For messages: the order of the part's entries within their table, and what to say of one of that order.
+    // Returns bucket b of table t; the arrays live until the next call with the same scratch.
+    virtual BucketGradients part(std::size_t t, std::uint32_t b, Scratch& scratch) const = 0;
+    // For messages: the order of the bucket's entries within their table, and the description of the entry of an order.
     virtual std::vector<std::uint64_t> order(std::size_t t, std::uint32_t b) const = 0;
     virtual std::string where(std::uint64_t order) const = 0;
 };
 
-// Whether all gradients are finite, and so small that no sum of `num_entries` of them can overflow: one pass over them.
+// Returns whether all gradients are finite, and so small that no sum of `num_entries` of them can overflow, in one
+// pass.
 bool all_sums_finite(const GradientSource& source, std::size_t num_entries, const Kernels& kernels, ThreadPool& pool);
 
-// Throws for the first id, in the source's order, whose gradients or their sum are not finite, of a table that wants
-// to know. A sum is blamed only if every gradient is finite.
-void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketMap& map,
-                      std::span<const Summation* const> tables);
+// Throws for the first id, in the source's order, whose gradients or their sum are not finite, of a table that refuses
+// them. It names a sum only if every gradient is finite.
+void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
+                      std::span<const GradientSum* const> tables);
 
 } // namespace satrap

@@ -1,8 +1,8 @@
-// The threads of another library, borrowed. torch runs its operators on the threads of GNU's OpenMP, which spin for
-// some milliseconds after each, in wait for the next. Table work between two operators, on threads of our own, would
-// share the cores with them: a call of 1.2 ms took 3.6. So a thread that runs torch's operators can tell its calls
-// into the core to run on the same threads; docs/log.md has the figures. Nothing is linked: the library is the one
-// that the process has loaded already.
+// Runs table work on the threads of another library. torch runs its operators on GNU's OpenMP threads, which spin for
+// some milliseconds after each, waiting for the next. Table work between two operators, on the core's own threads,
+// would share the cores with them: a call of 1.2 ms took 3.6. So a thread that runs torch's operators can let its calls
+// into the core run on the same threads; docs/log.md has the figures. Nothing is linked: the library is the one
+// that the process has already loaded.
 #pragma once
 
 #include <dlfcn.h>
@@ -15,16 +15,17 @@ namespace satrap {
 
 class OpenMp {
   public:
-    // What calls of this thread use; nullptr: threads of their own.
+    // The library whose threads this thread's calls use; nullptr: the core's threads.
     static const OpenMp*& borrowed() {
         static thread_local const OpenMp* mine = nullptr;
         return mine;
     }
 
-    // The library at this path, which the process has loaded; kept for ever, as the threads are.
+    // Opens the library at this path, which the process has loaded. It is never closed, like its threads.
     explicit OpenMp(const std::string& path) {
         void* library = ::dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
-        if (library == nullptr) throw InputError("no library " + path + " is loaded in this process");
+        if (library == nullptr)
+            throw InputError("no library " + path + " is loaded in this process; import torch first");
         find(library, path, "GOMP_parallel", parallel_);
         find(library, path, "omp_get_thread_num", thread_num_);
         find(library, path, "omp_get_num_threads", num_threads_);

@@ -1,5 +1,5 @@
-// Memory that is used for one call and again for the next: growing buffers without initialisation, and a pool of
-// large blocks for results that leave to Python. Fresh pages cost more than the copy into them (a page fault per
+// Memory that is reused from call to call: growing buffers without initialisation, and a pool of
+// large blocks for results that are returned to Python. Fresh pages cost more than the copy into them (a page fault per
 // 4 KiB), so blocks are kept, bounded, in huge pages.
 #pragma once
 
@@ -17,12 +17,12 @@ namespace satrap {
 
 template <typename T> class Buffer {
   public:
-    // At least n elements, contents undefined.
+    // Returns memory for at least n elements, contents undefined.
     T* reserve(std::size_t n) {
         if (n > capacity_) {
-            const std::size_t wanted = n + n / 4;
-            memory_.reset(static_cast<T*>(::operator new[](wanted * sizeof(T), std::align_val_t{64})));
-            capacity_ = wanted; // not before: there may be no memory, and the smaller one stays in use
+            const std::size_t needed = n + n / 4;
+            memory_.reset(static_cast<T*>(::operator new[](needed * sizeof(T), std::align_val_t{64})));
+            capacity_ = needed; // only now: if the allocation fails, the smaller buffer stays in use
         }
         return memory_.get();
     }
@@ -37,7 +37,7 @@ template <typename T> class Buffer {
     std::size_t capacity_ = 0;
 };
 
-// Things that are dear to make, handed out and taken back: scratch space, batches. No more than `most` are kept.
+// A pool of objects that are expensive to create, such as scratch space and batches. At most `most` are kept.
 template <typename T> class Recycler {
   public:
     explicit Recycler(std::size_t most = ~std::size_t{0}) : most_(most) {}
@@ -45,16 +45,16 @@ template <typename T> class Recycler {
     std::unique_ptr<T> take() {
         std::lock_guard lock(mutex_);
         if (spare_.empty()) {
-            spare_.reserve(std::min(most_, ++num_made_)); // here, so that give() never asks for memory
+            spare_.reserve(std::min(most_, ++num_made_)); // here, so that give() never allocates
             return std::make_unique<T>();
         }
-        std::unique_ptr<T> thing = std::move(spare_.back());
+        std::unique_ptr<T> object = std::move(spare_.back());
         spare_.pop_back();
-        return thing;
+        return object;
     }
-    void give(std::unique_ptr<T> thing) {
+    void give(std::unique_ptr<T> object) {
         std::lock_guard lock(mutex_);
-        if (spare_.size() < most_) spare_.push_back(std::move(thing));
+        if (spare_.size() < most_) spare_.push_back(std::move(object));
     }
 
   private:
@@ -64,7 +64,7 @@ template <typename T> class Recycler {
     std::vector<std::unique_ptr<T>> spare_;
 };
 
-// Blocks of memory, 64-byte aligned; those freed are kept for the next request of about their size, up to a bound.
+// A pool of 64-byte aligned blocks. Freed blocks are kept, up to a bound, for requests of about their size.
 class BlockPool {
   public:
     struct Block {
@@ -80,7 +80,7 @@ class BlockPool {
     }
 
     Block take(std::size_t bytes) {
-        if (bytes < kHugePage) return {allocate(64, (bytes + 64) / 64 * 64), 0}; // small: malloc is as good
+        if (bytes < kHugePage) return {allocate(64, (bytes + 64) / 64 * 64), 0}; // small: malloc is as fast
         bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
         {
             std::lock_guard lock(mutex_);
@@ -105,7 +105,7 @@ class BlockPool {
                     spare_.push_back(block);
                     kept_ += block.bytes;
                     return;
-                } catch (const std::bad_alloc&) { // then it is not kept
+                } catch (const std::bad_alloc&) { // the block is freed instead
                 }
             }
         }

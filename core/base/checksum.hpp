@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli), the checksum of saved files: by the processor's own instruction where it has one.
+// CRC-32C (Castagnoli), the checksum of saved files: computed with the processor's instruction where it has one.
 #pragma once
 
 #include <array>

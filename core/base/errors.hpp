@@ -1,4 +1,4 @@
-// The exceptions that the core throws; bindings.cpp maps each to the class of the same name in satrap.errors.
+// The exceptions that the core throws; bindings.cpp maps each to the class of that name in satrap.errors.
 #pragma once
 
 #include <stdexcept>

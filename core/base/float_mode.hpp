@@ -1,7 +1,7 @@
-// How the calling thread rounds, and whether it takes subnormal numbers for 0: while a FloatMode lives, as IEEE 754 has
-// it, to nearest and with subnormals; then as before. A caller may have asked for otherwise, for its own thread and for
-// those that it starts (torch.set_flush_denormal), and results would then depend on which thread computes them.
-// Whatever rounds runs under one, and so do all kernels but `largest`. It costs a read of a register.
+// Sets how the calling thread rounds, and whether it flushes subnormal numbers to 0: while a FloatMode lives, as IEEE
+// 754 specifies, to nearest and with subnormals; then as before. A caller may have set another mode, for its thread and
+// for those that it starts (torch.set_flush_denormal); results would then depend on which thread computes them. All
+// code that rounds runs under one, and all kernels except `largest` do. It costs a read of a register.
 #pragma once
 
 #if defined(__SSE2__)
@@ -25,7 +25,7 @@ class FloatMode {
 
   private:
     static constexpr unsigned kDefault = 0x1f80; // to nearest, nothing flushed, every exception masked
-    static constexpr unsigned kFlags = 0x3f;     // the exceptions that have happened: no part of the mode
+    static constexpr unsigned kFlags = 0x3f;     // the exceptions that have occurred, which are not part of the mode
 
     bool is_other() const { return (callers_ & ~kFlags) != kDefault; }
 

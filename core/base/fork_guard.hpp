@@ -1,6 +1,6 @@
-// The process that a thing was made in. A fork has a copy of the memory and nothing of the threads: pool threads are
-// gone, a lock that another thread held is held for ever, and a shared-memory file is written by two. So whatever has
-// threads, locks or a file is good at home only.
+// Refuses the use of an object in a fork of the process that created it. A fork has a copy of the memory but not of the
+// threads: pool threads do not exist, a lock that another thread held is held forever, and a shared-memory file would
+// have two writers. So an object with threads, locks or a file may be used only by the process that created it.
 #pragma once
 
 #include <unistd.h>
@@ -11,12 +11,12 @@
 
 namespace satrap {
 
-class Home {
+class ForkGuard {
   public:
-    bool is_here() const { return ::getpid() == process_; }
-    void require_here() const {
-        if (!is_here())
-            throw ForkError("this store was made in process " + std::to_string(process_) + " and this is its fork " +
+    bool is_same_process() const { return ::getpid() == process_; }
+    void require_same_process() const {
+        if (!is_same_process())
+            throw ForkError("this store was created in process " + std::to_string(process_) + " and this is its fork " +
                             std::to_string(::getpid()) + ": open it here, or start workers with 'spawn'");
     }
 

@@ -1,4 +1,4 @@
-// Hashing and random draws: every pseudo-random decision of a table is a pure function written here.
+// Hashing and random draws: every pseudo-random decision of a table is a pure function defined here.
 // Nothing in this file has state; all is static, because kernels_*.cpp compile it with other machine flags. Ids come
 // from config and batches; the results decide buckets, tags, initial values, admission and rounding. Only integer and
 // IEEE operations are used, so all machines give the same bits.
@@ -51,7 +51,7 @@ static inline std::uint32_t draw_element(std::uint64_t key, std::uint32_t elemen
     return x ^ (x >> 16);
 }
 
-// A draw from [0, 1) with 53 bits.
+// Returns a draw from [0, 1) with 53 bits.
 static inline double unit_interval(std::uint64_t key) { return static_cast<double>(key >> 11) * 0x1p-53; }
 
 // Natural logarithm of a positive normal double by IEEE operations alone (libm's differs between systems).

@@ -1,6 +1,6 @@
-// A block of a pool for as long as somebody holds it: for one call, or for the life of the arrays that Python has of
-// it, which may be longer than that of whoever made the pool. In a fork the pool's lock may be held by a thread that is
-// not there, and its list be half changed: there neither is touched.
+// A block of a pool, returned when its owner is destroyed: after one call, or with the last array that Python has of
+// it, which may outlive the creator of the pool. In a fork the pool's lock may be held by a thread that does not
+// exist there, and its list be half changed, so neither is touched.
 #pragma once
 
 #include "base/buffers.hpp"
@@ -8,18 +8,18 @@
 
 namespace satrap {
 
-class Lease {
+class PooledBlock {
   public:
-    Lease(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block)
+    PooledBlock(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block)
         : pool_(std::make_unique<std::shared_ptr<BlockPool>>(pool)), block_(block) {}
-    Lease(const std::shared_ptr<BlockPool>& pool, std::size_t bytes) : Lease(pool, pool->take(bytes)) {}
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-    ~Lease() {
-        if (home_.is_here())
+    PooledBlock(const std::shared_ptr<BlockPool>& pool, std::size_t bytes) : PooledBlock(pool, pool->take(bytes)) {}
+    PooledBlock(const PooledBlock&) = delete;
+    PooledBlock& operator=(const PooledBlock&) = delete;
+    ~PooledBlock() {
+        if (fork_guard_.is_same_process())
             (*pool_)->give(block_);
         else
-            (void)pool_.release(); // it may be the last one, and must not end the pool
+            (void)pool_.release(); // it may be the last owner, and must not destroy the pool
     }
 
     template <typename T> T* as() const { return reinterpret_cast<T*>(block_.memory); }
@@ -27,7 +27,7 @@ class Lease {
   private:
     std::unique_ptr<std::shared_ptr<BlockPool>> pool_;
     BlockPool::Block block_;
-    Home home_;
+    ForkGuard fork_guard_;
 };
 
 } // namespace satrap

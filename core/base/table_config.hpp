@@ -1,5 +1,5 @@
-// One table's configuration as the core sees it: plain values, already validated by the Python face and bindings.
-// The nouns: a row is [values | state]; values are `dim` numbers of `dtype`, state is `state_dim()` floats.
+// One table's configuration in the core: plain values, already validated by the Python package and the bindings.
+// A row is [values | state]; values are `dim` numbers of `dtype`, state is `state_dim()` floats.
 #pragma once
 
 #include <bit>
@@ -19,7 +19,7 @@ enum class OnFull : std::uint8_t { evict, raise, grow };
 enum class Absent : std::uint8_t { initial, zeros };
 enum class OnNonfinite : std::uint8_t { raise, skip };
 
-inline constexpr std::uint64_t kMostBucketRows = 0xfffffffeU; // slots have 32 bits, and kNoSlot is none
+inline constexpr std::uint64_t kMostBucketRows = 0xfffffffeU; // slots have 32 bits, and kNoSlot means no slot
 
 struct OptimizerConfig {
     OptimizerKind kind = OptimizerKind::adagrad;

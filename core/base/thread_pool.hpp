@@ -1,8 +1,8 @@
-// A pool that runs one function on num_threads threads, the caller among them. It decides nothing about results:
-// callers split work so that the split cannot matter. A second caller that finds the pool busy works alone; one that
+// A pool that runs one function on num_threads threads, including the caller's. It does not affect results:
+// callers split work so that the split cannot matter. A caller that finds the pool busy works alone; one that
 // has borrowed threads (borrowed_openmp.hpp) uses those instead.
-// Lock: busy_ is held for a whole run; mutex_ guards the hand-over only. An exception must not leave the function,
-// since it could not be delivered from here: a job that may throw, or run out of memory, catches its own.
+// Lock: busy_ is held for a whole run; mutex_ guards the hand-over only. An exception must not leave the function
+// because it could not be delivered from here: a job that may throw, or run out of memory, catches its exceptions.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ class ThreadPool {
             stop();
             throw InputError("num_threads=" + std::to_string(num_threads) + ": only " + std::to_string(started) +
                              " threads could be started (" + error.what() +
-                             "); give fewer, or raise the system's limit of threads or memory");
+                             "); use fewer, or raise the system's limit of threads or memory");
         }
     }
     ThreadPool(const ThreadPool&) = delete;
@@ -67,10 +67,10 @@ class ThreadPool {
     }
 
   private:
-    // Some 10 us, in which the next phase of a batch usually follows. A server and a worker on one machine share its
-    // cores: after a call the other one needs them.
+    // About 10 us, within which the next phase of a batch usually follows. A server and a worker on one machine share
+    // its cores, which the other one needs after a call.
     static constexpr unsigned kIdleSpins = 400;
-    static constexpr unsigned kWaitSpins = 4000; // some 100 us, then others may run
+    static constexpr unsigned kWaitSpins = 4000; // about 100 us, then others may run
 
     void stop() {
         {

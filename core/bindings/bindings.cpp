@@ -1,5 +1,5 @@
-// What Python sees of the engine: turns arrays and attributes into the core's types, validates them, releases the GIL,
-// and maps the core's exceptions to satrap.errors. Nothing below it checks its arguments again.
+// The Python binding of the engine: converts arrays and attributes to the core's types, validates them, releases the
+// GIL, and maps the core's exceptions to satrap.errors. Lower layers do not check their arguments again.
 #include "bindings/bindings.hpp"
 
 #include <nanobind/stl/optional.h>
@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "base/checksum.hpp"
-#include "bindings/bindings_wire.hpp"
+#include "bindings/bindings_fp16.hpp"
 #include "bindings/named_config.hpp"
 
 namespace {
@@ -20,19 +20,19 @@ using Steps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::de
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
-    if (named.empty()) refuse("no table was given; wanted at least one");
+    if (named.empty()) refuse("no table was given; expected at least one");
     std::vector<TableConfig> configs;
     for (const NamedConfig& config : named) configs.push_back(config.resolve());
     return configs;
 }
 
-// A copy: another thread may write to the caller's array while it is used, and what is used must be what was checked.
+// Returns a copy: another thread may write to the caller's array, and the checked values must be the ones used.
 std::vector<std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
     require_size("offsets", offsets.size(), engine.num_tables() + 1);
     std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
     if (at[0] != 0 || at[engine.num_tables()] != static_cast<std::int64_t>(ids.size()))
         refuse("offsets run from " + std::to_string(at[0]) + " to " + std::to_string(at[engine.num_tables()]) +
-               ", wanted 0 to the number of ids, " + std::to_string(ids.size()));
+               ", expected 0 to the number of ids, " + std::to_string(ids.size()));
     for (std::size_t t = 0; t < engine.num_tables(); ++t)
         if (at[t] > at[t + 1])
             refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
@@ -73,7 +73,7 @@ std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& o
 
 std::uint32_t checked_trainer(std::uint32_t trainer) {
     if (trainer >= kMostTrainers)
-        refuse("trainer=" + std::to_string(trainer) + ", wanted at most " + std::to_string(kMostTrainers - 1));
+        refuse("trainer=" + std::to_string(trainer) + ", expected at most " + std::to_string(kMostTrainers - 1));
     return trainer;
 }
 
@@ -139,7 +139,7 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
                      bool others) {
     require_buckets(engine, t, first, last);
     const TableConfig& config = engine.table(t).config();
-    Columns columns;
+    RowColumns columns;
     {
         nb::gil_scoped_release release;
         columns = engine.export_rows(t, first, last, since, others);
@@ -158,7 +158,7 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
 
 nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     require_buckets(engine, t, first, last);
-    Columns columns;
+    RowColumns columns;
     {
         nb::gil_scoped_release release;
         columns = engine.export_sightings(t, first, last, others);
@@ -193,7 +193,7 @@ void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& ste
     require_size("values", values.size(), n * config.dim);
     require_size("state", state.size(), n * config.state_dim());
     if (values.itemsize() != width)
-        refuse("values of " + std::to_string(values.itemsize()) + " bytes each, wanted " + std::to_string(width));
+        refuse("values of " + std::to_string(values.itemsize()) + " bytes each, expected " + std::to_string(width));
     const std::uint64_t* id = ids.data();
     const std::uint32_t* step = steps.data();
     const auto* value = static_cast<const std::byte*>(values.data());
@@ -241,7 +241,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std
     try {
         return Engine::owned(std::make_unique<Engine>(std::move(tables), options, std::move(arena)));
     } catch (...) {
-        if (!shared_path.empty()) ::unlink(shared_path.c_str()); // made just now, and empty
+        if (!shared_path.empty()) ::unlink(shared_path.c_str()); // created just now, and empty
         throw;
     }
 }
@@ -309,11 +309,12 @@ void bind_saving(nb::class_<Engine>& engine) {
 }
 
 void bind_ticket(nb::module_& m) {
-    nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; goes back to update() once.")
+    nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; pass it to update() once.")
         .def_prop_ro("n", [](const Ticket& t) { return t.size; })
         .def_prop_ro("num_unique", [](const Ticket& t) { return t.num_unique; })
         .def_prop_ro(
-            "batch_size", [](const Ticket& t) { return t.batch_size; }, "Samples, of a batch of bags; else 0.")
+            "batch_size", [](const Ticket& t) { return t.batch_size; },
+            "The number of samples of a batch of bags; else 0.")
         .def(
             "only_of", [](const Ticket& t, std::size_t table) { return t.size == 0 || t.table == table; }, "table"_a,
             "Whether all ids are that table's.")
@@ -323,19 +324,19 @@ void bind_ticket(nb::module_& m) {
 void bind_steps(nb::class_<Engine>& engine) {
     engine.def("next_step", &Engine::next_step)
         .def_prop_ro("latest_step", &Engine::latest_step)
-        .def_prop_ro("attempt", &Engine::attempt, "Of the processes that may call; 0 before the first.")
+        .def_prop_ro("attempt", &Engine::attempt, "The attempt whose processes may call; 0 before the first.")
         .def(
             "finished", [](Engine& e, std::uint32_t r, std::uint32_t s) { return e.finished(checked_trainer(r), s); },
             "trainer"_a, "step"_a, "Whether finish() was called for this trainer and step, in this attempt.")
         .def(
             "finish", [](Engine& e, std::uint32_t r, std::uint32_t s) { e.finish(checked_trainer(r), s); }, "trainer"_a,
-            "step"_a, "Notes that every bucket has applied this update, for as long as the rows live.")
+            "step"_a, "Records that every bucket has applied this update, for as long as the rows live.")
         .def("begin_attempt", &Engine::begin_attempt, "attempt"_a,
-             "No update of any trainer counts as applied any more. None may run.");
+             "Starts an attempt in which no update counts as applied. No update may run.");
 }
 
 void bind_engine(nb::module_& m) {
-    nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its one-table face.");
+    nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its interface to one table.");
     engine
         .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
              "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
@@ -351,16 +352,16 @@ void bind_engine(nb::module_& m) {
             },
             "path"_a)
         .def("set_complete", &Engine::set_complete, "complete"_a,
-             "False: an attach of the shared-memory file is refused until it is True again.")
+             "False: the shared-memory file cannot be attached until this is True again.")
         .def_prop_ro("simd", &Engine::simd)
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def("empty", &empty_floats, "rows"_a, "dim"_a,
-             "An uninitialised float32 block, 64-byte aligned, recycled when it dies.")
+             "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
         .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
              "first_epoch"_a = true)
         .def("prepare", &prepare, "ids"_a, "offsets"_a)
         .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(),
-             "Of a trainer: buckets that applied its update of this step already are left alone.")
+             "With a trainer: skips buckets that have already applied its update of this step.")
         .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a)
         .def(
             "lr", [](Engine& e, std::size_t t) { return of_table(e, t).lr(); }, "table"_a)
@@ -389,15 +390,15 @@ void bind_engine(nb::module_& m) {
             "table"_a);
     bind_steps(engine);
     bind_saving(engine);
-    bind_coding(engine);
+    bind_fp16(engine);
     bind_bags(m, engine);
-    bind_moving(engine);
+    bind_migration(engine);
 }
 
 } // namespace
 
 NB_MODULE(_core, m) {
-    m.doc() = "Satrap's native table: see satrap.Store for the face that users call.";
+    m.doc() = "Satrap's native table; satrap.Store is the interface that users call.";
     nb::register_exception_translator(translate);
     m.def(
         "simd_paths",
@@ -407,7 +408,7 @@ NB_MODULE(_core, m) {
             return names;
         },
         "The SIMD paths of this machine, best first.");
-    m.attr("WINDOW_STEPS") = Window::kSteps; // how many steps of a trainer may be in flight
+    m.attr("WINDOW_STEPS") = StepWindow::kSteps; // how many steps of a trainer may be in flight
     m.def(
         "borrow_threads",
         [](const std::optional<std::string>& path) {
@@ -416,8 +417,8 @@ NB_MODULE(_core, m) {
             OpenMp::borrowed() = path ? known[*path] : nullptr;
         },
         "openmp"_a.none(),
-        "Calls of this thread run on the threads of the OpenMP library at this path, which is loaded already; None: on "
-        "threads of their own again.");
+        "Runs calls of this thread on the threads of the OpenMP library at this path, which must be loaded; None: on "
+        "the core's threads again.");
     m.def(
         "crc32c",
         [](const nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes,
@@ -427,12 +428,12 @@ NB_MODULE(_core, m) {
             nb::gil_scoped_release release;
             return crc32c(data, n, crc);
         },
-        "data"_a, "crc"_a = 0, "CRC-32C of a byte buffer, chained from `crc`.");
+        "data"_a, "crc"_a = 0, "Returns the CRC-32C of a byte buffer, chained from `crc`.");
     m.def(
         "bucket_of",
         [](const Ids& ids, std::uint32_t num_buckets) {
             if (!std::has_single_bit(num_buckets))
-                refuse("num_buckets=" + std::to_string(num_buckets) + ", wanted a power of two");
+                refuse("num_buckets=" + std::to_string(num_buckets) + ", expected a power of two");
             auto pool = std::make_shared<BlockPool>();
             BlockPool::Block block = pool->take(ids.size() * 4);
             auto* out = reinterpret_cast<std::uint32_t*>(block.memory);
@@ -445,12 +446,12 @@ NB_MODULE(_core, m) {
             }
             return as_array<std::uint32_t>(pool, block, {n});
         },
-        "ids"_a, "num_buckets"_a, "The bucket of each id.");
+        "ids"_a, "num_buckets"_a, "Returns the bucket of each id.");
     bind_hash(m);
     bind_config(m);
     bind_ticket(m);
     bind_engine(m);
     bind_split(m);
     bind_samples(m);
-    bind_dots(m);
+    bind_interaction(m);
 }

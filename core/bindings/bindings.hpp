@@ -1,4 +1,4 @@
-// What the bindings' files share: the arrays that Python may give, and checks that several calls make.
+// Shared by the bindings' files: the types of arrays that Python may pass, and common checks.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,12 +17,12 @@ using namespace nb::literals;
 using namespace satrap;
 
 void bind_config(nb::module_& m);                           // bindings_config.cpp
-void bind_dots(nb::module_& m);                             // bindings_dots.cpp
+void bind_interaction(nb::module_& m);                      // bindings_interaction.cpp
 void bind_hash(nb::module_& m);                             // bindings_hash.cpp
 void bind_samples(nb::module_& m);                          // bindings_samples.cpp
 void bind_split(nb::module_& m);                            // bindings_split.cpp
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine); // bindings_bags.cpp
-void bind_moving(nb::class_<Engine>& engine);               // bindings_moving.cpp
+void bind_migration(nb::class_<Engine>& engine);            // bindings_migration.cpp
 
 using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -31,29 +31,30 @@ using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }
 
-inline void require_size(const char* what, std::size_t found, std::size_t wanted) {
-    if (found != wanted)
-        refuse(std::string(what) + " holds " + std::to_string(found) + " elements, wanted " + std::to_string(wanted));
+inline void require_size(const char* what, std::size_t found, std::size_t expected) {
+    if (found != expected)
+        refuse(std::string(what) + " holds " + std::to_string(found) + " elements, expected " +
+               std::to_string(expected));
 }
 
 inline void require_step(const char* what, std::uint64_t step) {
     if (step < 1 || step > kLastStep)
-        refuse(std::string(what) + "=" + std::to_string(step) + ", wanted 1.." + std::to_string(kLastStep) +
+        refuse(std::string(what) + "=" + std::to_string(step) + ", expected 1.." + std::to_string(kLastStep) +
                " (a batch number)");
 }
 
 inline unsigned checked_threads(unsigned num_threads) {
     if (num_threads < 1 || num_threads > 1024)
-        refuse("num_threads=" + std::to_string(num_threads) + ", wanted 1..1024");
+        refuse("num_threads=" + std::to_string(num_threads) + ", expected 1..1024");
     return num_threads;
 }
 
-// A call's ids are numbered with 32 bits, with room to double.
+// The ids of a call are numbered in 32 bits, with room to double.
 inline void require_few(std::size_t num_ids) {
     if (num_ids >= 0x40000000U) refuse("a call of " + std::to_string(num_ids) + " ids; at most 2^30-1 fit, split it");
 }
 
-// What a lookup is to do with time.
+// Checks the steps of a lookup.
 inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bool train, bool ticket,
                                bool first_epoch) {
     if (train) {
@@ -63,7 +64,7 @@ inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bo
             refuse("oldest_open=" + std::to_string(oldest_open) + " is after step=" + std::to_string(step) +
                    ", which is open itself");
     } else if (ticket) {
-        refuse("a ticket was asked of a lookup with train=False; such a batch is never updated");
+        refuse("a ticket was requested from a lookup with train=False; such a batch is never updated");
     }
     return {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
 }
@@ -72,19 +73,19 @@ inline void require_lr(const Engine& engine, std::size_t t, double lr) {
     const TableConfig& config = engine.table(t).config();
     const bool divides = config.optimizer.kind == OptimizerKind::ftrl;
     if (!(lr >= 0.0) || lr > 3.4028234663852886e38 || (divides && lr < 1.1754943508222875e-38))
-        refuse("table '" + config.name + "': lr=" + std::to_string(lr) + ", wanted a finite number " +
+        refuse("table '" + config.name + "': lr=" + std::to_string(lr) + ", expected a finite number " +
                (divides ? "of at least 1.18e-38" : ">= 0"));
 }
 
 template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
 
-// A block of the pool as a numpy array; it returns to the pool when the array dies, which may be after the engine.
+// Returns a block of the pool as a numpy array; it returns to the pool when the array is freed, maybe after the engine.
 template <typename T, std::size_t Rank = 1>
 Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block,
                         const std::array<std::size_t, Rank>& shape) {
     if (block.memory == nullptr) block = pool->take(1);
-    auto* lease = new Lease(pool, block);
-    nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<Lease*>(p); });
+    auto* lease = new PooledBlock(pool, block);
+    nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<PooledBlock*>(p); });
     return Array<T, Rank>(lease->template as<T>(), Rank, shape.data(), capsule);
 }
 

@@ -1,4 +1,4 @@
-// What Python sees of bags: their description, and the lookups and updates of satrap.worker.worker.
+// The Python binding of bags: their description, and the lookups and updates of satrap.worker.worker.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 
@@ -40,7 +40,7 @@ std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>&
 void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenGradients>& gradients,
                  std::uint64_t step, const std::vector<std::pair<std::size_t, double>>& lrs, double scale) {
     require_step("step", step);
-    if (tickets.empty()) refuse("no ticket was given; wanted at least one");
+    if (tickets.empty()) refuse("no ticket was given; expected at least one");
     require_size("gradients", gradients.size(), tickets.size());
     const float scale_of_all = checked_scale(scale);
     std::vector<double> of_table;
@@ -63,18 +63,19 @@ void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std:
 } // namespace
 
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine) {
-    nb::class_<Bags>(m, "Bags", "The features of an engine's tables; satrap.Features is their face.")
+    nb::class_<Bags>(m, "Bags", "The features of an engine's tables, as satrap.config.features.Features declares them.")
         .def(nb::new_(&make_bags), "engine"_a, "features"_a)
         .def_prop_ro("total_dim", [](const Bags& bags) { return bags.total_dim; })
         .def(
             "made", [](const Bags& bags, const Ticket& ticket) { return ticket.bags.get() == &bags; }, "ticket"_a,
-            "Whether the ticket is of a lookup of these bags.")
-        .def_prop_ro("truncated", &truncated, "Of each sequence: ids beyond its max_length, which were not looked up.");
+            "Returns whether the ticket is from a lookup of these bags.")
+        .def_prop_ro("truncated", &truncated,
+                     "For each sequence the number of ids beyond its max_length, which were not looked up.");
     engine
         .def("lookup_bags", &lookup_bags, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a,
              "step"_a, "oldest_open"_a, "train"_a, "block"_a, "sequences"_a, "first_epoch"_a = true)
         .def("update_bags", &update_bags, "tickets"_a, "gradients"_a, "step"_a, "lrs"_a, "scale"_a)
         .def(
             "drop", [](Engine& e, Ticket& ticket) { e.drop(ticket); }, "ticket"_a,
-            "Gives up a ticket that will not be updated.");
+            "Releases a ticket that will not be updated.");
 }

@@ -1,5 +1,5 @@
-// What Python says of bags, to an engine and to a split alike: features, the ids of a lookup, the gradients of an
-// update; and what is checked of them.
+// Conversions and checks of bags that an engine and a split share: features, the ids of a lookup, the gradients of an
+// update.
 #pragma once
 
 #include <nanobind/stl/optional.h>
@@ -22,7 +22,7 @@ using NamedFeature =
 // dims: of the tables.
 inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>& dims,
                                                 const std::vector<NamedFeature>& named) {
-    if (named.empty()) refuse("no feature was given; wanted at least one");
+    if (named.empty()) refuse("no feature was given; expected at least one");
     std::vector<BagFeature> features;
     for (const auto& [name, table, pooling, weighted, max_length, keep_last, padding] : named) {
         const std::string where = "feature '" + name + "': ";
@@ -30,7 +30,7 @@ inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>
             refuse(where + "table " + std::to_string(table) + " of " + std::to_string(dims.size()));
         if (!features.empty() && table < features.back().table)
             refuse(where + "table " + std::to_string(table) + " comes after table " +
-                   std::to_string(features.back().table) + "; wanted features in the order of their tables");
+                   std::to_string(features.back().table) + "; expected features in the order of their tables");
         BagFeature feature;
         feature.name = name;
         feature.table = static_cast<std::uint32_t>(table);
@@ -45,7 +45,7 @@ inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>
         if (feature.is_sequence() != (max_length != 0) || max_length > 65536 || (feature.is_sequence() && weighted))
             refuse(where + "pooling='" + pooling + "', max_length=" + std::to_string(max_length) +
                    ", weighted=" + (weighted ? "True" : "False") +
-                   "; 'none' wants a max_length of 1..65536 and no weights, the others 0");
+                   "; 'none' needs a max_length of 1..65536 and no weights, the others max_length 0");
         features.push_back(std::move(feature));
     }
     return features;
@@ -59,7 +59,7 @@ inline std::size_t sequence_size(const Bags& bags, std::size_t q, std::size_t ba
 inline BagInputs checked_inputs(const Bags& bags, const Ids& values, const std::optional<Offsets>& offsets,
                                 const std::optional<FloatsIn>& weights, std::size_t batch_size) {
     require_few(values.size());
-    if (batch_size >= 0x40000000U) refuse("batch_size=" + std::to_string(batch_size) + ", wanted at most 2^30-1");
+    if (batch_size >= 0x40000000U) refuse("batch_size=" + std::to_string(batch_size) + ", expected at most 2^30-1");
     const std::size_t num_bags = batch_size * bags.features.size();
     // What is used must be what is checked, here and in the plan, though another thread may write to the caller's
     // array.
@@ -70,17 +70,18 @@ inline BagInputs checked_inputs(const Bags& bags, const Ids& values, const std::
         const std::int64_t first = copy[0], last = copy[num_bags];
         if (first != 0 || last != static_cast<std::int64_t>(values.size()))
             refuse("offsets run from " + std::to_string(first) + " to " + std::to_string(last) +
-                   ", wanted 0 to the number of ids, " + std::to_string(values.size()));
+                   ", expected 0 to the number of ids, " + std::to_string(values.size()));
     } else {
         require_size("values without offsets", values.size(), num_bags);
     }
     if (weights) require_size("weights", weights->size(), values.size());
     if (weights.has_value() != bags.any_weighted)
-        refuse(weights ? "weights came and no feature is weighted" : "a feature is weighted and no weights came");
+        refuse(weights ? "weights were passed and no feature is weighted"
+                       : "a feature is weighted and no weights were passed");
     return {values.data(), offsets ? copy.data() : nullptr, weights ? weights->data() : nullptr, batch_size, num_bags};
 }
 
-// Block and sequences of one ticket, each None if nobody gave a gradient.
+// Block and sequences of one ticket, each None if the caller passed no gradient.
 using GivenGradients = std::pair<std::optional<FloatsIn>, std::vector<std::optional<FloatsIn>>>;
 
 inline BagGradients checked_gradients(const Ticket& ticket, const GivenGradients& given) {
@@ -105,7 +106,7 @@ inline float checked_scale(double given) {
     const volatile auto rounded = static_cast<float>(scale);
     const float scale_of_all = rounded;
     if (!(scale_of_all > 0.0f) || !std::isfinite(scale_of_all))
-        refuse("scale=" + std::to_string(given) + ", wanted a number above 0 that float32 can hold");
+        refuse("scale=" + std::to_string(given) + ", expected a number above 0 that float32 can hold");
     return scale_of_all;
 }
 

@@ -1,4 +1,4 @@
-// What Python sees of a table's configuration: the flat attributes of satrap._core.TableConfig.
+// The Python binding of a table's configuration: the flat attributes of satrap._core.TableConfig.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -8,7 +8,7 @@ namespace nb = nanobind;
 using namespace satrap;
 
 void bind_config(nb::module_& m) {
-    nb::class_<NamedConfig> config(m, "TableConfig", "One table's configuration, flat; satrap.Table is its face.");
+    nb::class_<NamedConfig> config(m, "TableConfig", "One table's configuration, flat; made from a satrap.Table.");
     config.def(nb::init<>())
         .def_rw("name", &NamedConfig::name)
         .def_rw("dtype", &NamedConfig::dtype)
@@ -53,5 +53,5 @@ void bind_config(nb::module_& m) {
     optimizer("l2", &OptimizerConfig::l2);
     config.def_prop_ro(
         "state_dim", [](const NamedConfig& c) { return c.resolve().state_dim(); },
-        "Floats of optimizer state in a row.");
+        "Number of floats of optimizer state in a row.");
 }

@@ -1,4 +1,4 @@
-// What Python sees of xxh64.hpp: ids from integers, and from the texts of an Arrow column. Validates and releases
+// The Python binding of xxh64.hpp: ids from integers, and from the texts of an Arrow column. Validates and releases
 // the GIL; the one loop over values is the core's.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -32,7 +32,7 @@ Hashes hash_integers(const Column<std::uint64_t>& values) {
 }
 
 template <typename Offset> Hashes hash_column(const Column<Offset>& offsets, const Column<std::uint8_t>& data) {
-    if (offsets.size() == 0) throw InputError("offsets are empty, wanted one more than there are texts");
+    if (offsets.size() == 0) throw InputError("offsets are empty, expected one more than there are texts");
     const std::size_t n = offsets.size() - 1;
     const Offset* at = offsets.data();
     const auto* text = reinterpret_cast<const char*>(data.data());

@@ -1,5 +1,5 @@
-// What Python sees of a source's native half: decoded samples, the gathering of a batch from them, and the parser of
-// delimited text with its format. Validates and releases the GIL; arrays that go out own their memory.
+// The Python binding of the sources: decoded samples, the gathering of a batch from them, and the parser of
+// delimited text with its format. Validates and releases the GIL; returned arrays own their memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -41,8 +41,8 @@ template <typename T> Array<T> view(const std::shared_ptr<T[]>& memory, std::siz
 
 template <typename T> std::unique_ptr<T[]> uncleared(std::size_t n) { return std::unique_ptr<T[]>(new T[n]); }
 
-void require_size(const std::string& what, std::size_t found, std::size_t wanted) {
-    if (found != wanted) refuse(what + " are " + std::to_string(found) + ", wanted " + std::to_string(wanted));
+void require_size(const std::string& what, std::size_t found, std::size_t expected) {
+    if (found != expected) refuse(what + " are " + std::to_string(found) + ", expected " + std::to_string(expected));
 }
 
 void check_sizes(std::size_t f, const Bag& bag, std::size_t n) {
@@ -85,9 +85,9 @@ std::shared_ptr<Samples> make_samples(std::size_t n, const std::vector<Bag>& ids
 
 using GivenPart = std::tuple<std::shared_ptr<Samples>, std::size_t, std::size_t>;
 
-std::vector<Piece> checked_parts(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
-    if (given.empty()) refuse("no parts were given; wanted at least one");
-    std::vector<Piece> parts;
+std::vector<BlockRange> checked_parts(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
+    if (given.empty()) refuse("no parts were given; expected at least one");
+    std::vector<BlockRange> parts;
     std::size_t total = 0;
     for (const auto& [samples, begin, end] : given) {
         if (begin > end || end > samples->n)
@@ -105,7 +105,7 @@ std::vector<Piece> checked_parts(const std::vector<GivenPart>& given, const std:
 
 nb::tuple gather(const std::vector<GivenPart>& given, const Offsets& given_order) {
     const std::vector<std::int64_t> order(given_order.data(), given_order.data() + given_order.size());
-    const std::vector<Piece> parts = checked_parts(given, order);
+    const std::vector<BlockRange> parts = checked_parts(given, order);
     const Samples& shape = *parts[0].samples;
     const std::size_t n = order.size(), num_dense = shape.num_dense, num_labels = shape.num_labels;
     std::unique_ptr<std::uint64_t[]> values;
@@ -139,9 +139,9 @@ nb::tuple gather(const std::vector<GivenPart>& given, const Offsets& given_order
 
 void check_format(const TextFormat& format) {
     if (format.delimiter.empty() || format.delimiter.size() > 8)
-        refuse("a delimiter of " + std::to_string(format.delimiter.size()) + " bytes, wanted 1 to 8");
-    if (format.quote < -1 || format.quote > 255) refuse("quote=" + std::to_string(format.quote) + ", wanted a byte");
-    if (format.columns.empty()) refuse("no columns were given; wanted at least one");
+        refuse("a delimiter of " + std::to_string(format.delimiter.size()) + " bytes, expected 1 to 8");
+    if (format.quote < -1 || format.quote > 255) refuse("quote=" + std::to_string(format.quote) + ", expected a byte");
+    if (format.columns.empty()) refuse("no columns were given; expected at least one");
     std::vector<int> features(format.num_features);
     for (const auto& uses : format.columns) {
         for (const FieldUse& use : uses) {
@@ -154,7 +154,7 @@ void check_format(const TextFormat& format) {
     }
     for (std::size_t f = 0; f < features.size(); ++f)
         if (features[f] != 1)
-            refuse("feature " + std::to_string(f) + " has " + std::to_string(features[f]) + " columns, wanted 1");
+            refuse("feature " + std::to_string(f) + " has " + std::to_string(features[f]) + " columns, expected 1");
 }
 
 nb::tuple parse_text(const TextFormat& format, const Bytes& text, std::size_t most_bad) {
@@ -174,7 +174,7 @@ nb::tuple parse_text(const TextFormat& format, const Bytes& text, std::size_t mo
     }
     for (const BadRow& row : parsed.bad)
         bad.append(nb::make_tuple(row.at, fault_name(row.fault), row.column, row.field_begin, row.field_end, row.found,
-                                  row.wanted));
+                                  row.expected));
     return nb::make_tuple(parsed.samples, texts, bad, parsed.dropped);
 }
 
@@ -187,11 +187,11 @@ FieldUse make_use(const std::string& kind, std::size_t index) {
             use.index = index;
             return use;
         }
-    refuse("kind is '" + kind + "', wanted dense, label, ids, weights or text");
+    refuse("kind is '" + kind + "', expected dense, label, ids, weights or text");
 }
 
 void bind_format(nb::module_& m) {
-    nb::class_<FieldUse>(m, "FieldUse", "One thing that is made of a text file's column.")
+    nb::class_<FieldUse>(m, "FieldUse", "One use of a text file's column.")
         .def(
             "__init__",
             [](FieldUse* self, const std::string& kind, std::size_t index) {
@@ -201,7 +201,7 @@ void bind_format(nb::module_& m) {
         .def_prop_rw(
             "absent", [](const FieldUse& u) { return static_cast<int>(u.absent); },
             [](FieldUse& u, int absent) {
-                if (absent < 0 || absent > 2) refuse("absent=" + std::to_string(absent) + ", wanted 0, 1 or 2");
+                if (absent < 0 || absent > 2) refuse("absent=" + std::to_string(absent) + ", expected 0, 1 or 2");
                 u.absent = static_cast<MissingLabel>(absent);
             },
             "A missing field: 0 reads as `missing`, 1 is refused, 2 drops its row.")
@@ -210,7 +210,7 @@ void bind_format(nb::module_& m) {
         .def_prop_rw(
             "label_kind", [](const FieldUse& u) { return static_cast<int>(u.label_kind); },
             [](FieldUse& u, int kind) {
-                if (kind < 0 || kind > 2) refuse("label_kind=" + std::to_string(kind) + ", wanted 0, 1 or 2");
+                if (kind < 0 || kind > 2) refuse("label_kind=" + std::to_string(kind) + ", expected 0, 1 or 2");
                 u.label_kind = static_cast<LabelKind>(kind);
             },
             "Which numbers a label may be: 0 any, 1 binary (0 or 1), 2 a count.")
@@ -223,7 +223,7 @@ void bind_format(nb::module_& m) {
         .def_rw("integer", &FieldUse::integer)
         .def_rw("hash", &FieldUse::hash)
         .def_rw("missing_id", &FieldUse::missing_id, nb::arg().none());
-    nb::class_<TextFormat>(m, "TextFormat", "What the fields of a delimited text file mean.")
+    nb::class_<TextFormat>(m, "TextFormat", "The meaning of the fields of a delimited text file.")
         .def(nb::init<>())
         .def_rw("delimiter", &TextFormat::delimiter)
         .def_rw("quote", &TextFormat::quote)
@@ -262,7 +262,7 @@ void bind_samples(nb::module_& m) {
           nb::sig("def parse_text(format: TextFormat, text: NDArray[numpy.uint8], most_bad: int) -> tuple[Samples, "
                   "list[tuple[NDArray[numpy.int64], NDArray[numpy.uint8], NDArray[numpy.uint8]]], "
                   "list[tuple[int, str, int, int, int, int, int]], int]"),
-          "Whole rows of text to (samples, text columns, bad rows, number of dropped rows).");
+          "Parses whole rows of text to (samples, text columns, bad rows, number of dropped rows).");
     m.def(
         "count_lines",
         [](const Bytes& text) {
@@ -270,7 +270,7 @@ void bind_samples(nb::module_& m) {
             nb::gil_scoped_release release;
             return count_lines(whole);
         },
-        "text"_a, "How many newlines there are.");
+        "text"_a, "Returns the number of newlines.");
     m.def(
         "last_row_end",
         [](const Bytes& text, int quote) {
@@ -278,7 +278,7 @@ void bind_samples(nb::module_& m) {
             nb::gil_scoped_release release;
             return last_row_end(whole, quote);
         },
-        "text"_a, "quote"_a, "Where the last whole row of the text ends; 0 if none does.");
+        "text"_a, "quote"_a, "Returns where the last whole row of the text ends; 0 if none does.");
     m.def(
         "count_rows",
         [](const Bytes& text, int quote) {
@@ -286,7 +286,7 @@ void bind_samples(nb::module_& m) {
             nb::gil_scoped_release release;
             return count_rows(whole, quote);
         },
-        "text"_a, "quote"_a, "How many rows there are.");
+        "text"_a, "quote"_a, "Returns the number of rows.");
     m.def(
         "rows_within",
         [](const Bytes& text, int quote, std::size_t begin, std::size_t end) {
@@ -295,6 +295,6 @@ void bind_samples(nb::module_& m) {
             const std::size_t low = row_begin(whole, quote, 0, begin);
             return std::pair{low, row_begin(whole, quote, low, end - begin)};
         },
-        "text"_a, "quote"_a, "begin"_a, "end"_a, "Where the rows from `begin` to `end` begin and end.");
+        "text"_a, "quote"_a, "begin"_a, "end"_a, "Returns where the rows from `begin` to `end` begin and end.");
     m.def("log1p", &log1p_each, "values"_a, "ln(1 + max(x, 0)) of each, the same bits on every machine.");
 }

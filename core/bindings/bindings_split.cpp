@@ -1,12 +1,12 @@
-// What Python sees of a split: the calls of a cluster's worker, and arrays over what goes to the servers. An array
-// keeps the memory that it shows, not the ticket or the sums that it came from.
+// The Python binding of a split: the calls of an embedding worker, and arrays over the data for the servers. An array
+// keeps the memory that it shows alive, not the ticket or the sums that it came from.
 #include "sharding/shard_split.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bindings/bindings_bags.hpp"
-#include "bindings/bindings_wire.hpp"
+#include "bindings/bindings_fp16.hpp"
 
 namespace {
 
@@ -16,7 +16,7 @@ using Owners = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::d
 
 std::shared_ptr<Split> make_split(const std::vector<NamedTable>& named, const std::vector<NamedFeature>& features,
                                   unsigned num_threads, const std::string& simd) {
-    if (named.empty()) refuse("no table was given; wanted at least one");
+    if (named.empty()) refuse("no table was given; expected at least one");
     std::vector<SplitTable> tables;
     std::vector<std::uint32_t> dims;
     for (const auto& [name, dim, num_buckets, on_nonfinite] : named) {
@@ -32,10 +32,10 @@ std::shared_ptr<Split> make_split(const std::vector<NamedTable>& named, const st
                                                 checked_threads(num_threads), simd));
 }
 
-// Which server has each bucket: a copy, because what is used must be what was checked.
+// The server of each bucket: a copy, so that the checked values are the ones used.
 std::vector<std::uint32_t> checked_owners(const Split& split, const Owners& owners, std::uint32_t num_servers) {
     if (num_servers < 1 || num_servers > 65535)
-        refuse("num_servers=" + std::to_string(num_servers) + ", wanted 1..65535");
+        refuse("num_servers=" + std::to_string(num_servers) + ", expected 1..65535");
     require_size("owners", owners.size(), split.map().total());
     std::vector<std::uint32_t> of_buckets(owners.data(), owners.data() + owners.size());
     for (std::size_t b = 0; b < of_buckets.size(); ++b)
@@ -59,11 +59,11 @@ void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, 
     std::vector<const float*> of_servers;
     std::vector<float*> memory;
     if (split.owns(ticket)) { // the split refuses another's
-        const Shares& shares = *ticket.shares;
-        require_size("rows", rows.size(), shares.num_servers());
+        const ShardLayout& layout = *ticket.layout;
+        require_size("rows", rows.size(), layout.num_servers());
         for (std::size_t s = 0; s < rows.size(); ++s) {
             const std::string what = "the rows of server " + std::to_string(s);
-            require_size(what.c_str(), rows[s].size(), shares.num_floats[s]);
+            require_size(what.c_str(), rows[s].size(), layout.num_floats[s]);
             of_servers.push_back(rows[s].data());
         }
         require_size("block", block.size(), ticket.ticket.num_floats);
@@ -81,7 +81,7 @@ void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, 
 std::unique_ptr<Sums> sums(Split& split, const std::vector<SplitTicket*>& tickets,
                            const std::vector<GivenGradients>& gradients, double scale, const Owners& owners,
                            std::uint32_t num_servers) {
-    if (tickets.empty()) refuse("no ticket was given; wanted at least one");
+    if (tickets.empty()) refuse("no ticket was given; expected at least one");
     require_size("gradients", gradients.size(), tickets.size());
     const float scale_of_all = checked_scale(scale);
     std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
@@ -95,42 +95,42 @@ std::unique_ptr<Sums> sums(Split& split, const std::vector<SplitTicket*>& ticket
     return std::make_unique<Sums>(split.sums(tickets, checked, scale_of_all, std::move(of_buckets), num_servers));
 }
 
-// n elements from there on, of memory that `keep` keeps.
+// Returns an array of n elements in memory that `keep` owns.
 template <typename T> Array<const T> view_of(const T* memory, std::size_t n, const std::shared_ptr<const void>& keep) {
     nb::capsule capsule(new std::shared_ptr<const void>(keep),
                         [](void* p) noexcept { delete static_cast<std::shared_ptr<const void>*>(p); });
     return Array<const T>(memory, {n}, capsule);
 }
 
-const Shares& shares_of(const std::shared_ptr<const Shares>& shares, std::size_t server) {
-    if (server >= shares->num_servers())
-        refuse("server " + std::to_string(server) + " of " + std::to_string(shares->num_servers()));
-    return *shares;
+const ShardLayout& layout_of(const std::shared_ptr<const ShardLayout>& layout, std::size_t server) {
+    if (server >= layout->num_servers())
+        refuse("server " + std::to_string(server) + " of " + std::to_string(layout->num_servers()));
+    return *layout;
 }
 
-// SplitTicket and Sums have these alike.
-template <typename Class> void bind_shares(nb::class_<Class>& bound) {
+// The attributes that SplitTicket and Sums share.
+template <typename Class> void bind_layout(nb::class_<Class>& bound) {
     bound
         .def(
             "ids",
             [](const Class& own, std::size_t server) {
-                const Shares& shares = shares_of(own.shares, server);
-                const std::uint64_t* memory = own.ids->template as<std::uint64_t>() + shares.first_id[server];
-                return view_of(memory, shares.num_ids(server), own.ids);
+                const ShardLayout& layout = layout_of(own.layout, server);
+                const std::uint64_t* memory = own.ids->template as<std::uint64_t>() + layout.first_id[server];
+                return view_of(memory, layout.num_ids(server), own.ids);
             },
-            "server"_a, "Table by table, and within a table bucket by bucket.")
+            "server"_a, "Ids of the server, table by table, and within a table bucket by bucket.")
         .def(
             "offsets",
             [](const Class& own, std::size_t server) {
-                const Shares& shares = shares_of(own.shares, server);
-                return view_of(shares.offsets(server), shares.num_tables + 1, own.shares);
+                const ShardLayout& layout = layout_of(own.layout, server);
+                return view_of(layout.offsets(server), layout.num_tables + 1, own.layout);
             },
             "server"_a, "Where each table's ids begin in ids(server), and where the last one's end.")
         .def(
             "num_floats",
-            [](const Class& own, std::size_t server) { return shares_of(own.shares, server).num_floats[server]; },
-            "server"_a, "Of the rows, or gradients, of ids(server).")
-        .def_prop_ro("num_servers", [](const Class& own) { return own.shares->num_servers(); });
+            [](const Class& own, std::size_t server) { return layout_of(own.layout, server).num_floats[server]; },
+            "server"_a, "Number of floats of the rows, or gradients, of ids(server).")
+        .def_prop_ro("num_servers", [](const Class& own) { return own.layout->num_servers(); });
 }
 
 void bind_again(nb::class_<Split>& split) {
@@ -146,12 +146,12 @@ void bind_again(nb::class_<Split>& split) {
         .def(
             "again",
             [](Split& split, const Sums& own, const Owners& owners, std::uint32_t num_servers) {
-                require_size("the sums' buckets", own.shares->owners.size(), split.map().total());
+                require_size("the sums' buckets", own.layout->owners.size(), split.map().total());
                 std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
                 nb::gil_scoped_release release;
                 return std::make_unique<Sums>(split.again(own, std::move(of_buckets), num_servers));
             },
-            "sums"_a, "owners"_a, "num_servers"_a, "The same sums for other owners.");
+            "sums"_a, "owners"_a, "num_servers"_a, "Returns the same sums for other owners.");
 }
 
 } // namespace
@@ -160,43 +160,44 @@ void bind_split(nb::module_& m) {
     nb::class_<SplitTicket> ticket(m, "SplitTicket", "A batch whose unique ids are laid out for the servers.");
     ticket.def_prop_ro("batch_size", [](const SplitTicket& t) { return t.ticket.batch_size; })
         .def_prop_ro("used", [](const SplitTicket& t) { return t.ticket.used.load(); });
-    bind_shares(ticket);
+    bind_layout(ticket);
     nb::class_<Sums> sums_class(m, "Sums", "What an update sends to each server: one gradient for each id.");
     sums_class
         .def(
             "gradients",
             [](const Sums& own, std::size_t server) {
-                const Shares& shares = shares_of(own.shares, server);
-                const float* memory = own.gradients->as<float>() + shares.first_float[server];
-                return view_of(memory, shares.num_floats[server], own.gradients);
+                const ShardLayout& layout = layout_of(own.layout, server);
+                const float* memory = own.gradients->as<float>() + layout.first_float[server];
+                return view_of(memory, layout.num_floats[server], own.gradients);
             },
-            "server"_a, "Those of ids(server), one after the other.")
+            "server"_a, "The gradients of ids(server), in their order.")
         .def_ro("same_ids", &Sums::same_ids, "Whether ids and servers are those of the one ticket's lookup.")
-        .def_ro("skipped", &Sums::skipped, "Of each table: ids in bags whose gradients were left out, not finite.");
-    bind_shares(sums_class);
+        .def_ro("skipped", &Sums::skipped,
+                "For each table the number of ids in bags whose gradients were not finite and left out.");
+    bind_layout(sums_class);
     nb::class_<Split> split(m, "Split",
                             "Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.");
     split.def(nb::new_(&make_split), "tables"_a, "features"_a, "num_threads"_a, "simd"_a = "auto")
         .def_prop_ro("num_threads", &Split::num_threads)
         .def_prop_ro("simd", &Split::simd)
         .def_prop_ro(
-            "num_buckets", [](const Split& s) { return s.map().total(); }, "Of all tables, one after the other.")
+            "num_buckets", [](const Split& s) { return s.map().total(); }, "Number of buckets of all tables.")
         .def_prop_ro(
             "truncated", [](const Split& s) { return truncated(s.bags()); },
-            "Of each sequence: ids beyond its max_length, which were not looked up.")
+            "For each sequence the number of ids beyond its max_length, which were not looked up.")
         .def(
             "empty", [](Split& s, std::size_t rows, std::size_t dim) { return empty_block(s.blocks(), rows, dim); },
-            "rows"_a, "dim"_a, "As Engine.empty.")
+            "rows"_a, "dim"_a, "Returns an uninitialised block, like Engine.empty.")
         .def(
             "made", [](const Split& s, const SplitTicket& t) { return s.owns(t); }, "ticket"_a,
-            "Whether the ticket is of a lookup of this split.")
+            "Returns whether the ticket is from a lookup of this split.")
         .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
              "num_servers"_a)
         .def("fill", &fill, "ticket"_a, "rows"_a, "block"_a, "sequences"_a,
-             "Writes what Engine.lookup_bags writes, of rows as each server's flat lookup gives them.")
+             "Writes what Engine.lookup_bags writes, from rows as each server's flat lookup returns them.")
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a,
-             "What Engine.update_bags would apply to each id.")
-        .def("drop", &Split::drop, "ticket"_a, "Gives up a ticket that will not be updated.");
+             "Returns the sums that Engine.update_bags would apply to each id.")
+        .def("drop", &Split::drop, "ticket"_a, "Releases a ticket that will not be updated.");
     bind_again(split);
-    bind_coding(split);
+    bind_fp16(split);
 }

@@ -1,4 +1,4 @@
-// A table's configuration as Python spells it: names instead of enums. resolve() checks them and gives the core's own.
+// A table's configuration as Python spells it: names instead of enums. resolve() checks them and returns a TableConfig.
 #pragma once
 
 #include <initializer_list>
@@ -17,7 +17,7 @@ Choice choose(const std::string& field, const std::string& found,
         if (found == name) return value;
         names += (names.empty() ? "'" : ", '") + std::string(name) + "'";
     }
-    throw InputError(field + "='" + found + "' is not known; wanted one of " + names);
+    throw InputError(field + "='" + found + "' is not known; expected one of " + names);
 }
 
 // The attributes of satrap._core.TableConfig: names instead of enums, so that Python needs none of ours.
@@ -51,10 +51,10 @@ struct NamedConfig {
         config.on_nonfinite = choose<OnNonfinite>("on_nonfinite", on_nonfinite,
                                                   {{"raise", OnNonfinite::raise}, {"skip", OnNonfinite::skip}});
         if (config.dim < 1 || config.dim > 65536)
-            throw InputError("table '" + name + "': dim=" + std::to_string(config.dim) + ", wanted 1..65536");
+            throw InputError("table '" + name + "': dim=" + std::to_string(config.dim) + ", expected 1..65536");
         if (!std::has_single_bit(config.num_buckets) || config.num_buckets > 65536)
             throw InputError("table '" + name + "': num_buckets=" + std::to_string(config.num_buckets) +
-                             ", wanted a power of two up to 65536");
+                             ", expected a power of two up to 65536");
         if (config.capacity != 0 && config.capacity < config.num_buckets)
             throw InputError("table '" + name + "': capacity=" + std::to_string(config.capacity) +
                              " is below num_buckets=" + std::to_string(config.num_buckets));

@@ -1,6 +1,6 @@
 // Parses a piece of delimited text (CSV, TSV, Criteo) into columns, in one pass: fields are found, converted, hashed
-// and appended where they lie. It reads no files: the caller cuts them so that a piece holds whole rows. A bad row
-// leaves no trace but its BadRow. A piece is parsed by one thread; pieces know nothing of each other.
+// and appended in place. It reads no files: the caller cuts them so that a piece holds whole rows. A bad row
+// leaves nothing but its BadRow. A piece is parsed by one thread; pieces are independent.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ inline std::size_t count_lines(std::string_view text) {
            static_cast<std::size_t>(std::count(text.begin() + static_cast<std::ptrdiff_t>(at), text.end(), '\n'));
 }
 
-// Where the last whole row ends: behind its newline, or 0. With a quote character (-1: none) a newline inside quotes
-// ends no row; the text begins outside of quotes.
+// Returns where the last whole row ends: behind its newline, or 0. With a quote character (-1: none) a newline inside
+// quotes ends no row; the text begins outside of quotes.
 inline std::size_t last_row_end(std::string_view text, int quote) {
     if (quote < 0) {
         const std::size_t at = text.rfind('\n');
@@ -55,7 +55,7 @@ inline std::size_t last_row_end(std::string_view text, int quote) {
     return end;
 }
 
-// Where row number `row` begins, from `at` on, which is where row 0 begins; the text's end if there are not so many.
+// Returns where row number `row` begins, counted from row 0 at `at`; the text's end if there are fewer rows.
 inline std::size_t row_begin(std::string_view text, int quote, std::size_t at, std::size_t row) {
     bool quoted = false;
     for (; row != 0 && at < text.size(); ++at) {
@@ -72,7 +72,7 @@ inline std::size_t row_begin(std::string_view text, int quote, std::size_t at, s
     return at;
 }
 
-// Whole rows: those that a newline ends, and a last one without. With a quote character as for last_row_end.
+// Counts whole rows: those that a newline ends, and a last one without. Quotes are treated as in last_row_end.
 inline std::size_t count_rows(std::string_view text, int quote) {
     if (quote < 0) return count_lines(text) + (!text.empty() && text.back() != '\n');
     std::size_t rows = 0;
@@ -96,7 +96,7 @@ class DelimitedParser {
         for (const std::string& text : format.missing) longest_missing_ = std::max(longest_missing_, text.size());
     }
 
-    // Stops behind bad row number `most_bad` + 1.
+    // Stops after bad row number `most_bad` + 1.
     ParsedText parse(std::string_view text, std::size_t most_bad) {
         begin_ = text.data();
         end_ = begin_ + text.size();
@@ -132,16 +132,16 @@ class DelimitedParser {
   private:
     static constexpr std::uint64_t kOnes = 0x0101010101010101ULL;
 
-    // A field without its quotes, and where it ended: at a delimiter, a newline or the end of the text.
+    // A field without its quotes, and where it ends: at a delimiter, a newline or the end of the text.
     struct Field {
         std::string_view text;
         const char* stop;
     };
 
-    // The high bit of each zero byte; exact up to the first one.
+    // Returns the high bit of each zero byte; exact up to the first one.
     static std::uint64_t zero_bytes(std::uint64_t word) { return (word - kOnes) & ~word & (kOnes << 7); }
 
-    // The first possible delimiter or newline at or after `at`.
+    // Finds the first possible delimiter or newline at or after `at`.
     const char* find(const char* at) const {
         for (; end_ - at >= 8; at += 8) {
             const auto word = xxh64_detail::load<std::uint64_t>(reinterpret_cast<const unsigned char*>(at));
@@ -153,9 +153,9 @@ class DelimitedParser {
     }
 
     bool delimiter_at(const char* at) const {
-        const std::string& wanted = format_.delimiter;
-        return wanted.size() == 1 || (static_cast<std::size_t>(end_ - at) >= wanted.size() &&
-                                      std::memcmp(at, wanted.data(), wanted.size()) == 0);
+        const std::string& delimiter = format_.delimiter;
+        return delimiter.size() == 1 || (static_cast<std::size_t>(end_ - at) >= delimiter.size() &&
+                                         std::memcmp(at, delimiter.data(), delimiter.size()) == 0);
     }
 
     const char* field_end(const char* at) const {
@@ -169,7 +169,8 @@ class DelimitedParser {
         return newline == nullptr ? end_ : static_cast<const char*>(newline) + 1;
     }
 
-    // Behind an empty line; nullptr if the line is not empty. In a file of one column an empty line is a missing field.
+    // Returns the end of an empty line; nullptr if the line is not empty. In a file of one column it is a missing
+    // field.
     const char* blank_line(const char* at) const {
         if (format_.columns.size() == 1) return nullptr;
         if (*at == '\r' && ++at == end_) return at;
@@ -184,7 +185,7 @@ class DelimitedParser {
         return {from, static_cast<std::size_t>(to - from)};
     }
 
-    // The row at `at`; returns where the next begins, or nullptr with bad_ set.
+    // Parses the row at `at`; returns where the next begins, or nullptr with bad_ set.
     const char* row(const char* at) {
         const std::size_t num_columns = format_.columns.size();
         for (std::size_t c = 0; c < num_columns; ++c) {
@@ -205,7 +206,7 @@ class DelimitedParser {
             bad_.fault = Fault::weights;
             bad_.column = feature;
             bad_.found = column->new_weights(columns_->n);
-            bad_.wanted = column->new_ids(columns_->n);
+            bad_.expected = column->new_ids(columns_->n);
             return nullptr;
         }
         return at;
@@ -225,11 +226,11 @@ class DelimitedParser {
         }
         bad_.fault = few ? Fault::few_columns : Fault::many_columns;
         bad_.found = found;
-        bad_.wanted = format_.columns.size();
+        bad_.expected = format_.columns.size();
         refuse(0, at, at);
     }
 
-    // The field at `at`. If its quotes are wrong, `stop` is nullptr and bad_.fault says how.
+    // Reads the field at `at`. If its quotes are wrong, `stop` is nullptr and bad_.fault tells how.
     Field read(const char* at) {
         if (format_.quote >= 0) {
             const char* open = at;

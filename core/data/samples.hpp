@@ -1,6 +1,6 @@
 // Decoded samples of a source, and how a batch is gathered from them. Data comes from delimited.hpp or from Arrow
-// memory and leaves as the flat arrays of one batch: feature after feature, sample after sample. Nothing here reads
-// files or decides an order.
+// memory and is returned as the flat arrays of one batch: feature after feature, sample after sample. Nothing here
+// reads files or decides an order.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 
 namespace satrap {
 
-// The ids of one feature. offsets == nullptr: sample i holds the one id values[i * stride]; ids of one sample may so
-// lie side by side, and a random sample costs few cache lines. Otherwise its bag is values[offsets[i] .. offsets[i +
-// 1]). weights, if any, lie beside values (then stride is 1); without them every id weighs 1.
+// The ids of one feature. offsets == nullptr: sample i holds the one id values[i * stride], so the ids of one
+// sample may be adjacent, and a random sample costs few cache lines. Otherwise its bag is values[offsets[i] ..
+// offsets[i + 1]). weights, if any, are parallel to values (then stride is 1); without them every id weighs 1.
 struct BagColumn {
     const std::uint64_t* values = nullptr;
     const std::int64_t* offsets = nullptr;
@@ -39,8 +39,8 @@ struct Samples {
     }
 };
 
-// Builds Samples out of the caller's arrays, of which it keeps copies: the caller may change them when `done` returns.
-// Each offset is read once, so what was checked is what is used.
+// Builds Samples from copies of the caller's arrays, which the caller may change when `done` returns.
+// Each offset is read once, so that the checked value is the one used.
 class SamplesBuilder {
   public:
     SamplesBuilder(std::size_t n, std::size_t num_features)
@@ -49,11 +49,11 @@ class SamplesBuilder {
         samples_->ids.resize(num_features);
     }
 
-    // A feature of which every sample has one id. Single ids of a sample lie side by side.
+    // Adds a feature with one id in every sample. The single ids of a sample are adjacent.
     void single(std::size_t feature, const std::uint64_t* values, const float* weights) {
         const std::size_t stride = samples_->ids.size();
         BagColumn& column = samples_->ids[feature];
-        if (weights != nullptr) { // weights lie beside values, as they come
+        if (weights != nullptr) { // the values keep their order, beside the weights
             column = {copy(values, n_), nullptr, copy(weights, n_), 1};
             return;
         }
@@ -61,7 +61,7 @@ class SamplesBuilder {
         to_place_.emplace_back(feature, values);
     }
 
-    // A feature with bags; false if the n + 1 offsets do not rise within the `size` values.
+    // Adds a feature with bags; returns false if the n + 1 offsets do not rise within the `size` values.
     bool bags(std::size_t feature, const std::uint64_t* values, std::size_t size, const std::int64_t* offsets,
               const float* weights) {
         std::int64_t* own = keep<std::int64_t>(n_ + 1);
@@ -84,7 +84,8 @@ class SamplesBuilder {
         samples_->num_labels = width;
     }
 
-    // Reads what `single` was given. Some samples at a time, so that their part of the matrix stays in the cache.
+    // Copies the ids of the single features, some samples at a time, so that their part of the matrix stays in the
+    // cache.
     std::shared_ptr<Samples> done() {
         constexpr std::size_t kTogether = 256;
         const std::size_t stride = samples_->ids.size();
@@ -97,7 +98,7 @@ class SamplesBuilder {
 
   private:
     template <typename T> T* keep(std::size_t n) {
-        std::shared_ptr<T[]> memory(new T[n + 1]); // never none: a null pointer has a meaning
+        std::shared_ptr<T[]> memory(new T[n + 1]); // never empty: a null pointer has a meaning
         samples_->owners.push_back(memory);
         return memory.get();
     }
@@ -114,7 +115,7 @@ class SamplesBuilder {
 };
 
 // A range of a block's samples. Parts are numbered through: sample k of several parts counts over all of them.
-struct Piece {
+struct BlockRange {
     const Samples* samples;
     std::size_t begin;
     std::size_t end;
@@ -124,13 +125,13 @@ struct Piece {
 // the functions fill them. The parts have one shape and at least one part is given.
 class Gather {
   public:
-    Gather(std::span<const Piece> parts, std::span<const std::int64_t> order)
-        : parts_(parts), places_(order.size()), num_features_(parts[0].samples->ids.size()) {
+    Gather(std::span<const BlockRange> parts, std::span<const std::int64_t> order)
+        : parts_(parts), samples_(order.size()), num_features_(parts[0].samples->ids.size()) {
         place(order);
         measure();
     }
 
-    std::size_t size() const { return places_.size(); }
+    std::size_t size() const { return samples_.size(); }
     std::size_t num_features() const { return num_features_; }
     // Every bag of the batch holds exactly one id, so it needs no offsets.
     bool one_each() const { return one_each_; }
@@ -150,14 +151,14 @@ class Gather {
         std::int64_t at = 0;
         *out++ = 0;
         for (std::size_t f = 0; f < num_features_; ++f)
-            for (const Place& place : places_) *out++ = at += length(parts_[place.part].samples->ids[f], place.sample);
+            for (const SampleRef& ref : samples_) *out++ = at += length(parts_[ref.part].samples->ids[f], ref.sample);
     }
 
     void dense(float* out) const { rows(&Samples::dense, parts_[0].samples->num_dense, out); }
     void label(float* out) const { rows(&Samples::label, parts_[0].samples->num_labels, out); }
 
   private:
-    struct Place {
+    struct SampleRef {
         std::uint32_t part;
         std::uint64_t sample;
     };
@@ -169,7 +170,7 @@ class Gather {
     void place(std::span<const std::int64_t> order) {
         std::vector<std::uint64_t> starts; // of each part, in the common numbering
         std::uint64_t start = 0;
-        for (const Piece& part : parts_) {
+        for (const BlockRange& part : parts_) {
             starts.push_back(start);
             start += part.end - part.begin;
         }
@@ -177,44 +178,44 @@ class Gather {
             const auto k = static_cast<std::uint64_t>(order[i]);
             const auto part =
                 static_cast<std::size_t>(std::upper_bound(starts.begin(), starts.end(), k) - starts.begin() - 1);
-            places_[i] = {static_cast<std::uint32_t>(part), parts_[part].begin + (k - starts[part])};
+            samples_[i] = {static_cast<std::uint32_t>(part), parts_[part].begin + (k - starts[part])};
         }
     }
 
     void measure() {
         for (std::size_t f = 0; f < num_features_; ++f) {
             bool single = true;
-            for (const Piece& part : parts_) {
+            for (const BlockRange& part : parts_) {
                 single = single && part.samples->ids[f].offsets == nullptr;
                 weighted_ = weighted_ || part.samples->ids[f].weights != nullptr;
             }
             single_.push_back(single);
             starts_.push_back(num_values_);
             if (single) {
-                num_values_ += places_.size();
+                num_values_ += samples_.size();
                 continue;
             }
-            for (const Place& place : places_) {
-                const std::int64_t n = length(parts_[place.part].samples->ids[f], place.sample);
+            for (const SampleRef& ref : samples_) {
+                const std::int64_t n = length(parts_[ref.part].samples->ids[f], ref.sample);
                 one_each_ = one_each_ && n == 1;
                 num_values_ += static_cast<std::size_t>(n);
             }
         }
     }
 
-    // The features whose samples all hold one id: some samples at a time, so that what lies side by side is read once.
+    // Copies the features whose samples all hold one id: some samples at a time, so that adjacent ids are read once.
     void single_ids(std::uint64_t* out) const {
         constexpr std::size_t kTogether = 128;
         std::vector<BagColumn> columns(parts_.size());
-        for (std::size_t begin = 0; begin < places_.size(); begin += kTogether) {
-            const std::size_t end = std::min(places_.size(), begin + kTogether);
+        for (std::size_t begin = 0; begin < samples_.size(); begin += kTogether) {
+            const std::size_t end = std::min(samples_.size(), begin + kTogether);
             for (std::size_t f = 0; f < num_features_; ++f) {
                 if (!single_[f]) continue;
                 for (std::size_t p = 0; p < parts_.size(); ++p) columns[p] = parts_[p].samples->ids[f];
                 std::uint64_t* to = out + starts_[f];
                 for (std::size_t i = begin; i < end; ++i) {
-                    const BagColumn& column = columns[places_[i].part];
-                    to[i] = column.values[places_[i].sample * column.stride];
+                    const BagColumn& column = columns[samples_[i].part];
+                    to[i] = column.values[samples_[i].sample * column.stride];
                 }
             }
         }
@@ -223,31 +224,31 @@ class Gather {
     // Copies one of a feature's arrays bag by bag; where a part has none, `missing` for each of its ids.
     template <typename T> void bags(const T* BagColumn::* member, std::size_t feature, T missing, T* out) const {
         std::vector<BagColumn> columns;
-        for (const Piece& part : parts_) columns.push_back(part.samples->ids[feature]);
-        for (const Place& place : places_) {
-            const BagColumn& column = columns[place.part];
+        for (const BlockRange& part : parts_) columns.push_back(part.samples->ids[feature]);
+        for (const SampleRef& ref : samples_) {
+            const BagColumn& column = columns[ref.part];
             const T* from = column.*member;
-            const auto n = static_cast<std::size_t>(length(column, place.sample));
+            const auto n = static_cast<std::size_t>(length(column, ref.sample));
             if (from == nullptr)
                 std::fill_n(out, n, missing);
             else if (column.offsets == nullptr)
-                *out = from[place.sample * column.stride];
+                *out = from[ref.sample * column.stride];
             else
-                std::copy_n(from + column.offsets[place.sample], n, out);
+                std::copy_n(from + column.offsets[ref.sample], n, out);
             out += n;
         }
     }
 
     void rows(const float* Samples::* member, std::size_t width, float* out) const {
-        for (const Place& place : places_) {
-            const float* from = parts_[place.part].samples->*member + place.sample * width;
+        for (const SampleRef& ref : samples_) {
+            const float* from = parts_[ref.part].samples->*member + ref.sample * width;
             std::copy_n(from, width, out);
             out += width;
         }
     }
 
-    std::span<const Piece> parts_;
-    std::vector<Place> places_;
+    std::span<const BlockRange> parts_;
+    std::vector<SampleRef> samples_;
     std::size_t num_features_;
     std::vector<bool> single_;        // of each feature: every sample holds one id
     std::vector<std::size_t> starts_; // of each feature: where its values begin

@@ -1,5 +1,5 @@
-// The columns that a parsed text becomes: they grow sample by sample, and a sample that turns out to be bad is taken
-// back. Filled by delimited.hpp, handed on as Samples without a copy.
+// The columns of a parsed text: they grow sample by sample, and a sample that turns out to be bad is removed
+// again. delimited.hpp fills them; they become Samples without a copy.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace satrap {
 
-// Elements in one piece of memory that nobody clears first.
-template <typename T> class Growing {
+// A growing array of uninitialised elements.
+template <typename T> class GrowingArray {
   public:
     T* reserve(std::size_t n) {
         if (n <= capacity_) return memory_.get();
@@ -47,14 +47,14 @@ class IdColumn {
 
     bool in_bags() const { return offsets_.data() != nullptr; }
 
-    // The one id of sample n.
+    // Writes the one id of sample n.
     void set(std::size_t n, std::uint64_t id) {
         if (in_bags())
             add(id);
         else
             matrix_[n * stride_] = id;
     }
-    // Sample n has none, or a list of them: `add` each.
+    // Starts a sample n with no id, or a list of ids: `add` each.
     void begin_bag(std::size_t n) {
         if (!in_bags()) begin_bags(n);
     }
@@ -73,13 +73,13 @@ class IdColumn {
     bool bag_missing() const { return missing_; }
     std::size_t new_ids(std::size_t n) const { return count_ - first(n); }
     std::size_t new_weights(std::size_t n) const { return num_weights_ - first(n); }
-    // A missing bag has no use for weights; the id that stands for it weighs 1.
+    // A missing bag ignores weights; the id that stands for it weighs 1.
     void settle_missing(std::size_t n) {
         num_weights_ = first(n);
         while (num_weights_ < count_) add_weight(1.0F);
     }
 
-    // Sample n is good, or it is taken back.
+    // Keeps sample n, or removes it.
     void commit(std::size_t n) {
         missing_ = false;
         offsets_.data()[n + 1] = static_cast<std::int64_t>(count_);
@@ -112,9 +112,9 @@ class IdColumn {
 
     std::uint64_t* matrix_;
     std::size_t stride_;
-    Growing<std::uint64_t> values_;
-    Growing<std::int64_t> offsets_;
-    Growing<float> weights_;
+    GrowingArray<std::uint64_t> values_;
+    GrowingArray<std::int64_t> offsets_;
+    GrowingArray<float> weights_;
     std::size_t most_samples_;
     std::size_t count_ = 0;
     std::size_t num_weights_ = 0;
@@ -122,18 +122,18 @@ class IdColumn {
     bool missing_ = false;
 };
 
-// A column that the user gets as text. present[i] is 1, or 0 if the field was missing.
+// A column that is returned to the user as text. present[i] is 1, or 0 if the field was missing.
 struct TextColumn {
-    Growing<std::int64_t> offsets;
-    Growing<std::uint8_t> data; // UTF-8
-    Growing<std::uint8_t> present;
+    GrowingArray<std::int64_t> offsets;
+    GrowingArray<std::uint8_t> data; // UTF-8
+    GrowingArray<std::uint8_t> present;
 
     explicit TextColumn(std::size_t most_samples) {
         offsets.reserve(most_samples + 1)[0] = 0;
         present.reserve(most_samples + 1);
         data.reserve(1);
     }
-    // Writes sample n; the next write of n replaces it, so nothing has to be taken back.
+    // Writes sample n; the next write of n replaces it, so nothing has to be removed.
     void set(std::size_t n, std::string_view text, bool is_present) {
         const auto first = static_cast<std::size_t>(offsets.data()[n]);
         std::copy_n(text.data(), text.size(), data.reserve(first + text.size()) + first);
@@ -142,7 +142,7 @@ struct TextColumn {
     }
 };
 
-// All columns of a text. `most_samples` bounds what will be added.
+// All columns of a text. `most_samples` bounds the number of samples.
 class TextColumns {
   public:
     TextColumns(const TextFormat& format, std::size_t most_samples)
@@ -159,7 +159,7 @@ class TextColumns {
         for (std::size_t t = 0; t < format.num_texts; ++t) texts.emplace_back(most_samples);
     }
 
-    // The first feature whose weights are not as many as its ids in the sample that was read; else none.
+    // Returns the first feature with another number of weights than ids in the current sample, if there is one.
     const IdColumn* uneven_weights(std::size_t& feature) {
         for (feature = 0; feature < ids.size(); ++feature) {
             IdColumn& column = ids[feature];
@@ -195,9 +195,9 @@ class TextColumns {
     std::size_t n = 0;
     std::size_t num_dense;
     std::size_t num_labels;
-    Growing<float> dense;
-    Growing<float> label;
-    Growing<std::uint64_t> single_ids; // [samples, features]
+    GrowingArray<float> dense;
+    GrowingArray<float> label;
+    GrowingArray<std::uint64_t> single_ids; // [samples, features]
     std::vector<IdColumn> ids;
     std::vector<TextColumn> texts;
 };

@@ -1,4 +1,4 @@
-// What the fields of a delimited text file mean: filled in by the bindings from the declared columns, read by
+// The meaning of the fields of a delimited text file: the bindings fill it in from the declared columns for
 // delimited.hpp. It holds no data and parses nothing.
 #pragma once
 
@@ -12,10 +12,10 @@
 namespace satrap {
 
 enum class UseKind : std::uint8_t { dense, label, ids, weights, text };
-enum class MissingLabel : std::uint8_t { value, refuse, drop }; // what a missing field does to its sample
+enum class MissingLabel : std::uint8_t { value, refuse, drop }; // the effect of a missing field on its sample
 enum class LabelKind : std::uint8_t { real, binary, count };    // any number; 0 or 1; a whole number from 0
 
-// One thing that is made of a column. A column may have several uses, or none.
+// One use of a column. A column may have several uses, or none.
 struct FieldUse {
     UseKind kind = UseKind::dense;
     std::size_t index = 0; // which dense column, label, feature (of ids and of weights) or text column
@@ -30,7 +30,7 @@ struct FieldUse {
     std::optional<float> other;                       // label only: any other text
 
     // ids and weights
-    char separator = 0; // of the items of a list; 0: the field is one item
+    char separator = 0; // between the items of a list; 0: the field is one item
     // ids
     bool integer = false; // the field is a decimal integer, not a text to hash
     bool hash = false;    // hash the integer too
@@ -82,8 +82,8 @@ struct BadRow {
     std::size_t column;
     std::size_t field_begin;
     std::size_t field_end;
-    std::size_t found;  // columns, or weights
-    std::size_t wanted; // likewise
+    std::size_t found;    // columns, or weights
+    std::size_t expected; // likewise
 };
 
 } // namespace satrap

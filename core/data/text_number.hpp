@@ -1,5 +1,5 @@
 // Numbers and characters of text files: decimal text to floats and integers, log1p, UTF-8. Every function is exact by
-// IEEE operations alone, so that a file gives the same bits on every machine. A locale changes nothing here.
+// IEEE operations alone, so that a file gives the same bits on every machine, whatever its locale.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace satrap {
 
-// The digits at `at` as a number; stops before the first other character, or before a 19th digit.
+// Reads the digits at `at` as a number; stops before the first other character, or before a 19th digit.
 inline std::uint64_t leading_digits(const char*& at, const char* end) {
     const char* const last = end - at > 18 ? at + 18 : end;
     std::uint64_t value = 0;
@@ -24,7 +24,7 @@ inline std::uint64_t leading_digits(const char*& at, const char* end) {
     return value;
 }
 
-// A number whose exponent is out of a double's range: 0 if it is tiny, infinite if it is huge.
+// Returns a number whose exponent is out of a double's range: 0 if it is tiny, infinite if it is huge.
 inline double out_of_range(std::string_view text) {
     const std::size_t exponent = text.find_first_of("eE");
     if (exponent != std::string_view::npos)
@@ -32,7 +32,7 @@ inline double out_of_range(std::string_view text) {
     return text.find_first_not_of("-0") == text.find('.') ? 0.0 : std::numeric_limits<double>::infinity();
 }
 
-// A decimal number, "nan" or "inf"; nothing if the text is none.
+// Parses a decimal number, "nan" or "inf"; returns nothing if the text is something else.
 inline std::optional<double> parse_number(std::string_view text) {
     const char *at = text.data(), *const end = at + text.size();
     const bool negative = at != end && *at == '-';
@@ -51,7 +51,7 @@ inline std::optional<double> parse_number(std::string_view text) {
     return error == std::errc::result_out_of_range ? out_of_range({at, static_cast<std::size_t>(end - at)}) : value;
 }
 
-// A whole decimal number of int64's or uint64's range, as 64 bits.
+// Parses a whole decimal number of int64's or uint64's range, as 64 bits.
 inline std::optional<std::uint64_t> parse_integer(std::string_view text) {
     const char *at = text.data(), *const end = at + text.size();
     const bool negative = at != end && *at == '-';
@@ -67,7 +67,7 @@ inline std::optional<std::uint64_t> parse_integer(std::string_view text) {
     return negative ? ~value + 1 : value;
 }
 
-// ln(1 + max(x, 0)): what counts are trained on. Rounded once, from a double.
+// Returns ln(1 + max(x, 0)), the transformation of counts for training. Rounded once, from a double.
 inline float log1p_of(float x) {
     static const auto table = [] {
         std::array<float, 1024> t{};
@@ -84,7 +84,7 @@ inline float log1p_of(float x) {
     return std::isinf(x) ? x : static_cast<float>(portable_log(1.0 + static_cast<double>(x)));
 }
 
-// No byte of a character beyond ASCII.
+// Returns whether all bytes are ASCII.
 inline bool is_ascii(std::string_view text) {
     std::uint64_t seen = 0;
     const char *at = text.data(), *const end = at + text.size();
@@ -97,7 +97,7 @@ inline bool is_ascii(std::string_view text) {
     return (seen & 0x8080808080808080ULL) == 0;
 }
 
-// UTF-8 as its standard has it: the shortest form, no surrogates, nothing above U+10FFFF.
+// Returns whether the text is UTF-8 by its standard: the shortest form, no surrogates, nothing above U+10FFFF.
 inline bool is_utf8(std::string_view text) {
     const auto* at = reinterpret_cast<const unsigned char*>(text.data());
     const unsigned char* const end = at + text.size();

@@ -1,4 +1,4 @@
-// The one hash that turns values into ids: XXH64 (seed 0) by its public specification, of a text's UTF-8 bytes or of an
+// The hash that turns values into ids: XXH64 (seed 0) by its public specification, of a text's UTF-8 bytes or of an
 // integer's 8 bytes, the lowest first. It is saved with every model that was trained on hashed ids, so it never
 // changes. Nothing here has state; decisions inside a table (buckets, draws) belong to hash.hpp.
 #pragma once
@@ -75,14 +75,14 @@ inline std::uint64_t xxh64(const void* data, std::size_t n, std::uint64_t seed =
 
 inline std::uint64_t hash_text(std::string_view text) { return xxh64(text.data(), text.size()); }
 
-// As of the integer's 8 bytes, without storing them. Different integers never share a hash: each step can be undone.
+// Hashes the integer's 8 bytes without storing them. Different integers never share a hash: each step is invertible.
 inline std::uint64_t hash_integer(std::uint64_t value) {
     using namespace xxh64_detail;
     return avalanche(std::rotl((kPrime5 + 8) ^ round(0, value), 27) * kPrime1 + kPrime4);
 }
 
-// The texts of an Arrow column: text i is data[offsets[i] .. offsets[i + 1]), of `size` bytes in all. False if the
-// offsets do not rise within them; each is read once, so what was checked is what is used.
+// Hashes the texts of an Arrow column: text i is data[offsets[i] .. offsets[i + 1]), of `size` bytes in all. Returns
+// false if the offsets do not rise within them; each is read once, so that the checked value is the one used.
 template <typename Offset>
 bool hash_texts(const Offset* offsets, std::size_t n, const char* data, std::size_t size, std::uint64_t* out) {
     Offset begin = offsets[0];

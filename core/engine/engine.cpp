@@ -1,4 +1,4 @@
-// Splitting calls over buckets and threads; see engine.hpp.
+// Splits calls over buckets and threads; see engine.hpp.
 #include "engine/engine.hpp"
 
 #include "base/errors.hpp"
@@ -8,7 +8,7 @@ namespace satrap {
 
 Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
     : identity_(next_identity()), kernels_(&kernels_named(options.simd)), arena_(std::move(arena)),
-      crew_(options.num_threads), wire_(dims_of(configs), *kernels_, crew_.pool()) {
+      scheduler_(options.num_threads), codec_(dims_of(configs), *kernels_, scheduler_.pool()) {
     map_.first.push_back(0);
     for (TableConfig& config : configs) {
         map_.first.push_back(map_.first.back() + config.num_buckets);
@@ -17,8 +17,8 @@ Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::un
                                                   options.seed, *kernels_, *arena_));
         summations_.push_back(&tables_.back()->summation());
     }
-    windows_.init(*arena_, map_.total());
-    owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // all its own, until somebody says otherwise
+    applied_steps_.init(*arena_, map_.total());
+    owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // this engine owns all until set_owners()
 }
 
 std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
@@ -44,7 +44,7 @@ void Engine::adopt(SharedArena& file) {
         case ChunkKind::rows: bucket.rows.adopt_chunk(tag.sequence, memory, bytes); break;
         case ChunkKind::sightings: bucket.sightings.adopt_chunk(tag.sequence, memory, bytes); break;
         case ChunkKind::undo: undo.emplace_back(memory, bytes); break;
-        case ChunkKind::windows: windows_.adopt(tag.sequence, memory, bytes); break;
+        case ChunkKind::windows: applied_steps_.adopt(tag.sequence, memory, bytes); break;
         case ChunkKind::note: break;
         default: throw InvariantError("a chunk of unknown kind");
         }
@@ -52,12 +52,12 @@ void Engine::adopt(SharedArena& file) {
     for (UndoSlot& slot : undo) {
         auto rows_of = [&](std::uint32_t t, std::uint32_t b) -> Rows& {
             if (t >= tables_.size() || b >= tables_[t]->config().num_buckets)
-                throw InvariantError("an undo slot of a bucket that is not there");
+                throw InvariantError("an undo slot of a bucket that does not exist");
             return tables_[t]->bucket(b).rows;
         };
-        slot.recover(rows_of, [&](std::uint32_t trainer, std::uint32_t t, std::uint32_t b) -> Window& {
+        slot.recover(rows_of, [&](std::uint32_t trainer, std::uint32_t t, std::uint32_t b) -> StepWindow& {
             if (trainer >= kMostTrainers) throw InvariantError("an undo slot of trainer " + std::to_string(trainer));
-            return windows_.of(trainer)[map_.first[t] + b];
+            return applied_steps_.of(trainer)[map_.first[t] + b];
         });
         undo_.give(std::make_unique<UndoSlot>(slot));
     }
@@ -67,13 +67,13 @@ void Engine::adopt(SharedArena& file) {
             bucket.rows.rebuild();
             bucket.sightings.rebuild();
             bucket.drop_stale_sightings();
-            bucket.log_start = table->ledger().version.load() + 1; // what was removed before is not known any more
+            bucket.log_start = table->ledger().version.load() + 1; // earlier removals are no longer known
         }
 }
 
 std::shared_ptr<Engine> Engine::owned(std::unique_ptr<Engine> engine) {
     return {engine.release(), [](Engine* last) {
-                if (last->home_.is_here())
+                if (last->fork_guard_.is_same_process())
                     delete last;
                 else
                     last->arena_->leave();
@@ -81,7 +81,7 @@ std::shared_ptr<Engine> Engine::owned(std::unique_ptr<Engine> engine) {
 }
 
 std::uint32_t Engine::next_step() {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::uint32_t now = arena_->latest_step().load();
     do {
         if (now >= kLastStep) throw InputError("all " + std::to_string(kLastStep) + " steps are used");
@@ -90,15 +90,15 @@ std::uint32_t Engine::next_step() {
 }
 
 void Engine::reach_step(std::uint32_t step) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::uint32_t now = arena_->latest_step().load();
     while (now < step && !arena_->latest_step().compare_exchange_weak(now, step)) {
     }
 }
 
 void Engine::begin_attempt(std::uint32_t attempt) {
-    home_.require_here();
-    windows_.clear(); // first: if we die in between, the attempt has not begun
+    fork_guard_.require_same_process();
+    applied_steps_.clear(); // first: if the process dies in between, the attempt has not started
     arena_->attempt().store(attempt);
 }
 
@@ -121,14 +121,14 @@ std::vector<std::size_t> Engine::float_offsets(std::span<const std::int64_t> off
 }
 
 std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::unique_ptr<Batch> batch = batches_.take();
     batch->offsets.assign(offsets.begin(), offsets.end());
-    batch->group(ids, map_, crew_.pool());
+    batch->group(ids, map_, scheduler_.pool());
     return batch;
 }
 
-// Where the floats of bucket b's positions lie, if those of position 0 begin at `base`.
+// Finds the floats of bucket b's positions, if those of position 0 begin at `base`.
 template <typename T>
 static T** floats_at(const Batch& batch, std::uint32_t b, T* base, std::size_t dim, Buffer<T*>& room) {
     const std::uint32_t first = batch.begin[b], count = batch.begin[b + 1] - first;
@@ -139,7 +139,7 @@ static T** floats_at(const Batch& batch, std::uint32_t b, T* base, std::size_t d
 
 namespace {
 
-// Gradients side by side, in the order of the ticket's ids.
+// Contiguous gradients, in the order of the ticket's ids.
 class FlatSource final : public GradientSource {
   public:
     FlatSource(const Engine& engine, const Ticket& ticket, const float* gradients)
@@ -148,7 +148,7 @@ class FlatSource final : public GradientSource {
     void open() override { begin_ = engine_.float_offsets(ticket_.batch->offsets); }
     std::vector<std::span<const float>> memory() const override { return {{gradients_, ticket_.num_floats}}; }
     double largest_factor() const override { return 1.0; }
-    Part part(std::size_t t, std::uint32_t b, Scratch& scratch) const override {
+    BucketGradients part(std::size_t t, std::uint32_t b, Scratch& scratch) const override {
         Batch& batch = *ticket_.batch;
         const float* const* from =
             floats_at(batch, b, gradients_ + begin_[t], engine_.table(t).config().dim, scratch.from);
@@ -176,10 +176,10 @@ void Engine::open_step(const LookupStep& at) {
 }
 
 void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations) {
-    BucketCrew::Shift shift(crew_, batch.size());
+    BucketScheduler::ScratchLease lease(scheduler_, batch.size());
     open_step(at);
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return occupied(batch, b); },
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
             batch.deduplicate(b, scratch.dedupe);
             tables_[t]->lookup(visit_of(batch, map_.first[t], b), at, destinations(t, b, scratch), scratch);
@@ -202,14 +202,14 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
 
 std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
     std::unique_ptr<Batch> batch = group(ids, offsets);
-    BucketCrew::Shift shift(crew_, batch->size());
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return occupied(*batch, b); },
+    BucketScheduler::ScratchLease lease(scheduler_, batch->size());
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(*batch, b); },
         [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
     return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
 }
 
-// The room that the largest bucket of an update needs in an undo slot; 0 if rows die with the process anyway.
+// Returns the bytes that the largest bucket of an update needs in an undo slot; 0 if rows do not survive the process.
 std::size_t Engine::undo_bytes(Tickets tickets) const {
     std::size_t most = 0;
     for (std::size_t t = 0; arena_->survives_process() && t < tables_.size(); ++t)
@@ -222,7 +222,7 @@ std::size_t Engine::undo_bytes(Tickets tickets) const {
 }
 
 // See Scratch::reserve_update.
-void Engine::reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filter) const {
+void Engine::reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const {
     std::size_t entries = 0, unique = 0, sums = 0, dim = 0;
     for (std::size_t t = 0; t < tables_.size(); ++t) {
         const std::size_t of_table = tables_[t]->config().dim;
@@ -238,41 +238,41 @@ void Engine::reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filt
             sums = std::max(sums, ids * of_table);
         }
     }
-    for (unsigned thread = 0; thread < shift.size(); ++thread)
-        shift[thread].reserve_update(entries, unique, sums, dim, filter, tickets[0]->bags != nullptr);
+    for (unsigned thread = 0; thread < lease.size(); ++thread)
+        lease[thread].reserve_update(entries, unique, sums, dim, filter, tickets[0]->bags != nullptr);
 }
 
 void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
                    std::uint32_t trainer) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     Claim claim(tickets, identity_);
     require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
     const FloatMode mode;
     source.open();
     std::vector<StepScalars> scalars(tables_.size());
     UndoSet undo(undo_, *arena_);
-    BucketCrew::Shift shift(crew_, size_of(tickets));
-    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, crew_.pool());
+    BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
+    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
     if (filter) refuse_nonfinite(source, tickets, map_, summations_);
-    reserve_update(shift, tickets, filter);
-    if (const std::size_t bytes = undo_bytes(tickets); bytes != 0) undo.fill(crew_.num_threads(), bytes);
-    for (unsigned thread = 0; thread < shift.size(); ++thread) shift[thread].undo = undo.slot(thread);
-    Window* windows = trainer == kNoTrainer ? nullptr : windows_.of(trainer);
+    reserve_update(lease, tickets, filter);
+    if (const std::size_t bytes = undo_bytes(tickets); bytes != 0) undo.fill(scheduler_.num_threads(), bytes);
+    for (unsigned thread = 0; thread < lease.size(); ++thread) lease[thread].undo = undo.slot(thread);
+    StepWindow* windows = trainer == kNoTrainer ? nullptr : applied_steps_.of(trainer);
     for (std::uint32_t b = 0; windows != nullptr && b < map_.total(); ++b)
         if (occupied(tickets, b) && windows[b].forgot(step))
             throw InputError("step " + std::to_string(step) + " of trainer " + std::to_string(trainer) +
                              " is too far behind its step " + std::to_string(windows[b].newest()) + ": at most " +
-                             std::to_string(Window::kSteps) + " may be in flight; nothing was applied");
-    claim.keep(); // from here on something may be applied
+                             std::to_string(StepWindow::kSteps) + " may be in flight; nothing was applied");
+    claim.keep(); // updates may be applied from here on
     bool hinted = true;
     for (std::size_t t = 0; t < tables_.size(); ++t) scalars[t] = tables_[t]->step_scalars(step, lrs[t]);
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
     reach_step(step);
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return occupied(tickets, b); },
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const Part part = source.part(t, b, scratch);
-            const Mark mark{trainer, windows == nullptr ? nullptr : windows + b};
+            const BucketGradients part = source.part(t, b, scratch);
+            const UpdateMark mark{trainer, windows == nullptr ? nullptr : windows + b};
             tables_[t]->update(part.visit, part.gradients, scalars[t], hinted, filter, mark, scratch);
         });
     for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
@@ -286,7 +286,7 @@ void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, 
 }
 
 void Engine::drop(Ticket& ticket) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     Ticket* const tickets[] = {&ticket};
     Claim(tickets, identity_).keep();
     batches_.give(std::move(ticket.batch));
@@ -301,7 +301,7 @@ TableStats Engine::stats(std::size_t t) {
         std::lock_guard lock(bucket.mutex);
         bucket.sweep(table.expire_before(), table.ledger().version.load());
         stats.counters.add(bucket.counters);
-        if (owned(t, b)) { // not what is on its way to this engine, which the sender still counts
+        if (owned(t, b)) { // not the buckets that are migrating to this engine, which the sender still counts
             stats.rows += bucket.rows.size();
             stats.sightings += bucket.sightings.size();
         }

@@ -1,10 +1,10 @@
-// Many tables in one memory: the object that bindings.cpp shows to Python. A call brings the ids of all tables at once;
-// its cost grows with ids and touched buckets, not with features. Engine owns arena, tables, threads and spare scratch;
-// it splits a call over threads by bucket, so results cannot depend on how many there are.
+// Many tables in one memory: the object that bindings.cpp exports to Python. A call passes the ids of all tables at
+// once; its cost grows with ids and touched buckets, not with features. Engine owns arena, tables, threads and spare
+// scratch; it splits a call over threads by bucket, so results cannot depend on how many there are.
 //
-// A lookup's road: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check over all
-// gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table, flat, or in
-// bags (engine_bags.cpp), which differ in where rows go and where gradients are, and in nothing else.
+// The path of a lookup: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check
+// over all gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table,
+// flat, or in bags (engine_bags.cpp), which differ in where rows go and where gradients are, and in nothing else.
 // Locks: none of its own on the hot path; bucket locks inside Table; ThreadPool serves one call at a time.
 // Processes: in a fork every call that works on rows is refused, before it takes any lock; see owned() for its end.
 #pragma once
@@ -22,13 +22,13 @@
 
 namespace satrap {
 
-// One table's rows of a bucket range as columns, for files.
-struct Columns {
+// The rows of one table's bucket range as columns, for files.
+struct RowColumns {
     BlockPool::Block id, step, values, state;
     std::size_t rows = 0;
 };
 
-// What a table holds, and what has happened to it.
+// The size of a table and its counters.
 struct TableStats {
     Counters counters;
     std::size_t rows = 0;
@@ -45,36 +45,36 @@ struct Options {
 class Engine {
   public:
     Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena);
-    // Continues where a dead process stopped: rows from the file's chunks, armed undo slots undone.
+    // Continues where a process died: takes rows from the file's chunks and rolls back armed undo slots.
     static std::unique_ptr<Engine> attach(std::vector<TableConfig> configs, const Options& options,
                                           std::unique_ptr<SharedArena> arena);
 
-    // For owners that a fork may copy. At home the last one destroys the engine. In a fork its threads cannot be
-    // joined, and its locks may be held by nobody: there it is left as it is, but for the file, which is closed.
+    // For owners that a fork may copy. In the creating process the last one destroys the engine. In a fork its threads
+    // cannot be joined, and its locks may be held by threads that do not exist there: only the file is closed.
     static std::shared_ptr<Engine> owned(std::unique_ptr<Engine> engine);
 
     std::uint64_t identity() const { return identity_; }
     std::size_t num_tables() const { return tables_.size(); }
     Table& table(std::size_t t) {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return *tables_[t];
     }
     const Table& table(std::size_t t) const { return *tables_[t]; }
-    const BucketMap& map() const { return map_; }
+    const BucketNumbering& map() const { return map_; }
     const std::shared_ptr<BlockPool>& blocks() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return blocks_;
     }
-    const Wire& wire() const { return wire_; }
+    const Fp16Codec& codec() const { return codec_; }
     const char* simd() const { return kernels_->name; }
-    unsigned num_threads() const { return crew_.num_threads(); }
+    unsigned num_threads() const { return scheduler_.num_threads(); }
     std::uint32_t latest_step() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return arena_->latest_step().load();
     }
     std::uint32_t next_step();
     void reach_step(std::uint32_t step);
-    // Where each table's part of a lookup's result begins, in floats; and, last, where it ends.
+    // Returns where each table's part of a lookup's result begins, in floats, and last where it ends.
     std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const;
     std::size_t out_size(std::span<const std::int64_t> offsets) const { return float_offsets(offsets).back(); }
 
@@ -82,84 +82,84 @@ class Engine {
                                    const LookupStep& at, float* out, bool want_ticket);
     std::unique_ptr<Ticket> prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
     bool owns(const Ticket& ticket) const { return ticket.maker == identity_; }
-    // trainer: buckets that have applied this step of it, in this attempt, are left alone.
+    // trainer: buckets that have applied this step of it, in this attempt, are skipped.
     void update(Ticket& ticket, const float* gradients, std::uint32_t step, std::span<const double> lrs,
                 std::uint32_t trainer = kNoTrainer);
-    // Gives the batch of a ticket back that will not be updated.
+    // Releases the batch of a ticket that will not be updated.
     void drop(Ticket& ticket);
 
-    // Pooled rows into the block, written whole, and sequences, filled up with zeros; see bag_plan.hpp. Step 0 takes
-    // the next one, oldest_open 0 is the step, once the inputs are found to be right.
+    // Writes pooled rows to the whole block, and sequences, padded with zeros; see bag_plan.hpp. Step 0 takes
+    // the next one, oldest_open 0 is the step, after the inputs were checked.
     std::unique_ptr<Ticket> lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                                         float* block, float* const* sequences, bool want_ticket);
-    // One optimizer step for all ids of the tickets: an id's gradients are summed ticket after ticket, feature after
+    // Applies one optimizer step to all ids of the tickets: sums an id's gradients ticket after ticket, feature after
     // feature, sample after sample.
     void update_bags(Tickets tickets, std::span<const BagGradients> gradients, float scale, std::uint32_t step,
                      std::span<const double> lrs);
 
     std::size_t num_rows(std::size_t t) { return stats(t).rows; }
     TableStats stats(std::size_t t);
-    // Of the processes that may call; 0 before the first. The next one begins with no update applied; none may run.
+    // The attempt whose processes may call; 0 before the first. A new one starts with no update applied; none may run.
     std::uint32_t attempt() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return arena_->attempt().load();
     }
     void begin_attempt(std::uint32_t attempt);
-    // Whether an update of this trainer and step was applied whole, as whoever applied it has said.
+    // Returns whether finish() has recorded an update of this trainer and step as applied whole.
     bool finished(std::uint32_t trainer, std::uint32_t step) {
-        home_.require_here();
-        return windows_.finished(trainer, step);
+        fork_guard_.require_same_process();
+        return applied_steps_.finished(trainer, step);
     }
     void finish(std::uint32_t trainer, std::uint32_t step) {
-        home_.require_here();
-        windows_.finish(trainer, step);
+        fork_guard_.require_same_process();
+        applied_steps_.finish(trainer, step);
     }
     std::uint32_t begin_version(std::size_t t);
     void set_complete(bool complete) {
-        home_.require_here();
+        fork_guard_.require_same_process();
         arena_->set_complete(complete);
     }
 
-    // Who owns which bucket, of all tables one after the other; this engine is server `self`. An engine that was told
-    // nothing owns all. Lookups and updates that touch a bucket of another's, or a frozen one, are refused before they
+    // Sets the owner of each bucket, over all tables in order; this engine is server `self`. An engine without owners
+    // owns all. Lookups and updates that touch a bucket of another server, or a frozen one, are refused before they
     // change anything; reads of frozen ones are not. No call may run while owners are set; one that runs while a bucket
     // is frozen may still change it.
     void set_owners(std::span<const std::uint32_t> owners, std::uint32_t self);
     void freeze(std::span<const std::uint32_t> buckets, bool frozen);
-    // What moves with a bucket, beside rows and sightings. words[i * buckets + b] is trainers[i]'s window of
-    // buckets[b]; counters are Counters::kCount for each.
+    // The data that migrates with a bucket besides rows and sightings. words[i * buckets + b] is trainers[i]'s window
+    // of buckets[b]; counters are Counters::kCount for each.
     std::vector<std::uint64_t> export_windows(std::span<const std::uint32_t> buckets,
                                               std::vector<std::uint32_t>& trainers);
     void import_windows(std::span<const std::uint32_t> buckets, std::span<const std::uint32_t> trainers,
                         std::span<const std::uint64_t> words);
     std::vector<std::uint64_t> export_counters(std::span<const std::uint32_t> buckets);
     void import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters);
-    // See Windows.
+    // See AppliedSteps.
     void hand_over(std::span<const std::uint32_t> buckets) {
-        home_.require_here();
-        windows_.hand_over(buckets);
+        fork_guard_.require_same_process();
+        applied_steps_.hand_over(buckets);
     }
     void take_over(std::span<const std::uint32_t> buckets, bool first) {
-        home_.require_here();
-        windows_.take_over(buckets, first);
+        fork_guard_.require_same_process();
+        applied_steps_.take_over(buckets, first);
     }
-    // They are as if new: no row, no sighting, no window, no count.
+    // Empties the buckets: no row, no sighting, no window, no count.
     void forget(std::span<const std::uint32_t> buckets);
-    // The table is at least at that version, its rows from before that step are gone.
+    // Raises the table's version and expire_before to at least these.
     void reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before);
     std::string note() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return arena_->note();
     }
     void set_note(const std::string& note) {
-        home_.require_here();
+        fork_guard_.require_same_process();
         arena_->set_note(note);
     }
 
-    // others: of buckets that are not this engine's, too, which may be on their way to it or from it.
-    Columns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
-                        bool others = false);
-    Columns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others = false);
+    // others: include buckets that this engine does not own, which may be migrating to it or from it.
+    RowColumns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                           bool others = false);
+    RowColumns export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others = false);
     std::vector<std::uint64_t> export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
                                               std::uint32_t since);
     std::uint32_t removed_since(std::size_t t);
@@ -168,7 +168,7 @@ class Engine {
     void import_removed(std::size_t t, std::span<const std::uint64_t> ids);
     void import_sightings(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                           const std::uint32_t* counts, bool clear);
-    // After the imports: the table is at that version, and the engine at least at that step.
+    // Called after the imports: sets the table's version, and raises the engine's step to at least that one.
     void restore(std::size_t t, std::uint32_t version, std::uint32_t latest_step, std::uint32_t expire_before,
                  double lr);
 
@@ -194,34 +194,34 @@ class Engine {
         const std::size_t t = table_of(b);
         return tables_[t]->bucket(b - map_.first[t]);
     }
-    void reserve_update(BucketCrew::Shift& shift, Tickets tickets, bool filter) const;
+    void reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
     void open_step(const LookupStep& at);
-    // Where the rows of bucket b of table t go, one for each entry; the array lives in the scratch.
+    // Returns the destinations of bucket b of table t, one for each entry; the array lives in the scratch.
     using Destinations = std::function<float* const*(std::size_t t, std::uint32_t b, Scratch& scratch)>;
     void lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations);
     void apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
                std::uint32_t trainer);
 
-    Home home_;
+    ForkGuard fork_guard_;
     std::uint64_t identity_;
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
     std::vector<std::unique_ptr<Table>> tables_;
-    std::vector<const Summation*> summations_; // of the tables
-    BucketMap map_;
-    static constexpr std::size_t kMostSpare = 16; // calls of which the memory is kept
+    std::vector<const GradientSum*> summations_; // of the tables
+    BucketNumbering map_;
+    static constexpr std::size_t kMostSpare = 16; // number of calls whose memory is kept
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
     Recycler<UndoSlot> undo_;
-    Windows windows_;
+    AppliedSteps applied_steps_;
     std::vector<std::atomic<std::uint32_t>> owners_; // [buckets]
     std::atomic<std::uint32_t> self_{0};
-    BucketCrew crew_;
-    Wire wire_;
+    BucketScheduler scheduler_;
+    Fp16Codec codec_;
 };
 
 } // namespace satrap

@@ -8,17 +8,17 @@ namespace satrap {
 
 std::unique_ptr<Ticket> Engine::lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs,
                                             LookupStep at, float* block, float* const* sequences, bool want_ticket) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::unique_ptr<BagPlan> plan = plans_.take();
-    plan->make(*bags, inputs, *kernels_, crew_.pool());
+    plan->make(*bags, inputs, *kernels_, scheduler_.pool());
     if (at.train && at.step == 0) at.step = next_step();
     if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
     std::unique_ptr<Batch> batch = batches_.take();
-    plan->group(*batch, map_, crew_.pool());
+    plan->group(*batch, map_, scheduler_.pool());
     const BagRows rows(*bags, *plan, *batch, block, sequences, blocks_);
     lookup_buckets(*batch, at,
                    [&](std::size_t t, std::uint32_t b, Scratch& scratch) { return rows.to(t, b, scratch); });
-    rows.finish(*kernels_, crew_.pool());
+    rows.finish(*kernels_, scheduler_.pool());
     plan->count_cut();
     plans_.give(std::move(plan));
     if (!want_ticket) {

@@ -1,6 +1,6 @@
-// Buckets that go from one engine to another: who owns them, and what goes along beside rows and sightings, which leave
-// and come as they do for a snapshot (engine_snapshot.cpp). Whoever moves them sees to it that no call runs where
-// engine.hpp says so.
+// Migrates buckets from one engine to another: their ownership, and their data besides rows and sightings, which are
+// exported and imported as for a snapshot (engine_snapshot.cpp). The coordinator ensures that no call runs where
+// engine.hpp forbids it.
 #include <array>
 #include <bit>
 
@@ -12,13 +12,13 @@ namespace satrap {
 static_assert(sizeof(Counters) == Counters::kCount * sizeof(std::uint64_t));
 
 void Engine::set_owners(std::span<const std::uint32_t> owners, std::uint32_t self) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     self_.store(self);
     for (std::uint32_t b = 0; b < map_.total(); ++b) owners_[b].store(owners[b]);
 }
 
 void Engine::freeze(std::span<const std::uint32_t> buckets, bool frozen) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     for (std::uint32_t b : buckets) {
         if (frozen)
             owners_[b].fetch_or(kFrozen);
@@ -31,19 +31,19 @@ void Engine::refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t se
     const std::size_t t = table_of(b);
     const std::string where =
         "table '" + tables_[t]->config().name + "': bucket " + std::to_string(b - map_.first[t]) + " ";
-    if ((owner & ~kFrozen) == self) throw MovedError(where + "is on the move: ask again");
+    if ((owner & ~kFrozen) == self) throw MovedError(where + "is migrating: retry the call");
     throw MovedError(where + "belongs to server " + std::to_string(owner) + " and this is server " +
-                     std::to_string(self) + ": ask for the newest map, and call that one");
+                     std::to_string(self) + ": fetch the newest bucket map, then call that server");
 }
 
 std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t> buckets,
                                                   std::vector<std::uint32_t>& trainers) {
-    home_.require_here();
-    trainers = windows_.trainers();
+    fork_guard_.require_same_process();
+    trainers = applied_steps_.trainers();
     std::vector<std::uint64_t> words;
     words.reserve(trainers.size() * buckets.size());
     for (std::uint32_t trainer : trainers) {
-        const Window* windows = windows_.of(trainer);
+        const StepWindow* windows = applied_steps_.of(trainer);
         for (std::uint32_t b : buckets) words.push_back(windows[b].as_word());
     }
     return words;
@@ -51,19 +51,19 @@ std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t>
 
 void Engine::import_windows(std::span<const std::uint32_t> buckets, std::span<const std::uint32_t> trainers,
                             std::span<const std::uint64_t> words) {
-    home_.require_here();
-    for (std::uint32_t trainer : windows_.trainers()) {
-        Window* windows = windows_.of(trainer);
+    fork_guard_.require_same_process();
+    for (std::uint32_t trainer : applied_steps_.trainers()) {
+        StepWindow* windows = applied_steps_.of(trainer);
         for (std::uint32_t b : buckets) windows[b].clear();
     }
     for (std::size_t i = 0; i < trainers.size(); ++i) {
-        Window* windows = windows_.of(trainers[i]);
+        StepWindow* windows = applied_steps_.of(trainers[i]);
         for (std::size_t b = 0; b < buckets.size(); ++b) windows[buckets[b]].take(words[i * buckets.size() + b]);
     }
 }
 
 std::vector<std::uint64_t> Engine::export_counters(std::span<const std::uint32_t> buckets) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::vector<std::uint64_t> counters(buckets.size() * Counters::kCount);
     for (std::size_t i = 0; i < buckets.size(); ++i) {
         Bucket& bucket = bucket_at(buckets[i]);
@@ -74,7 +74,7 @@ std::vector<std::uint64_t> Engine::export_counters(std::span<const std::uint32_t
 }
 
 void Engine::import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     for (std::size_t i = 0; i < buckets.size(); ++i) {
         Bucket& bucket = bucket_at(buckets[i]);
         std::lock_guard lock(bucket.mutex);
@@ -85,7 +85,7 @@ void Engine::import_counters(std::span<const std::uint32_t> buckets, std::span<c
 }
 
 void Engine::forget(std::span<const std::uint32_t> buckets) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     for (std::uint32_t b : buckets) {
         Bucket& bucket = bucket_at(b);
         std::lock_guard lock(bucket.mutex);
@@ -94,15 +94,15 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
         bucket.counters = {};
         bucket.removed = {};
         bucket.swept_before = 0;
-        bucket.log_start = tables_[table_of(b)]->ledger().version.load() + 1; // what was removed is not known here
+        bucket.log_start = tables_[table_of(b)]->ledger().version.load() + 1; // earlier removals are not known here
     }
     import_windows(buckets, {}, {});
 }
 
 void Engine::reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
     TableLedger& ledger = table(t).ledger();
-    for (auto [to, wanted] : {std::pair{&ledger.version, version}, std::pair{&ledger.expire_before, expire_before}})
-        for (std::uint32_t now = to->load(); now < wanted && !to->compare_exchange_weak(now, wanted);) {
+    for (auto [to, target] : {std::pair{&ledger.version, version}, std::pair{&ledger.expire_before, expire_before}})
+        for (std::uint32_t now = to->load(); now < target && !to->compare_exchange_weak(now, target);) {
         }
 }
 

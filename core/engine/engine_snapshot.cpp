@@ -1,5 +1,5 @@
-// Rows as columns, out of a table and into one: what snapshot.py writes to files and reads back. Bucket by bucket under
-// each bucket's lock, so a row is never seen half-written; a cut over all buckets is the caller's to arrange.
+// Exports rows as columns and imports them: satrap.table.snapshot writes and reads the files. Bucket by bucket under
+// each bucket's lock, so a row is never read half-written; the caller arranges a cut over all buckets.
 #include "base/errors.hpp"
 #include "engine/engine.hpp"
 
@@ -7,30 +7,30 @@ namespace satrap {
 
 namespace {
 
-// Makes room for `wanted` bytes in a column that holds `used` bytes.
-void grow(BlockPool& blocks, BlockPool::Block& column, std::size_t& capacity, std::size_t used, std::size_t wanted) {
-    if (wanted <= capacity) return;
-    wanted = std::max(wanted, capacity + capacity / 2);
-    BlockPool::Block larger = blocks.take(wanted);
+// Makes room for `needed` bytes in a column that holds `used` bytes.
+void grow(BlockPool& blocks, BlockPool::Block& column, std::size_t& capacity, std::size_t used, std::size_t needed) {
+    if (needed <= capacity) return;
+    needed = std::max(needed, capacity + capacity / 2);
+    BlockPool::Block larger = blocks.take(needed);
     if (used != 0) std::memcpy(larger.memory, column.memory, used);
     if (column.memory != nullptr) blocks.give(column);
     column = larger;
-    capacity = wanted;
+    capacity = needed;
 }
 
-// Columns on the way out: they go back to the pool if the export fails.
-class Draft {
+// RowColumns on the way out: they go back to the pool if the export fails.
+class ExportBuffers {
   public:
-    explicit Draft(BlockPool& blocks) : blocks_(blocks) {}
-    Draft(const Draft&) = delete;
-    Draft& operator=(const Draft&) = delete;
-    ~Draft() {
+    explicit ExportBuffers(BlockPool& blocks) : blocks_(blocks) {}
+    ExportBuffers(const ExportBuffers&) = delete;
+    ExportBuffers& operator=(const ExportBuffers&) = delete;
+    ~ExportBuffers() {
         for (BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state})
             if (block.memory != nullptr) blocks_.give(block);
     }
-    Columns done() { return std::exchange(columns, Columns{}); }
+    RowColumns done() { return std::exchange(columns, RowColumns{}); }
 
-    Columns columns{};
+    RowColumns columns{};
 
   private:
     BlockPool& blocks_;
@@ -38,12 +38,13 @@ class Draft {
 
 } // namespace
 
-Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since, bool others) {
+RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                               bool others) {
     Table& table = this->table(t);
     const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
     const std::size_t state_bytes = table.config().state_dim() * sizeof(float), state_at = table.config().value_bytes();
-    Draft draft(*blocks_);
-    Columns& out = draft.columns;
+    ExportBuffers draft(*blocks_);
+    RowColumns& out = draft.columns;
     std::size_t capacity[4] = {};
     std::size_t expected = 0; // a first guess, so that columns are rarely copied
     for (std::uint32_t b = first; b < last && since == 0; ++b) {
@@ -58,11 +59,11 @@ Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t la
         bucket.sweep(table.expire_before(), table.ledger().version.load());
         std::size_t here = 0;
         bucket.rows.for_each([&](std::uint32_t, const Head& head) { here += head.changed >= since; });
-        const std::size_t n = out.rows, wanted = std::max(expected, n + here);
-        grow(*blocks_, out.id, capacity[0], n * 8, wanted * 8);
-        grow(*blocks_, out.step, capacity[1], n * 4, wanted * 4);
-        grow(*blocks_, out.values, capacity[2], n * value_bytes, wanted * value_bytes);
-        grow(*blocks_, out.state, capacity[3], n * state_bytes, wanted * state_bytes);
+        const std::size_t n = out.rows, needed = std::max(expected, n + here);
+        grow(*blocks_, out.id, capacity[0], n * 8, needed * 8);
+        grow(*blocks_, out.step, capacity[1], n * 4, needed * 4);
+        grow(*blocks_, out.values, capacity[2], n * value_bytes, needed * value_bytes);
+        grow(*blocks_, out.state, capacity[3], n * state_bytes, needed * state_bytes);
         bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
             if (head.changed < since) return;
             const std::byte* row = bucket.rows.row(slot);
@@ -76,20 +77,20 @@ Columns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t la
     return draft.done();
 }
 
-// id, step, and the count in `values`.
-Columns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
+// Exports id, step, and the count in `values`.
+RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     Table& table = this->table(t);
-    Draft draft(*blocks_);
-    Columns& out = draft.columns;
+    ExportBuffers draft(*blocks_);
+    RowColumns& out = draft.columns;
     std::size_t capacity[3] = {};
     for (std::uint32_t b = first; b < last; ++b) {
         if (!others && !owned(t, b)) continue;
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
-        const std::size_t wanted = out.rows + bucket.sightings.size();
-        grow(*blocks_, out.id, capacity[0], out.rows * 8, wanted * 8);
-        grow(*blocks_, out.step, capacity[1], out.rows * 4, wanted * 4);
-        grow(*blocks_, out.values, capacity[2], out.rows * 4, wanted * 4);
+        const std::size_t needed = out.rows + bucket.sightings.size();
+        grow(*blocks_, out.id, capacity[0], out.rows * 8, needed * 8);
+        grow(*blocks_, out.step, capacity[1], out.rows * 4, needed * 4);
+        grow(*blocks_, out.values, capacity[2], out.rows * 4, needed * 4);
         bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
             std::memcpy(out.id.memory + out.rows * 8, head.id_words, 8);
             std::memcpy(out.step.memory + out.rows * 4, &head.stamp, 4);
@@ -134,14 +135,14 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
     const std::size_t state_dim = table.config().state_dim();
     UndoSet undo(undo_, *arena_);
     if (arena_->survives_process()) undo.fill(1, UndoSlot::bytes_for(1, table.config().row_bytes()));
-    UndoSlot* kept = undo.slot(0); // a row that is replaced is the old one or the new one, under kill -9, too
+    UndoSlot* kept = undo.slot(0); // a replaced row is the old one or the new one, even under kill -9
     for (std::size_t i = 0; i < n;) {
         const std::uint32_t b = table.hash_bucket(ids[i]);
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         const std::uint32_t version = table.ledger().version.load();
         for (; i < n && table.hash_bucket(ids[i]) == b;
-             ++i) { // files keep buckets together, so the lock is taken once each
+             ++i) { // files keep buckets together, so each lock is taken once
             const std::uint64_t hash = mix64(ids[i]);
             std::uint32_t slot = bucket.rows.find(ids[i], hash);
             if (slot == kNoSlot) {
@@ -190,7 +191,7 @@ void Engine::import_sightings(std::size_t t, std::size_t n, const std::uint64_t*
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         if (counts[i] == 0 || bucket.rows.find(ids[i], hash) != kNoSlot)
-            continue; // a row came during the save: it counts
+            continue; // a row was inserted during the save: it counts
         bucket.forget(ids[i], hash);
         bucket.add_sighting(ids[i], hash, steps[i], std::min(counts[i], table.config().min_count));
     }
@@ -204,7 +205,7 @@ void Engine::restore(std::size_t t, std::uint32_t version, std::uint32_t latest_
     for (std::uint32_t now = line.load(); now < expire_before && !line.compare_exchange_weak(now, expire_before);) {
     }
     table.set_lr(lr);
-    reach_step(std::max(latest_step, expire_before)); // new rows are stamped with either
+    reach_step(std::max(latest_step, expire_before)); // new rows are stamped with the larger
     for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);

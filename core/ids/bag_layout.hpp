@@ -1,9 +1,9 @@
-// Bags: the ids of one feature in one sample. What the features are and what becomes of a bag's rows (Bags); where in
-// memory a row of a batch goes, and where its gradient comes from (places). No ids here: BagPlan walks through them.
+// A bag holds the ids of one feature in one sample. Bags describes the features and how a bag's rows are combined;
+// places tell where in memory a row of a batch goes and where its gradient comes from. BagPlan walks through the ids.
 //
-// A place counts floats, in a batch of B samples: first come the rows of the block [B][total_dim], of pooled features;
+// A place counts floats, in a batch of B samples: first the rows of the block [B][total_dim], of pooled features;
 // then the sequences, feature after feature, each [B][max_length][dim]; and during a lookup the loose rows, which are
-// pooled into the block once all are there. All places of a batch are below 2^32.
+// pooled into the block when all have arrived. All places of a batch are below 2^32.
 // Invariant: the tables of features 0, 1, ... never fall, so a table's ids are those of adjacent features.
 #pragma once
 
@@ -26,14 +26,14 @@ struct BagFeature {
     std::uint32_t table = 0;
     Pooling pooling = Pooling::sum;
     bool weighted = false;
-    std::uint32_t max_length = 0;         // of a sequence, which is what pooling none makes
+    std::uint32_t max_length = 0;         // of a sequence, the result of pooling none
     bool keep_last = false;               // a sequence that is too long keeps its last ids, not its first
     std::uint32_t dim = 0;                // its table's
-    std::uint64_t column = 0;             // floats of a sample before its own: in the block, or in the sequences
-    std::optional<std::uint64_t> padding; // an id that stands for none: it is left out of its bag
+    std::uint64_t column = 0;             // floats before this feature's in a sample: in the block, or in the sequences
+    std::optional<std::uint64_t> padding; // an id that stands for no id and is left out of its bag
 
     bool is_sequence() const { return pooling == Pooling::none; }
-    // What a bag's sum is divided by. An empty bag's is 0 whatever it is divided by.
+    // Returns the divisor of a bag's sum. The sum of an empty bag is 0 for any divisor.
     float divisor(std::size_t length) const {
         if (length <= 1) return 1.0f;
         if (pooling == Pooling::mean) return static_cast<float>(length);
@@ -42,7 +42,7 @@ struct BagFeature {
     }
 };
 
-// The features of one model, in their order. Made once; many lookups read it at the same time.
+// The features of one model, in their order. Created once and read by many lookups at the same time.
 struct Bags {
     Bags(std::vector<BagFeature> given, std::size_t num_tables, std::uint64_t of_engine)
         : features(std::move(given)), engine(of_engine), first(num_tables + 1), truncated(features.size()) {
@@ -71,20 +71,20 @@ struct Bags {
     std::uint64_t loose_begin(std::size_t batch_size) const { return batch_size * (total_dim + sequence_dim); }
 
     std::vector<BagFeature> features;
-    std::uint64_t engine;               // whose tables they are of
+    std::uint64_t engine;               // identity of the engine whose tables they use
     std::vector<std::size_t> first;     // [tables + 1]: table t has features first[t] .. first[t+1]-1
-    std::vector<std::size_t> sequences; // which features
+    std::vector<std::size_t> sequences; // indexes of the sequence features
     std::uint64_t total_dim = 0;        // floats of a sample in the block
-    std::uint64_t sequence_dim = 0;     // and in the sequences
+    std::uint64_t sequence_dim = 0;     // floats of a sample in the sequences
     bool any_weighted = false;
     mutable std::vector<std::atomic<std::uint64_t>> truncated; // by feature: ids beyond max_length, not looked up
 };
 
-// What the entries of a batch of bags have besides that of any batch; the arrays are by entry.
+// The data of a batch's entries that only batches of bags have; the arrays are by entry.
 struct BagEntries {
     std::vector<std::uint8_t> loose;  // [tables]: has rows to be pooled, so that to[] differs from positions[]
     std::vector<std::uint8_t> scaled; // [tables]: has factors other than 1
-    float largest_weight = 1.0f;      // no weight's magnitude is above
+    float largest_weight = 1.0f;      // bound of the weights' magnitudes
     Buffer<Factor> factors;           // of scaled tables
     Buffer<std::uint32_t> to;         // of loose tables: the place of the row; positions[] has that of its gradient
 };
@@ -94,14 +94,14 @@ template <typename T> class Places {
   public:
     void add(std::uint64_t begin, std::uint64_t end, T* memory) { segments_.push_back({begin, end, memory}); }
 
-    // nullptr if there is no memory for it: a gradient that nobody gave.
+    // Returns nullptr if there is no memory for the place: the caller passed no gradient.
     T* at(std::uint32_t place) const {
         const Segment* segment = segments_.data();
         while (place >= segment->end) ++segment;
         return segment->memory == nullptr ? nullptr : segment->memory + (place - segment->begin);
     }
 
-    // Whether all entries lie in the block, and it is there.
+    // Whether all entries are in the block, and the block has memory.
     bool simple() const { return segments_.size() == 1 && segments_[0].memory != nullptr; }
 
     void resolve(const std::uint32_t* places, std::size_t count, T** out) const {
@@ -121,7 +121,7 @@ template <typename T> class Places {
     std::vector<Segment> segments_;
 };
 
-// Block and sequences of a batch, for each table. A sequence may be nullptr, and so may the block.
+// Returns each table's places in the block and sequences of a batch. Each sequence and the block may be nullptr.
 template <typename T>
 std::vector<Places<T>> places_of(const Bags& bags, std::size_t batch_size, T* block, T* const* sequences) {
     std::vector<Places<T>> places(bags.first.size() - 1);

@@ -1,6 +1,6 @@
-// Threads that work through the buckets of a call, each with scratch of its own, which is kept from call to call. What
-// is done to a bucket is the caller's: results cannot depend on how many threads there are, because a bucket is worked
-// on by one of them, whole.
+// Distributes the buckets of a call over threads, each with its own scratch space, which is kept from call to call. The
+// caller supplies the work on a bucket. Results cannot depend on the number of threads, because one thread does all
+// work on a bucket.
 #pragma once
 
 #include <exception>
@@ -11,25 +11,25 @@
 
 namespace satrap {
 
-class BucketCrew {
+class BucketScheduler {
   public:
-    explicit BucketCrew(unsigned num_threads) : pool_(num_threads) {}
+    explicit BucketScheduler(unsigned num_threads) : pool_(num_threads) {}
 
     ThreadPool& pool() { return pool_; }
     unsigned num_threads() const { return pool_.num_threads(); }
 
-    // Scratch space, one for each thread of a call with this many ids; given back at its end.
-    class Shift {
+    // Scratch space for each thread of a call with this many ids; returned when the call ends.
+    class ScratchLease {
       public:
-        Shift(BucketCrew& crew, std::size_t num_ids) : spare_(crew.spare_) {
+        ScratchLease(BucketScheduler& scheduler, std::size_t num_ids) : spare_(scheduler.spare_) {
             // For a few ids, waking threads costs more than it saves.
-            const unsigned threads = num_ids < 512 ? 1 : crew.num_threads();
+            const unsigned threads = num_ids < 512 ? 1 : scheduler.num_threads();
             taken_.reserve(threads);
             while (taken_.size() < threads) taken_.push_back(spare_.take());
         }
-        Shift(const Shift&) = delete;
-        Shift& operator=(const Shift&) = delete;
-        ~Shift() {
+        ScratchLease(const ScratchLease&) = delete;
+        ScratchLease& operator=(const ScratchLease&) = delete;
+        ~ScratchLease() {
             for (auto& scratch : taken_) {
                 scratch->undo = nullptr;
                 spare_.give(std::move(scratch));
@@ -43,25 +43,26 @@ class BucketCrew {
         std::vector<std::unique_ptr<Scratch>> taken_;
     };
 
-    template <typename Has, typename Work> void for_each_bucket(const BucketMap& map, Shift& shift, Has has, Work work);
+    template <typename Has, typename Work>
+    void for_each_bucket(const BucketNumbering& map, ScratchLease& lease, Has has, Work work);
 
   private:
     Recycler<Scratch> spare_;
     ThreadPool pool_;
 };
 
-// Runs work(table, bucket, scratch) for every bucket that has(bucket) entries, on all threads. Of several errors the
-// one of the lowest bucket is thrown, so the message does not depend on timing more than the state does.
+// Runs work(table, bucket, scratch) for every bucket that has(bucket) entries, on all threads. Of several errors it
+// throws that of the lowest bucket, so the message depends on timing no more than the state does.
 template <typename Has, typename Work>
-void BucketCrew::for_each_bucket(const BucketMap& map, Shift& shift, Has has, Work work) {
-    // So small that the last thread to finish is not late, so large that the counter is no bottleneck.
+void BucketScheduler::for_each_bucket(const BucketNumbering& map, ScratchLease& lease, Has has, Work work) {
+    // Small enough that no thread finishes late, large enough that the counter is no bottleneck.
     const std::uint32_t grain = std::max(1U, map.total() / (64 * pool_.num_threads()));
     std::atomic<std::uint32_t> next{0}, failed_bucket{0xffffffffU};
     std::mutex error_mutex;
     std::exception_ptr error;
     auto job = [&](unsigned thread, unsigned) {
-        const FloatMode mode; // of this thread, which may have another one than the next
-        Scratch& own = shift[thread];
+        const FloatMode mode; // each thread may have another mode
+        Scratch& own = lease[thread];
         std::size_t t = 0;
         for (std::uint32_t b; (b = next.fetch_add(grain)) < map.total();) {
             for (std::uint32_t end = std::min(b + grain, map.total()); b < end; ++b) {
@@ -79,7 +80,7 @@ void BucketCrew::for_each_bucket(const BucketMap& map, Shift& shift, Has has, Wo
             }
         }
     };
-    if (shift.size() == 1)
+    if (lease.size() == 1)
         job(0, 1);
     else
         pool_.run(job);

@@ -1,5 +1,5 @@
-// One bucket's part of a batch (Visit), and what a thread needs while it works through buckets (Scratch), kept from
-// call to call. A BucketCrew hands them out.
+// One bucket's part of a batch (BucketVisit), and what a thread needs while it works through buckets (Scratch), kept
+// from call to call. A BucketScheduler provides them.
 #pragma once
 
 #include <bit>
@@ -13,7 +13,7 @@ namespace satrap {
 class UndoSlot;
 
 // See Batch for the arrays.
-struct Visit {
+struct BucketVisit {
     std::uint32_t bucket; // of the table
     const std::uint64_t* unique;
     std::uint32_t num_unique;
@@ -22,8 +22,8 @@ struct Visit {
     std::uint32_t* hints;
 };
 
-// Bucket b of all, of the table whose first bucket is `first`.
-inline Visit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
+// Returns the visit of bucket b of all tables' buckets, in the table whose first bucket is `first`.
+inline BucketVisit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
     const std::uint32_t at = batch.begin[b];
     return {.bucket = b - first,
             .unique = batch.unique.data() + at,
@@ -52,9 +52,9 @@ struct Scratch {
     Buffer<std::uint64_t> joined_ids; // of several tickets
     Buffer<std::uint32_t> joined_numbers, joined_hints, joined_local;
     Buffer<Factor> joined_factors;
-    UndoSlot* undo = nullptr; // of the thread, for the time of an update
+    UndoSlot* undo = nullptr; // the thread's slot during an update
 
-    // All that the update of a bucket may ask for, so that no bucket fails when others are updated already.
+    // Reserves all memory that the update of a bucket may need, so that none fails after others were updated.
     void reserve_update(std::size_t entries, std::size_t unique, std::size_t sums, std::size_t dim, bool filter,
                         bool joined) {
         dedupe.reserve(std::bit_ceil(2 * unique + 1));

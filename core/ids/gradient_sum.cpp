@@ -1,12 +1,12 @@
-// Sums of gradients, finite ones or those that are left; see gradient_sum.hpp.
+// Sums of the finite gradients; see gradient_sum.hpp.
 #include "ids/gradient_sum.hpp"
 
 #include "base/errors.hpp"
 
 namespace satrap {
 
-// The gradient of one entry as it is added to its id's sum.
-const float* Summation::applied(const Gradients& gradients, std::uint32_t e, float* room) const {
+// Returns the gradient of one entry as it is added to its id's sum.
+const float* GradientSum::applied(const Gradients& gradients, std::uint32_t e, float* room) const {
     const Factor* factor = gradients.factors == nullptr ? nullptr : gradients.factors + e;
     const std::uint32_t zero = 0;
     std::uint8_t started = 0;
@@ -14,8 +14,8 @@ const float* Summation::applied(const Gradients& gradients, std::uint32_t e, flo
     return room;
 }
 
-Summation::Entries Summation::begin(const Visit& visit, const Gradients& gradients, bool filter,
-                                    Scratch& scratch) const {
+GradientSum::Entries GradientSum::begin(const BucketVisit& visit, const Gradients& gradients, bool filter,
+                                        Scratch& scratch) const {
     std::memset(scratch.started.reserve(visit.num_unique), 0, visit.num_unique);
     if (!filter) return {visit.local, gradients, visit.count};
     std::uint32_t* local = scratch.kept_local.reserve(visit.count);
@@ -32,15 +32,15 @@ Summation::Entries Summation::begin(const Visit& visit, const Gradients& gradien
     return {local, {from, factors, gradients.scale}, kept};
 }
 
-std::size_t Summation::add(const Visit& visit, const Entries& entries, bool filter, float* sums,
-                           Scratch& scratch) const {
+std::size_t GradientSum::add(const BucketVisit& visit, const Entries& entries, bool filter, float* sums,
+                             Scratch& scratch) const {
     kernels_->sum(entries.gradients, entries.local, entries.count, dim_, sums, scratch.started.data());
     return filter ? drop_overflowed(visit, entries, sums, scratch) : entries.count;
 }
 
-// Finite gradients whose sum is not: their ids get no update. Returns how many entries are left.
-std::size_t Summation::drop_overflowed(const Visit& visit, const Entries& entries, const float* sums,
-                                       Scratch& scratch) const {
+// Drops ids whose gradients are finite but not their sum. Returns how many entries are left.
+std::size_t GradientSum::drop_overflowed(const BucketVisit& visit, const Entries& entries, const float* sums,
+                                         Scratch& scratch) const {
     std::size_t left = entries.count;
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         if (!scratch.started[i] || finite(sums + static_cast<std::size_t>(i) * dim_, dim_)) continue;
@@ -50,8 +50,8 @@ std::size_t Summation::drop_overflowed(const Visit& visit, const Entries& entrie
     return left;
 }
 
-std::vector<NonFinite> Summation::find_nonfinite(const Visit& visit, const Gradients& gradients,
-                                                 Scratch& scratch) const {
+std::vector<NonFinite> GradientSum::find_nonfinite(const BucketVisit& visit, const Gradients& gradients,
+                                                   Scratch& scratch) const {
     std::vector<NonFinite> found;
     auto note = [&](std::uint32_t e, const float* row, bool of_sum) {
         std::uint32_t i = 0;
@@ -72,13 +72,13 @@ std::vector<NonFinite> Summation::find_nonfinite(const Visit& visit, const Gradi
     return found;
 }
 
-void Summation::refuse_nonfinite(const NonFinite& first, const std::string& where) const {
+void GradientSum::refuse_nonfinite(const NonFinite& first, const std::string& where) const {
     const std::string id = std::to_string(first.id);
     throw NonFiniteError("table '" + table_ + "': " +
                          (first.of_sum ? "the gradients of id " + id + " (first " + where + ") sum to "
                                        : "the gradient of id " + id + " " + where + " holds ") +
-                         std::to_string(first.value) + "; finite values are wanted and nothing was applied; " +
-                         "on_nonfinite='skip' would ignore and count such gradients");
+                         std::to_string(first.value) + "; expected finite values; nothing was applied; " +
+                         "on_nonfinite='skip' ignores and counts such gradients");
 }
 
 } // namespace satrap

@@ -1,7 +1,7 @@
-// The ids of one call, grouped by bucket and de-duplicated: what a lookup prepares and its update needs again.
+// The ids of one call, grouped by bucket and de-duplicated: a lookup prepares them and its update reuses them.
 //
 // Two parallel passes: count (how many ids of each thread's range fall into each bucket) and scatter (stable, so the
-// order of appearance is kept within a bucket); then each bucket's ids are made unique by whoever visits the bucket.
+// order of appearance is kept within a bucket); then the thread that visits a bucket makes its ids unique.
 // Invariants, for bucket b with entries begin[b] .. begin[b+1]-1:
 //   entry e stands for position positions[e] of its table's ids (in a batch of bags: for a place of bag_layout.hpp),
 //   and its id is unique[begin[b] + local[e]]; local ids number 0 .. num_unique[b]-1 in order of first appearance;
@@ -20,15 +20,15 @@
 
 namespace satrap {
 
-// How the tables' buckets are numbered in one row: table t has buckets first[t] .. first[t+1]-1.
-struct BucketMap {
+// Numbers the buckets of all tables consecutively: table t has buckets first[t] .. first[t+1]-1.
+struct BucketNumbering {
     std::vector<std::uint32_t> first;
     std::vector<std::uint8_t> bits;
     std::uint32_t total() const { return first.back(); }
     std::size_t num_tables() const { return bits.size(); }
 };
 
-// Makes `count` ids unique in place, in order of first appearance, and tells each one's number; returns how many there
+// Makes `count` ids unique in place, in order of first appearance, and numbers each; returns how many there
 // are. `table` is scratch.
 inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, std::uint32_t* numbers,
                                      Buffer<std::uint32_t>& table) {
@@ -38,7 +38,7 @@ inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, st
     std::uint32_t found = 0; // never overtakes e
     for (std::uint32_t e = 0; e < count; ++e) {
         const std::uint64_t id = ids[e];
-        ids[found] = id; // an empty slot reads as this position, so that a new id takes no branch of its own
+        ids[found] = id; // an empty slot reads as this position, so that a new id needs no branch
         std::uint32_t at = static_cast<std::uint32_t>(mix64(id) >> 8) & mask;
         std::uint32_t number = slots[at] == 0 ? found : slots[at] - 1;
         while (ids[number] != id) {
@@ -53,7 +53,7 @@ inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, st
 }
 
 struct Batch {
-    std::vector<std::int64_t> offsets; // [tables + 1] into the ids as given
+    std::vector<std::int64_t> offsets; // [tables + 1] into the caller's ids
     std::vector<std::uint32_t> begin;  // [buckets + 1]
     std::vector<std::uint32_t> num_unique;
     Buffer<std::uint64_t> unique; // while grouping: the ids of all entries
@@ -72,7 +72,7 @@ struct Batch {
     }
 
     // Calls visit(table, first, last) for the parts of [from, to) that lie in one table.
-    template <typename Visit> void by_table(std::size_t from, std::size_t to, Visit visit) const {
+    template <typename Visitor> void by_table(std::size_t from, std::size_t to, Visitor visit) const {
         for (std::size_t t = 0; t + 1 < offsets.size(); ++t) {
             std::size_t first = std::max(from, static_cast<std::size_t>(offsets[t]));
             std::size_t last = std::min(to, static_cast<std::size_t>(offsets[t + 1]));
@@ -80,23 +80,23 @@ struct Batch {
         }
     }
 
-    // Positions in the table, one after the other.
+    // A cursor over consecutive positions in the table.
     struct Positions {
         std::uint32_t* positions;
         std::uint32_t next;
         void put(std::uint32_t e) { positions[e] = next++; }
     };
 
-    void group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool) {
+    void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool) {
         group(ids, map, pool, [this](std::size_t t, std::size_t first) {
             return Positions{positions.data(),
                              static_cast<std::uint32_t>(first - static_cast<std::size_t>(offsets[t]))};
         });
     }
 
-    // cursor_at(table, i) gives a cursor that stands at id i; its put(e) is called with the entry of id i, i + 1, ...
+    // cursor_at(table, i) returns a cursor at id i; its put(e) is called with the entry of id i, i + 1, ...
     template <typename CursorAt>
-    void group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool, CursorAt cursor_at);
+    void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, CursorAt cursor_at);
 
     // Makes bucket b's ids unique; `table` is scratch.
     void deduplicate(std::uint32_t b, Buffer<std::uint32_t>& table) {
@@ -108,7 +108,7 @@ struct Batch {
     void begin_buckets(std::uint32_t ranges, std::uint32_t buckets);
 };
 
-// From counts to where each range's entries of each bucket begin, in counts too.
+// Replaces the counts by where each range's entries of each bucket begin.
 inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
     begin.resize(buckets + 1);
     std::uint32_t at = 0;
@@ -125,8 +125,8 @@ inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
 }
 
 template <typename CursorAt>
-void Batch::group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& pool, CursorAt cursor_at) {
-    constexpr std::size_t kAlone = 2048; // below this waking threads costs more than it saves
+void Batch::group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, CursorAt cursor_at) {
+    constexpr std::size_t kAlone = 2048; // below this, waking threads costs more than it saves
     const std::size_t n = size();
     const std::uint32_t buckets = map.total();
     num_unique.assign(buckets, 0);
@@ -163,7 +163,7 @@ void Batch::group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& po
         by_table(range_begin(r), range_begin(r + 1), [&](std::size_t t, std::size_t first, std::size_t last) {
             std::uint32_t* of_table = next + map.first[t];
             auto cursor = cursor_at(t, first);
-            bool same = true; // the caller's array is read twice: an id must not land in another one's bucket
+            bool same = true; // the caller's array is read twice, and an id must not get into another bucket
             for (std::size_t i = first; i < last; ++i) {
                 std::uint32_t e = of_table[local[i]]++;
                 const std::uint64_t id =
@@ -176,8 +176,8 @@ void Batch::group(const std::uint64_t* ids, const BucketMap& map, ThreadPool& po
         });
     });
     if (changed.load())
-        throw InputError("the ids changed during the call: another thread wrote to their array; give each call an "
-                         "array of its own");
+        throw InputError("the ids changed during the call: another thread wrote to their array; pass each call "
+                         "its own array");
 }
 
 } // namespace satrap

@@ -1,5 +1,5 @@
-// How a batch comes back for its update: its grouping and the slots that the lookup found. Used once, by whoever claims
-// it: a Claim sets all tickets of a call used or none, and takes it back if the call fails.
+// A ticket brings a batch back for its update: its grouping and the slots that the lookup found. It is used once, by
+// the call that claims it: a Claim marks all tickets of a call used or none, and reverts that if the call fails.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace satrap {
 
-// A number for whatever makes tickets. It tells a foreign ticket from ours; it decides nothing else.
+// Returns a number for an object that issues tickets. It only tells a foreign ticket from its own.
 inline std::uint64_t next_identity() {
     static std::atomic<std::uint64_t> last{0};
     return ++last;
@@ -17,13 +17,13 @@ inline std::uint64_t next_identity() {
 
 struct Ticket {
     std::unique_ptr<Batch> batch; // touched only by the one call that set `used`
-    std::uint64_t maker;          // the identity of the engine, or whatever else made it
+    std::uint64_t maker;          // the identity of the engine or split that issued it
     std::size_t size;             // ids
     std::size_t num_unique;
     std::size_t num_floats;           // of its rows, and so of its gradients; of bags: of the block
-    std::shared_ptr<const Bags> bags; // none: the ids came flat
+    std::shared_ptr<const Bags> bags; // nullptr: of a flat lookup
     std::size_t batch_size;           // of bags
-    std::size_t table;                // whose ids these are; none in particular: the number of tables
+    std::size_t table;                // the table of all ids; the number of tables if there are several
     std::atomic<bool> used{false};
 };
 
@@ -43,7 +43,7 @@ inline std::size_t size_of(Tickets tickets) {
     return size;
 }
 
-// What a lookup gives, once its batch is grouped and its ids are unique.
+// The ticket of a lookup, after its batch was grouped and its ids made unique.
 inline Ticket ticket_of(std::unique_ptr<Batch> batch, std::uint64_t maker, std::size_t num_floats,
                         std::shared_ptr<const Bags> bags = nullptr, std::size_t batch_size = 0) {
     const std::size_t size = batch->size(), num_unique = batch->unique_size(), num_tables = batch->offsets.size() - 1;
@@ -53,18 +53,18 @@ inline Ticket ticket_of(std::unique_ptr<Batch> batch, std::uint64_t maker, std::
     return {std::move(batch), maker, size, num_unique, num_floats, std::move(bags), batch_size, table};
 }
 
-// Of a call; the tickets are used up once it is kept.
+// A call's claim to its tickets; keep() uses them up.
 class Claim {
   public:
     Claim(Tickets tickets, std::uint64_t maker) : tickets_(tickets) {
         for (const Ticket* ticket : tickets)
             if (ticket->maker != maker)
-                throw TicketError("this ticket came from another store; bring it back to the one that gave it");
+                throw TicketError("this ticket came from another store; pass it to the store that created it");
         for (std::size_t i = 0; i < tickets.size(); ++i) {
             if (!tickets[i]->used.exchange(true)) continue;
             for (std::size_t k = 0; k < i; ++k) tickets[k]->used.store(false);
             throw TicketError(
-                "this ticket was used already; a batch is updated once, look it up again for another step");
+                "this ticket was already used; a batch is updated once: look it up again for another step");
         }
     }
     Claim(const Claim&) = delete;

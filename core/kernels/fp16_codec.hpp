@@ -1,16 +1,16 @@
-// Rows, or gradients of rows, as they cross a network that is slower than rounding them: fp16 with a scale for each
-// row. Who sends them chooses this; fp32 crosses as it is, without this file.
+// Encodes rows, or gradients of rows, for a network that is slower than the encoding: fp16 with a scale for each
+// row. The sender chooses it; fp32 is sent unchanged, without this file.
 //
-// A message is one run of bytes, little-endian, of n rows table by table, of which the receiver knows the number and
+// A message is a contiguous, little-endian run of n rows table by table, of which the receiver knows the number and
 // the dims:
 //   n bytes          int8 exponents of all rows
 //   n % 2 bytes      0, so that what follows is aligned if the message is
 //   2 bytes each     IEEE 754 binary16, of all values of the first row, then of the second, ...
-// A value is half * 2^exponent of its row. Of a row whose largest finite magnitude is m > 0:
+// A value is half * 2^exponent of its row. For a row whose largest finite magnitude is m > 0:
 //   exponent = max(floor(log2 m) - 14, kLeastWireExponent), so 2^14 <= m * 2^-exponent < 2^15 but for m < 2^-112;
 //   half = value * 2^-exponent, a product without rounding, rounded to nearest, ties to even. Only where that is 2^128,
 //   which no float is, it is rounded down.
-// Of a row of zeros the exponent is kLeastWireExponent. Zeros keep their sign, infinity is infinity of its sign, a NaN
+// The exponent of a row of zeros is kLeastWireExponent. Zeros keep their sign, infinity is infinity of its sign, a NaN
 // is a NaN of its sign; neither changes the exponent. So, for a finite value v of the row, decoded as d:
 //   |d - v| <= max(2^-11 |v|, 2^-39 m) <= 2^-11 m, and d == v where fp16 holds v * 2^-exponent.
 // Proof. A half of at least 2^-14, a normal one, has 11 bits: it is off by at most half of its last, 2^-11 of what it
@@ -38,10 +38,10 @@ template <typename Sized> std::vector<std::uint32_t> dims_of(const std::vector<S
     return dims;
 }
 
-class Wire {
+class Fp16Codec {
   public:
     // dims: of the tables. Both references must outlive it.
-    Wire(std::vector<std::uint32_t> dims, const Kernels& kernels, ThreadPool& pool)
+    Fp16Codec(std::vector<std::uint32_t> dims, const Kernels& kernels, ThreadPool& pool)
         : dims_(std::move(dims)), kernels_(kernels), pool_(pool) {}
 
     std::size_t num_tables() const { return dims_.size(); }
@@ -75,9 +75,9 @@ class Wire {
         const auto n = static_cast<std::size_t>(offsets.back());
         const std::size_t bad = first_unknown(exponents, n);
         throw InputError("row " + std::to_string(bad) + " of " + std::to_string(n) + " has the exponent " +
-                         std::to_string(bad < n ? exponents[bad] : 0) + ", wanted " +
+                         std::to_string(bad < n ? exponents[bad] : 0) + ", expected " +
                          std::to_string(kLeastWireExponent) + ".." + std::to_string(kMostWireExponent) +
-                         ": the message is not what a peer of this version sends");
+                         ": the message is not from a peer of this version");
     }
 
   private:
@@ -104,7 +104,7 @@ class Wire {
         return before;
     }
 
-    // On all threads; which of them does what cannot matter, since rows know nothing of each other.
+    // Runs on all threads; the split cannot matter, since rows are independent.
     template <typename Work> void for_each_run(std::span<const std::int64_t> offsets, Work work) const {
         constexpr std::size_t kGrain = 256;     // rows
         constexpr std::size_t kAlone = 1 << 15; // floats: for fewer, waking threads costs more than it saves
@@ -112,7 +112,7 @@ class Wire {
         const auto n = static_cast<std::size_t>(offsets.back());
         std::atomic<std::size_t> next{0};
         auto job = [&](unsigned, unsigned) {
-            const FloatMode mode; // of this thread, which may have another one than the next
+            const FloatMode mode; // each thread may have another mode
             std::size_t t = 0;
             for (std::size_t first; (first = next.fetch_add(kGrain)) < n;) {
                 for (const std::size_t end = std::min(first + kGrain, n); first < end;) {

@@ -15,7 +15,7 @@
 
 namespace satrap {
 
-// What the gradient of an entry is multiplied and divided by on its way from a pooled row to the id's own: the weight
+// The factor and divisor of an entry's gradient between a pooled row and the id's row: the weight
 // of the id, and what the pooling divided the bag by. 1 changes no bit.
 struct Factor {
     float weight = 1.0f;
@@ -29,7 +29,7 @@ struct Gradients {
     float scale;
 };
 
-// What an optimizer step needs, as floats already folded from the config, the learning rate and the step.
+// The scalars of an optimizer step, folded from the config, the learning rate and the step.
 struct StepScalars {
     static StepScalars of(const TableConfig& config, std::uint64_t table_key, std::uint32_t step, double lr) {
         const OptimizerConfig& o = config.optimizer;
@@ -100,7 +100,7 @@ struct InitialScalars {
     float ftrl_l1;
 };
 
-// Of one sample's dot products of all pairs: how many vectors, of how many numbers.
+// The shape of one sample's dot products of all pairs: the number of vectors, and their length.
 struct DotShape {
     std::uint32_t num;
     std::uint32_t dim;
@@ -110,7 +110,7 @@ struct DotShape {
     std::size_t scratch_floats() const { return std::size_t{rows()} * (2 * width() + rows()) + pairs() + 16; }
 };
 
-// Of a row as it crosses a network. The least leaves subnormal floats as they are; the most is that of 2^127.
+// The exponents of an encoded row. The least leaves subnormal floats unchanged; the most is that of 2^127.
 constexpr std::int32_t kLeastWireExponent = -126, kMostWireExponent = 113;
 
 struct Kernels {
@@ -148,7 +148,7 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 #endif
 
-// The paths that this machine can run, best first.
+// Returns the paths that this machine can run, best first.
 inline std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> paths;
 #ifdef SATRAP_HAVE_X86

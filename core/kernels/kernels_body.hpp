@@ -148,7 +148,7 @@ void sum(const Gradients& gradients, const std::uint32_t* local, std::size_t cou
     });
 }
 
-// Bags lie one after the other, written past the cache: later ones are asked for in time.
+// Bags are consecutive and written past the cache: later ones are prefetched in time.
 constexpr std::size_t kPoolAhead = 512;
 
 void pool(const float* rows, const float* weights, std::size_t count, std::uint32_t dim, float divisor, float* out) {

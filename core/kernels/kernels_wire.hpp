@@ -1,7 +1,7 @@
-// Rows as they cross a network (fp16_codec.hpp), included by each kernels_*.cpp in its own anonymous namespace, after
+// Encodes and decodes rows (fp16_codec.hpp); included by each kernels_*.cpp in its own anonymous namespace, after
 // kernels_body.hpp. Element-wise with one exact scaling on each side, so all paths give the same bits; a path may bring
 // instructions for some elements of a row (halve_blocks), which save 60 % of what the compiler's own SIMD takes. Halves
-// are read and written byte-wise: a message may lie anywhere.
+// are read and written byte-wise: a message may be unaligned.
 
 inline float power_of_two(std::int32_t e) { return as_float(static_cast<std::uint32_t>(e + 127) << 23); }
 

@@ -1,7 +1,8 @@
 // DLRM's interaction of a batch: for every sample the dot products of all pairs of its vectors, in one pass over each.
 // A sample's vectors are `first` (the bottom network's output, if there is one), then the rows of its embeddings'
-// block; its output is `first` again, then the pairs, row by row of the triangle: (1, 0), (2, 0), (2, 1), ... Nothing
-// of a sample is in memory but its input and its output. Samples are split among threads: the result is one.
+// block; its output is `first` again, then the pairs, row by row of the triangle: (1, 0), (2, 0), (2, 1), ... A
+// sample needs no memory but its input and its output. Samples are split among threads, which does not change the
+// result.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +15,15 @@
 
 namespace satrap {
 
-class Dots {
+class DlrmInteraction {
   public:
-    Dots(const Kernels& kernels, unsigned num_threads) : kernels_(&kernels), pool_(new ThreadPool(num_threads)) {}
-    Dots(const Dots&) = delete;
-    Dots& operator=(const Dots&) = delete;
-    ~Dots() {
-        if (!home_.is_here()) (void)pool_.release(); // a fork has none of its threads: they cannot be joined
+    DlrmInteraction(const Kernels& kernels, unsigned num_threads)
+        : kernels_(&kernels), pool_(new ThreadPool(num_threads)) {}
+    DlrmInteraction(const DlrmInteraction&) = delete;
+    DlrmInteraction& operator=(const DlrmInteraction&) = delete;
+    ~DlrmInteraction() {
+        if (!fork_guard_.is_same_process())
+            (void)pool_.release(); // a fork has none of its threads, so they cannot be joined
     }
 
     // first: [batch, dim] or nullptr; block: [batch, num_block, dim]; out: [batch, (dim) + pairs]
@@ -35,7 +38,7 @@ class Dots {
         });
     }
 
-    // gradient: of out. Writes those of first and block.
+    // gradient: that of out. Writes the gradients of first and block.
     void backward(std::size_t batch, std::uint32_t num_block, std::uint32_t dim, const float* first, const float* block,
                   const float* gradient, float* of_first, float* of_block) {
         const Layout at(num_block, dim, first != nullptr);
@@ -50,7 +53,7 @@ class Dots {
     }
 
   private:
-    static constexpr std::size_t kSmall = 64; // samples that are not worth a second thread
+    static constexpr std::size_t kSmall = 64; // samples; fewer are not worth a second thread
 
     struct Layout {
         Layout(std::uint32_t num_block, std::uint32_t dim, bool has_first)
@@ -67,22 +70,22 @@ class Dots {
     };
 
     template <typename Work> void each_sample(std::size_t batch, const Layout& at, Work work) {
-        const unsigned most = !home_.is_here() || batch < kSmall ? 1 : pool_->num_threads();
-        struct Room {
+        const unsigned most = !fork_guard_.is_same_process() || batch < kSmall ? 1 : pool_->num_threads();
+        struct ThreadScratch {
             std::vector<float> scratch;
             std::vector<const float*> vectors;
             std::vector<float*> gradients;
         };
-        std::vector<Room> rooms(most); // here, where running out of memory can be told
-        for (Room& room : rooms) {
-            room.scratch.assign(at.shape.scratch_floats(), 0.0f);
-            room.vectors.resize(at.shape.num);
-            room.gradients.resize(at.shape.num);
+        std::vector<ThreadScratch> scratches(most); // allocated here, where running out of memory can be reported
+        for (ThreadScratch& own : scratches) {
+            own.scratch.assign(at.shape.scratch_floats(), 0.0f);
+            own.vectors.resize(at.shape.num);
+            own.gradients.resize(at.shape.num);
         }
         const auto job = [&](unsigned thread, unsigned threads) {
-            Room& room = rooms[thread];
+            ThreadScratch& own = scratches[thread];
             for (std::size_t s = batch * thread / threads; s < batch * (thread + 1) / threads; ++s)
-                work(s, room.vectors.data(), room.gradients.data(), room.scratch.data());
+                work(s, own.vectors.data(), own.gradients.data(), own.scratch.data());
         };
         if (most == 1)
             job(0, 1);
@@ -91,7 +94,7 @@ class Dots {
     }
 
     const Kernels* kernels_;
-    Home home_;
+    ForkGuard fork_guard_;
     std::unique_ptr<ThreadPool> pool_;
 };
 

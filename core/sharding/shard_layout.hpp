@@ -1,6 +1,6 @@
-// What goes to each server of a batch's unique ids, and of floats that belong to them: one array of all servers, laid
+// The layout of what each server gets of a batch's unique ids, and of the floats that belong to them: one array, laid
 // out server by server; within a server table by table, within a table bucket by bucket, within a bucket in order of
-// first appearance. So a server's part is what its engine's flat lookup takes, and what its rows come back as.
+// first appearance. So a server's part is the input of its engine's flat lookup, and the layout of its answer.
 //
 // Bucket b belongs to server owners[b] and has counts[b] ids. Invariants:
 //   server s has ids first_id[s] .. first_id[s] + num_ids(s) - 1, and floats likewise, of table t those of
@@ -14,9 +14,9 @@
 
 namespace satrap {
 
-struct Shares {
-    Shares(const BucketMap& map, std::span<const std::uint32_t> dims, std::vector<std::uint32_t> of_buckets,
-           std::uint32_t num_servers, const std::vector<std::uint32_t>& of_each)
+struct ShardLayout {
+    ShardLayout(const BucketNumbering& map, std::span<const std::uint32_t> dims, std::vector<std::uint32_t> of_buckets,
+                std::uint32_t num_servers, const std::vector<std::uint32_t>& of_each)
         : owners(std::move(of_buckets)), counts(of_each), num_tables(map.num_tables()), id_begin(map.total()),
           float_begin(map.total()), first_id(num_servers + 1), first_float(num_servers + 1), num_floats(num_servers),
           ends(num_servers * (num_tables + 1)) {
@@ -42,14 +42,14 @@ struct Shares {
     }
 
     std::uint32_t num_servers() const { return static_cast<std::uint32_t>(num_floats.size()); }
-    // [tables + 1], from 0 to the number of the server's ids.
+    // Returns [tables + 1] offsets, from 0 to the number of the server's ids.
     const std::int64_t* offsets(std::size_t server) const { return ends.data() + server * (num_tables + 1); }
     std::size_t num_ids(std::size_t server) const { return static_cast<std::size_t>(offsets(server)[num_tables]); }
 
     std::vector<std::uint32_t> owners, counts; // [buckets]
     std::size_t num_tables;
-    std::vector<std::uint64_t> id_begin, float_begin; // [buckets]: where its first is
-    std::vector<std::uint64_t> first_id, first_float; // [servers + 1]; the last: how many there are, gaps included
+    std::vector<std::uint64_t> id_begin, float_begin; // [buckets]: the position of its first one
+    std::vector<std::uint64_t> first_id, first_float; // [servers + 1]; the last: their number, including gaps
     std::vector<std::uint64_t> num_floats;            // [servers]
 
   private:

@@ -1,4 +1,4 @@
-// Lookups, fills and sums of a cluster's worker; see shard_split.hpp.
+// Lookups, fills and sums of an embedding worker; see shard_split.hpp.
 #include "sharding/shard_split.hpp"
 
 #include "base/errors.hpp"
@@ -9,10 +9,10 @@ namespace satrap {
 Split::Split(std::vector<SplitTable> tables, std::vector<BagFeature> features, unsigned num_threads,
              const std::string& simd)
     : identity_(next_identity()), kernels_(&kernels_named(simd)), dims_(dims_of(tables)),
-      bags_(std::make_shared<Bags>(std::move(features), tables.size(), identity_)), crew_(num_threads),
-      wire_(dims_, *kernels_, crew_.pool()) {
+      bags_(std::make_shared<Bags>(std::move(features), tables.size(), identity_)), scheduler_(num_threads),
+      codec_(dims_, *kernels_, scheduler_.pool()) {
     map_.first.push_back(0);
-    own_summations_.reserve(tables.size()); // they are pointed at
+    own_summations_.reserve(tables.size()); // so that pointers to them stay valid
     for (SplitTable& table : tables) {
         map_.first.push_back(map_.first.back() + table.num_buckets);
         map_.bits.push_back(static_cast<std::uint8_t>(std::countr_zero(table.num_buckets)));
@@ -23,86 +23,85 @@ Split::Split(std::vector<SplitTable> tables, std::vector<BagFeature> features, u
 
 std::shared_ptr<Split> Split::owned(std::unique_ptr<Split> split) {
     return {split.release(), [](Split* last) {
-                if (last->home_.is_here()) delete last;
+                if (last->fork_guard_.is_same_process()) delete last;
             }};
 }
 
-std::shared_ptr<const Shares> Split::share(std::vector<std::uint32_t> owners, std::uint32_t num_servers,
-                                           const std::vector<std::uint32_t>& counts) const {
-    return std::make_shared<const Shares>(map_, dims_, std::move(owners), num_servers, counts);
+std::shared_ptr<const ShardLayout> Split::make_layout(std::vector<std::uint32_t> owners, std::uint32_t num_servers,
+                                                      const std::vector<std::uint32_t>& counts) const {
+    return std::make_shared<const ShardLayout>(map_, dims_, std::move(owners), num_servers, counts);
 }
 
 std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<std::uint32_t> owners,
                                            std::uint32_t num_servers) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::unique_ptr<BagPlan> plan = plans_.take();
-    plan->make(*bags_, inputs, *kernels_, crew_.pool());
+    plan->make(*bags_, inputs, *kernels_, scheduler_.pool());
     std::unique_ptr<Batch> batch = batches_.take();
-    plan->group(*batch, map_, crew_.pool());
+    plan->group(*batch, map_, scheduler_.pool());
     plan->keep_inputs();
-    BucketCrew::Shift shift(crew_, batch->size());
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return occupied(*batch, b); },
+    BucketScheduler::ScratchLease lease(scheduler_, batch->size());
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(*batch, b); },
         [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
     plan->count_cut();
     const std::size_t num_floats = inputs.batch_size * bags_->total_dim;
     std::unique_ptr<SplitTicket> ticket(
         new SplitTicket{ticket_of(std::move(batch), identity_, num_floats, bags_, inputs.batch_size), std::move(plan),
                         nullptr, nullptr});
-    lay_out(*ticket, std::move(owners), num_servers, shift);
+    lay_out(*ticket, std::move(owners), num_servers, lease);
     return ticket;
 }
 
 void Split::share_again(SplitTicket& given, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     Ticket* const tickets[] = {&given.ticket};
-    const Claim claim(tickets, identity_); // for the time of the call
-    BucketCrew::Shift shift(crew_, given.ticket.batch->size());
-    lay_out(given, std::move(owners), num_servers, shift);
+    const Claim claim(tickets, identity_); // for the duration of the call
+    BucketScheduler::ScratchLease lease(scheduler_, given.ticket.batch->size());
+    lay_out(given, std::move(owners), num_servers, lease);
 }
 
 void Split::lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers,
-                    BucketCrew::Shift& shift) {
+                    BucketScheduler::ScratchLease& lease) {
     const Batch& batch = *ticket.ticket.batch;
-    std::shared_ptr<const Shares> shares = share(std::move(owners), num_servers, batch.num_unique);
-    std::shared_ptr<const Lease> ids = lease(shares->first_id.back() * sizeof(std::uint64_t));
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return occupied(batch, b); },
+    std::shared_ptr<const ShardLayout> layout = make_layout(std::move(owners), num_servers, batch.num_unique);
+    std::shared_ptr<const PooledBlock> ids = take_block(layout->first_id.back() * sizeof(std::uint64_t));
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
         [&](std::size_t, std::uint32_t b, Scratch&) {
             std::copy_n(batch.unique.data() + batch.begin[b], batch.num_unique[b],
-                        ids->as<std::uint64_t>() + shares->id_begin[b]);
+                        ids->as<std::uint64_t>() + layout->id_begin[b]);
         });
-    ticket.shares = std::move(shares);
+    ticket.layout = std::move(layout);
     ticket.ids = std::move(ids);
 }
 
 void Split::fill(SplitTicket& given, std::span<const float* const> rows, float* block, float* const* sequences) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     Ticket* const tickets[] = {&given.ticket};
-    const Claim claim(tickets, identity_); // for the time of the call
-    if (given.plan == nullptr)
-        throw TicketError("this ticket was filled already; its rows were written then, look its batch up again");
+    const Claim claim(tickets, identity_); // for the duration of the call
+    if (given.plan == nullptr) throw TicketError("this ticket was already filled; look its batch up again");
     const Batch& batch = *given.ticket.batch;
-    const Shares& shares = *given.shares;
+    const ShardLayout& layout = *given.layout;
     const BagRows to(*bags_, *given.plan, batch, block, sequences, blocks_);
-    BucketCrew::Shift shift(crew_, batch.size());
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return occupied(batch, b); },
+    BucketScheduler::ScratchLease lease(scheduler_, batch.size());
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const std::uint32_t begin = batch.begin[b], server = shares.owners[b], n = batch.num_unique[b];
-            const float* first = rows[server] + (shares.float_begin[b] - shares.first_float[server]);
+            const std::uint32_t begin = batch.begin[b], server = layout.owners[b], n = batch.num_unique[b];
+            const float* first = rows[server] + (layout.float_begin[b] - layout.first_float[server]);
             const std::byte** from = scratch.rows.reserve(n);
             for (std::size_t i = 0; i < n; ++i) from[i] = reinterpret_cast<const std::byte*>(first + i * dims_[t]);
             kernels_->gather(from, batch.local.data() + begin, to.to(t, b, scratch), batch.begin[b + 1] - begin,
                              dims_[t], Dtype::float32);
         });
-    to.finish(*kernels_, crew_.pool());
+    to.finish(*kernels_, scheduler_.pool());
     plans_.give(std::move(given.plan));
 }
 
 Sums Split::sums(std::span<SplitTicket* const> given, std::span<const BagGradients> gradients, float scale,
                  std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     std::vector<Ticket*> all;
     for (SplitTicket* each : given) all.push_back(&each->ticket);
     const Tickets tickets(all);
@@ -110,19 +109,19 @@ Sums Split::sums(std::span<SplitTicket* const> given, std::span<const BagGradien
     const FloatMode mode;
     BagSource source(map_, tickets, gradients, scale);
     source.open();
-    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, crew_.pool());
+    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
     if (filter) refuse_nonfinite(source, tickets, map_, summations_);
 
-    const Shares& sent = *given[0]->shares;
+    const ShardLayout& sent = *given[0]->layout;
     const bool same_layout = given.size() == 1 && sent.num_servers() == num_servers && sent.owners == owners;
     std::vector<std::uint32_t> most(map_.total());
     for (const Ticket* ticket : tickets)
         for (std::uint32_t b = 0; b < map_.total(); ++b) most[b] += ticket->batch->num_unique[b];
     Sums sums;
-    sums.same_ids = same_layout && source.whole() && !filter; // then there is no id without a sum
-    sums.shares = same_layout ? given[0]->shares : share(std::move(owners), num_servers, most);
-    sums.ids = sums.same_ids ? given[0]->ids : lease(sums.shares->first_id.back() * sizeof(std::uint64_t));
-    sums.gradients = lease(sums.shares->first_float.back() * sizeof(float));
+    sums.same_ids = same_layout && source.whole() && !filter; // then every id has a sum
+    sums.layout = same_layout ? given[0]->layout : make_layout(std::move(owners), num_servers, most);
+    sums.ids = sums.same_ids ? given[0]->ids : take_block(sums.layout->first_id.back() * sizeof(std::uint64_t));
+    sums.gradients = take_block(sums.layout->first_float.back() * sizeof(float));
     std::vector<std::uint32_t> counts(map_.total());
     sum_up(source, tickets, filter, sums, counts);
     if (counts != most)
@@ -137,23 +136,23 @@ Sums Split::sums(std::span<SplitTicket* const> given, std::span<const BagGradien
     return sums;
 }
 
-// Into the shares' places, each bucket's from its beginning; counts[b] is how many ids of it have a sum.
+// Into the layout' places, each bucket's from its beginning; counts[b] is how many ids of it have a sum.
 void Split::sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& sums,
                    std::vector<std::uint32_t>& counts) {
     std::vector<std::uint64_t> skipped(map_.total());
-    BucketCrew::Shift shift(crew_, size_of(tickets));
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return occupied(tickets, b); },
+    BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const Summation& summation = *summations_[t];
+            const GradientSum& summation = *summations_[t];
             const std::size_t dim = dims_[t];
             const auto [visit, gradients] = source.part(t, b, scratch);
-            float* out = sums.gradients->as<float>() + sums.shares->float_begin[b];
-            const Summation::Entries entries = summation.begin(visit, gradients, filter, scratch);
+            float* out = sums.gradients->as<float>() + sums.layout->float_begin[b];
+            const GradientSum::Entries entries = summation.begin(visit, gradients, filter, scratch);
             skipped[b] = visit.count - summation.add(visit, entries, filter, out, scratch);
             counts[b] = visit.num_unique;
             if (sums.same_ids) return;
-            std::uint64_t* ids = sums.ids->as<std::uint64_t>() + sums.shares->id_begin[b];
+            std::uint64_t* ids = sums.ids->as<std::uint64_t>() + sums.layout->id_begin[b];
             std::uint32_t n = 0;
             for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
                 if (!scratch.started[i]) continue;
@@ -167,40 +166,40 @@ void Split::sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& 
         for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) sums.skipped[t] += skipped[b];
 }
 
-// Some buckets have fewer ids than there was room for: moves all to places that fit.
+// Compacts the sums if some buckets have fewer ids than the layout has room for.
 void Split::close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts) {
     const Sums wide = sums;
-    sums.shares = share(wide.shares->owners, wide.shares->num_servers(), counts);
+    sums.layout = make_layout(wide.layout->owners, wide.layout->num_servers(), counts);
     lay_out(wide, sums);
 }
 
 Sums Split::again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     Sums moved = sums;
     moved.same_ids = false;
-    moved.shares = share(std::move(owners), num_servers, sums.shares->counts);
+    moved.layout = make_layout(std::move(owners), num_servers, sums.layout->counts);
     lay_out(sums, moved);
     return moved;
 }
 
-// Each bucket's sums from where they are to where the shares want them.
+// Copies each bucket's sums from one layout to another.
 void Split::lay_out(const Sums& wide, Sums& sums) {
-    const std::vector<std::uint32_t>& counts = sums.shares->counts;
-    sums.ids = lease(sums.shares->first_id.back() * sizeof(std::uint64_t));
-    sums.gradients = lease(sums.shares->first_float.back() * sizeof(float));
-    BucketCrew::Shift shift(crew_, sums.shares->first_id.back());
-    crew_.for_each_bucket(
-        map_, shift, [&](std::uint32_t b) { return counts[b] != 0; },
+    const std::vector<std::uint32_t>& counts = sums.layout->counts;
+    sums.ids = take_block(sums.layout->first_id.back() * sizeof(std::uint64_t));
+    sums.gradients = take_block(sums.layout->first_float.back() * sizeof(float));
+    BucketScheduler::ScratchLease lease(scheduler_, sums.layout->first_id.back());
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return counts[b] != 0; },
         [&](std::size_t t, std::uint32_t b, Scratch&) {
-            std::copy_n(wide.ids->as<std::uint64_t>() + wide.shares->id_begin[b], counts[b],
-                        sums.ids->as<std::uint64_t>() + sums.shares->id_begin[b]);
-            std::copy_n(wide.gradients->as<float>() + wide.shares->float_begin[b], std::size_t{counts[b]} * dims_[t],
-                        sums.gradients->as<float>() + sums.shares->float_begin[b]);
+            std::copy_n(wide.ids->as<std::uint64_t>() + wide.layout->id_begin[b], counts[b],
+                        sums.ids->as<std::uint64_t>() + sums.layout->id_begin[b]);
+            std::copy_n(wide.gradients->as<float>() + wide.layout->float_begin[b], std::size_t{counts[b]} * dims_[t],
+                        sums.gradients->as<float>() + sums.layout->float_begin[b]);
         });
 }
 
 void Split::drop(SplitTicket& given) {
-    home_.require_here();
+    fork_guard_.require_same_process();
     Ticket* const tickets[] = {&given.ticket};
     Claim(tickets, identity_).keep();
     batches_.give(std::move(given.ticket.batch));

@@ -1,15 +1,15 @@
-// The worker's side of lookups whose rows lie on servers: what Engine does with bags, with the network in place of the
-// tables. It knows what a table's rows look like and which bucket an id is in; it holds no rows. Who owns which bucket
-// is told anew in each call.
+// The worker's side of lookups whose rows are on servers: does what Engine does with bags, over the network instead of
+// tables. It knows the shape of a table's rows and which bucket an id is in; it holds no rows. Each call passes the
+// owners of the buckets.
 //   lookup   groups the ids by bucket, makes them unique, lays them out for the servers (shard_layout.hpp)
-//   fill     takes the servers' rows, and writes what Engine::lookup_bags would have written
-//   sums     takes gradients, and gives each server the sums that Engine::update_bags would have applied
-// The same classes do the work here and there (BagPlan, Batch, BagRows, BagSource, Summation), so the bits are the
+//   fill     takes the servers' rows, and writes what Engine::lookup_bags would write
+//   sums     takes gradients, and computes for each server the sums that Engine::update_bags would apply
+// Both use the same classes (BagPlan, Batch, BagRows, BagSource, GradientSum), so the bits are the
 // same.
 //
 // A ticket is looked up once, filled at most once, and then used (sums or drop) once. Each of these calls claims it
-// while it works, so that two at a time are refused, not wrong; a call that fails leaves it as it was.
-// What leaves to the network lies in blocks that live as long as somebody has them, after the ticket if need be.
+// while it runs, so that a concurrent call is refused; a call that fails leaves the ticket unchanged.
+// Data for the network is in blocks that live until their last owner is destroyed, even after the ticket.
 // Locks: as in Engine, less the buckets'. Processes: in a fork every call is refused.
 #pragma once
 
@@ -30,16 +30,16 @@ struct SplitTable {
 
 struct SplitTicket {
     Ticket ticket;
-    std::unique_ptr<BagPlan> plan; // until it is filled
-    std::shared_ptr<const Shares> shares;
-    std::shared_ptr<const Lease> ids;
+    std::unique_ptr<BagPlan> plan; // released when the ticket is filled
+    std::shared_ptr<const ShardLayout> layout;
+    std::shared_ptr<const PooledBlock> ids;
 };
 
-// What an update sends to each server.
+// The sums that an update sends to each server.
 struct Sums {
-    std::shared_ptr<const Shares> shares;
-    std::shared_ptr<const Lease> ids, gradients;
-    bool same_ids = false;              // as the one ticket's lookup sent, to the same servers
+    std::shared_ptr<const ShardLayout> layout;
+    std::shared_ptr<const PooledBlock> ids, gradients;
+    bool same_ids = false;              // the ids and servers are those of the one ticket's lookup
     std::vector<std::uint64_t> skipped; // [tables]: entries left out, not finite
 };
 
@@ -51,53 +51,55 @@ class Split {
     static std::shared_ptr<Split> owned(std::unique_ptr<Split> split);
 
     const Bags& bags() const { return *bags_; }
-    const BucketMap& map() const { return map_; }
-    const Wire& wire() const { return wire_; }
+    const BucketNumbering& map() const { return map_; }
+    const Fp16Codec& codec() const { return codec_; }
     const char* simd() const { return kernels_->name; }
-    unsigned num_threads() const { return crew_.num_threads(); }
+    unsigned num_threads() const { return scheduler_.num_threads(); }
     bool owns(const SplitTicket& ticket) const { return ticket.ticket.maker == identity_; }
     const std::shared_ptr<BlockPool>& blocks() {
-        home_.require_here();
+        fork_guard_.require_same_process();
         return blocks_;
     }
 
     std::unique_ptr<SplitTicket> lookup(const BagInputs& inputs, std::vector<std::uint32_t> owners,
                                         std::uint32_t num_servers);
-    // rows[s]: num_floats[s] floats of server s, aligned as floats are.
+    // rows[s]: num_floats[s] floats of server s, aligned as floats.
     void fill(SplitTicket& ticket, std::span<const float* const> rows, float* block, float* const* sequences);
     Sums sums(std::span<SplitTicket* const> tickets, std::span<const BagGradients> gradients, float scale,
               std::vector<std::uint32_t> owners, std::uint32_t num_servers);
     // Lays the ticket's ids out for other owners.
     void share_again(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
-    // The same sums laid out for other owners; nobody has moved to another bucket.
+    // Returns the same sums laid out for other owners; each id stays in its bucket.
     Sums again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
-    // Gives the memory of a ticket back that will not be updated.
+    // Releases the memory of a ticket that will not be updated.
     void drop(SplitTicket& ticket);
 
   private:
-    std::shared_ptr<const Lease> lease(std::size_t bytes) { return std::make_shared<const Lease>(blocks_, bytes); }
-    std::shared_ptr<const Shares> share(std::vector<std::uint32_t> owners, std::uint32_t num_servers,
-                                        const std::vector<std::uint32_t>& counts) const;
+    std::shared_ptr<const PooledBlock> take_block(std::size_t bytes) {
+        return std::make_shared<const PooledBlock>(blocks_, bytes);
+    }
+    std::shared_ptr<const ShardLayout> make_layout(std::vector<std::uint32_t> owners, std::uint32_t num_servers,
+                                                   const std::vector<std::uint32_t>& counts) const;
     void sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& sums, std::vector<std::uint32_t>& counts);
     void close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts);
     void lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers,
-                 BucketCrew::Shift& shift);
+                 BucketScheduler::ScratchLease& lease);
     void lay_out(const Sums& from, Sums& to);
 
-    Home home_;
+    ForkGuard fork_guard_;
     std::uint64_t identity_;
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
-    BucketMap map_;
+    BucketNumbering map_;
     std::vector<std::uint32_t> dims_; // of the tables
-    std::vector<Summation> own_summations_;
-    std::vector<const Summation*> summations_; // of the tables
+    std::vector<GradientSum> own_summations_;
+    std::vector<const GradientSum*> summations_; // of the tables
     std::shared_ptr<const Bags> bags_;
-    static constexpr std::size_t kMostSpare = 16; // calls of which the memory is kept
+    static constexpr std::size_t kMostSpare = 16; // number of calls whose memory is kept
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
-    BucketCrew crew_;
-    Wire wire_;
+    BucketScheduler scheduler_;
+    Fp16Codec codec_;
 };
 
 } // namespace satrap

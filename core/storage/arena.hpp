@@ -1,8 +1,8 @@
-// Where rows live: an Arena hands out chunks of zeroed memory that stay put until the arena dies, and memory for
-// indexes, which is always anonymous and may be given back. It knows nothing of rows. Rows asks it for chunks;
-// SharedArena (shared_arena.hpp) is the same over a file.
+// The memory of rows: an Arena allocates chunks of zeroed memory that stay in place until the arena is destroyed, and
+// memory for indexes, which is always anonymous and may be released. It knows nothing of rows. Rows allocates chunks;
+// SharedArena (shared_arena.hpp) allocates them from a file.
 //
-// Invariants: a chunk is 64-byte aligned; chunks never move, overlap or return.
+// Invariants: a chunk is 64-byte aligned; chunks never move or overlap, and are never released.
 // Lock: one mutex, taken last (under a bucket's lock), held for a search in a small tree or one mmap.
 #pragma once
 
@@ -28,7 +28,7 @@ namespace satrap {
 
 enum class ChunkKind : std::uint32_t { rows = 1, sightings = 2, undo = 3, windows = 4, note = 5 };
 
-// Whose chunk it is: enough to find its owner again in a file.
+// The owner of a chunk, so that a later process finds it again in a file.
 struct ChunkTag {
     ChunkKind kind;
     std::uint32_t table;
@@ -36,10 +36,10 @@ struct ChunkTag {
     std::uint32_t sequence; // the owner's chunk number
 };
 
-// The few numbers of a table that must survive its process. All zero is the state of a new table but for version.
+// The few numbers of a table that must survive its process. A new table has zeros, except for version.
 struct TableLedger {
     std::atomic<std::uint32_t> version;
-    std::atomic<std::uint32_t> expire_before; // rows stamped before this step are gone
+    std::atomic<std::uint32_t> expire_before; // rows stamped before this step have expired
     std::atomic<std::uint64_t> lr_bits;
 };
 
@@ -54,16 +54,16 @@ class Arena {
     virtual std::byte* allocate_index(std::size_t bytes) = 0;
     virtual void release_index(std::byte* block, std::size_t bytes) = 0;
     virtual bool survives_process() const { return false; }
-    // Whether a later process may continue with what is here; false while a snapshot is being loaded.
+    // Whether a later process may use this content; false while a snapshot is being loaded.
     virtual void set_complete(bool) {}
-    // In a fork, instead of destruction: gives up what would hold the owner's file, and takes no lock.
+    // In a fork, instead of destruction: closes what would keep the owner's file locked, and takes no lock.
     virtual void leave() noexcept {}
     virtual TableLedger& ledger(std::size_t table) { return own_ledgers_[table]; }
     virtual std::atomic<std::uint32_t>& latest_step() { return own_latest_step_; }
-    // Of a run's processes: those of an older one may not write any more. See Windows.
+    // The attempt of a run's processes: those of an older one may no longer write. See AppliedSteps.
     virtual std::atomic<std::uint32_t>& attempt() { return own_attempt_; }
 
-    // A few words of the owner's that live as long as the rows; replaced as a whole.
+    // A short text of the owner that lives as long as the rows and is replaced as a whole.
     virtual std::string note() { return own_note_; }
     virtual void set_note(const std::string& note) { own_note_ = note; }
 
@@ -77,7 +77,7 @@ class Arena {
 inline std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Anonymous memory in regions of huge pages. Blocks of all buckets and sizes are carved from them, so small ones share
-// a huge page; released blocks (outgrown indexes) are joined with their free neighbours and used again, for rows too.
+// a huge page; released blocks (outgrown indexes) are merged with free neighbours and reused, for rows too.
 class AnonymousArena final : public Arena {
   public:
     using Arena::Arena;
@@ -93,7 +93,7 @@ class AnonymousArena final : public Arena {
         return chunk;
     }
 
-    // Memory for an index: like a chunk, but it may come back.
+    // Memory for an index: like a chunk, but it may be released.
     std::byte* allocate_index(std::size_t bytes) override { return allocate({}, bytes); }
     void release_index(std::byte* block, std::size_t bytes) override {
         std::lock_guard lock(mutex_);
@@ -104,7 +104,7 @@ class AnonymousArena final : public Arena {
     static constexpr std::size_t kHugePage = std::size_t{2} << 20;
     static constexpr std::size_t kRegion = std::size_t{64} << 20;
 
-    // The smallest released block that fits, else the next bytes of the newest region (`fresh`: never used, zero).
+    // Returns the smallest released block that fits, else the next bytes of the newest region (`fresh`: zero).
     std::byte* take(std::size_t bytes, bool& fresh) {
         bytes = round_up(bytes, 64);
         std::lock_guard lock(mutex_);
@@ -155,12 +155,12 @@ class AnonymousArena final : public Arena {
         auto start = round_up(reinterpret_cast<std::uintptr_t>(address), kHugePage);
         next_ = reinterpret_cast<std::byte*>(start);
         left_ = usable;
-        madvise(next_, usable, MADV_HUGEPAGE); // advice: refused on kernels without huge pages, and that is fine
+        madvise(next_, usable, MADV_HUGEPAGE); // only advice: kernels without huge pages may refuse it
     }
 
     std::mutex mutex_;
     std::vector<std::pair<void*, std::size_t>> regions_;
-    std::map<std::byte*, std::size_t> by_address_; // released blocks, joined
+    std::map<std::byte*, std::size_t> by_address_; // released blocks, merged
     std::set<std::pair<std::size_t, std::byte*>> by_size_;
     std::byte* next_ = nullptr;
     std::size_t left_ = 0;

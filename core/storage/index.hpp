@@ -1,10 +1,10 @@
 // The index of one bucket: hash -> row slot. It holds no ids: a tag match is a candidate, and Rows compares the id in
 // the slot's head, so all 2^64 ids are valid and never collide. It is rebuilt from the heads, never saved or shared.
 //
-// A Group is one cache line: 12 one-byte tags (0: empty), the count of ids that wanted this group and went past it,
+// A Group is one cache line: 12 one-byte tags (0: empty), the count of ids whose probe passed this full group,
 // and 12 slots. Groups are probed linearly from home(hash), the top 32 of the hash's low 40 bits, scaled.
-// Invariants: size <= 0.8 * 12 * groups; an id's entry lies in the first group from home that had room;
-//   group.passed = number of entries stored beyond this group whose probe went through it (sticky at 255).
+// Invariants: size <= 0.8 * 12 * groups; an id's entry is in the first group from home that had room;
+//   group.passed = number of entries stored beyond this group whose probe passed it (sticky at 255).
 // So a lookup of a missing id ends at the first group with passed == 0: one line in most cases. No tombstones.
 #pragma once
 
@@ -57,7 +57,7 @@ class Index {
 
     ~Index() { release(); }
 
-    // Empty, with room for limit() entries.
+    // Empties the index and makes room for limit() entries.
     void reset(Arena& arena, std::uint64_t groups) {
         auto* fresh = reinterpret_cast<Group*>(arena.allocate_index(groups * sizeof(Group)));
         release();
@@ -69,7 +69,7 @@ class Index {
 
     void prefetch(std::uint64_t hash) const { __builtin_prefetch(&groups_[home(hash)]); }
 
-    // The first slot whose tag matches in the home group, unverified; kNoSlot if none.
+    // Returns the first slot whose tag matches in the home group, unverified; kNoSlot if none.
     std::uint32_t candidate(std::uint64_t hash) const {
         const Group& group = groups_[home(hash)];
         unsigned bits = group.match(tag_of(hash));
@@ -88,11 +88,11 @@ class Index {
             }
             if (group.passed == 0) return kNoSlot;
             g = next(g);
-        } while (g != start); // in a small index every group may have been passed by somebody
+        } while (g != start); // in a small index probes may have passed every group
         return kNoSlot;
     }
 
-    // The caller knows that the id is absent and that size < limit().
+    // Requires that the id is absent and that size < limit().
     void insert(std::uint64_t hash, std::uint32_t slot) {
         for (std::uint64_t g = home(hash);; g = next(g)) {
             Group& group = groups_[g];
@@ -107,7 +107,7 @@ class Index {
         }
     }
 
-    // Removes the entry of `slot`; the caller knows that it is there.
+    // Removes the entry of `slot`, which must exist.
     void erase(std::uint64_t hash, std::uint32_t slot) {
         const std::uint8_t tag = tag_of(hash);
         for (std::uint64_t g = home(hash);; g = next(g)) {
@@ -118,7 +118,7 @@ class Index {
                 group.tags[i] = 0;
                 return;
             }
-            if (group.passed != 255) --group.passed; // one id fewer goes past
+            if (group.passed != 255) --group.passed; // one probe fewer passes it
         }
     }
 

@@ -1,12 +1,12 @@
 // An Arena over one file (on tmpfs or a disk) whose chunks outlive the process: after kill -9 a new process maps the
-// file again and finds every chunk by its header. Only rows are in it; indexes and free lists are rebuilt.
+// file again and finds every chunk by its header. It holds only rows; indexes and free lists are rebuilt.
 //
 // File: [FileHeader | TableLedger x tables | config blob | padding to 4096] [chunk]... ; chunk: [ChunkHeader | bytes].
-// Invariants: tail <= file size; chunks lie back to back from header_bytes to tail, but for gaps where a chunk would
-// straddle two pieces (a ChunkHeader of kind 0 with the gap's size); the file is grown by posix_fallocate, so a full
-// tmpfs is an error from allocate() and never a SIGBUS in the middle of an update.
-// One process at a time: an exclusive flock, which the kernel drops when its holder dies. A fork of the holder does not
-// see the mapped file; it has the descriptor, and by that the lock, until it calls leave() or ends.
+// Invariants: tail <= file size; chunks are contiguous from header_bytes to tail, except for gaps where a chunk would
+// straddle two mappings (a ChunkHeader of kind 0 with the gap's size); the file is grown by posix_fallocate, so a full
+// tmpfs is an error of allocate() and never a SIGBUS in the middle of an update.
+// One process at a time: an exclusive flock, which the kernel releases when its holder dies. A fork of the holder does
+// not see the mapped file; it has the descriptor, and so the lock, until it calls leave() or exits.
 #pragma once
 
 #include <fcntl.h>
@@ -27,15 +27,15 @@ namespace satrap {
 
 struct FileHeader {
     static constexpr std::uint64_t kMagic = 0x344d485350525453ULL; // "STRPSHM4"
-    std::atomic<std::uint64_t> magic;                              // written last: a file without it was never finished
+    std::atomic<std::uint64_t> magic;                              // written last: a file without it is incomplete
     std::uint64_t header_bytes;
     std::uint64_t num_tables;
     std::uint64_t config_bytes;
     std::atomic<std::uint64_t> tail;
     std::atomic<std::uint32_t> latest_step;
-    std::atomic<std::uint32_t> incomplete; // 1: a snapshot is being loaded, and half of it is no table
+    std::atomic<std::uint32_t> incomplete; // 1: a snapshot is being loaded
     std::atomic<std::uint32_t> attempt;
-    std::atomic<std::uint64_t> note_at; // where the chunk of the note is; 0: there is none
+    std::atomic<std::uint64_t> note_at; // the offset of the note's chunk; 0: there is none
 };
 
 struct NoteHeader { // followed by the note
@@ -53,17 +53,17 @@ struct alignas(64) ChunkHeader {
 class SharedArena final : public Arena {
   public:
     static constexpr std::size_t kPage = 4096;
-    static constexpr std::size_t kPiece = std::size_t{16} << 20;
+    static constexpr std::size_t kMappingBytes = std::size_t{16} << 20;
 
-    // A new file. It has no name before it is whole, so that a kill leaves none that is empty; an existing one of its
-    // name is somebody's rows.
+    // Creates a file. It has no name before it is complete, so that a kill leaves no empty one; an existing file of its
+    // name holds rows and is refused.
     static std::unique_ptr<SharedArena> create(const std::string& path, std::size_t tables,
                                                std::span<const char> config, bool complete = true) {
         std::unique_ptr<SharedArena> arena(new SharedArena(path, tables));
         const std::size_t slash = path.rfind('/');
         const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
         arena->fd_ = ::open(folder.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
-        const bool named = arena->fd_ < 0; // not every file system has files without a name
+        const bool named = arena->fd_ < 0; // not every file system supports files without a name
         if (named) arena->fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
         if (arena->fd_ < 0) arena->refuse_to_create();
         arena->lock();
@@ -91,16 +91,16 @@ class SharedArena final : public Arena {
     static std::string config_of(const std::string& path) {
         SharedArena arena(path, 0);
         arena.open_existing();
-        const char* blob = reinterpret_cast<const char*>(arena.pieces_[0].address) + arena.config_offset();
+        const char* blob = reinterpret_cast<const char*>(arena.mappings_[0].address) + arena.config_offset();
         return std::string(blob, arena.header().config_bytes);
     }
 
-    // Whether the file is ours and never became a table, or half of one: whoever filled it was killed meanwhile.
+    // Returns whether the file is ours but incomplete: the process that filled it was killed.
     static bool unfinished(const std::string& path) {
         SharedArena arena(path, 0);
         const std::uint64_t size = arena.open_file(O_RDONLY);
         arena.lock();
-        struct Begin {
+        struct HeaderStart {
             std::uint64_t magic;
             std::byte more[offsetof(FileHeader, incomplete) - sizeof(std::uint64_t)];
             std::uint32_t incomplete;
@@ -111,15 +111,15 @@ class SharedArena final : public Arena {
     }
 
     ~SharedArena() override {
-        for (const Piece& piece : pieces_) munmap(piece.address, piece.bytes);
+        for (const Mapping& mapping : mappings_) munmap(mapping.address, mapping.bytes);
         if (fd_ < 0) return;
-        (void)::flock(fd_, LOCK_UN); // a fork may have the file open still; closing it alone would leave it locked
+        (void)::flock(fd_, LOCK_UN); // a fork may still have the file open; close() alone would leave it locked
         ::close(fd_);
     }
 
     bool survives_process() const override { return true; }
     void set_complete(bool complete) override { header().incomplete.store(complete ? 0 : 1); }
-    void leave() noexcept override { ::close(fd_); } // the lock stays with whoever else has the file open
+    void leave() noexcept override { ::close(fd_); } // the lock stays with the other processes that have the file open
     TableLedger& ledger(std::size_t table) override { return ledgers()[table]; }
     std::atomic<std::uint32_t>& latest_step() override { return header().latest_step; }
     std::atomic<std::uint32_t>& attempt() override { return header().attempt; }
@@ -129,7 +129,7 @@ class SharedArena final : public Arena {
         const std::uint64_t at = header().note_at.load();
         if (at == 0) return {};
         if (at < header().header_bytes || at + sizeof(ChunkHeader) + sizeof(NoteHeader) > header().tail.load())
-            fail("is damaged: its note is nowhere");
+            fail("is damaged: its note is outside the file's chunks");
         const ChunkHeader* chunk = chunk_header(at);
         const auto* head = reinterpret_cast<const NoteHeader*>(chunk + 1);
         if (chunk->bytes < sizeof(ChunkHeader) + sizeof(NoteHeader) ||
@@ -138,16 +138,16 @@ class SharedArena final : public Arena {
         return {reinterpret_cast<const char*>(head + 1), head->bytes};
     }
 
-    // Written where the one before the last was, if that is large enough: killed at any moment, the file has the old
-    // note or the new one.
+    // Writes into the chunk of the note before the last, if it is large enough: killed at any moment, the file has the
+    // old note or the new one.
     void set_note(const std::string& note) override {
-        const std::size_t wanted = sizeof(NoteHeader) + note.size();
+        const std::size_t needed = sizeof(NoteHeader) + note.size();
         const std::uint64_t now = header().note_at.load();
         std::uint64_t to = 0;
         for (std::uint64_t& place : notes_)
-            if (place != 0 && place != now && chunk_bytes(place) >= wanted) to = place;
+            if (place != 0 && place != now && chunk_bytes(place) >= needed) to = place;
         if (to == 0) {
-            std::byte* memory = allocate({ChunkKind::note, 0, 0, 0}, 2 * wanted);
+            std::byte* memory = allocate({ChunkKind::note, 0, 0, 0}, 2 * needed);
             std::lock_guard lock(mutex_);
             to = offset_of(memory) - sizeof(ChunkHeader);
             notes_[notes_[0] == now ? 1 : 0] = to;
@@ -165,11 +165,12 @@ class SharedArena final : public Arena {
         std::uint64_t tail = header().tail.load();
         if (tail + bytes > end()) {
             std::uint64_t old_end = end();
-            add_piece(round_up(std::max(bytes, kPiece), kPage));
-            if (tail < old_end) { // the chunk must not straddle two pieces
+            add_mapping(round_up(std::max(bytes, kMappingBytes), kPage));
+            if (tail < old_end) { // the chunk must not straddle two mappings
                 *chunk_header(tail) = ChunkHeader{old_end - tail, 0, 0, 0, 0};
                 tail = old_end;
-                header().tail.store(tail); // before anything lies there: what is beyond the tail is taken to be zero
+                header().tail.store(
+                    tail); // before anything is written there: bytes beyond the tail are assumed to be zero
             }
         }
         ChunkHeader* chunk = chunk_header(tail);
@@ -181,7 +182,7 @@ class SharedArena final : public Arena {
     std::byte* allocate_index(std::size_t bytes) override { return index_memory_.allocate_index(bytes); }
     void release_index(std::byte* block, std::size_t bytes) override { index_memory_.release_index(block, bytes); }
 
-    // Every chunk of the file in the order of its making: how owners find their rows again after attach().
+    // Visits every chunk of the file in order of creation: owners find their rows by it after attach().
     void for_each(const std::function<void(const ChunkTag&, std::byte*, std::size_t)>& visit) {
         for (std::uint64_t at = header().header_bytes; at < header().tail.load();) {
             ChunkHeader* chunk = chunk_header(at);
@@ -207,7 +208,7 @@ class SharedArena final : public Arena {
   private:
     static constexpr std::size_t kLedgersAt = (sizeof(FileHeader) + 63) / 64 * 64;
 
-    struct Piece {
+    struct Mapping {
         std::byte* address;
         std::uint64_t offset;
         std::size_t bytes;
@@ -218,25 +219,25 @@ class SharedArena final : public Arena {
     static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
     FileHeader& header() { return *reinterpret_cast<FileHeader*>(first_); }
     TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(first_ + kLedgersAt); }
-    std::uint64_t end() const { return pieces_.back().offset + pieces_.back().bytes; }
+    std::uint64_t end() const { return mappings_.back().offset + mappings_.back().bytes; }
     std::size_t config_offset() { return config_offset(header().num_tables); }
     static std::size_t config_offset(std::size_t tables) { return kLedgersAt + tables * sizeof(TableLedger); }
 
     ChunkHeader* chunk_header(std::uint64_t offset) {
-        auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
-                                      [](std::uint64_t at, const Piece& p) { return at < p.offset; });
-        --piece;
-        return reinterpret_cast<ChunkHeader*>(piece->address + (offset - piece->offset));
+        auto mapping = std::upper_bound(mappings_.begin(), mappings_.end(), offset,
+                                        [](std::uint64_t at, const Mapping& p) { return at < p.offset; });
+        --mapping;
+        return reinterpret_cast<ChunkHeader*>(mapping->address + (offset - mapping->offset));
     }
 
     std::uint64_t offset_of(const std::byte* memory) const {
-        for (const Piece& piece : pieces_)
-            if (memory >= piece.address && memory < piece.address + piece.bytes)
-                return piece.offset + static_cast<std::uint64_t>(memory - piece.address);
-        throw InvariantError("memory that is no chunk's");
+        for (const Mapping& mapping : mappings_)
+            if (memory >= mapping.address && memory < mapping.address + mapping.bytes)
+                return mapping.offset + static_cast<std::uint64_t>(memory - mapping.address);
+        throw InvariantError("memory that belongs to no chunk");
     }
 
-    // That the chunk has for its owner.
+    // Returns the bytes of the chunk that its owner may use.
     std::size_t chunk_bytes(std::uint64_t offset) {
         std::lock_guard lock(mutex_);
         return chunk_header(offset)->bytes - sizeof(ChunkHeader);
@@ -244,92 +245,93 @@ class SharedArena final : public Arena {
 
     void lock() {
         if (::flock(fd_, LOCK_EX | LOCK_NB) != 0)
-            fail("is open already, in this process or another; one store at a time may hold it");
+            fail("is already open, in this process or another; close that store first");
     }
 
-    void map_piece(std::uint64_t offset, std::size_t bytes) {
+    void map_range(std::uint64_t offset, std::size_t bytes) {
         void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
         if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
         madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
-        madvise(address, bytes, MADV_DONTFORK); // a fork could write to it, and would hold the lock by having it mapped
-        pieces_.push_back({static_cast<std::byte*>(address), offset, bytes});
-        if (first_ == nullptr) first_ = pieces_.front().address;
+        madvise(address, bytes, MADV_DONTFORK); // a fork could write to it, and would hold the lock through its mapping
+        mappings_.push_back({static_cast<std::byte*>(address), offset, bytes});
+        if (first_ == nullptr) first_ = mappings_.front().address;
     }
 
-    void add_piece(std::size_t bytes) {
-        std::uint64_t offset = pieces_.empty() ? 0 : end();
+    void add_mapping(std::size_t bytes) {
+        std::uint64_t offset = mappings_.empty() ? 0 : end();
         if (int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes)); error != 0) {
-            (void)!ftruncate(fd_, static_cast<off_t>(offset)); // leaves the file as it was
+            (void)!ftruncate(fd_, static_cast<off_t>(offset)); // restores the file's size
             fail("cannot grow by " + std::to_string(bytes) + " bytes: " + std::strerror(error));
         }
-        map_piece(offset, bytes);
+        map_range(offset, bytes);
     }
 
     void write_header(std::size_t tables, std::span<const char> config, bool complete) {
         const std::size_t bytes = round_up(config_offset(tables) + config.size(), kPage);
-        add_piece(round_up(std::max(bytes, kPiece), kPage));
+        add_mapping(round_up(std::max(bytes, kMappingBytes), kPage));
         FileHeader& head = header();
         head.header_bytes = bytes;
         head.num_tables = tables;
         head.config_bytes = config.size();
         head.tail.store(bytes);
         head.incomplete.store(complete ? 0 : 1);
-        std::memcpy(pieces_[0].address + config_offset(), config.data(), config.size());
+        std::memcpy(mappings_[0].address + config_offset(), config.data(), config.size());
         head.magic.store(FileHeader::kMagic);
     }
 
-    // Its size. A file that another user made, or can write to, or that a link leads to, is not taken for our rows.
+    // Opens the file and returns its size. Refuses a file that another user created or can write to, and a symbolic
+    // link.
     std::uint64_t open_file(int access) {
-        fd_ = ::open(path_.c_str(), access | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC); // a pipe would be waited for
+        fd_ = ::open(path_.c_str(),
+                     access | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC); // O_NONBLOCK: opening a pipe would wait
         if (fd_ < 0)
-            fail(errno == ELOOP ? "is a symbolic link; wanted the file itself" : errno_text("cannot be opened"));
+            fail(errno == ELOOP ? "is a symbolic link; expected the file itself" : errno_text("cannot be opened"));
         struct stat status{};
         if (fstat(fd_, &status) != 0) fail(errno_text("cannot be examined"));
-        if (!S_ISREG(status.st_mode)) fail("is no regular file; name another");
+        if (!S_ISREG(status.st_mode)) fail("is not a regular file; give another path");
         if (status.st_uid != ::geteuid())
             fail("belongs to user " + std::to_string(status.st_uid) + ", and this is user " +
-                 std::to_string(::geteuid()) + "; name another");
+                 std::to_string(::geteuid()) + "; give another path");
         if ((status.st_mode & 077) != 0) {
             std::ostringstream mode;
             mode << std::oct << (status.st_mode & 0777);
-            fail("may be used by others (mode " + mode.str() + "), who may have changed it; wanted mode 600");
+            fail("may be used by others (mode " + mode.str() + "), who may have changed it; expected mode 600");
         }
         return static_cast<std::uint64_t>(status.st_size);
     }
 
     [[noreturn]] void refuse_to_create() const {
-        fail(errno == EEXIST ? "exists already; Store.attach() opens it, or remove it first"
+        fail(errno == EEXIST ? "already exists; open it with Store.attach(), or remove it first"
                              : errno_text("cannot be created"));
     }
 
     void open_existing() {
         const std::uint64_t size = open_file(O_RDWR);
         lock();
-        if (size == 0)
-            fail("is empty: it was truncated, or its maker was killed at once; remove it to begin without rows");
+        if (size == 0) fail("is empty: it was truncated, or its creator was killed; remove it to start without rows");
         if (size < kPage || size % kPage != 0)
-            fail("is no whole Satrap shared-memory file: " + std::to_string(size) +
-                 " bytes, wanted a multiple of 4096");
-        map_piece(0, size);
+            fail("is not a whole Satrap shared-memory file: " + std::to_string(size) +
+                 " bytes, expected a multiple of 4096");
+        map_range(0, size);
         FileHeader& head = header();
         if (head.magic.load() != FileHeader::kMagic)
-            fail("is no Satrap shared-memory file, or its creation was cut short; its first bytes are not ours");
+            fail("is not a Satrap shared-memory file, or its creation was interrupted: its magic number is wrong");
         if (head.incomplete.load() != 0)
-            fail("is half a table: loading a snapshot into it was cut short; remove it and load again");
+            fail("is incomplete: loading a snapshot into it was interrupted; remove it and load again");
         const std::size_t fixed = config_offset() + head.config_bytes;
         if (head.tail.load() > size || head.header_bytes > head.tail.load() || head.header_bytes % 64 != 0 ||
             fixed > head.header_bytes)
             fail("is truncated: " + std::to_string(size) + " bytes found, " + std::to_string(head.tail.load()) +
-                 " wanted");
+                 " expected");
     }
 
     AnonymousArena index_memory_{0}; // an index is rebuilt from the rows, never shared
     std::string path_;
     int fd_ = -1;
     std::mutex mutex_;
-    std::vector<Piece> pieces_;
+    std::vector<Mapping> mappings_;
     std::uint64_t notes_[2] = {}; // chunks of notes, one in use and one to be written next
-    std::byte* first_ = nullptr;  // of pieces_, which others may read only under the lock
+    std::byte* first_ = nullptr;  // of mappings_, which other threads may read only under the lock
 };
 
 } // namespace satrap

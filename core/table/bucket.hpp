@@ -1,5 +1,5 @@
-// One bucket of a table: the unit of locking, capacity, eviction, saving and moving. It holds the rows whose ids hash
-// here, the sightings of ids not yet admitted, counters, and the log of removed ids; Table drives it.
+// One bucket of a table: the unit of locking, capacity, eviction, saving and migration. It holds the rows whose ids
+// hash here, the sightings of ids not yet admitted, counters, and the log of removed ids; Table drives it.
 //
 // Lock: `mutex` guards everything in the bucket. Only one bucket is locked at a time; the arena's lock is taken inside.
 // Invariants: rows.size() <= share when the table is bounded; an id has a row or a sighting, never both;
@@ -27,7 +27,7 @@ struct Counters {
     std::uint64_t skipped = 0;
     std::uint64_t repeated = 0;
 
-    static constexpr std::size_t kCount = 10; // of these numbers, which lie one after the other
+    static constexpr std::size_t kCount = 10; // of these numbers, which are adjacent
 
     void add(const Counters& other) {
         lookups += other.lookups;
@@ -57,14 +57,14 @@ struct Bucket {
     std::uint32_t log_start = 2;    // the oldest version whose removals are all in the log; 2 is the first ever saved
     std::uint32_t swept_before = 0; // rows stamped before this step have been removed
 
-    // Removes a row and, once the table has been saved (version > 1), remembers the id for save_changes.
+    // Removes a row and, if the table has been saved (version > 1), logs the id for save_changes.
     void remove(std::uint32_t slot, std::uint32_t version) {
         if (version > 1) log_removal(rows.head(slot).id(), version);
         rows.erase(slot);
     }
 
     void log_removal(std::uint64_t id, std::uint32_t version) {
-        const std::size_t most = std::max<std::size_t>(4096, rows.size()); // more, and a full save is the smaller one
+        const std::size_t most = std::max<std::size_t>(4096, rows.size()); // with more, a full save is smaller
         if (removed.size() >= most) {
             std::size_t half = removed.size() / 2;
             log_start = removed[half - 1].version + 1;
@@ -83,20 +83,20 @@ struct Bucket {
         });
     }
 
-    // Notes that an id without a row was seen at `step`; true once that makes it `wanted` times. The sighting stays
-    // until the row is there (forget), so that a lookup that fails in between can be repeated.
-    bool sight(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t wanted) {
-        if (wanted <= 1) return true;
+    // Counts that an id without a row was seen at `step`; returns whether it was seen `min_count` times. The sighting
+    // stays until the row exists (forget), so that a lookup that fails in between can be retried.
+    bool sight(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t min_count) {
+        if (min_count <= 1) return true;
         std::uint32_t slot = sightings.find(id, hash);
         if (slot == kNoSlot) {
             add_sighting(id, hash, step, 1);
             return false;
         }
         Head& seen = sightings.head(slot);
-        if (step > seen.stamp && seen.changed < wanted)
-            ++seen.changed; // else a retry, or a step that came late: counted once
+        if (step > seen.stamp && seen.changed < min_count)
+            ++seen.changed; // else it is a retry or a late step, which counts once
         sightings.touch(slot, step);
-        return seen.changed >= wanted;
+        return seen.changed >= min_count;
     }
 
     void add_sighting(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t count) {
@@ -104,7 +104,7 @@ struct Bucket {
         sightings.publish(sightings.insert(id, hash), step, count);
     }
 
-    // After a restart: an admission that was cut short left the sighting beside its row.
+    // After a restart: removes the sightings of admissions that were interrupted after their row was inserted.
     void drop_stale_sightings() {
         sightings.for_each([&](std::uint32_t slot, const Head& head) {
             if (rows.find(head.id(), mix64(head.id())) != kNoSlot) sightings.erase(slot);

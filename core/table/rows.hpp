@@ -1,19 +1,19 @@
 // The rows of one bucket: id -> slot -> [head | values | state], with a free list and an exact LRU order.
-// The same class without payload keeps the sightings of ids that have no row yet. It decides nothing: Bucket does.
+// The same class without payload keeps the sightings of ids that have no row yet. Bucket makes all decisions.
 //
 // Slots 0..used-1 lie in chunks of 16, 16, 32, 64 ... 512 rows, then kChunkRows each, so a small table stays small and
-// growing copies nothing. The first of those is cut by the bucket's own shift: the buckets of a table fill alike, and
-// would otherwise all ask for fresh memory in the same few batches. The head stands right before its row, so that both
-// come with one page walk and often one cache line.
+// growing copies nothing. The first of those is shortened by the bucket's shift: the buckets of a table fill alike, and
+// would otherwise all need fresh memory in the same few batches. The head is directly before its row, so that both
+// cost one page walk and often one cache line.
 //
 // Invariants: head.changed == 0 <=> the slot is free (then its id is the next free slot);
 //   used = size + free; every live slot has exactly one index entry and no free slot has one;
-//   victims_, if not empty, holds the smallest (stamp, id) pairs of the bucket in falling order, each as it was when
+//   victims_, if not empty, holds the smallest (stamp, id) pairs of the bucket in falling order, as they were when
 //   collected: a pair whose stamp has risen since is skipped, so the next victim is always the true minimum. A stamp
-//   that comes to lie within their range (a late step) clears them.
+//   that falls within their range (a late step) clears them.
 // Thread safety: none; the bucket's lock is held (candidate prefetches aside).
-// In a file that outlives us the order of writes matters: payload and id before `changed` (a row is born), `changed`
-// before anything else (a row dies). The compiler is told by release stores; x86 and kill -9 keep program order.
+// In a file that outlives the process the order of writes matters: payload and id before `changed` (insertion),
+// `changed` before anything else (removal). Release stores order the compiler; x86 and kill -9 keep program order.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ class Rows {
     static constexpr std::uint32_t kFirstChunk = 16;
     static constexpr std::uint32_t kChunkRows = 1024;
 
-    // limit: the most rows there will ever be (the last chunk is cut to it), 0 if unknown.
+    // limit: the maximum number of rows (the last chunk is cut to it), 0 if unknown.
     void init(Arena* arena, ChunkTag tag, std::size_t row_bytes, std::uint64_t limit) {
         arena_ = arena;
         tag_ = tag;
@@ -62,7 +62,7 @@ class Rows {
     std::size_t size() const { return size_; }
     bool full() const { return limit_ != 0 && size_ >= limit_; }
     std::size_t row_bytes() const { return row_bytes_; }
-    std::uint32_t capacity() const { return capacity_; } // slots that the chunks hold
+    std::uint32_t capacity() const { return capacity_; } // slots in the chunks
     std::size_t bytes() const {
         return chunk_bytes_ + index_.bytes() + chunks_.capacity() * sizeof(std::byte*) +
                victims_.capacity() * sizeof(Victim);
@@ -81,7 +81,7 @@ class Rows {
     }
     std::byte* row(std::uint32_t slot) const { return reinterpret_cast<std::byte*>(&head(slot) + 1); }
     bool live(std::uint32_t slot) const { return head(slot).changed != 0; }
-    // Whether a slot kept from an earlier call still belongs to the id.
+    // Returns whether a slot kept from an earlier call still belongs to the id.
     bool holds(std::uint32_t slot, std::uint64_t id) const {
         if (slot >= used_) return false;
         const Head& h = head(slot);
@@ -92,7 +92,7 @@ class Rows {
         return index_.find(hash, [&](std::uint32_t slot) { return head(slot).id() == id; });
     }
 
-    // A slot for a new id, in the index but still free in its head: fill the payload, then publish().
+    // Returns a slot for a new id, in the index but still free in its head: fill the payload, then publish().
     std::uint32_t insert(std::uint64_t id, std::uint64_t hash) {
         if (size_ + 1 > index_.limit()) grow_index();
         std::uint32_t slot = take_slot();
@@ -106,10 +106,10 @@ class Rows {
         Head& h = head(slot);
         h.stamp = stamp;
         std::atomic_ref(h.changed).store(changed, std::memory_order_release);
-        spoil({h.id(), stamp, slot}); // an old stamp may come in
+        spoil({h.id(), stamp, slot}); // the stamp may be an old one
     }
 
-    // The row was used at `step`.
+    // Stamps the row as used at `step`.
     void touch(std::uint32_t slot, std::uint32_t step) {
         Head& h = head(slot);
         if (step <= h.stamp) return;
@@ -126,7 +126,7 @@ class Rows {
         --size_;
     }
 
-    // All rows go, and their memory goes back where the arena takes it: in a file they only become free.
+    // Removes all rows. Their memory is released only if the arena can reuse it: in a file the rows become free slots.
     void clear() {
         if (arena_->survives_process()) {
             if (size_ != 0) for_each([&](std::uint32_t slot, const Head&) { erase(slot); });
@@ -134,7 +134,7 @@ class Rows {
         }
         const std::vector<std::byte*> old = std::exchange(chunks_, {});
         capacity_ = 0;
-        for (std::byte* chunk : old) { // in the order and sizes of their making
+        for (std::byte* chunk : old) { // in order of allocation, with the sizes of allocation
             const std::uint32_t rows = chunk_rows();
             const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0;
             arena_->release_index(chunk + missing, chunk_size(rows));
@@ -148,7 +148,7 @@ class Rows {
         index_.reset(*arena_, 1);
     }
 
-    // The row with the smallest (stamp, id); kNoSlot if there is none.
+    // Returns the row with the smallest (stamp, id); kNoSlot if there is none.
     std::uint32_t oldest() {
         for (;;) {
             while (!victims_.empty()) {
@@ -162,13 +162,13 @@ class Rows {
         }
     }
 
-    // The visit may erase the row that it is at.
-    template <typename Visit> void for_each(Visit visit) const {
+    // The visitor may erase the row that it is called with.
+    template <typename Visitor> void for_each(Visitor visit) const {
         for (std::uint32_t slot = 0; slot < used_; ++slot)
             if (Head& h = head(slot); h.changed != 0) visit(slot, h);
     }
 
-    // After a restart: chunks are given back in sequence, then rebuild() makes index and free list anew.
+    // After a restart: adopts the chunks in sequence; rebuild() then recreates index and free list.
     void adopt_chunk(std::uint32_t sequence, std::byte* memory, std::size_t bytes) {
         if (sequence != chunks_.size()) throw InvariantError("chunk out of sequence");
         std::uint32_t rows = chunk_rows();
@@ -202,19 +202,20 @@ class Rows {
     };
 
     static constexpr std::uint32_t kDoublings =
-        std::bit_width(kChunkRows / kFirstChunk); // chunks before the constant ones
+        std::bit_width(kChunkRows / kFirstChunk); // chunks before those of constant size
 
-    // A row that comes to stand within the range of the collected victims would spoil their order.
+    // Clears the collected victims if a row's stamp falls within their range, which would break their order.
     void spoil(const Victim& now) {
         if (!victims_.empty() && now < victims_.front()) victims_.clear();
     }
 
-    // A number in [0, 1) of the bucket's own.
+    // Returns the bucket's number in [0, 1).
     double phase() const { return static_cast<double>(tag_.bucket * 0x9e3779b9U) * 0x1p-32; }
 
     std::size_t chunk_size(std::uint32_t rows) const { return rows * stride_; }
 
-    // Rows of the next chunk: the regular size, but no more than the limit leaves (a bounded bucket wastes nothing).
+    // Returns the rows of the next chunk: the regular size, bounded by the limit, so that a bounded bucket wastes
+    // nothing.
     std::uint32_t chunk_rows() const {
         auto next = static_cast<std::uint32_t>(chunks_.size());
         std::uint32_t rows = next == 0 ? kFirstChunk : next < kDoublings ? kFirstChunk << (next - 1) : kChunkRows;
@@ -222,7 +223,7 @@ class Rows {
         if (limit_ > capacity_ && limit_ - capacity_ < rows) rows = static_cast<std::uint32_t>(limit_ - capacity_);
         if (rows > kNoSlot - capacity_)
             throw CapacityError("bucket " + std::to_string(tag_.bucket) + " holds " + std::to_string(capacity_) +
-                                " rows, the most that a bucket can: give the table more num_buckets");
+                                " rows, the maximum of a bucket: give the table more num_buckets");
         return rows;
     }
 
@@ -247,13 +248,13 @@ class Rows {
         return used_++;
     }
 
-    // By half each time, from a start of the bucket's own between 8 and 12: the buckets of a table fill alike, and
-    // would otherwise all rebuild their indexes in the same few batches. The last step before the limit is taken early,
-    // so that the memory of the outgrown index is used again by the rows to come.
+    // Grows by half each time, from a start between 8 and 12 that differs by bucket: the buckets of a table fill alike,
+    // and would otherwise all rebuild their indexes in the same few batches. The last step before the limit is taken
+    // early, so that later rows reuse the memory of the outgrown index.
     void grow_index() {
-        double wanted = 8.0 + 4.0 * phase();
-        while (wanted < static_cast<double>(size_ + 1)) wanted *= 1.5;
-        auto entries = static_cast<std::uint64_t>(wanted);
+        double target = 8.0 + 4.0 * phase();
+        while (target < static_cast<double>(size_ + 1)) target *= 1.5;
+        auto entries = static_cast<std::uint64_t>(target);
         if (limit_ > size_ && entries + entries / 2 > limit_) entries = limit_;
         build_index(Index::groups_for(entries));
     }
@@ -263,16 +264,16 @@ class Rows {
         for_each([&](std::uint32_t slot, const Head& h) { index_.insert(mix64(h.id()), slot); });
     }
 
-    // Collects the oldest 1/32 in one scan, so that an eviction costs some 32 heads; the result is the same for any
+    // Collects the oldest 1/32 in one scan, so that an eviction costs about 32 heads; the result is the same for any
     // share.
     void collect_victims() {
-        std::size_t wanted = std::max<std::size_t>(1, size_ / 32);
-        std::vector<Victim> heap; // a max-heap of the smallest seen
-        heap.reserve(wanted);
+        std::size_t target = std::max<std::size_t>(1, size_ / 32);
+        std::vector<Victim> heap; // a max-heap of the smallest so far
+        heap.reserve(target);
         for_each([&](std::uint32_t slot, const Head& h) {
             Victim v{h.id(), h.stamp, slot};
-            if (heap.size() == wanted && !(v < heap.front())) return;
-            if (heap.size() == wanted) {
+            if (heap.size() == target && !(v < heap.front())) return;
+            if (heap.size() == target) {
                 std::pop_heap(heap.begin(), heap.end());
                 heap.pop_back();
             }

@@ -12,8 +12,9 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
       ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
     const FloatMode mode;
     initial_ = InitialScalars::of(config_, key_);
-    if (ledger_->version.load() == 0) { // new, not re-attached
-        set_lr(config_.optimizer.lr);   // first: killed in between, the version says that the table is still new
+    if (ledger_->version.load() == 0) { // new, not attached
+        set_lr(config_.optimizer
+                   .lr); // first: if the process is killed in between, the version shows that the table is still new
         ledger_->version.store(1);
     }
     for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
@@ -30,8 +31,8 @@ void Table::open_step(const LookupStep& at) {
     }
 }
 
-// Finds the slot of every unique id (kNoSlot: none) in passes, so that the cache misses of a bucket overlap.
-void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scratch) {
+// Finds the slot of every unique id (kNoSlot: no row) in passes, so that the cache misses of a bucket overlap.
+void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch) {
     Rows& rows = bucket.rows;
     const std::uint32_t n = visit.num_unique;
     std::uint32_t* slots = scratch.slots.reserve(n);
@@ -55,7 +56,7 @@ void Table::locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scr
         if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
 }
 
-void Table::lookup(const Visit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
+void Table::lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, false, scratch);
@@ -70,8 +71,8 @@ void Table::lookup(const Visit& visit, const LookupStep& at, float* const* to, S
     kernels_->gather(scratch.rows.data(), visit.local, to, visit.count, config_.dim, config_.dtype);
 }
 
-// Hits are stamped before any miss is inserted, so that no id of a batch evicts another of it.
-void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
+// Stamps hits before it inserts any miss, so that no id of a batch evicts another.
+void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
                        std::uint32_t* slots) {
     const std::uint32_t line = expire_before();
     std::uint64_t hits = 0;
@@ -92,7 +93,7 @@ void Table::touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, s
     bucket.counters.hits += hits;
 }
 
-void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
+void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                           Scratch& scratch) {
     std::uint32_t* slots = scratch.slots.data();
     float* values = scratch.values.reserve(config_.dim);
@@ -109,7 +110,7 @@ void Table::insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& 
         make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
         const std::uint32_t slot = bucket.rows.insert(id, hash);
         kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
-        bucket.rows.publish(slot, std::max(at.step, line), version); // of a very late step: gone at once, if not raised
+        bucket.rows.publish(slot, std::max(at.step, line), version); // the row of a very late step would expire at once
         if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
         ++bucket.counters.inserted;
         slots[i] = slot;
@@ -126,22 +127,22 @@ bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const Lo
     return true;
 }
 
-// Frees one row of a full bucket, or throws. `wanted`: how many rows the call may still need here, for the message.
+// Evicts one row of a full bucket, or throws. `needed`: how many rows the call may still need here, for the message.
 void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version,
-                      std::size_t wanted) {
+                      std::size_t needed) {
     if (!bucket.rows.full()) return;
     const std::uint32_t victim = bucket.rows.oldest();
     const std::uint32_t stamp = bucket.rows.head(victim).stamp;
     if (stamp < expire_before()) {
         ++bucket.counters.expired;
     } else {
-        if (config_.on_full == OnFull::raise || stamp >= at.oldest_open) fail_full(bucket, b, at, wanted);
+        if (config_.on_full == OnFull::raise || stamp >= at.oldest_open) fail_full(bucket, b, at, needed);
         ++bucket.counters.evicted;
     }
     bucket.remove(victim, version);
 }
 
-void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const {
+void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t needed) const {
     std::size_t kept = bucket.rows.size();
     std::string why = "on_full is 'raise'";
     if (config_.on_full == OnFull::evict) {
@@ -153,13 +154,13 @@ void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std
         "table '" + config_.name + "' is full at step " + std::to_string(at.step) + ": bucket " + std::to_string(b) +
         " of " + std::to_string(config_.num_buckets) + " has " + std::to_string(bucket.rows.size()) +
         " rows, its share of capacity=" + std::to_string(config_.capacity) + ", and " + why +
-        "; the lookup needs up to " + std::to_string(wanted) + " more there; set capacity to at least " +
-        std::to_string((kept + wanted) * config_.num_buckets) + ", or use on_full='grow'" +
+        "; the lookup needs up to " + std::to_string(needed) + " more there; set capacity to at least " +
+        std::to_string((kept + needed) * config_.num_buckets) + ", or use on_full='grow'" +
         (config_.on_full == OnFull::evict ? ", a smaller batch or less staleness" : ""));
 }
 
-// Where each unique id's values are to be read: its row, or what an absent row reads as.
-void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
+// Finds where each unique id's values are read: its row, or the values of an absent row.
+void Table::point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratch) {
     const std::uint32_t* slots = scratch.slots.data();
     const std::uint32_t line = expire_before();
     const std::byte** rows = scratch.rows.reserve(visit.num_unique);
@@ -184,13 +185,13 @@ void Table::point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch) {
     }
 }
 
-void Table::update(const Visit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted, bool filter,
-                   const Mark& mark, Scratch& scratch) {
+void Table::update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
+                   bool filter, const UpdateMark& mark, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     const std::uint32_t n = visit.num_unique;
     RowStep* steps = scratch.steps.reserve(n);
     float* sums = scratch.sums.reserve(static_cast<std::size_t>(n) * config_.dim);
-    const Summation::Entries entries = summation_.begin(visit, gradients, filter, scratch);
+    const GradientSum::Entries entries = summation_.begin(visit, gradients, filter, scratch);
 
     std::lock_guard lock(bucket.mutex);
     if (mark.window != nullptr && mark.window->applied(scalars.step)) {
@@ -214,12 +215,12 @@ void Table::update(const Visit& visit, const Gradients& gradients, const StepSca
     apply(bucket, visit.bucket, scalars, ready, mark, scratch);
 }
 
-// One optimizer step on the rows of scratch.slots and steps. In a file that outlives us, whole or not at all.
-void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const Mark& mark,
-                  Scratch& scratch) {
+// Applies one optimizer step to the rows of scratch.slots and steps; in a shared-memory file, whole or not at all.
+void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count,
+                  const UpdateMark& mark, Scratch& scratch) {
     const std::uint32_t* slots = scratch.slots.data();
     const RowStep* steps = scratch.steps.data();
-    float* room = scratch.values.reserve(config_.dim); // may throw, and must not once the slot is armed
+    float* room = scratch.values.reserve(config_.dim); // may throw, which it must not after the slot is armed
     if (scratch.undo != nullptr) {
         scratch.undo->open(number_, b, bucket.rows.row_bytes());
         if (mark.window != nullptr) scratch.undo->keep(mark.trainer, *mark.window);
@@ -262,7 +263,7 @@ void Table::check() {
         const std::uint32_t version = ledger_->version.load(), latest = arena_->latest_step().load();
         bucket.rows.for_each([&](std::uint32_t, const Head& head) {
             require(hash_bucket(head.id()) == b, "a row's id belongs to another bucket");
-            require(head.changed <= version, "a row changed at a version that has not begun");
+            require(head.changed <= version, "a row changed at a version that has not started");
             require(head.stamp <= latest, "a row is stamped after the latest step");
             require(head.stamp >= bucket.swept_before, "a row is stamped before a step that was swept");
         });

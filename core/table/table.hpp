@@ -2,10 +2,10 @@
 // takes that bucket's lock once, resolves the ids with grouped prefetches, and runs one kernel over the rows.
 //
 // The life of a row: refused or admitted at a lookup -> inserted with its initial values -> updated, stamped ->
-// evicted (bucket full, smallest (stamp, id) first) or expired (stamp < expire_before: gone at once for every reader,
-// swept away later). Rows stamped at or after the oldest open step are pinned: never evicted, never expired. A row is
-// stamped with the step that used it, but a new one never below expire_before: the row of a very late step lives, too.
-// A gradient whose id has no row is counted and touches nothing.
+// evicted (bucket full, smallest (stamp, id) first) or expired (stamp < expire_before: absent at once for every reader,
+// removed later). Rows stamped at or after the oldest open step are pinned: never evicted, never expired. A row is
+// stamped with the step that used it, but a new one never below expire_before, so the row of a very late step lives
+// too. A gradient whose id has no row is counted and changes nothing.
 #pragma once
 
 #include <string>
@@ -18,13 +18,13 @@
 namespace satrap {
 
 inline constexpr std::uint32_t kLastStep = 0xfffffffeU;    // steps are 1..kLastStep
-inline constexpr std::uint32_t kLastVersion = 0xfffffffeU; // versions, too: one after the last is still a number
+inline constexpr std::uint32_t kLastVersion = 0xfffffffeU; // so that the version after the last is still a number
 
 struct LookupStep {
     bool train;
     std::uint32_t step;
     std::uint32_t oldest_open;
-    bool first_epoch = true; // of the data that the batch is from
+    bool first_epoch = true; // of the batch's source
 };
 
 class Table {
@@ -32,7 +32,7 @@ class Table {
     Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena);
 
     const TableConfig& config() const { return config_; }
-    const Summation& summation() const { return summation_; }
+    const GradientSum& summation() const { return summation_; }
     Bucket& bucket(std::uint32_t b) { return buckets_[b]; }
     TableLedger& ledger() { return *ledger_; }
     double lr() const { return std::bit_cast<double>(ledger_->lr_bits.load()); }
@@ -45,37 +45,37 @@ class Table {
         return std::max<std::uint64_t>(1, config_.share(config_.window, b));
     }
 
-    // Before the buckets of a training lookup: moves the line that rows expire behind.
+    // Called before the buckets of a training lookup: advances expire_before.
     void open_step(const LookupStep& at);
 
-    // The row of entry e of the visit goes to to[e].
-    void lookup(const Visit& visit, const LookupStep& at, float* const* to, Scratch& scratch);
+    // Copies the row of entry e of the visit to to[e].
+    void lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch);
     // `filter`: some gradient or sum may be not finite; it is left out and counted. `mark`: one whose window says that
     // this step was applied is counted and changes nothing.
-    void update(const Visit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted, bool filter,
-                const Mark& mark, Scratch& scratch);
+    void update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
+                bool filter, const UpdateMark& mark, Scratch& scratch);
     StepScalars step_scalars(std::uint32_t step, double lr) const { return StepScalars::of(config_, key_, step, lr); }
 
-    // One row as floats; false and nothing written if the id has none.
+    // Reads one row as floats; returns false and writes nothing if the id has no row.
     bool read(std::uint64_t id, float* values, float* state);
     void check();
     std::uint32_t expire_before() const { return ledger_->expire_before.load(std::memory_order_relaxed); }
 
   private:
-    void locate(Bucket& bucket, const Visit& visit, bool hinted, Scratch& scratch);
-    void touch_hits(Bucket& bucket, const Visit& visit, std::uint32_t step, std::uint32_t version,
+    void locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch);
+    void touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
                     std::uint32_t* slots);
-    void insert_misses(Bucket& bucket, const Visit& visit, const LookupStep& at, std::uint32_t version,
+    void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                        Scratch& scratch);
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
-    void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t wanted);
-    [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t wanted) const;
-    void point_rows(Bucket& bucket, const Visit& visit, Scratch& scratch);
-    void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const Mark& mark,
+    void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t needed);
+    [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t needed) const;
+    void point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratch);
+    void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const UpdateMark& mark,
                Scratch& scratch);
 
     TableConfig config_;
-    Summation summation_;
+    GradientSum summation_;
     std::uint64_t key_;
     std::uint32_t number_;
     const Kernels* kernels_;

@@ -1,10 +1,10 @@
 // Undo slots in a shared-memory file: an update of one bucket is applied whole or not at all, even under kill -9. So is
-// the replacement of one row by a snapshot's.
-// Protocol: (1) copy head and bytes of every row to be written into a slot, and the window that will say that this is
-// done, (2) arm it, (3) apply, mark the window, (4) disarm. A process that attaches the file later writes back whatever
-// an armed slot holds; then no half-applied bucket is left, and none that is marked and was not applied.
-// Only arenas that survive their process have slots. A slot belongs to one thread from take() to give(); its size is
-// settled before a call changes anything.
+// the replacement of one row by that of a snapshot.
+// Protocol: (1) copy head and bytes of every row to be written into a slot, and the window that will record that this
+// is done, (2) arm it, (3) apply, mark the window, (4) disarm. A process that attaches the file later writes back
+// whatever an armed slot holds; then no bucket is half-applied, and none is marked without being applied. Only arenas
+// that survive their process have slots. A slot belongs to one thread from take() to give(); its size is settled before
+// a call changes anything.
 #pragma once
 
 #include "base/buffers.hpp"
@@ -19,9 +19,9 @@ struct UndoHeader {
     std::uint32_t bucket;
     std::uint32_t count;
     std::uint64_t row_bytes;
-    std::uint32_t trainer; // whose window of the bucket this is
+    std::uint32_t trainer; // the trainer whose window of the bucket this is
     std::uint32_t unused;
-    Window window;
+    StepWindow window;
 };
 
 struct UndoEntry { // followed by the row's bytes
@@ -39,10 +39,10 @@ class UndoSlot {
         return sizeof(UndoHeader) + count * (sizeof(UndoEntry) + row_bytes);
     }
 
-    // Makes the slot large enough, before anything is written; may throw and has then changed nothing.
-    void reserve(Arena& arena, std::size_t wanted) {
-        if (wanted <= bytes_) return;
-        std::size_t grown = std::max(2 * bytes_, round_up(wanted, 4096));
+    // Makes the slot large enough, before anything is written; changes nothing if it throws.
+    void reserve(Arena& arena, std::size_t needed) {
+        if (needed <= bytes_) return;
+        std::size_t grown = std::max(2 * bytes_, round_up(needed, 4096));
         memory_ = arena.allocate({ChunkKind::undo, 0, 0, 0}, grown);
         bytes_ = grown;
     }
@@ -64,20 +64,20 @@ class UndoSlot {
         ++header().count;
     }
 
-    // The trainer's window of the bucket, as it is.
-    void keep(std::uint32_t trainer, const Window& window) {
+    // Copies the trainer's window of the bucket.
+    void keep(std::uint32_t trainer, const StepWindow& window) {
         header().trainer = trainer;
         header().window = window;
     }
 
     void arm() {
         header().armed.store(1, std::memory_order_release);
-        std::atomic_signal_fence(std::memory_order_seq_cst); // what follows stays behind
+        std::atomic_signal_fence(std::memory_order_seq_cst); // later writes stay after this
     }
     void disarm() { header().armed.store(0, std::memory_order_release); }
 
-    // After a restart: undoes what the slot holds, if it is armed. `rows_of(table, bucket)` gives the bucket's rows,
-    // `window_of(trainer, table, bucket)` a window of it.
+    // After a restart: undoes the update that the slot holds, if it is armed. `rows_of(table, bucket)` returns the
+    // rows, `window_of(trainer, table, bucket)` the window of a bucket.
     template <typename RowsOf, typename WindowOf> void recover(RowsOf rows_of, WindowOf window_of) {
         if (header().armed.load(std::memory_order_acquire) == 0) return;
         Rows& rows = rows_of(header().table, header().bucket);
@@ -88,7 +88,7 @@ class UndoSlot {
         for (std::uint32_t i = 0; i < header().count; ++i) {
             UndoEntry entry;
             std::memcpy(&entry, next_, sizeof(entry));
-            if (entry.slot >= rows.capacity()) throw InvariantError("an undo slot names a row that is not there");
+            if (entry.slot >= rows.capacity()) throw InvariantError("an undo slot names a row that does not exist");
             std::memcpy(rows.row(entry.slot), next_ + sizeof(entry), header().row_bytes);
             rows.head(entry.slot) = entry.head;
             next_ += sizeof(entry) + header().row_bytes;
@@ -106,7 +106,7 @@ class UndoSlot {
     std::byte* next_ = nullptr;
 };
 
-// The slots of one call, a thread's each: all taken before anything changes, all given back when it ends.
+// The slots of one call, one for each thread: all taken before anything changes, all returned when it ends.
 class UndoSet {
   public:
     UndoSet(Recycler<UndoSlot>& slots, Arena& arena) : slots_(slots), arena_(arena) {}
@@ -120,7 +120,7 @@ class UndoSet {
         taken_.reserve(threads);
         while (taken_.size() < threads) {
             taken_.push_back(slots_.take());
-            taken_.back()->reserve(arena_, bytes); // if it throws, the slot is still good for a smaller update
+            taken_.back()->reserve(arena_, bytes); // if it throws, the slot can still serve a smaller update
         }
     }
     UndoSlot* slot(unsigned thread) { return taken_.empty() ? nullptr : taken_[thread].get(); }

@@ -94,7 +94,7 @@ inline float plain_divisor(const BagFeature& feature, std::size_t length) {
 
 // Calls visit(feature, sample, k, i) for every id that is looked up, in order: number k of those that are, i of its
 // bag.
-template <typename Visit> void for_each_id(const Bags& described, const BagCall& call, Visit visit) {
+template <typename Visitor> void for_each_id(const Bags& described, const BagCall& call, Visitor visit) {
     for (std::size_t f = 0; f < call.bags.size(); ++f)
         for (std::size_t s = 0; s < call.samples; ++s)
             for (std::size_t k = 0; const std::size_t i : kept(described.features[f], call.bags[f][s]))

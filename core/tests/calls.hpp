@@ -102,7 +102,7 @@ struct Line {
     }
 };
 
-inline std::vector<Line> lines_of(Engine& engine, satrap::Columns columns, std::size_t value_bytes,
+inline std::vector<Line> lines_of(Engine& engine, satrap::RowColumns columns, std::size_t value_bytes,
                                   std::size_t state_dim) {
     std::vector<Line> lines(columns.rows);
     for (std::size_t i = 0; i < columns.rows; ++i) {

@@ -1,6 +1,6 @@
-// What one table with dim 1, SGD and a constant initial value should do, told as simply as possible: the oracle of
+// A model of one table with dim 1, SGD and a constant initial value, as simple as possible: the oracle of
 // test_table.cpp. Maps instead of a bucket's memory, a search for the oldest at every eviction, rows that expire gone
-// at once instead of when somebody notices.
+// at once instead of when a reader finds out.
 #pragma once
 
 #include <algorithm>

@@ -10,8 +10,8 @@ using testing::Random;
 
 namespace {
 
-BucketMap draw_map(Random& random) {
-    BucketMap map;
+BucketNumbering draw_map(Random& random) {
+    BucketNumbering map;
     map.first.push_back(0);
     for (std::uint32_t tables = random.between(1, 12); tables > 0; --tables) {
         map.bits.push_back(static_cast<std::uint8_t>(random.below(7)));
@@ -39,7 +39,7 @@ Call draw_call(Random& random, std::size_t tables, std::size_t most) {
 }
 
 // What the batch must hold, bucket by bucket: for each, the positions of its ids in order of appearance.
-void check_grouped(const Batch& batch, const Call& call, const BucketMap& map) {
+void check_grouped(const Batch& batch, const Call& call, const BucketNumbering& map) {
     std::vector<std::vector<std::uint32_t>> positions(map.total());
     for (std::size_t t = 0; t < map.num_tables(); ++t)
         for (std::int64_t i = call.offsets[t]; i < call.offsets[t + 1]; ++i)
@@ -55,7 +55,7 @@ void check_grouped(const Batch& batch, const Call& call, const BucketMap& map) {
     }
 }
 
-void check_unique(const Batch& batch, const Call& call, const BucketMap& map) {
+void check_unique(const Batch& batch, const Call& call, const BucketNumbering& map) {
     std::size_t total = 0;
     for (std::size_t t = 0; t < map.num_tables(); ++t)
         for (std::uint32_t b = map.first[t]; b < map.first[t + 1]; ++b) {
@@ -80,7 +80,7 @@ void groups_like_the_plain_way(Random& random) {
     ThreadPool* pools[] = {&one, &two, &three};
     Buffer<std::uint32_t> scratch;
     for (unsigned call_number = 0; call_number < 6; ++call_number) {
-        const BucketMap map = draw_map(random);
+        const BucketNumbering map = draw_map(random);
         const Call call = draw_call(random, map.num_tables(), call_number % 2 == 0 ? 60 : 2500);
         for (unsigned i = 0; i < 3; ++i) {
             Batch& batch = batches[i];
@@ -98,7 +98,7 @@ void groups_like_the_plain_way(Random& random) {
 
 void empty_calls(Random& random) {
     ThreadPool pool(2);
-    const BucketMap map = draw_map(random);
+    const BucketNumbering map = draw_map(random);
     Call call;
     call.offsets.resize(map.num_tables() + 1);
     Batch batch;
@@ -111,7 +111,7 @@ void empty_calls(Random& random) {
 // Ids whose probe sequences in the scratch table all start at the same place.
 void colliding_ids(Random& random) {
     ThreadPool pool(1);
-    const BucketMap map{{0, 1}, {0}};
+    const BucketNumbering map{{0, 1}, {0}};
     Call call;
     while (call.ids.size() < 300) {
         const std::uint64_t id = random.bits();
@@ -127,7 +127,7 @@ void colliding_ids(Random& random) {
     check_unique(batch, call, map);
 }
 
-// Each thread's number exactly once a run, whoever calls, and runs of several callers never mixed up.
+// Each thread's number occurs exactly once a run, from any caller, and runs of several callers are never mixed up.
 void pool_runs_each_thread_once(Random& random) {
     const unsigned size = random.between(1, 4);
     ThreadPool pool(size);

@@ -170,7 +170,7 @@ void the_file_is_as_its_process_left_it(Random&) {
     over.tell();
     CHECK_EQ(child.end(), 0);
     CHECK(testing::peek(*again, {ids}) == std::vector<float>(4 * ids.size(), 1.0f));
-    CHECK_THROWS(SharedMemoryError, "is open already", file.attach(tables())); // nor unlocked by its end
+    CHECK_THROWS(SharedMemoryError, "is already open", file.attach(tables())); // nor unlocked by its end
     again->table(0).check();
 }
 

@@ -1,5 +1,5 @@
 // kill -9 in the middle of anything: the next process finds every bucket of an update applied whole or not at all, all
-// invariants hold, and it goes on. The undo slot that promises this is also tested by hand, since a random kill may
+// invariants hold, and it continues. The undo slot that promises this is also tested by hand, since a random kill may
 // miss.
 #include <sys/wait.h>
 

@@ -13,7 +13,7 @@ using testing::Random;
 
 namespace {
 
-// Remembers its chunks, as a file does, and fails when told to.
+// Remembers its chunks, as a file does, and fails on request.
 class TestArena final : public Arena {
   public:
     TestArena() : Arena(0) {}

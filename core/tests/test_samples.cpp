@@ -106,7 +106,7 @@ void gathers_what_was_asked_for(Random& random) {
     const std::size_t num_features = random.below(5), num_dense = random.below(4), num_labels = random.below(3);
     const bool only_single = random.chance(0.3);
     std::vector<std::unique_ptr<Block>> blocks;
-    std::vector<Piece> parts;
+    std::vector<BlockRange> parts;
     std::vector<const Sample*> all;
     for (std::uint32_t p = random.between(1, 5); p > 0; --p) {
         blocks.push_back(std::make_unique<Block>(random, num_features, num_dense, num_labels, only_single));
@@ -151,7 +151,7 @@ void the_builder_copies(Random& random) {
     for (std::int64_t& offset : offsets) offset = random.word();
     for (float& x : weights) x = -1;
     for (float& x : dense) x = -1;
-    const std::vector<Piece> parts{{samples.get(), 0, 3}};
+    const std::vector<BlockRange> parts{{samples.get(), 0, 3}};
     const std::vector<std::int64_t> order{2, 0, 1};
     const Gather gather(parts, order);
     std::vector<std::uint64_t> values(gather.num_values());

@@ -92,7 +92,7 @@ void the_note_is_the_last_one(Random& random) {
         engine = nullptr;
         engine = file.attach(configs, 1);
     }
-    CHECK(std::filesystem::file_size(file.path) <= size + SharedArena::kPiece); // places are used again
+    CHECK(std::filesystem::file_size(file.path) <= size + SharedArena::kMappingBytes); // places are used again
 }
 
 void files_that_are_not_ours(Random& random) {
@@ -111,7 +111,7 @@ void files_that_are_not_ours(Random& random) {
                                                : "multiple of 4096";
         CHECK_THROWS(SharedMemoryError, says, file.attach(one));
         CHECK_THROWS(SharedMemoryError, says, SharedArena::config_of(file.path));
-        CHECK_THROWS(SharedMemoryError, "exists already", file.create(one));
+        CHECK_THROWS(SharedMemoryError, "already exists", file.create(one));
         CHECK(read_all(file.path) == foreign); // and stays as it was
     }
 }
@@ -120,12 +120,12 @@ void files_that_are_in_use_or_of_others(Random&) {
     const std::vector<TableConfig> one{testing::counting_table("t", 1)}, two{one[0], testing::counting_table("u", 1)};
     const SharedFile file;
     auto engine = file.create(one);
-    CHECK_THROWS(SharedMemoryError, "open already, in this process or another", file.attach(one));
-    CHECK_THROWS(SharedMemoryError, "exists already", file.create(one));
+    CHECK_THROWS(SharedMemoryError, "already open, in this process or another", file.attach(one));
+    CHECK_THROWS(SharedMemoryError, "already exists", file.create(one));
     engine = nullptr;
     CHECK_THROWS(SharedMemoryError, "holds 1 tables, not 2", file.attach(two));
     engine = file.attach(one); // the refusals let the lock go
-    CHECK_THROWS(SharedMemoryError, "open already, in this process or another", SharedArena::config_of(file.path));
+    CHECK_THROWS(SharedMemoryError, "already open, in this process or another", SharedArena::config_of(file.path));
 }
 
 // Offsets of FileHeader's and ChunkHeader's fields, which are the file's format.
@@ -142,7 +142,7 @@ void files_that_are_damaged(Random&) {
     };
     constexpr std::size_t kFirstChunk = 4096; // the header's size, for so few tables
     const Damage damages[] = {
-        {"its creation was cut short", kMagicAt, 0, 8},
+        {"its creation was interrupted", kMagicAt, 0, 8},
         {"is truncated", kTailAt, std::uint64_t{1} << 40, 8},
         {"is truncated", kHeaderBytesAt, std::uint64_t{1} << 40, 8},
         {"claims 0 bytes", kFirstChunk + kChunkBytes, 0, 8},
@@ -318,7 +318,7 @@ void callers_share_a_growing_file(Random& random) {
             CHECK(engine->latest_step() >= step);
         }
     });
-    CHECK(std::filesystem::file_size(file.path) > 3 * SharedArena::kPiece);
+    CHECK(std::filesystem::file_size(file.path) > 3 * SharedArena::kMappingBytes);
     const Contents before(*engine);
     CHECK_EQ(before.rows[0].size(), 3 * kCalls * kIds);
     for (const testing::Line& line : before.rows[0]) CHECK(line.value(0) == 1.0f && line.value(kDim - 1) == 1.0f);

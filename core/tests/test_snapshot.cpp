@@ -42,7 +42,7 @@ void train(Engine& engine, Random& random, unsigned calls) {
 
 // The columns of a range of buckets, straight into another engine.
 void copy_rows(Engine& from, Engine& to, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
-    const Columns c = from.export_rows(t, first, last, since);
+    const RowColumns c = from.export_rows(t, first, last, since);
     to.import_rows(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
                    reinterpret_cast<const std::uint32_t*>(c.step.memory), c.values.memory,
                    reinterpret_cast<const float*>(c.state.memory));
@@ -50,7 +50,7 @@ void copy_rows(Engine& from, Engine& to, std::size_t t, std::uint32_t first, std
 }
 
 void copy_sightings(Engine& from, Engine& to, std::size_t t) {
-    const Columns c = from.export_sightings(t, 0, from.table(t).config().num_buckets);
+    const RowColumns c = from.export_sightings(t, 0, from.table(t).config().num_buckets);
     to.import_sightings(t, c.rows, reinterpret_cast<const std::uint64_t*>(c.id.memory),
                         reinterpret_cast<const std::uint32_t*>(c.step.memory),
                         reinterpret_cast<const std::uint32_t*>(c.values.memory), true);
@@ -174,7 +174,7 @@ void too_many_rows_are_refused(Random&) {
     engine->table(0).check();
     const std::vector<Line> rows = testing::rows_of(*engine, 0);
     CHECK_EQ(rows.size(), 2);
-    CHECK_EQ(rows[0].value(), 3.0f); // an id that comes again replaces its row
+    CHECK_EQ(rows[0].value(), 3.0f); // a repeated id replaces its row
     CHECK_EQ(rows[0].step, 3);
 }
 

@@ -42,37 +42,37 @@ struct LookedSplit {
     testing::Ids sent; // as they lay there
 };
 
-std::span<const std::int64_t> offsets_of(const Shares& shares, std::size_t server) {
-    return {shares.offsets(server), shares.num_tables + 1};
+std::span<const std::int64_t> offsets_of(const ShardLayout& layout, std::size_t server) {
+    return {layout.offsets(server), layout.num_tables + 1};
 }
 
 // Each bucket's ids are at their owner's, and everything follows without gaps; walks the whole structure.
-void check_shares(const Split& split, const Shares& shares, const Lease& ids) {
-    const BucketMap& map = split.map();
+void check_layout(const Split& split, const ShardLayout& layout, const PooledBlock& ids) {
+    const BucketNumbering& map = split.map();
     std::uint64_t id = 0, floats = 0;
-    for (std::uint32_t s = 0; s < shares.num_servers(); ++s) {
-        CHECK_EQ(shares.first_id[s], (id + 7) / 8 * 8);
-        CHECK_EQ(shares.first_float[s], (floats + 15) / 16 * 16);
-        id = shares.first_id[s];
-        floats = shares.first_float[s];
-        for (std::size_t t = 0; t < shares.num_tables; ++t) {
-            const std::uint64_t end = shares.first_id[s] + static_cast<std::uint64_t>(shares.offsets(s)[t + 1]);
+    for (std::uint32_t s = 0; s < layout.num_servers(); ++s) {
+        CHECK_EQ(layout.first_id[s], (id + 7) / 8 * 8);
+        CHECK_EQ(layout.first_float[s], (floats + 15) / 16 * 16);
+        id = layout.first_id[s];
+        floats = layout.first_float[s];
+        for (std::size_t t = 0; t < layout.num_tables; ++t) {
+            const std::uint64_t end = layout.first_id[s] + static_cast<std::uint64_t>(layout.offsets(s)[t + 1]);
             std::uint32_t dim = 0;
             for (const BagFeature& feature : split.bags().features)
                 if (feature.table == t) dim = feature.dim;
             for (std::uint32_t b = map.first[t]; b < map.first[t + 1]; ++b) {
-                if (shares.owners[b] != s) continue;
-                CHECK_EQ(shares.id_begin[b], id);
-                CHECK_EQ(shares.float_begin[b], floats);
+                if (layout.owners[b] != s) continue;
+                CHECK_EQ(layout.id_begin[b], id);
+                CHECK_EQ(layout.float_begin[b], floats);
                 for (; id < end; ++id, floats += dim)
                     if (map.first[t] + bucket_of(mix64(ids.as<std::uint64_t>()[id]), map.bits[t]) != b) break;
             }
             CHECK_EQ(id, end);
         }
-        CHECK_EQ(floats - shares.first_float[s], shares.num_floats[s]);
+        CHECK_EQ(floats - layout.first_float[s], layout.num_floats[s]);
     }
-    CHECK_EQ(shares.first_id.back(), (id + 7) / 8 * 8);
-    CHECK_EQ(shares.first_float.back(), (floats + 15) / 16 * 16);
+    CHECK_EQ(layout.first_id.back(), (id + 7) / 8 * 8);
+    CHECK_EQ(layout.first_float.back(), (floats + 15) / 16 * 16);
 }
 
 LookedSplit lookup(Servers& servers, const BagCall& call, std::uint32_t step) {
@@ -82,17 +82,17 @@ LookedSplit lookup(Servers& servers, const BagCall& call, std::uint32_t step) {
         BagCall gone = call; // the inputs may end with the call
         looked.ticket = split.lookup(gone.inputs(split.bags()), servers.owners, servers.count());
     }
-    const Shares& shares = *looked.ticket->shares;
-    check_shares(split, shares, *looked.ticket->ids);
+    const ShardLayout& layout = *looked.ticket->layout;
+    check_layout(split, layout, *looked.ticket->ids);
     looked.sent.assign(looked.ticket->ids->as<std::uint64_t>(),
-                       looked.ticket->ids->as<std::uint64_t>() + shares.first_id.back());
+                       looked.ticket->ids->as<std::uint64_t>() + layout.first_id.back());
     std::vector<std::vector<float>> memory;
     std::vector<const float*> rows;
     for (std::uint32_t s = 0; s < servers.count(); ++s) {
-        memory.emplace_back(shares.num_floats[s]);
+        memory.emplace_back(layout.num_floats[s]);
         looked.of_servers.push_back(
-            servers.engines[s]->lookup(looked.ticket->ids->as<std::uint64_t>() + shares.first_id[s],
-                                       offsets_of(shares, s), {true, step, step}, memory.back().data(), true));
+            servers.engines[s]->lookup(looked.ticket->ids->as<std::uint64_t>() + layout.first_id[s],
+                                       offsets_of(layout, s), {true, step, step}, memory.back().data(), true));
     }
     for (const auto& each : memory) rows.push_back(each.data());
     std::vector<float*> sequences;
@@ -107,8 +107,8 @@ Sums update(Servers& servers, std::vector<LookedSplit>& looked, const std::vecto
     std::vector<SplitTicket*> tickets;
     for (LookedSplit& each : looked) tickets.push_back(each.ticket.get());
     Sums sums = servers.split->sums(tickets, gradients, scale, servers.owners, servers.count());
-    const Shares& shares = *sums.shares;
-    check_shares(*servers.split, shares, *sums.ids);
+    const ShardLayout& layout = *sums.layout;
+    check_layout(*servers.split, layout, *sums.ids);
     for (const LookedSplit& each : looked)
         CHECK(std::equal(each.sent.begin(), each.sent.end(), each.ticket->ids->as<std::uint64_t>()));
     for (std::uint32_t s = 0; s < servers.count(); ++s) {
@@ -117,9 +117,9 @@ Sums update(Servers& servers, std::vector<LookedSplit>& looked, const std::vecto
         for (std::size_t t = 0; t < engine.num_tables(); ++t) lrs.push_back(engine.table(t).lr());
         std::unique_ptr<Ticket> own =
             sums.same_ids ? std::move(looked[0].of_servers[s])
-                          : engine.prepare(sums.ids->as<std::uint64_t>() + shares.first_id[s], offsets_of(shares, s));
-        CHECK_EQ(own->num_floats, shares.num_floats[s]);
-        engine.update(*own, sums.gradients->as<float>() + shares.first_float[s], step, lrs);
+                          : engine.prepare(sums.ids->as<std::uint64_t>() + layout.first_id[s], offsets_of(layout, s));
+        CHECK_EQ(own->num_floats, layout.num_floats[s]);
+        engine.update(*own, sums.gradients->as<float>() + layout.first_float[s], step, lrs);
     }
     return sums;
 }
@@ -212,16 +212,16 @@ void owners_may_change_in_between(Random& random) {
         SplitTicket* const ticket[] = {tickets[k].get()};
         const BagGradients gradients[] = {floats.gradients()};
         const Sums sums = split.sums(ticket, gradients, 1.0f, servers.owners, servers.count());
-        const Shares& shares = *sums.shares;
-        check_shares(split, shares, *sums.ids);
-        CHECK(!sums.same_ids || servers.owners == tickets[k]->shares->owners);
-        CHECK(shares.owners == servers.owners);
+        const ShardLayout& layout = *sums.layout;
+        check_layout(split, layout, *sums.ids);
+        CHECK(!sums.same_ids || servers.owners == tickets[k]->layout->owners);
+        CHECK(layout.owners == servers.owners);
         for (std::uint32_t s = 0; s < servers.count(); ++s) {
-            const float* next = sums.gradients->as<float>() + shares.first_float[s];
-            for (std::size_t t = 0; t < shares.num_tables; ++t)
-                for (std::int64_t i = shares.offsets(s)[t]; i < shares.offsets(s)[t + 1]; ++i) {
+            const float* next = sums.gradients->as<float>() + layout.first_float[s];
+            for (std::size_t t = 0; t < layout.num_tables; ++t)
+                for (std::int64_t i = layout.offsets(s)[t]; i < layout.offsets(s)[t + 1]; ++i) {
                     const std::size_t dim = model.tables[t].dim, at = static_cast<std::size_t>(i);
-                    seen[k].emplace_back(t, sums.ids->as<std::uint64_t>()[shares.first_id[s] + at],
+                    seen[k].emplace_back(t, sums.ids->as<std::uint64_t>()[layout.first_id[s] + at],
                                          std::vector<float>(next, next + dim));
                     next += dim;
                 }
@@ -254,7 +254,7 @@ void tickets_are_good_once(Random& random) {
     CHECK_THROWS(TicketError, "another store", sums(*other.split, {a.get()}));
     CHECK_THROWS(TicketError, "another store", other.split->drop(*a));
     fill(split, *a);
-    CHECK_THROWS(TicketError, "filled already", fill(split, *a));
+    CHECK_THROWS(TicketError, "already filled", fill(split, *a));
     CHECK_THROWS(TicketError, "used already", sums(split, {a.get(), b.get(), a.get()}));
     CHECK(!a->ticket.used && !b->ticket.used);
     split.drop(*c);
@@ -265,11 +265,10 @@ void tickets_are_good_once(Random& random) {
     bad.block[2] = std::nanf("");
     SplitTicket* const both[] = {a.get(), b.get()};
     const BagGradients spoilt[] = {ones.gradients(), bad.gradients()};
-    CHECK_THROWS(
-        NonFiniteError,
-        "table 'item': the gradient of id 2 in sample 1 of feature 'a' holds nan; finite values are wanted and "
-        "nothing was applied; on_nonfinite='skip' would ignore and count such gradients",
-        split.sums(std::span(both).subspan(1), std::span(spoilt).subspan(1), 1.0f, servers.owners, 2));
+    CHECK_THROWS(NonFiniteError,
+                 "table 'item': the gradient of id 2 in sample 1 of feature 'a' holds nan; expected finite values; "
+                 "nothing was applied; on_nonfinite='skip' ignores and counts such gradients",
+                 split.sums(std::span(both).subspan(1), std::span(spoilt).subspan(1), 1.0f, servers.owners, 2));
     CHECK_THROWS(NonFiniteError, "of feature 'a' (batch 2 of 2)", split.sums(both, spoilt, 1.0f, servers.owners, 2));
     CHECK(!a->ticket.used && !b->ticket.used);
     CHECK(!sums(split, {a.get(), b.get()}).same_ids); // b was never filled, and need not be
@@ -291,8 +290,8 @@ void memory_outlives_the_split(Random& random) {
     for (std::size_t i = 0; i < call->samples; ++i) call->ids.push_back(random.bits());
     call->offsets.resize(call->samples + 1);
     const Floats ones(servers.split->bags(), call->samples, 1.0f);
-    std::shared_ptr<const Lease> ids, gradients;
-    std::shared_ptr<const Shares> shares;
+    std::shared_ptr<const PooledBlock> ids, gradients;
+    std::shared_ptr<const ShardLayout> layout;
     std::vector<std::uint64_t> copy;
     for (int round = 0; round < 3; ++round) {
         const auto ticket = servers.split->lookup(call->inputs(servers.split->bags()), servers.owners, 2);
@@ -303,13 +302,13 @@ void memory_outlives_the_split(Random& random) {
         CHECK(sums.same_ids && sums.ids == ticket->ids);
         ids = sums.ids;
         gradients = sums.gradients;
-        shares = sums.shares;
-        copy.assign(ids->as<std::uint64_t>(), ids->as<std::uint64_t>() + shares->num_ids(0));
+        layout = sums.layout;
+        copy.assign(ids->as<std::uint64_t>(), ids->as<std::uint64_t>() + layout->num_ids(0));
         for (std::uint64_t& id : call->ids) id = random.bits(); // the next rounds bring others
     }
     servers.split.reset();
     CHECK(std::equal(copy.begin(), copy.end(), ids->as<std::uint64_t>()));
-    for (std::size_t i = 0; i < shares->num_floats[0]; ++i) CHECK_EQ(gradients->as<float>()[i], 1.0f);
+    for (std::size_t i = 0; i < layout->num_floats[0]; ++i) CHECK_EQ(gradients->as<float>()[i], 1.0f);
 }
 
 // Lookups, fills and sums at the same time, by several callers: every gradient is applied once.
@@ -345,7 +344,7 @@ void callers_lose_nothing(Random& random) {
     CHECK_EQ(total, static_cast<double>(applied.load()));
 }
 
-// One ticket, several callers: one of them uses it, and nobody sees half of what another does.
+// One ticket, several callers: one of them uses it, and none observes a half-finished call of another.
 void one_of_several_claims_a_ticket(Random& random) {
     const Model model = testing::counting_model(2, {{Pooling::sum, false}});
     Servers servers(random, model, 1, 2);
@@ -354,7 +353,7 @@ void one_of_several_claims_a_ticket(Random& random) {
     const Floats ones(split.bags(), call.samples, -1.0f);
     for (unsigned round = 0; round < testing::scaled(100); ++round) {
         const auto ticket = split.lookup(call.inputs(split.bags()), servers.owners, 1);
-        const std::vector<float> room(ticket->shares->num_floats[0]);
+        const std::vector<float> room(ticket->layout->num_floats[0]);
         std::atomic<unsigned> used{0}, filled{0};
         testing::in_threads(4, [&](unsigned thread) {
             Floats out(split.bags(), call.samples, 0.0f);

@@ -109,7 +109,7 @@ void lives_as_the_oracle_says(Random& random) {
         oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
         const Ids ids = draw_ids(random, kinds, most);
         LookupStep at{true, random.between(oldest, newest), oldest, random.chance(0.5)};
-        if (random.chance(0.1)) // and some far behind, which nobody waits for
+        if (random.chance(0.1)) // and some far behind, which no reader waits for
             at.step = at.oldest_open = random.between(newest > 300 ? newest - 300 : 1, newest);
         const unsigned kind = random.below(10);
         if (kind < 6) {
@@ -220,7 +220,7 @@ void expires_at_the_exact_step(Random&) {
     const Counters counters = engine->stats(0).counters;
     CHECK_EQ(counters.expired, 1);
     CHECK_EQ(counters.not_applied_absent, 1);
-    CHECK_EQ(testing::lookup(*engine, {{1}}, 17).rows[0], 0.0f); // anew
+    CHECK_EQ(testing::lookup(*engine, {{1}}, 17).rows[0], 0.0f); // inserted again
     CHECK_EQ(engine->num_rows(0), 2);
 }
 
@@ -318,7 +318,7 @@ void check_sees_what_is_broken(Random&) {
         void (*by)(Engine&, Bucket&);
     };
     const Break breaks[] = {
-        {"version that has not begun", [](Engine&, Bucket& b) { b.rows.head(0).changed = 9; }},
+        {"version that has not started", [](Engine&, Bucket& b) { b.rows.head(0).changed = 9; }},
         {"after the latest step", [](Engine&, Bucket& b) { b.rows.head(0).stamp = 99; }},
         {"before a step that was swept", [](Engine&, Bucket& b) { b.swept_before = 3; }},
         {"a row's id belongs to another bucket",

@@ -1,6 +1,6 @@
-"""The public names of Satrap, and nothing else: each comes from the file that owns it.
+"""The public names of Satrap: each is imported from the file that defines it; nothing is defined here.
 
-Importing this package costs little on purpose: it needs numpy and the native core, never torch or pyarrow.
+Importing this package is cheap on purpose: it needs numpy and the native core, never torch or pyarrow.
 """
 
 from importlib import import_module

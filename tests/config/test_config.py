@@ -1,4 +1,4 @@
-"""Every check of the configuration classes fires, and their dict form gives the same object back."""
+"""Every check of the configuration classes fires, and their dict form restores an equal object."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ INTEGERS = fields_of_type(int, int | None)
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
 @pytest.mark.parametrize("value", ["0.1", None, True, [0.1], 1j, math.nan, math.inf, -math.inf, 1e39, 10**400])
 def test_a_number_must_be_a_finite_float32_number(kind: Any, name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"^{kind.__name__}: {name} is .* wanted a (finite )?number"):
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}: {name} is .* expected a (finite )?number"):
         kind(**required(kind) | {name: value})
 
 
@@ -87,7 +87,7 @@ def test_a_number_must_be_a_finite_float32_number(kind: Any, name: str, value: o
 )
 def test_a_number_that_cannot_be_negative(kind: Any, name: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^{kind.__name__}: {name} is -0.5 \(float\); wanted a number of at least 0$"
+        ConfigError, match=rf"^{kind.__name__}: {name} is -0.5 \(float\); expected a number of at least 0$"
     ):
         kind(**required(kind) | {name: -0.5})
 
@@ -96,7 +96,7 @@ def test_a_number_that_cannot_be_negative(kind: Any, name: str) -> None:
 @pytest.mark.parametrize("value", ["4", 4.0, True, 0, -1, 2**64])
 def test_an_integer_in_its_range(kind: Any, name: str, value: object) -> None:
     where = "table 'item'" if kind is Table else kind.__name__
-    with pytest.raises(ConfigError, match=rf"^{where}: {name} is .*; wanted an integer from 1 to \d+$"):
+    with pytest.raises(ConfigError, match=rf"^{where}: {name} is .*; expected an integer from 1 to \d+$"):
         kind(**required(kind) | {name: value})
 
 
@@ -118,7 +118,7 @@ def test_the_largest_integer(kind: Any, name: str, largest: int) -> None:
 
 @pytest.mark.parametrize("value", [1, None, "yes", 0.0])
 def test_nesterov_is_a_flag(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"SGD: nesterov is .* wanted True or False"):
+    with pytest.raises(ConfigError, match=r"SGD: nesterov is .* expected True or False"):
         SGD(momentum=0.9, nesterov=value)
 
 
@@ -135,7 +135,7 @@ def test_betas(kind: Any, value: object) -> None:
 @pytest.mark.parametrize("value", ["", "Float32", None, 3, ["evict"]])
 def test_a_choice(name: str, value: object) -> None:
     options: dict[str, Any] = {name: value}
-    with pytest.raises(ConfigError, match=rf"^table 'item': {name} is .*; wanted one of '"):
+    with pytest.raises(ConfigError, match=rf"^table 'item': {name} is .*; expected one of '"):
         Table("item", dim=4, **options)
 
 
@@ -143,19 +143,19 @@ def test_a_choice(name: str, value: object) -> None:
 def test_a_part_must_be_an_object_of_its_kind(name: str) -> None:
     for value in ("adagrad", None, Table("other", dim=4), Always() if name == "initial" else Zeros, 0.1):
         options: dict[str, Any] = {name: value}
-        with pytest.raises(ConfigError, match=rf"^table 'item': {name} is .*; wanted an object of one of"):
+        with pytest.raises(ConfigError, match=rf"^table 'item': {name} is .*; expected an object of one of"):
             Table("item", dim=4, **options)
 
 
 def test_a_class_in_place_of_an_object_is_explained() -> None:
     options: dict[str, Any] = {"optimizer": Adagrad}
-    with pytest.raises(ConfigError, match=r"optimizer is the class Adagrad; wanted an object: Adagrad\(\.\.\.\)"):
+    with pytest.raises(ConfigError, match=r"optimizer is the class Adagrad; expected an object: Adagrad\(\.\.\.\)"):
         Table("item", dim=4, **options)
 
 
 @pytest.mark.parametrize("name", [None, 3, b"item", "", "a\nb", "\x00", "\ud800", "x" * 256, "é" * 128])
 def test_a_table_name_is_short_printable_text(name: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^Table: name is .*; wanted "):
+    with pytest.raises(ConfigError, match=r"^Table: name is .*; expected "):
         Table(name, dim=4)
 
 
@@ -166,27 +166,27 @@ def test_a_table_name_is_short_printable_text(name: Any) -> None:
     ("make", "message"),
     [
         (lambda: SGD(nesterov=True), "nesterov is True and momentum is 0"),
-        (lambda: Ftrl(lr=0.0), "Ftrl: lr is 0; wanted > 0"),
+        (lambda: Ftrl(lr=0.0), "Ftrl: lr is 0; expected > 0"),
         (lambda: Ftrl(beta=0.0, l2=0.0), "beta and l2 are both 0"),
         (lambda: Uniform(low=0.2, high=0.1), "low 0.2 is above high 0.1"),
-        (lambda: Probability(0.0), r"p is 0.0; wanted a number in \(0, 1\]"),
-        (lambda: Probability(1.0000001), r"p is 1.0000001; wanted a number in \(0, 1\]"),
-        (lambda: Table("t", dim=4, num_buckets=3), "table 't': num_buckets is 3; wanted a power of two: give 2 or 4"),
-        (lambda: Table("t", dim=4, num_buckets=131072), "num_buckets is 131072; wanted an integer from 1 to 65536"),
+        (lambda: Probability(0.0), r"p is 0.0; expected a number in \(0, 1\]"),
+        (lambda: Probability(1.0000001), r"p is 1.0000001; expected a number in \(0, 1\]"),
+        (lambda: Table("t", dim=4, num_buckets=3), "table 't': num_buckets is 3; expected a power of two: 2 or 4"),
+        (lambda: Table("t", dim=4, num_buckets=131072), "num_buckets is 131072; expected an integer from 1 to 65536"),
         (lambda: Table("t", dim=4, num_buckets=8, capacity=7), "num_buckets is 8 and capacity 7"),
         (
             lambda: Table("t", dim=4, num_buckets=1, capacity=2**32 - 1),
-            r"capacity is 4294967295 in 1 buckets; wanted at most 4294967294 in each: give num_buckets=2 or less",
+            r"capacity is 4294967295 in 1 buckets; expected at most 4294967294 in each: give num_buckets=2 or less",
         ),
         (
             lambda: Table("t", dim=4, num_buckets=4, capacity=2**34 + 2**20),
             "in 4 buckets.*: give num_buckets=8 or less",
         ),
         (lambda: Table("t", dim=4, capacity=4096 * (2**32 - 2) + 1), "in 4096 buckets.*: give num_buckets=8192 or"),
-        (lambda: Table("t", dim=4, capacity=2**48), f"capacity is .*; wanted an integer from 1 to {2**48 - 2**17}$"),
+        (lambda: Table("t", dim=4, capacity=2**48), f"capacity is .*; expected an integer from 1 to {2**48 - 2**17}$"),
         (
             lambda: Table("t", dim=4, on_full="raise"),
-            "table 't': on_full is 'raise' and there is no capacity to reach: give one",
+            "table 't': on_full is 'raise' and there is no capacity to reach: set a capacity",
         ),
         (lambda: Table("t", dim=4, dtype="float16", initial=Constant(65505.0)), "float16 holds at most 65504"),
         (lambda: Table("t", dim=4, dtype="float16", initial=Normal(mean=-7e4)), "float16 holds at most 65504"),
@@ -354,7 +354,7 @@ def test_a_dict_may_leave_out_what_has_a_default() -> None:
         ({"optimizer": {"type": "foo"}}, "optimizer: type is 'foo'; known are 'SGD', 'Adagrad', .*'Ftrl'$"),
         ({"optimizer": {"lr": 0.1}}, "table 'item': optimizer: the key 'type' is missing; add it, one of SGD, Adagrad"),
         ({"optimizer": {"type": "SGD", "lr": -1}}, "table 'item': optimizer: SGD: lr is -1"),
-        ({"optimizer": "SGD"}, "table 'item': optimizer: found 'SGD' .*; wanted a dict"),
+        ({"optimizer": "SGD"}, "table 'item': optimizer: found 'SGD' .*; expected a dict"),
         ({"initial": {"type": "Constant"}}, "table 'item': initial: Constant: the key 'value' is missing"),
         ({"initial": {"type": "Zeros", "low": 0}}, "initial: Zeros: unknown key 'low'; Zeros has none: remove it"),
         ({"admission": {"type": "MinCount", "n": 0}}, "table 'item': admission: MinCount: n is 0"),
@@ -375,9 +375,9 @@ def test_a_required_key_that_is_missing_is_named(key: str) -> None:
 
 
 def test_a_dict_of_another_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SGD: type is 'Adam'; wanted 'SGD'"):
+    with pytest.raises(ConfigError, match="SGD: type is 'Adam'; expected 'SGD'"):
         SGD.from_dict(Adam().to_dict())
     wrong: Any = [("lr", 0.1)]
     for kind in (SGD, Table):
-        with pytest.raises(ConfigError, match="wanted a dict"):
+        with pytest.raises(ConfigError, match="expected a dict"):
             kind.from_dict(wrong)

@@ -1,4 +1,4 @@
-"""Features and their order, and positions: every check fires, and the dict forms give the same objects back."""
+"""Features and their order, and positions: every check fires, and the dict forms restore equal objects."""
 
 import pickle
 from typing import Any
@@ -28,30 +28,30 @@ def test_the_short_forms() -> None:
 
 
 BAD_FEATURES: list[tuple[Any, str]] = [
-    (lambda: Feature("item"), r"Feature: table is 'item' \(str\); wanted an object of one of Table"),  # type: ignore[arg-type]
-    (lambda: Feature(Table), "table is the class Table; wanted an object"),  # type: ignore[arg-type]
-    (lambda: ITEM.bag("max"), "a feature of table 'item': pooling is 'max' .*wanted one of 'sum', 'mean', 'sqrtn'"),  # type: ignore[arg-type]
-    (lambda: ITEM.bag("sum", weighted=1), r"weighted is 1 \(int\); wanted True or False"),  # type: ignore[arg-type]
+    (lambda: Feature("item"), r"Feature: table is 'item' \(str\); expected an object of one of Table"),  # type: ignore[arg-type]
+    (lambda: Feature(Table), "table is the class Table; expected an object"),  # type: ignore[arg-type]
+    (lambda: ITEM.bag("max"), "a feature of table 'item': pooling is 'max' .*expected one of 'sum', 'mean', 'sqrtn'"),  # type: ignore[arg-type]
+    (lambda: ITEM.bag("sum", weighted=1), r"weighted is 1 \(int\); expected True or False"),  # type: ignore[arg-type]
     (lambda: Feature(ITEM, "mean", max_length=3), r"max_length is 3 \(int\) and pooling 'mean'.*table\.sequence"),
     (lambda: Feature(ITEM, "mean", keep="last"), "keep is 'last' .* and pooling 'mean', which takes bags"),
-    (lambda: ITEM.sequence(2, keep="newest"), "keep is 'newest' .*; wanted one of 'last', 'first'"),  # type: ignore[arg-type]
-    (lambda: ITEM.bag("sum", padding_id=2**64), "padding_id is 18446744073709551616; wanted an integer from"),
-    (lambda: ITEM.sequence(2, padding_id="0"), r"padding_id is '0' \(str\); wanted an integer"),  # type: ignore[arg-type]
+    (lambda: ITEM.sequence(2, keep="newest"), "keep is 'newest' .*; expected one of 'last', 'first'"),  # type: ignore[arg-type]
+    (lambda: ITEM.bag("sum", padding_id=2**64), "padding_id is 18446744073709551616; expected an integer from"),
+    (lambda: ITEM.sequence(2, padding_id="0"), r"padding_id is '0' \(str\); expected an integer"),  # type: ignore[arg-type]
     (lambda: ITEM.bag("none"), "pooling is 'none' and there is no max_length: use table.sequence"),
-    (lambda: ITEM.sequence(0), "max_length is 0; wanted an integer from 1 to 65536"),
-    (lambda: ITEM.sequence(2.0), r"max_length is 2\.0 \(float\); wanted an integer"),  # type: ignore[arg-type]
+    (lambda: ITEM.sequence(0), "max_length is 0; expected an integer from 1 to 65536"),
+    (lambda: ITEM.sequence(2.0), r"max_length is 2\.0 \(float\); expected an integer"),  # type: ignore[arg-type]
     (lambda: Feature(ITEM, "none", weighted=True, max_length=2), "weighted is True and pooling 'none'"),
     (lambda: Feature.from_dict({"table": ITEM.to_dict(), "poling": "sum"}), "unknown key 'poling'; .* 'pooling'"),
     (lambda: Feature.from_dict({"pooling": "sum"}), "the key 'table' is missing"),
-    (lambda: Feature.from_dict([]), r"Feature: found \[\] \(list\); wanted a dict"),  # type: ignore[arg-type]
-    (lambda: Features({}), "wanted a dict of at least one"),
-    (lambda: Features([USER]), "wanted a dict of at least one"),  # type: ignore[arg-type]
-    (lambda: Features({1: USER}), r"Feature: name is 1 \(int\); wanted a string"),  # type: ignore[dict-item]
-    (lambda: Features({"": USER}), "wanted 1 to 255 bytes of printable text"),
-    (lambda: Features({"u": "user"}), r"feature 'u' is 'user' \(str\); wanted a satrap.Table"),  # type: ignore[dict-item]
+    (lambda: Feature.from_dict([]), r"Feature: found \[\] \(list\); expected a dict"),  # type: ignore[arg-type]
+    (lambda: Features({}), "expected a dict of at least one"),
+    (lambda: Features([USER]), "expected a dict of at least one"),  # type: ignore[arg-type]
+    (lambda: Features({1: USER}), r"Feature: name is 1 \(int\); expected a string"),  # type: ignore[dict-item]
+    (lambda: Features({"": USER}), "expected 1 to 255 bytes of printable text"),
+    (lambda: Features({"u": "user"}), r"feature 'u' is 'user' \(str\); expected a satrap.Table"),  # type: ignore[dict-item]
     (
         lambda: Features({"a": USER, "b": Table("user", dim=4)}),
-        r"feature 'b': its table 'user' is configured in another way .*\(dim: 3 and 4\)",
+        r"feature 'b': its table 'user' is configured differently .*\(dim: 3 and 4\)",
     ),
 ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_positions_are_ordered_and_go_round() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"epoch": -1, "block": 0, "batch": 0}, "Position: epoch is -1; wanted an integer from 0"),
+        ({"epoch": -1, "block": 0, "batch": 0}, "Position: epoch is -1; expected an integer from 0"),
         ({"epoch": 0, "block": True, "batch": 0}, "Position: block is True"),
         ({"epoch": 0, "block": 0}, "Position: the key 'batch' is missing"),
         ({"epoch": 0, "block": 0, "batch": 0, "row": 1}, "Position: unknown key 'row'"),

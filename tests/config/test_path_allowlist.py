@@ -1,4 +1,4 @@
-"""What servers write and workers read for others: what was named and lies below, links and ".." resolved."""
+"""Servers write and workers read for others only allowed paths and those below, with links and ".." resolved."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_paths(tmp_path: Path, path: str, permitted: bool) -> None:
     text = path.format(tmp_path) if "://" in path else f"{tmp_path}/{path}"
     assert allowlist.permits(text) == permitted
     if not permitted:
-        with pytest.raises(ConfigError, match=r"is refused: what is permitted is .*data', .*; name .*with --data"):
+        with pytest.raises(ConfigError, match=r"is refused: expected a path below .*data', .*; allow .*with --data"):
             allowlist.require(text)
 
 
@@ -100,9 +100,9 @@ def test_where_a_glob_begins(path: str, folder: str) -> None:
 
 
 def test_nothing_is_permitted_unless_it_was_named() -> None:
-    with pytest.raises(ConfigError, match=r"'/x' is refused: what is permitted is nothing; .* with --checkpoints"):
+    with pytest.raises(ConfigError, match=r"'/x' is refused: expected a path below nothing; .* with --checkpoints"):
         PathAllowlist([], "--checkpoints").require("/x")
-    with pytest.raises(ConfigError, match="--data is ''; wanted a folder"):
+    with pytest.raises(ConfigError, match="--data is ''; expected a folder"):
         PathAllowlist([""], "--data")
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_refused_at_the_first_step(tmp_p
 
 
 def test_a_worker_reads_below_what_was_named(tmp_path: Path) -> None:
-    """And gives no `extra` column of another file away."""
+    """Nor does it disclose an `extra` column of another file."""
     for name in ("data", "secret"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "a.parquet", 2)

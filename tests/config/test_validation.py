@@ -1,4 +1,4 @@
-"""Words and limits that all refusals share."""
+"""The words and limits that all errors of the checks share."""
 
 from __future__ import annotations
 

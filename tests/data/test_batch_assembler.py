@@ -366,7 +366,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
         (
             lambda data: data.batches(["a"], rank=2, world=2),
             ConfigError,
-            "UnevenSource: rank is 2; wanted an integer from 0 to 1",
+            "UnevenSource: rank is 2; expected an integer from 0 to 1",
         ),
         (lambda data: data.batches(["a"], world=0), ConfigError, "UnevenSource: world is 0"),
         (

@@ -107,7 +107,7 @@ def test_converted_labels_are_of_the_kind() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "click"}, "label column 'y': kind is 'click' .*; wanted one of 'binary', 'real', 'count'"),
+        ({"kind": "click"}, "label column 'y': kind is 'click' .*; expected one of 'binary', 'real', 'count'"),
         (
             {"values": {"a": 1, "b": 2}},
             r"label column 'y': values\['b'\] is 2; expected 0 or 1, or declare LabelColumn",

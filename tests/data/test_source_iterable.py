@@ -459,7 +459,7 @@ def test_invalid_items_are_refused_with_their_numbers(items: Any, options: dict[
         (lambda: Iterable(iter([]), epochs=2), "epochs is 2 and a list_iterator can be read once; give a list"),
         (lambda: Iterable([], shuffle=True), "batch_size is None and shuffle or samples is True; set batch_size"),
         (lambda: Iterable([], samples=True), "batch_size is None and shuffle or samples is True"),
-        (lambda: Iterable([], samples=1, batch_size=1), r"samples is 1 \(int\); wanted True or False"),  # type: ignore[arg-type]
+        (lambda: Iterable([], samples=1, batch_size=1), r"samples is 1 \(int\); expected True or False"),  # type: ignore[arg-type]
     ],
 )
 def test_invalid_declarations_are_refused(call: Callable[[], Any], message: str) -> None:
@@ -475,7 +475,7 @@ def test_columns_check_themselves_and_have_a_dict_form() -> None:
         assert type(column).from_dict(column.to_dict()) == column
     assert IdColumn(missing=-1).missing == 2**64 - 1
     wrong: list[tuple[Callable[[], Any], str]] = [
-        (lambda: IdColumn("a", kind="int"), "id column 'a': kind is 'int' .*; wanted one of 'string', 'integer'"),  # type: ignore[arg-type]
+        (lambda: IdColumn("a", kind="int"), "id column 'a': kind is 'int' .*; expected one of 'string', 'integer'"),  # type: ignore[arg-type]
         (lambda: IdColumn(hash=1), r"IdColumn: hash is 1 \(int\)"),  # type: ignore[arg-type]
         (lambda: IdColumn(kind="string", hash=True), "hash=True is for integers; strings are always hashed"),
         (lambda: IdColumn(separator="::"), "separator is '::' .*; expected one ASCII character, e.g. '|'"),
@@ -488,7 +488,7 @@ def test_columns_check_themselves_and_have_a_dict_form() -> None:
         (lambda: LabelColumn("y", true=3), "label column 'y': true is 3"),  # type: ignore[arg-type]
         (lambda: LabelColumn("y", true="a", above=1), "above is for numbers, values and true are for texts; give one"),
         (lambda: LabelColumn("y", above=float("nan")), "above is nan"),
-        (lambda: LabelColumn("y", missing="skip"), "missing is 'skip' .*; wanted one of 'refuse', 'drop'"),  # type: ignore[arg-type]
+        (lambda: LabelColumn("y", missing="skip"), "missing is 'skip' .*; expected one of 'refuse', 'drop'"),  # type: ignore[arg-type]
         (lambda: LabelColumn("y", missing=float("inf")), "missing is inf"),
     ]
     for call, message in wrong:

@@ -387,11 +387,11 @@ def test_globs_folders_and_lists(tmp_path: Path) -> None:
 # -- declarations ------------------------------------------------------------------------------------------------------
 
 BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: CSV("x", batch_size=0), "CSV: batch_size is 0; wanted an integer from 1"),
+    (lambda: CSV("x", batch_size=0), "CSV: batch_size is 0; expected an integer from 1"),
     (lambda: CSV("x", batch_size=None), "CSV: batch_size is None; expected an integer from 1"),
     (lambda: CSV("x", epochs=0), "CSV: epochs is 0"),
     (lambda: CSV("x", shuffle_blocks=0), "shuffle_blocks is 0"),
-    (lambda: CSV("x", shuffle=1), r"shuffle is 1 \(int\); wanted True or False"),  # type: ignore[arg-type]
+    (lambda: CSV("x", shuffle=1), r"shuffle is 1 \(int\); expected True or False"),  # type: ignore[arg-type]
     (lambda: CSV("x", seed=-1), "seed is -1"),
     (lambda: CSV("x", max_bad_rows=-1), "max_bad_rows is -1"),
     (lambda: CSV("x", num_threads=65), "num_threads is 65"),
@@ -405,7 +405,7 @@ BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: CSV("x", weights="w"), "CSV: weights is 'w'"),  # type: ignore[arg-type]
     (
         lambda: CSV("x", missing_id=2**64),
-        "missing is 18446744073709551616; wanted an integer from -9223372036854775808",
+        "missing is 18446744073709551616; expected an integer from -9223372036854775808",
     ),
     (lambda: CSV("x", extra=["a", "a"]), "CSV: extra holds 'a' twice"),
     (lambda: CSV("x", delimiter=""), r"CSV: delimiter is '' \(str\); expected 1 to 8 ASCII characters"),
@@ -415,7 +415,7 @@ BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: CSV("x", columns=["a", "a"]), "CSV: columns holds 'a' twice"),
     (lambda: CSV("x", columns=3), "CSV: columns is 3"),  # type: ignore[arg-type]
     (lambda: CSV("x", missing=[1]), "CSV: missing is"),  # type: ignore[list-item]
-    (lambda: CSV("x", encoding="utf-16"), "CSV: encoding is 'utf-16'.*; wanted one of 'utf-8', 'latin-1'"),
+    (lambda: CSV("x", encoding="utf-16"), "CSV: encoding is 'utf-16'.*; expected one of 'utf-8', 'latin-1'"),
     (lambda: CSV("x", strip=1), "CSV: strip is 1"),  # type: ignore[arg-type]
     (lambda: CSV("x", skip_lines=-1), "CSV: skip_lines is -1"),
     (lambda: CSV("x", block_bytes=0), "CSV: block_bytes is 0"),

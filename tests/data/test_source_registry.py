@@ -113,7 +113,7 @@ def test_sources_with_data_or_code_do_not_travel(data: Any) -> None:
         (lambda: source_from_dict({"type": "CSV"}), "the key 'path' is missing"),
         (lambda: source_from_dict({"type": "CSV", "path": "a", "dense": [{"type": "Column"}]}), "type is 'Column'"),
         (lambda: Parquet.from_dict({"type": "CSV", "path": "a"}), "type is 'CSV'; expected 'Parquet'"),
-        (lambda: Features.from_dict({}), "wanted a dict of at least one"),
+        (lambda: Features.from_dict({}), "expected a dict of at least one"),
         (lambda: WorkerSpec.from_dict({"servers": []}), "the key 'features' is missing"),
     ],
 )

@@ -277,7 +277,7 @@ def test_a_server_that_cannot_be_placed_again_ends_the_run(tmp_path: Path, clust
         (["--server-cpus", "4"], "--server-cpus requires --cluster ray"),
         (["--address", "auto"], "--address requires --cluster ray"),
         (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; expected a whole number of bytes, KiB"),
-        (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; wanted"),
+        (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; expected"),
         (
             ["--cluster", "ray", "--address", "ray://127.0.0.1:1"],
             "expected host:port of the cluster's head node, or auto",

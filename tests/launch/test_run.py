@@ -382,9 +382,9 @@ def test_compressed_gradients(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["nowhere.py"], "there is no script 'nowhere.py'"),
-        ([str(JOB), "--servers", "0"], "run: servers is 0; wanted"),
-        ([str(JOB), "--max-servers", "0"], "run: max_servers is 0; wanted an integer from 1 to"),
-        ([str(JOB), "--servers", "3", "--max-servers", "2"], "run: max_servers is 2; wanted an integer from 3 to"),
+        ([str(JOB), "--servers", "0"], "run: servers is 0; expected"),
+        ([str(JOB), "--max-servers", "0"], "run: max_servers is 0; expected an integer from 1 to"),
+        ([str(JOB), "--servers", "3", "--max-servers", "2"], "run: max_servers is 2; expected an integer from 3 to"),
         ([str(JOB), "--max-servers", "2", "--server-gib", "0"], "server-gib is 0.0; expected a size above 0"),
         ([str(JOB), "--max-servers", "2", "--server-gib", "nan"], "server-gib is nan; expected"),
         ([str(JOB), "--server-gib", "2"], "--server-gib was given without --max-servers"),

@@ -222,10 +222,10 @@ def test_the_core_is_used_where_possible(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_core_refuses_other_sizes() -> None:
     dots, block = _core.Dots(1), np.zeros((2, 6), np.float32)
     for call, message in (
-        (lambda: dots.forward(4, None, block, np.zeros((2, 1), np.float32)), "block is 2 x 6, wanted 2 x 4"),
-        (lambda: dots.forward(2, None, block, np.zeros((2, 4), np.float32)), "out is 2 x 4, wanted 2 x 3"),
-        (lambda: dots.forward(0, None, block, block), "dim=0, wanted"),
-        (lambda: dots.forward(2, np.zeros((3, 2), np.float32), block, block), "first is 3 x 2, wanted 2 x 2"),
+        (lambda: dots.forward(4, None, block, np.zeros((2, 1), np.float32)), "block is 2 x 6, expected 2 x 4"),
+        (lambda: dots.forward(2, None, block, np.zeros((2, 4), np.float32)), "out is 2 x 4, expected 2 x 3"),
+        (lambda: dots.forward(0, None, block, block), "dim=0, expected"),
+        (lambda: dots.forward(2, np.zeros((3, 2), np.float32), block, block), "first is 3 x 2, expected 2 x 2"),
         (lambda: _core.Dots(0), "num_threads=0"),
         (lambda: _core.Dots(1, "sse"), "simd='sse' is not available"),
     ):

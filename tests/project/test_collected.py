@@ -1,4 +1,4 @@
-"""What is closed when its owner was collected: wherever that is, in whatever order, and at the end of a process."""
+"""Resources are closed when their owner is collected: anywhere, in any order, and at the end of a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from satrap.collected import close_when_collected
 
 
 class Owner:
-    """In a cycle with itself: only the collector finds it."""
+    """Puts the object into a cycle, so that only the collector finds it."""
 
     def __init__(self) -> None:
         self.itself = self

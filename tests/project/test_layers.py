@@ -1,4 +1,4 @@
-"""Who may know what, declared once here and checked by reading the sources; and the ceilings on their sizes.
+"""The packages' allowed imports, declared here and checked against the sources; and the limits of file sizes.
 
 Reads files only and imports nothing of ours.
 """
@@ -104,23 +104,23 @@ each_core_file = pytest.mark.parametrize("path", core_files, ids=relative)
 
 
 def module(path: Path) -> str:
-    """The name that a file is imported by, less `satrap.`."""
+    """Returns the name that a file is imported by, without `satrap.`."""
     *folders, name = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(folders if folders and name == "__init__" else [*folders, name])
 
 
 def package(name: str) -> str:
-    """The longest package of ARROWS that a module is in; "" of a module that is in none."""
+    """Returns the longest package of ARROWS that a module is in; "" if it is in none."""
     return max((each for each in ARROWS if f"{name}.".startswith(f"{each}.")), key=len, default="")
 
 
 def within(name: str, allowed: Iterable[str]) -> bool:
-    """Whether a module is among those named, or in one of the packages."""
+    """Returns whether a module is among those named, or in one of the packages."""
     return any(f"{name}.".startswith(f"{each}.") for each in allowed)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module imported anywhere in the file, functions and TYPE_CHECKING blocks included."""
+    """Returns every module imported anywhere in the file, including functions and TYPE_CHECKING blocks."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -224,7 +224,7 @@ def test_core_files_open_with_a_paragraph_and_stay_short(path: Path) -> None:
 
 
 def cpp_functions(text: str) -> Iterator[tuple[int, int]]:
-    """(first line, number of lines) of each function that is not inside another one.
+    """Returns (first line, number of lines) of each function that is not inside another one.
 
     clang-format keeps the code in one shape, so this needs no parser. A brace after a space opens a function when the
     text before it, back to the last `;` or such brace, has a parameter list and does not declare a type; a brace with

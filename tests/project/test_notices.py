@@ -1,4 +1,4 @@
-"""The licences of what is compiled into a wheel go with it. `make wheel` looks for them in the wheel itself."""
+"""A wheel contains the licences of the code compiled into it. `make wheel` looks for them in the wheel itself."""
 
 import importlib.metadata
 import tomllib

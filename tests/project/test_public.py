@@ -31,7 +31,7 @@ def test_the_errors_are_one_tree_and_drawn() -> None:
 
 
 def test_importing_costs_little() -> None:
-    """No torch, no pyarrow, nothing of a cluster: a server starts without them. Asked of a fresh interpreter."""
+    """No torch, no pyarrow, nothing of a cluster: a server starts without them. Checked in a fresh interpreter."""
     program = (
         "import sys, satrap.table.table_group; print(*sorted({'torch', 'pyarrow', 'ray', 'zmq'} & set(sys.modules)))"
     )
@@ -41,7 +41,7 @@ def test_importing_costs_little() -> None:
 
 
 def test_what_needs_zeromq_says_so() -> None:
-    """Asked of a fresh interpreter in which it is not installed."""
+    """Checked in a fresh interpreter in which it is not installed."""
     program = "import sys; sys.modules['zmq'] = None; from satrap.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "server", "--listen", "tcp://127.0.0.1:0", "--insecure"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -134,6 +134,6 @@ def test_an_incomplete_file_is_replaced(tmp_path: Path, left: str) -> None:
     file_of_another = tmp_path / "other"
     file_of_another.touch(0o600)
     file_of_another.write_bytes(b"not ours" * 512)
-    with pytest.raises(SharedMemoryError, match="is no Satrap shared-memory file"):
+    with pytest.raises(SharedMemoryError, match="is not a Satrap shared-memory file"):
         Server(num_threads=1, shared=file_of_another)
     assert file_of_another.exists()

@@ -198,7 +198,7 @@ def test_the_initial_learning_rate_of_ftrl_must_agree() -> None:
     ("make", "found"),
     [
         (lambda: Job(tables=()), "tables are \\[\\]"),
-        (lambda: Job(tables=(TABLES[0], TABLES[0])), "each of a name of its own"),
+        (lambda: Job(tables=(TABLES[0], TABLES[0])), "each with its own name"),
         (lambda: Job(tables=TABLES, seed=-1), "seed is -1"),
         (lambda: Job.from_dict({"tables": {}, "seed": 1}), "tables is a dict"),
         (lambda: Job.from_dict({"seed": 1}), "the key 'tables' is missing"),

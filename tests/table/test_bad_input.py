@@ -1,4 +1,4 @@
-"""Bad input for every parameter of every public call of `Store`: the error says what was found and wanted, the table
+"""Bad input for every parameter of every public call of `Store`: the error says what was found and expected, the table
 stays.
 
 Each case names the call, what it is given, and words that the message must hold. After each the store is compared
@@ -40,7 +40,7 @@ TABLE = Table("item", dim=4, optimizer=Adam(), capacity=64, admission=MinCount(2
 
 @dataclass
 class Unchanged:
-    """What can be seen of a store, to be seen again."""
+    """Returns everything observable of a store, to compare it later."""
 
     store: Store
 
@@ -59,7 +59,7 @@ class Unchanged:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    """A table with a life behind it, which no test here may change."""
+    """A used table, which no test here may change."""
     store = Store(TABLE, seed=3, num_threads=2)
     rng = np.random.default_rng(0)
     for step in range(1, 12):
@@ -226,7 +226,7 @@ def test_steps(store: Store, call: str, step: Any) -> None:
     }
     with pytest.raises(InputError) as raised:
         calls[call]()
-    for word in ("table 'item'", "oldest_open" if call == "oldest_open" else "step", "wanted", "1"):
+    for word in ("table 'item'", "oldest_open" if call == "oldest_open" else "step", "expected", "1"):
         assert word in str(raised.value)
 
 
@@ -287,7 +287,7 @@ def test_lr(store: Store, call: str, lr: Any) -> None:
         return
     with pytest.raises(InputError) as raised:
         store.set_lr(lr) if call == "set_lr" else store.update(IDS, GOOD, lr=lr)
-    for word in ("table 'item'", "lr", "wanted"):
+    for word in ("table 'item'", "lr", "expected"):
         assert word in str(raised.value)
 
 
@@ -316,7 +316,7 @@ def test_a_ticket_without_training(store: Store) -> None:
 @pytest.mark.parametrize("name", ["step", "oldest_open"])
 @pytest.mark.parametrize("value", [0, 5, "5"])
 def test_a_step_without_training(store: Store, name: str, value: Any) -> None:
-    """It would have no effect."""
+    """A `step` without training would have no effect."""
     with pytest.raises(InputError, match=rf"table 'item': {name} is {value!r} and train=False; .*leave {name} out"):
         store.lookup(IDS, train=False, **{name: value})
 
@@ -344,7 +344,7 @@ def test_a_ticket_of_another_store(store: Store, open_store: Callable[..., Store
 
 
 def test_a_ticket_outlives_its_store(store: Store) -> None:
-    """Its memory is its own: it is refused elsewhere, and dropped, without harm."""
+    """Another store refuses it, and dropping it is safe, because it owns its memory."""
     other = Store(TABLE, num_threads=2)
     _, ticket = other.lookup(as_ids(range(1000, 5000)) if other.table.capacity is None else IDS, with_ticket=True)
     del other
@@ -371,7 +371,7 @@ def test_options_of_a_store(options: dict[str, Any], words: list[str]) -> None:
 
 @pytest.mark.parametrize("table", [None, "item", {"name": "item", "dim": 4}, Table, [TABLE]])
 def test_a_store_needs_a_table(table: Any) -> None:
-    with pytest.raises(ConfigError, match=r"wanted a satrap\.Table"):
+    with pytest.raises(ConfigError, match=r"expected a satrap\.Table"):
         Store(table)
 
 
@@ -397,13 +397,13 @@ def test_more_memory_than_there_is() -> None:
 @pytest.mark.parametrize("path", [None, 3, ["x"], "", b"x", "a\0b"])
 def test_paths(store: Store, path: Any) -> None:
     for call in (store.save, Store.load, store.apply_changes, lambda p: store.save_changes(p, since=1)):
-        with pytest.raises(InputError, match=r"path is .*wanted the path of a snapshot's folder"):
+        with pytest.raises(InputError, match=r"path is .*expected the path of a snapshot's folder"):
             call(path)
 
 
 @pytest.mark.parametrize("path", [None, 3, ["x"], ""])
 def test_paths_of_shared_memory(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"path is .*wanted the path of a shared-memory file"):
+    with pytest.raises(ConfigError, match=r"path is .*expected the path of a shared-memory file"):
         Store.attach(path)
 
 

@@ -34,7 +34,7 @@ def counting(**options: Any) -> Table:
 
 
 class Crew:
-    """Threads that run until done or told to stop; the first exception of any is raised at the end."""
+    """Threads that run until done or stopped; raises the first exception of any at the end."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -72,7 +72,7 @@ class Crew:
 
 @contextmanager
 def short_switches() -> Iterator[None]:
-    """Python threads change places often."""
+    """Makes Python switch threads often."""
     import sys
 
     before = sys.getswitchinterval()
@@ -84,7 +84,7 @@ def short_switches() -> Iterator[None]:
 
 
 def assert_whole(rows: Any) -> None:
-    """Every row has been written by whole updates only."""
+    """Checks that every row was written by whole updates only."""
     assert np.all(rows == rows[:, :1]), "a row was seen half-written"
 
 
@@ -241,7 +241,7 @@ def test_one_ticket_in_many_threads_is_applied_once(open_store: OpenStore) -> No
 
 @pytest.mark.alone
 def test_the_gil_is_free_during_a_lookup_an_update_and_a_check(open_store: OpenStore) -> None:
-    """A Python thread ticks on while native code runs. One good round of several proves it; the machine may be busy."""
+    """A Python thread runs on while native code runs. One good round of several proves it; the machine may be busy."""
     store = open_store(counting(num_buckets=256))
     ids = np.arange(1_500_000, dtype=np.uint64)
     gradients = np.ones((len(ids), 16), np.float32)
@@ -257,7 +257,7 @@ def test_the_gil_is_free_during_a_lookup_an_update_and_a_check(open_store: OpenS
 
 
 def _longest_gap(call: Callable[[], Any]) -> float:
-    """The longest time in which another thread could not run, as a part of the call's."""
+    """Returns the longest time in which another thread could not run, as a fraction of the call's."""
     ticks: list[float] = []
     crew = Crew()
 
@@ -283,7 +283,7 @@ def _longest_gap(call: Callable[[], Any]) -> float:
 
 
 def test_stores_take_their_threads_with_them() -> None:
-    """Native threads end with their store, used or not."""
+    """Native threads stop with their store, used or not."""
     ids = np.arange(20_000, dtype=np.uint64)
     before = len(os.listdir("/proc/self/task"))
     for round_ in range(20):
@@ -295,7 +295,7 @@ def test_stores_take_their_threads_with_them() -> None:
 
 
 def test_a_store_that_is_dropped_while_another_thread_uses_it() -> None:
-    """The last reference may go in any thread; results keep their memory."""
+    """Any thread may drop the last reference; results keep their memory."""
     rows: list[Any] = []
 
     def use(store: Store) -> None:

@@ -51,7 +51,7 @@ TABLES = [
 
 
 def saved_columns(path: Path) -> list[bytes]:
-    """Every column of every file of a snapshot, in the order of its manifest."""
+    """Returns every column of every file of a snapshot, in the order of its manifest."""
     import json
 
     import pyarrow as pa
@@ -68,7 +68,7 @@ def saved_columns(path: Path) -> list[bytes]:
 
 
 def run(table: Table, seed: int, num_threads: int, simd: str, folder: Path) -> dict[str, Any]:
-    """The workload; what it did, in words that can be compared."""
+    """Runs the workload; returns its results in a form that can be compared."""
     store = Store(table, seed=seed, num_threads=num_threads, simd=simd)
     assert (store.num_threads, store.simd) == (num_threads, simd)
     rng = np.random.default_rng(seed)
@@ -112,7 +112,7 @@ def test_threads_and_simd_change_nothing(table: Table, seed: int, tmp_path: Path
 
 
 def test_the_workload_evicts_refuses_expires_and_skips(seed: int, tmp_path: Path) -> None:
-    """Or the test above shows less than it says."""
+    """Otherwise the test above would show less than it claims."""
     total: dict[str, int] = {}
     for table in TABLES:
         for name, count in run(table, seed, 2, _core.simd_paths()[0], tmp_path / table.name)["stats"].items():
@@ -132,7 +132,7 @@ def test_the_workload_evicts_refuses_expires_and_skips(seed: int, tmp_path: Path
 
 
 def test_a_loaded_store_goes_on_the_same_way(seed: int, tmp_path: Path) -> None:
-    """Save, load into another thread count and path, go on: the bits of a run without interruption."""
+    """Save, load with another thread count and path, continue: the bits equal those of a run without interruption."""
     rng = np.random.default_rng(seed)
     batches = [rng.integers(3000, size=800).astype(np.uint64) for _ in range(8)]
     gradients = [rng.normal(size=(800, 17)).astype(np.float32) for _ in range(8)]
@@ -178,7 +178,7 @@ TINY = [
 
 @contextmanager
 def flushed(flush: bool) -> Iterator[None]:
-    """This thread, and those that it starts, take subnormal numbers for 0, as torch lets a user ask for."""
+    """Makes this thread, and those that it starts, flush subnormal numbers to 0, as torch allows."""
     if flush and not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormal numbers")
     try:
@@ -188,7 +188,7 @@ def flushed(flush: bool) -> Iterator[None]:
 
 
 def tiny_numbers(table: Table, num_threads: int, *, make: bool, use: bool) -> list[bytes]:
-    """Everything that can be seen of a table of subnormal numbers, made and used with or without flushing them."""
+    """Returns everything observable of a table of subnormal numbers, created and used with or without flushing them."""
     rng = np.random.default_rng(1)
     gradients = [(rng.normal(size=(2 * len(TINY_IDS), table.dim)) * 1e-39).astype(np.float32) for _ in range(3)]
     ids = np.concatenate([TINY_IDS, TINY_IDS[::-1]])

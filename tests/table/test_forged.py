@@ -77,7 +77,7 @@ def test_json_nested_too_deeply(text: bytes, replica: Store, tmp_path: Path) -> 
 
 
 def test_a_config_nested_too_deeply(replica: Store, tmp_path: Path) -> None:
-    """So deep that Python still reads it, somewhere it gives up."""
+    """Nesting that Python still reads, or refuses at some depth."""
     for depth in (100, 400, 700, 900, 960):
         content = manifest(tmp_path / "changes")
         deep: Any = 1
@@ -145,7 +145,7 @@ def test_the_last_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expires", [True, False])
 def test_a_follower_whose_line_has_moved(expires: bool, tmp_path: Path) -> None:
-    """Rows that expired are a change. Without any the changes apply, and the line stays: it never falls."""
+    """Rows that expired are a change. Without any the changes apply, and expire_before stays: it never falls."""
     store = Store(Table("item", dim=2, expire_after=100, num_buckets=2), num_threads=1)
     store.lookup(as_ids(range(300)), step=200)
     version = store.save(tmp_path / "full")

@@ -1,4 +1,4 @@
-"""A fork()ed process cannot use a store of its parent, and says so at once instead of hanging or writing to its file.
+"""A fork()ed process cannot use a store of its parent: it raises at once instead of hanging or writing to its file.
 
 A fork has none of the parent's threads, and whatever locks they held stay locked there. So each call of the native
 engine is refused in it. DataLoader's workers are forks by default on Linux.
@@ -84,7 +84,7 @@ def test_a_save_that_was_going_on_at_the_fork_is_not_waited_for(store: Store, tm
 
 
 def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
-    """A call of each of its names, with arguments that it would take."""
+    """Returns a call of each public method, with valid arguments."""
     offsets = np.array([0, len(IDS)], np.int64)
     floats = np.zeros(GRADIENTS.size, np.float32)
     empty, words, values = np.zeros(0, np.float32), np.ones(len(IDS), np.uint32), np.zeros_like(GRADIENTS)
@@ -134,7 +134,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
 
 
 def moving_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
-    """Those for buckets that move."""
+    """Returns the calls for the migration of buckets."""
     some = np.zeros(8, np.uint32)
     return {
         "set_owners": lambda: engine.set_owners(some, 0),
@@ -154,7 +154,7 @@ def moving_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
 
 
 def test_every_call_of_the_engine_is_refused(store: Store) -> None:
-    """A call that is new must be put into `engine_calls`, or be of no rows."""
+    """A new method must be added to `engine_calls`, unless it works on no rows."""
     engine, home = store._engine, os.getpid()
     calls = engine_calls(engine)
     of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads"}
@@ -168,7 +168,7 @@ def test_every_call_of_the_engine_is_refused(store: Store) -> None:
 
 
 def test_a_fork_ends_its_copies_without_hanging() -> None:
-    """Of a store with a file: core/tests/test_fork.cpp."""
+    """core/tests/test_fork.cpp tests the same for a store with a file."""
     mine = Store(TABLE, num_threads=2)
     everything: list[Any] = [mine, mine.lookup(IDS, with_ticket=True)]
     everything.append(mine.lookup(np.arange(200_000, dtype=np.uint64)))  # a block of the engine's pool
@@ -184,7 +184,7 @@ def test_a_fork_ends_its_copies_without_hanging() -> None:
 
 
 class Looked(Dataset[torch.Tensor]):
-    """Samples that are looked up while they are loaded: in the worker."""
+    """Rows that a data loader's worker looks up while it loads samples."""
 
     def __init__(self, store: Store | None) -> None:
         self.store = store

@@ -1,4 +1,4 @@
-"""What an earlier build left in files (tests/golden.py) is read bit for bit, and training goes on from it alike."""
+"""The files of an earlier build (tests/golden.py) are read bit for bit, and training continues from them alike."""
 
 from __future__ import annotations
 

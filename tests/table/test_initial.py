@@ -1,4 +1,4 @@
-"""Initial values: a pure function of (seed, table name, id), with the distribution that was asked for.
+"""Initial values: a pure function of (seed, table name, id), with the configured distribution.
 
 Nothing else may matter: the order of lookups, the batch, the number of threads, the SIMD path, capacity, buckets, and
 whether the row is read before it exists or after. Statistical bounds are six standard errors wide.
@@ -26,7 +26,7 @@ def kind(initial: Any) -> str:
 
 
 def values(ids: Any, *, initial: Initial, dim: int = 8, name: str = "item", seed: int = 0, **options: Any) -> Any:
-    """What new rows of these ids read as."""
+    """Returns the values of new rows of these ids."""
     table_options = {key: options.pop(key) for key in ("capacity", "num_buckets", "dtype") if key in options}
     store = Store(Table(name, dim=dim, initial=initial, **table_options), seed=seed, **{"num_threads": 1, **options})
     return store.lookup(np.asarray(ids, np.uint64))

@@ -37,7 +37,7 @@ def present(store: Store, ids: Any) -> list[int]:
 
 
 def test_all_64_bits_count(open_store: OpenStore, rng: np.random.Generator) -> None:
-    """Ids that agree in any half, or differ in one bit, have rows of their own; int64 is the same bits."""
+    """Ids that agree in any half, or differ in one bit, have different rows; int64 is the same bits."""
     store = open_store(table(num_buckets=16))
     ids = [0, 2**64 - 1, *(1 << k for k in range(64)), *(k << 32 for k in range(2, 50)), 0x0123456789ABCDEF]
     ids = list(dict.fromkeys(ids))
@@ -235,7 +235,7 @@ def test_the_least_recently_used_step_goes_first_then_the_smallest_id(open_store
 
 
 def test_a_batch_never_evicts_itself(open_store: OpenStore) -> None:
-    """Hits are stamped before any miss is inserted, wherever they stand in the batch."""
+    """Hits are stamped before any miss is inserted, whatever their order in the batch."""
     store = open_store(table(capacity=3))
     store.lookup(as_ids([1, 2, 3]), step=1)
     store.lookup(as_ids([9, 8, 1]), step=2)
@@ -332,7 +332,7 @@ def test_on_full_grow(open_store: OpenStore) -> None:
 
 
 def test_a_row_evicted_between_lookup_and_update(open_store: OpenStore) -> None:
-    """Its gradient is counted and touches nothing, by ticket as by ids; a row that came back takes it."""
+    """Its gradient is counted and changes nothing, by ticket and by ids; a row that was inserted again takes it."""
     store = open_store(table(capacity=2))
     _, ticket = store.lookup(as_ids([1, 2]), step=1, with_ticket=True)
     _, back = store.lookup(as_ids([1, 2]), step=2, with_ticket=True)
@@ -399,7 +399,7 @@ def test_stats_are_exact_however_rows_expire(open_store: OpenStore, rng: np.rand
 
 
 def test_a_row_of_a_step_below_the_line_of_expiry_lives(open_store: OpenStore) -> None:
-    """A row that a very late lookup inserts is stamped with the line, not with its step: its update finds it."""
+    """A row that a very late lookup inserts is stamped with expire_before, not with its step: its update finds it."""
     store = open_store(table(expire_after=2, capacity=3))
     store.lookup(as_ids([1]), step=100)  # rows stamped before 98 are gone
     _, ticket = store.lookup(as_ids([2, 3]), step=5, with_ticket=True)

@@ -53,7 +53,7 @@ def names(kind: Any) -> str:
 def follow(
     store: Store, rng: np.random.Generator, *, num_steps: int, num_ids: int = 8, lr: float | None = None
 ) -> None:
-    """Train with random gradients of many sizes, judging each row after each step."""
+    """Trains with random gradients of many sizes; checks each row after each step."""
     table, ids = store.table, np.arange(num_ids, dtype=np.uint64)
     store.lookup(ids)
     for _ in range(num_steps):
@@ -121,7 +121,7 @@ def test_random_hyperparameters(optimizer: Any, dim: int, draw: int, other_lr: f
 
 
 def trained(optimizer: Any, *, initial: float = 0.5) -> F32:
-    """What three steps make of one row."""
+    """Returns one row after three steps."""
     store = Store(Table("t", dim=4, optimizer=optimizer, initial=Constant(initial)), num_threads=1)
     ids = np.array([7], np.uint64)
     store.lookup(ids)
@@ -232,7 +232,7 @@ def test_ftrl_l1_makes_exact_zeros(open_store: OpenStore, rng: np.random.Generat
 
 
 def test_a_row_counts_its_own_adam_steps(open_store: OpenStore, rng: np.random.Generator) -> None:
-    """A row that comes late has the bias correction of its own first step, however late the table is."""
+    """A row that is inserted late has the bias correction of its first step, whatever the table's step."""
     store = open_store(Table("t", dim=4, optimizer=Adam(lr=0.1), initial=Constant(0.0)))
     early, late = np.array([1], np.uint64), np.array([2], np.uint64)
     store.lookup(early)

@@ -223,7 +223,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(num_threads=st.sampled_from([1, 2, 3]))
     def save_and_load(self, num_threads: int) -> None:
-        """The loaded store goes on in place of the saved one."""
+        """The loaded store replaces the saved one."""
         path = self._path()
         version = self.store.save(path)
         loaded = Store.load(path, num_threads=num_threads)
@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.replica is not None)
     @rule()
     def ship_changes(self) -> None:
-        """The replica catches up by what changed since its version."""
+        """The replica catches up by the changes since its version."""
         assert self.replica is not None
         path = self._path()
         version = self.store.save_changes(path, since=self.replica.version)
@@ -254,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.replica is not None)
     @rule()
     def fail_over(self) -> None:
-        """Ship, then go on with the replica: its stamps and sightings must be the primary's."""
+        """Ships the changes, then continues with the replica: its stamps and sightings must be the primary's."""
         assert self.replica is not None
         self.ship_changes()
         self.store, self.replica = self.replica, None

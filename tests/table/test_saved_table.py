@@ -32,7 +32,7 @@ def replace(to: Path, by: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes checkpoint.json, with a right checksum."""
+    """Changes checkpoint.json and its checksum."""
     path = folder / "checkpoint.json"
     content = json.loads(path.read_text())
     del content["crc32c"]
@@ -48,7 +48,7 @@ def as_format_2(content: dict[str, Any]) -> None:
 
 
 def refused(run: Path, words: str, error: type[SatrapError] = SatrapError) -> None:
-    """By a run that is as it was."""
+    """An unchanged run resumes."""
     job = Job(str(run), 4)
     before = job.state()
     with pytest.raises(error, match=words):
@@ -79,7 +79,7 @@ def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_link_of_a_chain_from_another_run_is_refused(step: int, tmp_path: Path) -> None:
-    """Of the same configuration, seed and data, and of the same names."""
+    """The other checkpoint has the same configuration, seed, data and names."""
     for name in ("one", "other"):
         Job(str(tmp_path / name), 3, full_every=3).train()
     link = f"00000{step}-step-{step}"
@@ -252,7 +252,7 @@ def test_rows_that_are_on_their_way_to_a_server_are_not_counted_there() -> None:
 
 
 def test_an_old_checkpoint_is_resumed_with_a_warning(tmp_path: Path) -> None:
-    """Two, a full one and changes, saved by the release before checkpoint.json named its tables' snapshots."""
+    """A full checkpoint and changes, of the release before checkpoint.json named its tables' snapshots."""
     shutil.copytree(OLD / "local", tmp_path / "run")
     run = Job(str(tmp_path / "run"), 6, full_every=2)
     with pytest.warns(

@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def child(job: str, path: Path, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process at work; killed in the end whatever happens, and by a timer if it hangs."""
+    """A child process, always killed at the end, and by a timer if it hangs."""
     process = subprocess.Popen(
         [sys.executable, str(CHILD), job, str(path), *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -112,7 +112,7 @@ def full(path: Path) -> Store:
 
 
 def go_on(store: Store) -> list[bytes]:
-    """Some more steps; everything that can be seen then."""
+    """Runs some more steps; returns everything observable afterwards."""
     rng = np.random.default_rng(2)
     for step in range(40, 60):
         ids = rng.integers(900, size=80).astype(np.uint64)
@@ -123,7 +123,7 @@ def go_on(store: Store) -> list[bytes]:
 
 
 def test_attach_after_a_clean_close(path: Path, tmp_path: Path) -> None:
-    """Configuration and seed come from the file; rows, stamps, sightings, lr and steps go on as if nothing had been."""
+    """Configuration and seed come from the file; rows, stamps, sightings, lr and steps continue."""
     store = full(path)
     table, before, rows, stats = store.table, store.read(as_ids(range(900))), len(store), store.stats()
     store.save(tmp_path / "same")
@@ -189,7 +189,7 @@ def test_saves_and_loads_into_shared_memory(path: Path, tmp_path: Path) -> None:
 
 
 def trajectory(num_updates: int) -> tuple[Any, Any]:
-    """What a row of the table of equal rows holds after 0, 1, 2, ... updates, without interruption."""
+    """Returns the values of a row of the table of equal rows after 0, 1, 2, ... updates, without interruption."""
     store = Store(EQUAL, num_threads=1)
     one = EQUAL_IDS[:1]
     store.lookup(one)
@@ -203,7 +203,7 @@ def trajectory(num_updates: int) -> tuple[Any, Any]:
 
 
 def assert_equal_rows(path: Path, acknowledged: int) -> tuple[int, int]:
-    """Attaches and judges the table of equal rows; returns how many updates its rows have had, least and most."""
+    """Attaches and checks the table of equal rows; returns the least and the most updates that its rows have had."""
     store = Store.attach(path, num_threads=1)
     store.check()
     assert len(store) == len(EQUAL_IDS)
@@ -228,7 +228,7 @@ def test_kill_9_amid_updates(path: Path, rng: np.random.Generator) -> None:
             lines = kill_amid(process, rng, int(rng.integers(1, 6)), 3e-3 * (1 + kills))
         updates, kills = updates + len(lines), kills + 1
         least, most = assert_equal_rows(path, updates)
-        assert most <= updates + kills, "more updates than were ever begun"
+        assert most <= updates + kills, "more updates than were started"
         torn += least != most
         gc.collect()
     print(f"{torn} of {kills} kills left buckets of two ages")
@@ -257,7 +257,7 @@ def test_kill_9_amid_insertion_and_eviction(path: Path, rng: np.random.Generator
 
 
 def test_kill_9_amid_growth(path: Path, rng: np.random.Generator) -> None:
-    """Rows are born whole: acknowledged ones are all there, and every row holds its initial values."""
+    """Rows are inserted whole: all acknowledged ones exist, and every row holds its initial values."""
     acknowledged: list[int] = []
     for _ in range(8):
         with child("grow", path) as process:
@@ -297,7 +297,7 @@ def test_attach_while_another_process_holds_it(path: Path) -> None:
     del store
     gc.collect()
     with child("hold", path) as process:
-        with pytest.raises(SharedMemoryError, match="open already, in this process or another") as raised:
+        with pytest.raises(SharedMemoryError, match="already open, in this process or another") as raised:
             Store.attach(path)
         assert str(path) in str(raised.value)
         assert process.stdin is not None
@@ -309,7 +309,7 @@ def test_attach_while_another_process_holds_it(path: Path) -> None:
 
 def test_attach_while_this_process_holds_it(path: Path) -> None:
     store = Store(CHURN, shared=path)
-    with pytest.raises(SharedMemoryError, match="open already, in this process or another"):
+    with pytest.raises(SharedMemoryError, match="already open, in this process or another"):
         Store.attach(path)
     store.lookup(as_ids([1]))
     store.check()
@@ -348,14 +348,14 @@ def test_a_truncated_file_is_refused_by_name(path: Path) -> None:
     used = len(whole.rstrip(b"\0"))
     for size in (used - 1, used // 2, 1 << 20, 4096, 4095, 100):
         path.write_bytes(whole[:size])
-        with pytest.raises(SharedMemoryError, match=r"is truncated|is no whole|first bytes") as raised:
+        with pytest.raises(SharedMemoryError, match=r"is truncated|is not a whole|magic number") as raised:
             Store.attach(path)
         assert str(path) in str(raised.value)
-        with pytest.raises(SharedMemoryError, match=r"is truncated|is no whole|first bytes"):
+        with pytest.raises(SharedMemoryError, match=r"is truncated|is not a whole|magic number"):
             Server(shared=path)
     path.write_bytes(b"")
     for attach in (lambda: Store.attach(path), lambda: Server(shared=path)):
-        with pytest.raises(SharedMemoryError, match="is empty: it was truncated, or its maker was killed at once"):
+        with pytest.raises(SharedMemoryError, match="is empty: it was truncated, or its creator was killed"):
             attach()
     assert path.exists()
     path.write_bytes(whole)
@@ -364,24 +364,24 @@ def test_a_truncated_file_is_refused_by_name(path: Path) -> None:
 
 def mode(path: Path) -> str:
     path.chmod(0o640)
-    return r"may be used by others \(mode 640\), who may have changed it; wanted mode 600"
+    return r"may be used by others \(mode 640\), who may have changed it; expected mode 600"
 
 
 def link(path: Path) -> str:
     path.rename(f"{path}-copy")
     path.symlink_to(f"{path}-copy")
-    return "is a symbolic link; wanted the file itself"
+    return "is a symbolic link; expected the file itself"
 
 
 def pipe(path: Path) -> str:
     path.unlink()
     os.mkfifo(path, 0o600)
-    return "is no regular file"
+    return "is not a regular file"
 
 
 def owner(path: Path) -> str:
     os.chown(path, 65534, -1)
-    return "belongs to user 65534, and this is user 0; name another"
+    return "belongs to user 65534, and this is user 0; give another path"
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

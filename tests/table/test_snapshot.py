@@ -153,7 +153,7 @@ def test_buckets_are_as_specified(rng: np.random.Generator) -> None:
 
 
 def test_the_manifest_can_be_checked_as_text(tmp_path: Path) -> None:
-    """As format.md tells programs that cannot print numbers the way Python does."""
+    """The way that format.md gives programs that cannot print numbers like Python."""
     Store(Table('"crc32c":1,', dim=1, optimizer=Adagrad(lr=1e-5, eps=1e-30)), num_threads=1).save(tmp_path / "a")
     text = (tmp_path / "a" / "manifest.json").read_bytes()
     found = re.search(rb'"crc32c":(\d+),', text)
@@ -213,7 +213,7 @@ def test_changes_lead_from_one_snapshot_to_the_next(
 
 
 def test_a_snapshot_from_before_a_field_was_added(make_pair: Any, tmp_path: Path, rng: np.random.Generator) -> None:
-    """It means the field's default: a table is made of it, takes its changes, and may be saved in its place."""
+    """A missing field means its default: a table loads it, applies its changes, and may be saved in its place."""
     primary, replica = make_pair(Table("item", dim=4, admission=MinCount(2)), rng)
     primary.save_changes(tmp_path / "changes", since=replica.version)
     for name in ("full", "changes"):
@@ -242,7 +242,7 @@ def test_changes_are_only_what_changed(tmp_path: Path) -> None:
 
 
 def test_changes_since_the_same_snapshot_are_replaced(make_pair: Any, tmp_path: Path, rng: np.random.Generator) -> None:
-    """The new ones hold what the old ones did."""
+    """The new changes include the old ones."""
     primary, replica = make_pair(Table("item", dim=3, capacity=64, num_buckets=2), rng)
     for _ in range(2):
         train(primary, rng)
@@ -252,7 +252,7 @@ def test_changes_since_the_same_snapshot_are_replaced(make_pair: Any, tmp_path: 
 
 
 def test_changes_may_start_at_any_snapshot(make_pair: Any, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Changes since an older version hold those since a newer one; an id may go and come back in between."""
+    """Changes since an older version hold those since a newer one; an id may be removed and inserted in between."""
     primary, replica = make_pair(Table("item", dim=3, capacity=64, num_buckets=2), rng)
     first = primary.version
     for i in range(3):
@@ -340,7 +340,7 @@ def test_the_line_of_expiry_is_saved(tmp_path: Path) -> None:
 
 
 def test_changes_do_not_set_the_line_of_expiry_back(tmp_path: Path) -> None:
-    """A copy whose line was further on keeps it: what was gone for a reader stays gone."""
+    """A copy with a later expire_before keeps it: expired rows stay expired for its readers."""
     store = Store(Table("item", dim=1, expire_after=10), num_threads=1)
     store.lookup(as_ids([1]), step=95)
     store.save(tmp_path / "full")
@@ -359,7 +359,7 @@ def test_changes_do_not_set_the_line_of_expiry_back(tmp_path: Path) -> None:
 
 
 def test_a_line_of_expiry_beyond_the_latest_step() -> None:
-    """As a foreign snapshot may have it: rows are stamped with the line, so the latest step follows it."""
+    """A foreign snapshot may have it: rows are stamped with expire_before, so the latest step follows it."""
     store = Store(Table("item", dim=1, expire_after=10), num_threads=1)
     store._engine.restore(0, version=2, latest_step=10, expire_before=18, lr=0.1)
     store.lookup(as_ids([1]), step=11)
@@ -413,7 +413,7 @@ def test_without_pyarrow_saving_says_what_to_install(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_other_tools_open_it_as_the_format_says(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines of docs/format.md, with pyarrow, polars and DuckDB."""
+    """Runs the examples of docs/format.md, with pyarrow, polars and DuckDB."""
     monkeypatch.chdir(tmp_path)
     store = Store(Table("items", dim=3, dtype=dtype, optimizer=Adagrad()))
     for step in (1000, 1001):

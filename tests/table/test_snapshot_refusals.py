@@ -51,7 +51,7 @@ def saved(tmp_path: Path) -> tuple[Store, Store]:
 
 @contextmanager
 def refused(replica: Store, *words: str) -> Iterator[None]:
-    """The call raises a SnapshotError with these words, and the replica is as it was."""
+    """Checks that the call raises a SnapshotError with these words and leaves the replica unchanged."""
     before, version = contents(replica), replica.version
     with pytest.raises(SnapshotError) as raised:
         yield
@@ -101,7 +101,7 @@ def test_a_damaged_data_file(kind: str, damage: str, saved: Any, tmp_path: Path,
 
 
 def test_a_damaged_manifest(saved: Any, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Whatever bit is wrong, it is refused, or it is one that JSON does not care for."""
+    """Any wrong bit is refused, unless JSON ignores it."""
     path = tmp_path / "changes" / "manifest.json"
     good = path.read_bytes()
     for at in rng.integers(len(good), size=150).tolist():
@@ -192,7 +192,7 @@ FORGED: list[tuple[str, Callable[[dict[str, Any]], Any], list[str]]] = [
     ("config key", lambda content: content["config"].update(dimm=3), ["'dimm'", "'dim'"]),
     ("config value", lambda content: content["config"].update(dim=0), ["dim is 0"]),
     ("num_buckets", lambda content: content.update(num_buckets=8), ["8"]),
-    ("config buckets", lambda content: content["config"].update(num_buckets=8), ["num_buckets is 4", "makes 8"]),
+    ("config buckets", lambda content: content["config"].update(num_buckets=8), ["num_buckets is 4", "gives 8"]),
     ("rows", lambda content: content.update(rows=content["rows"] + 1), ["rows is"]),
     ("removed", lambda content: content.update(removed=1000), ["removed is 1000"]),
     ("files", lambda content: content.update(files=[1]), ["'files' is [1]"]),
@@ -201,7 +201,7 @@ FORGED: list[tuple[str, Callable[[dict[str, Any]], Any], list[str]]] = [
     ("file kind", lambda content: file_of(content, "rows").update(kind="row"), ["files[0]", "'kind' is 'row'"]),
     ("file outside", lambda content: file_of(content, "rows").update(name="../../etc/passwd"), ["'../../etc/passwd'"]),
     ("bucket gap", lambda content: file_of(content, "rows").update(bucket_begin=1), ["but 0 is the next"]),
-    ("file rows", lambda content: [file_of(content, "rows").update(rows=1), content.update(rows=1)], ["wanted 1"]),
+    ("file rows", lambda content: [file_of(content, "rows").update(rows=1), content.update(rows=1)], ["expected 1"]),
 ]  # fmt: skip
 
 
@@ -221,11 +221,11 @@ def with_column(table: Any, name: str, values: Any) -> Any:
 
 
 FORGED_FILES: list[tuple[str, str, Callable[[Any], Any], list[str]]] = [
-    ("metadata", "rows", without_metadata, ["has the schema", "wanted"]),
+    ("metadata", "rows", without_metadata, ["has the schema", "expected"]),
     ("column", "rows", lambda table: table.drop_columns(["step"]), ["has the schema"]),
     ("another kind", "removed", lambda table: table.rename_columns(["ids"]), ["has the schema"]),
-    ("lines", "rows", lambda table: table.slice(1), ["lines; wanted"]),
-    ("lines of sightings", "sightings", lambda table: table.slice(1), ["lines; wanted"]),
+    ("lines", "rows", lambda table: table.slice(1), ["lines; expected"]),
+    ("lines of sightings", "sightings", lambda table: table.slice(1), ["lines; expected"]),
     ("nulls", "rows", lambda table: with_column(table, "step", pa.array([None] * len(table), pa.uint32())), ["nulls"]),
 ]
 
@@ -250,7 +250,7 @@ def test_ids_of_other_buckets(saved: Any, tmp_path: Path, monkeypatch: pytest.Mo
             content["files"][0][key], content["files"][1][key] = content["files"][1][key], content["files"][0][key]
 
     forge(tmp_path / "two", exchange)
-    with refused(saved[1], files[1]["name"], "holds ids of the buckets 2 to", "wanted 0 to 1"):
+    with refused(saved[1], files[1]["name"], "holds ids of the buckets 2 to", "expected 0 to 1"):
         Store.load(tmp_path / "two", num_threads=1)
 
 
@@ -259,7 +259,7 @@ def test_one_id_twice(saved: Any, tmp_path: Path) -> None:
         return pa.concat_tables([table.slice(0, 1), table.slice(0, 1), table.slice(2)])
 
     forge_file(tmp_path / "full", "rows", double)
-    with refused(saved[1], str(tmp_path / "full"), "wanted one each"):
+    with refused(saved[1], str(tmp_path / "full"), "expected one row for each id"):
         Store.load(tmp_path / "full", shared=tmp_path / "shared")
     assert not (tmp_path / "shared").exists()
 
@@ -280,10 +280,10 @@ def test_changes_out_of_order(saved: Any, tmp_path: Path) -> None:
     with refused(fresh, "at version 1", "of no snapshot yet; load the full one first"):
         fresh.apply_changes(tmp_path / "changes")
     replica.apply_changes(tmp_path / "changes")
-    with refused(replica, f"at version {second}", f"{first} to {second}: these changes are applied already"):
+    with refused(replica, f"at version {second}", f"{first} to {second}: these changes are already applied"):
         replica.apply_changes(tmp_path / "changes")
     replica.apply_changes(tmp_path / "later")
-    with refused(replica, "these changes are applied already"):
+    with refused(replica, "these changes are already applied"):
         replica.apply_changes(tmp_path / "changes")
     assert_same(contents(replica), contents(store))
     store.save(tmp_path / "again")
@@ -308,7 +308,7 @@ def test_changes_of_another_table(saved: Any, tmp_path: Path) -> None:
 
 
 def test_changes_of_another_run(saved: Any, tmp_path: Path) -> None:
-    """The same table at the same version, but another life."""
+    """The same table at the same version, but with another history."""
     store = Store(TABLE, num_threads=1)
     store.save(tmp_path / "a")
     assert store.version == saved[1].version
@@ -382,7 +382,7 @@ def test_a_folder_that_another_save_writes_into(saved: Any, tmp_path: Path) -> N
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """The system refuses to make a file larger than this, as a full disk would."""
+    """Makes the system refuse files larger than this, like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -413,7 +413,7 @@ def test_a_full_disk(size: int, saved: Any, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "full").iterdir()) == before
     assert not (tmp_path / "new").exists()
     assert_same(contents(Store.load(tmp_path / "full", num_threads=1)), contents(replica))
-    with pytest.raises(SnapshotError, match="wanted the version of a snapshot"):  # no snapshot came of the failed saves
+    with pytest.raises(SnapshotError, match="expected the version of a snapshot"):  # the failed saves made none
         store.save_changes(tmp_path / "new", since=store.version)
     store.save_changes(tmp_path / "new", since=since)  # and no change is forgotten
     for path in ("changes", "new"):
@@ -423,7 +423,7 @@ def test_a_full_disk(size: int, saved: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_disk_that_fails(call: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any of its calls; then it works again."""
+    """A save may fail at any system call; a retry works."""
     store, replica = saved
     real, left = getattr(os, call), 0
 
@@ -451,7 +451,7 @@ def test_a_disk_that_fails(call: str, saved: Any, tmp_path: Path, monkeypatch: p
 def test_paths_that_cannot_be_folders(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with refused(saved[0], f"{tmp_path / 'file'} is a file; wanted a folder"):
+        with refused(saved[0], f"{tmp_path / 'file'} is a file; expected a folder"):
             saved[0].save(path)
     assert (tmp_path / "file").read_text() == "x"
 

@@ -1,4 +1,4 @@
-"""Many tables in one engine: a batch over all does to each what its own calls would, and nothing to the others."""
+"""Many tables in one engine: a batch over all does to each what calls of its Store would, and nothing else."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_prepare_and_out(rng: np.random.Generator) -> None:
 
 def test_bad_tables() -> None:
     for bad in ([], [TABLES[0], TABLES[0]], [TABLES[0], "item"]):
-        with pytest.raises(ConfigError, match=r"tables are called|wanted a satrap\.Table"):
+        with pytest.raises(ConfigError, match=r"tables are called|expected a satrap\.Table"):
             TableGroup(bad)  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def prepared(tables: TableGroup) -> Any:
 
 BAD_CALLS: list[tuple[Any, str]] = [
     (lambda t: t.lookup([1], np.zeros(5, np.int64)), "ids is a list"),
-    (lambda t: t.lookup(as_ids([1]), np.zeros(4, np.int64)), r"offsets are int64 of shape \(4,\); wanted .*\(5,\)"),
+    (lambda t: t.lookup(as_ids([1]), np.zeros(4, np.int64)), r"offsets are int64 of shape \(4,\); expected .*\(5,\)"),
     (lambda t: t.lookup(as_ids([1]), np.zeros(5, np.int32)), "offsets are int32"),
     (lambda t: t.lookup(as_ids([1]), np.zeros(5, np.int64)), "offsets must rise from 0 to the number of ids, 1"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 0, 1, 1])), "offsets must rise"),
@@ -100,8 +100,8 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), step=0), "step is 0"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), step=3, oldest_open=4), "oldest_open is 4"),
     (lambda t: t.update(as_ids([1]), np.zeros(4, np.float32)), "ticket is a ndarray"),
-    (lambda t: t.update(7, np.zeros(4, np.float32)), "ticket is an int; wanted one from lookup or prepare"),
-    (lambda t: t.update(prepared(t), np.zeros(5, np.float32)), "5 .*wanted 4"),
+    (lambda t: t.update(7, np.zeros(4, np.float32)), "ticket is an int; expected one from lookup or prepare"),
+    (lambda t: t.update(prepared(t), np.zeros(5, np.float32)), "5 .*expected 4"),
     (lambda t: t.update(prepared(t), np.zeros((1, 4), np.float32)), r"shape \(1, 4\)"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"x": 1.0}), "'x'"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"word": 0}), "table 'word': lr is 0; .* above 0"),
@@ -131,7 +131,7 @@ def test_shared_memory_holds_all_tables(tmp_path: Path, rng: np.random.Generator
     ids, offsets = batch(rng, TABLES)
     flat = tables.lookup(ids, offsets).copy()
     del tables
-    with pytest.raises(SharedMemoryError, match=r"holds 4 tables .*Tables\.attach"):
+    with pytest.raises(SharedMemoryError, match=r"holds 4 tables .*TableGroup\.attach"):
         Store.attach(tmp_path / "shared", num_threads=1)
     attached = TableGroup.attach(tmp_path / "shared", num_threads=2)
     assert [store.table for store in attached.values()] == TABLES and attached["user"].seed == 9
@@ -176,7 +176,7 @@ def test_restore_brings_every_table_back_bit_for_bit(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one, other)
         assert again[name].version == versions[name]
     assert again.latest_step == tables.latest_step
-    with pytest.raises(SnapshotError, match="was used already"):
+    with pytest.raises(SnapshotError, match="was already used"):
         again.restore(folders)
     fresh = TableGroup(configs, seed=3)
     with pytest.raises(SnapshotError, match="continues version"):

@@ -152,7 +152,7 @@ def test_a_killed_load_leaves_no_partial_table_to_attach(kind: str, tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", KILLED_LOAD, kind, folder, shared], timeout=DEADLINE_SECONDS)
     assert done.returncode == -signal.SIGKILL and shared.exists()
     for attach in (Store.attach, TableGroup.attach):
-        with pytest.raises(SharedMemoryError, match="cut short; remove it and load again"):
+        with pytest.raises(SharedMemoryError, match="interrupted; remove it and load again"):
             attach(shared)
     shared.unlink()
     del store

@@ -354,9 +354,9 @@ def test_invalid_calls_are_refused() -> None:
                 client.call.lookup(at, ids, np.array(cuts), 1, True, 0)
         with pytest.raises(InputError, match="3 gradients of 4 ids; expected their rows"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(3, np.float32), [0.1], 0)
-        with pytest.raises(InputError, match="lrs holds 2 elements, wanted 1"):
+        with pytest.raises(InputError, match="lrs holds 2 elements, expected 1"):
             client.call.update(at, 0, ids, np.array([0, 4]), np.ones(8, np.float32), [0.1, 0.1], 0)
-        with pytest.raises(InputError, match="table is 1; wanted an integer from 0 to 0"):
+        with pytest.raises(InputError, match="table is 1; expected an integer from 0 to 0"):
             client.call.read(at, 1, ids)
         assert client.call.stats(at, 0)["updated"] == 0
 

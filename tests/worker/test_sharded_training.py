@@ -167,7 +167,7 @@ def test_a_missing_part_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         before = bits(embeddings, model)
         part = next(tmp_path.rglob("1-of-2"))
         part.rename(tmp_path / "away")
-        with pytest.raises(SnapshotError, match="holds the parts 0-of-2; wanted all of one save, 0-of-2 to 1-of-2"):
+        with pytest.raises(SnapshotError, match="holds the parts 0-of-2; expected all of one save, 0-of-2 to 1-of-2"):
             run.resume()
         assert bits(embeddings, model) == before
 

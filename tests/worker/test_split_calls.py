@@ -66,16 +66,16 @@ def test_no_gradient_at_all() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 BAD_LOOKUPS: list[tuple[dict[str, Any], str]] = [
-    ({"owners": GOOD["owners"][1:]}, "owners holds 5 elements, wanted 6"),
+    ({"owners": GOOD["owners"][1:]}, "owners holds 5 elements, expected 6"),
     ({"num_servers": 2}, "bucket 4 is owned by server 2 of 2"),
-    ({"num_servers": 0}, r"num_servers=0, wanted 1\.\.65535"),
-    ({"num_servers": 65536}, r"num_servers=65536, wanted 1\.\.65535"),
-    ({"batch_size": 3}, "offsets holds 9 elements, wanted 13"),
-    ({"weights": None}, "a feature is weighted and no weights came"),
+    ({"num_servers": 0}, r"num_servers=0, expected 1\.\.65535"),
+    ({"num_servers": 65536}, r"num_servers=65536, expected 1\.\.65535"),
+    ({"batch_size": 3}, "offsets holds 9 elements, expected 13"),
+    ({"weights": None}, "a feature is weighted and no weights were passed"),
     ({"weights": np.full(9, np.nan, np.float32)}, "the weight of id 3 in sample 0 of feature 'seen' is nan"),
-    ({"values": GOOD["values"][1:]}, "offsets run from 0 to 9, wanted 0 to the number of ids, 8"),
+    ({"values": GOOD["values"][1:]}, "offsets run from 0 to 9, expected 0 to the number of ids, 8"),
     ({"offsets": np.array([0, 1, 2, 4, 3, 7, 7, 8, 9])}, "offsets fall from 4 to 3 at sample 1 of feature 'seen'"),
-    ({"offsets": None}, "values without offsets holds 9 elements, wanted 8"),
+    ({"offsets": None}, "values without offsets holds 9 elements, expected 8"),
 ]
 
 
@@ -92,7 +92,7 @@ def test_bad_descriptions() -> None:
     for tables, features, words in (
         ([], plain, "no table was given"),
         ([("t", 0, 1, "raise")], plain, "table 't': dim=0"),
-        ([("t", 4, 3, "raise")], plain, "table 't': num_buckets=3, wanted a power of two"),
+        ([("t", 4, 3, "raise")], plain, "table 't': num_buckets=3, expected a power of two"),
         ([("t", 4, 1, "warn")], plain, "on_nonfinite='warn' is not known"),
         ([("t", 4, 1, "raise")], [], "no feature was given"),
         ([("t", 4, 1, "raise")], [("a", 1, "sum", False, 0, False, None)], "feature 'a': table 1 of 1"),
@@ -111,11 +111,11 @@ def test_bad_rows_leave_the_ticket_unchanged() -> None:
     rows = rows_for(ticket)
     block, sequences = floats_for()
     bad: list[tuple[Any, Any, Any, str]] = [
-        (rows[:2], block, sequences, "rows holds 2 elements, wanted 3"),
-        ([rows[0], rows[1][1:], rows[2]], block, sequences, "the rows of server 1 holds .* elements, wanted"),
-        (rows, block[:1], sequences, "block holds 7 elements, wanted 14"),
-        (rows, block, [], "sequences holds 0 elements, wanted 1"),
-        (rows, block, [sequences[0][:1]], "a sequence holds 4 elements, wanted 8"),
+        (rows[:2], block, sequences, "rows holds 2 elements, expected 3"),
+        ([rows[0], rows[1][1:], rows[2]], block, sequences, "the rows of server 1 holds .* elements, expected"),
+        (rows, block[:1], sequences, "block holds 7 elements, expected 14"),
+        (rows, block, [], "sequences holds 0 elements, expected 1"),
+        (rows, block, [sequences[0][:1]], "a sequence holds 4 elements, expected 8"),
     ]
     for *arguments, words in bad:
         with pytest.raises(InputError, match=words):
@@ -128,7 +128,7 @@ def test_bad_rows_leave_the_ticket_unchanged() -> None:
             ticket.ids(wrong)
     split.fill(ticket, [np.frombuffer(each.tobytes(), np.float32) for each in rows], block, sequences)  # read-only
     assert block[0].all() and not ticket.used
-    with pytest.raises(TicketError, match="filled already"):
+    with pytest.raises(TicketError, match="already filled"):
         split.fill(ticket, rows, block, sequences)
     split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE)
 
@@ -155,11 +155,11 @@ def test_tickets_are_used_once_and_by_their_owner() -> None:
     bad: list[tuple[Any, Any, Any, str]] = [
         ([], [], 1.0, "no ticket was given"),
         ([None], whole, 1.0, "a ticket is None"),
-        ([first], [], 1.0, "gradients holds 0 elements, wanted 1"),
-        ([first], [(BLOCK[:1], [PATH])], 1.0, "block gradients holds 7 elements, wanted 14"),
-        ([first], [(BLOCK, [])], 1.0, "sequence gradients holds 0 elements, wanted 1"),
-        ([first], whole, 0.0, "scale=0.*, wanted a number above 0"),
-        ([first], whole, 1e-60, "wanted a number above 0 that float32 can hold"),
+        ([first], [], 1.0, "gradients holds 0 elements, expected 1"),
+        ([first], [(BLOCK[:1], [PATH])], 1.0, "block gradients holds 7 elements, expected 14"),
+        ([first], [(BLOCK, [])], 1.0, "sequence gradients holds 0 elements, expected 1"),
+        ([first], whole, 0.0, "scale=0.*, expected a number above 0"),
+        ([first], whole, 1e-60, "expected a number above 0 that float32 can hold"),
     ]
     for tickets, gradients, scale, words in bad:
         with pytest.raises(InputError, match=words):

@@ -149,13 +149,13 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
     message = np.asarray(split.encode_rows(offsets, floats))
     assert len(message) == 4 + 14 and message[3] == 0
     for bad in (message[:-1], message[:-2], np.concatenate([message, message[:1]]), message[:0]):
-        with pytest.raises(InputError, match=f"message holds {len(bad)} elements, wanted 18"):
+        with pytest.raises(InputError, match=f"message holds {len(bad)} elements, expected 18"):
             split.decode_rows(offsets, bad)
-    with pytest.raises(InputError, match="rows holds 6 elements, wanted 7"):
+    with pytest.raises(InputError, match="rows holds 6 elements, expected 7"):
         split.encode_rows(offsets, floats[1:])
     for cuts, words in (
-        ([0, 3], "offsets holds 2 elements, wanted 3"),
-        ([1, 2, 3], "offsets begin at 1, wanted 0"),
+        ([0, 3], "offsets holds 2 elements, expected 3"),
+        ([1, 2, 3], "offsets begin at 1, expected 0"),
         ([0, 3, 2], "offsets fall from 3 to 2 at table 1"),
         ([0, 0, 2**30], "a call of 1073741824 ids"),
     ):
@@ -164,7 +164,7 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
     for exponent in (-128, -127, 114):
         wrong = message.copy()
         wrong[1] = np.uint8(exponent % 256)
-        with pytest.raises(InputError, match=rf"row 1 of 3 has the exponent {exponent}, wanted -126\.\.113"):
+        with pytest.raises(InputError, match=rf"row 1 of 3 has the exponent {exponent}, expected -126\.\.113"):
             split.decode_rows(offsets, wrong)
 
 
@@ -268,27 +268,27 @@ def test_invalid_wire_calls_are_refused() -> None:
     ):
         at, cuts = Origin(attempt=1, step=1, map_version=1), np.array([0, 4])
         ids, ones, coded = np.arange(4, dtype=np.uint64), np.ones(8, np.float32), np.zeros(20, np.uint8)
-        with pytest.raises(ConfigError, match=r"wire is 'bfloat16'.*wanted one of 'float32', 'float16'"):
+        with pytest.raises(ConfigError, match=r"wire is 'bfloat16'.*expected one of 'float32', 'float16'"):
             client.call.lookup(at, ids, cuts, 1, True, 0, "bfloat16")
         for gradients, also in ((ones, coded), (None, None)):
             with pytest.raises(InputError, match="one of the two forms, found both or none"):
                 client.call.update(at, 0, ids, cuts, gradients, [0.1], 0, also)
         for bad in (coded[1:], np.append(coded, coded[:1])):
-            with pytest.raises(InputError, match=f"message holds {len(bad)} elements, wanted 20"):
+            with pytest.raises(InputError, match=f"message holds {len(bad)} elements, expected 20"):
                 client.call.update(at, 0, ids, cuts, None, [0.1], 0, bad)
         with pytest.raises(InputError):
             client.call.update(at, 0, ids, np.array([0, 3]), None, [0.1], 0, coded[:16])
         client.call.lookup(at, ids, cuts, 1, True, 7, "float16")
-        with pytest.raises(InputError, match="message holds 18 elements, wanted 20"):
+        with pytest.raises(InputError, match="message holds 18 elements, expected 20"):
             client.call.update(at, 7, ids[:0], cuts[:0], None, [0.1], 0, coded[2:])
         assert client.call.stats(at, 0)["updated"] == 0
 
 
 @pytest.mark.parametrize("wire", ["fp16", "FLOAT16", "", None, 16])
 def test_other_wires_are_refused(wire: Any) -> None:
-    with pytest.raises(ConfigError, match=r"ServerGroup: wire is .*; wanted one of 'float32', 'float16'"):
+    with pytest.raises(ConfigError, match=r"ServerGroup: wire is .*; expected one of 'float32', 'float16'"):
         ServerGroup(Job(tables=one_table().tables), ["tcp://127.0.0.1:1"], wire=wire)
-    with pytest.raises(ConfigError, match=r"wire is .*; wanted one of 'float32', 'float16'"):
+    with pytest.raises(ConfigError, match=r"wire is .*; expected one of 'float32', 'float16'"):
         job(servers=["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match="no servers"):
         job(wire=wire)

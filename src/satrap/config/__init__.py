@@ -1,1 +1,1 @@
-"""What a user declares, and the checks of it: tables, features, columns, the job that all processes agree on."""
+"""What a user declares: tables, features, columns, and the job that all processes agree on; and the checks of input."""

@@ -1,10 +1,9 @@
-"""What a caller's arrays and numbers must be: turns them into what the core takes, or refuses with a clear error.
+"""Checks of a caller's arrays and numbers: converts them to what the core takes, or raises InputError.
 
-NumPy arrays are taken as they are. So is anything on the CPU that NumPy can read without interpreting it: a torch
-tensor, an object with `__array__`, a buffer, DLPack; torch itself is never imported. Lists are refused: they have no
-dtype, and a guessed one turns large ids into floats. Arrays that are not C-contiguous are copied, `out` excepted.
-`where` names the table in what a function raises. Of an array's values only offsets are read here; the core looks for
-NaN in gradients.
+NumPy arrays are used without a copy. So is any CPU object that NumPy can read without interpreting it: a torch tensor,
+an object with `__array__`, a buffer, DLPack; torch itself is never imported. Lists are refused: they have no dtype, and
+a guessed one turns large ids into floats. Arrays that are not C-contiguous are copied, except `out`. `where` names the
+table in the errors. Of an array's values only offsets are checked here; the core checks gradients for NaN.
 """
 
 import numbers
@@ -22,26 +21,27 @@ _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 
 def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
-    """Ids as uint64 [n]; int64 is taken as its bit pattern."""
+    """Returns the ids as uint64 [n]; int64 is taken as its bit pattern."""
     array = _as_array(where, "ids", ids, "a uint64 or int64 array")
     if array.dtype not in (np.uint64, np.int64):
         advice = f"{array.dtype} cannot hold all ids: read them as integers"
         if array.dtype.kind not in "fc":
             advice = f"convert them, e.g. ids{'.to(torch.int64)' if _is_tensor(ids) else '.astype(numpy.uint64)'}"
         raise InputError(
-            f"{where}: ids are {array.dtype}; wanted uint64 (or int64, taken as its bit pattern): {advice}"
+            f"{where}: ids are {array.dtype}; expected uint64 (or int64, taken as its bit pattern): {advice}"
         )
     if array.ndim != 1:
-        raise InputError(f"{where}: ids have the shape {array.shape}; wanted one dimension, e.g. ids.reshape(-1)")
+        raise InputError(f"{where}: ids have the shape {array.shape}; expected one dimension, e.g. ids.reshape(-1)")
     return np.require(array, requirements=("C", "A")).view(np.uint64)
 
 
 def as_offsets(where: str, offsets: object, num_tables: int, num_ids: int | None) -> NDArray[np.int64]:
-    """Where each table's ids begin: int64 [tables + 1], from 0 to the number of ids, if known, never falling."""
+    """Returns the offsets, where each table's ids begin: int64 [tables + 1], never falling, from 0 to the number of ids
+    if it is known."""
     array = _as_array(where, "offsets", offsets, "an int64 array")
     if array.dtype != np.int64 or array.shape != (num_tables + 1,):
         raise InputError(
-            f"{where}: offsets are {array.dtype} of shape {array.shape}; wanted int64 of shape ({num_tables + 1},): "
+            f"{where}: offsets are {array.dtype} of shape {array.shape}; expected int64 of shape ({num_tables + 1},): "
             "one more than there are tables"
         )
     array = np.require(array, requirements=("C", "A"))
@@ -52,119 +52,117 @@ def as_offsets(where: str, offsets: object, num_tables: int, num_ids: int | None
 
 
 def as_bag_offsets(where: str, offsets: object, num_bags: int) -> NDArray[np.int64]:
-    """Where each bag begins: int64 [bags + 1]. The core looks at the values, of which there are many."""
+    """Returns the offsets, where each bag begins: int64 [bags + 1]. There are many, so the core checks their values."""
     array = _as_array(where, "offsets", offsets, "an int64 array")
     if array.dtype != np.int64 or array.shape != (num_bags + 1,):
         raise InputError(
-            f"{where}: offsets are {array.dtype} of shape {array.shape}; wanted int64 of shape ({num_bags + 1},): "
+            f"{where}: offsets are {array.dtype} of shape {array.shape}; expected int64 of shape ({num_bags + 1},): "
             "features * batch_size + 1, or None if every bag holds one id"
         )
     return np.require(array, requirements=("C", "A"))
 
 
 def as_weights(where: str, weights: object, num_ids: int) -> NDArray[np.float32]:
-    """One weight for each id: float32 [n]."""
+    """Returns the weights, one for each id: float32 [n]."""
     array = _as_array(where, "weights", weights, "a float32 array")
     if array.dtype != np.float32 or array.shape != (num_ids,):
         raise InputError(
-            f"{where}: weights are {array.dtype} of shape {array.shape}; wanted float32 of shape ({num_ids},), "
+            f"{where}: weights are {array.dtype} of shape {array.shape}; expected float32 of shape ({num_ids},), "
             "one for each id"
         )
     return np.require(array, requirements=("C", "A"))
 
 
 def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -> NDArray[np.float32]:
-    """Gradients as float32 of exactly this shape; None: in one dimension, whose size the core knows."""
+    """Returns the gradients as float32 of exactly this shape; None: of one dimension, whose size the core knows."""
     if gradients is None:
         raise InputError(
-            f"{where}: gradients is None; wanted a float32 array: was requires_grad_() called on the rows, and did "
+            f"{where}: gradients is None; expected a float32 array: was requires_grad_() called on the rows, and did "
             "backward() reach them?"
         )
     array = _as_array(where, "gradients", gradients, "a float32 array")
     if array.dtype != np.float32:
         cast = ".float()" if _is_tensor(gradients) else ".astype(numpy.float32)"
-        raise InputError(f"{where}: gradients are {array.dtype}; wanted float32: give gradients{cast}")
+        raise InputError(f"{where}: gradients are {array.dtype}; expected float32: pass gradients{cast}")
     if shape is None and array.ndim != 1:
-        raise InputError(
-            f"{where}: gradients have the shape {array.shape}; wanted one dimension, as lookup gave the rows"
-        )
+        raise InputError(f"{where}: gradients have the shape {array.shape}; expected one dimension, as lookup returned")
     if shape is not None and array.shape != shape:
-        raise InputError(f"{where}: gradients have the shape {array.shape}; wanted {shape}, as lookup gave the rows")
+        raise InputError(f"{where}: gradients have the shape {array.shape}; expected {shape}, as lookup returned")
     return np.require(array, requirements=("C", "A"))
 
 
 def as_out(where: str, out: object, shape: tuple[int, ...], name: str = "out") -> NDArray[np.float32]:
-    """The caller's own memory to write rows into."""
-    wanted = f"a float32 array of shape {shape}, C-contiguous and writable"
-    array = _as_array(where, name, out, wanted)
+    """Returns the caller's own memory, to write rows into."""
+    expected = f"a float32 array of shape {shape}, C-contiguous and writable"
+    array = _as_array(where, name, out, expected)
     if array.dtype != np.float32 or array.shape != shape:
-        raise InputError(f"{where}: {name} is {array.dtype} of shape {array.shape}; wanted {wanted}")
+        raise InputError(f"{where}: {name} is {array.dtype} of shape {array.shape}; expected {expected}")
     if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
-        raise InputError(f"{where}: {name} is not contiguous, not aligned or read-only; wanted {wanted}")
-    # Memory that NumPy had to copy lies elsewhere each time, and writing into a copy would be lost.
-    again = array if array is out else _as_array(where, name, out, wanted)
+        raise InputError(f"{where}: {name} is not contiguous, not aligned or read-only; expected {expected}")
+    # NumPy converts memory that it had to copy to another address each time, and writing into a copy would be lost.
+    again = array if array is out else _as_array(where, name, out, expected)
     if array.ctypes.data != again.ctypes.data:
-        raise InputError(f"{where}: {name} is {kind_of(out)} that NumPy can only copy; wanted {wanted}")
+        raise InputError(f"{where}: {name} is {kind_of(out)} that NumPy can only copy; expected {expected}")
     return array
 
 
 def as_step(where: str, name: str, step: object, low: int = 1, high: int = LAST_STEP) -> int:
-    """A batch number."""
+    """Returns a batch number."""
     return check_integer(where, name, step, low, high, InputError)
 
 
 def as_flag(where: str, name: str, value: object) -> bool:
-    """True or False, and nothing that is merely true or false."""
+    """Returns True or False; refuses values that are merely truthy or falsy."""
     if not isinstance(value, bool):
-        raise InputError(f"{where}: {name} is {value!r} ({type(value).__name__}); wanted True or False")
+        raise InputError(f"{where}: {name} is {value!r} ({type(value).__name__}); expected True or False")
     return value
 
 
 def as_scale(where: str, scale: object) -> float:
-    """What all gradients of an update are multiplied by."""
-    wanted = "a number above 0 that float32 can hold"
+    """Returns the factor that all gradients of an update are multiplied by."""
+    expected = "a number above 0 that float32 can hold"
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise InputError(f"{where}: scale is {scale!r} ({type(scale).__name__}); wanted {wanted}")
+        raise InputError(f"{where}: scale is {scale!r} ({type(scale).__name__}); expected {expected}")
     number: Any = scale
     if not _ROUNDS_TO_0 < number <= _LARGEST_FLOAT32:
-        raise InputError(f"{where}: scale is {number}; wanted {wanted}")
+        raise InputError(f"{where}: scale is {number}; expected {expected}")
     return float(number)
 
 
 def as_lr(where: str, lr: object, optimizer: Optimizer) -> float:
-    """A learning rate that this optimizer can take."""
-    above = isinstance(optimizer, Ftrl)  # its formula divides by lr
-    wanted = f"a number {'above' if above else 'of at least'} 0 that float32 can hold"
+    """Returns a learning rate that this optimizer can take."""
+    above = isinstance(optimizer, Ftrl)  # Ftrl's formula divides by lr
+    expected = f"a number {'above' if above else 'of at least'} 0 that float32 can hold"
     if above:
-        wanted += f", at least {SMALLEST_FTRL_LR:.3g}, because Ftrl divides by it"
+        expected += f", at least {SMALLEST_FTRL_LR:.3g}, because Ftrl divides by it"
     if isinstance(lr, bool) or not isinstance(lr, numbers.Real):
-        raise InputError(f"{where}: lr is {lr!r} ({type(lr).__name__}); wanted {wanted}")
+        raise InputError(f"{where}: lr is {lr!r} ({type(lr).__name__}); expected {expected}")
     number: Any = lr
     if not 0 <= number <= _LARGEST_FLOAT32 or (above and number < SMALLEST_FTRL_LR):
-        raise InputError(f"{where}: lr is {number}; wanted {wanted}")
+        raise InputError(f"{where}: lr is {number}; expected {expected}")
     return float(number)
 
 
-def _as_array(where: str, name: str, value: object, wanted: str) -> NDArray[Any]:
+def _as_array(where: str, name: str, value: object, expected: str) -> NDArray[Any]:
     dtype = {"ids": "uint64", "offsets": "int64"}.get(name, "float32")
-    written = "writable" in wanted  # a converted copy would not do
+    written = "writable" in expected  # the caller would not see what is written into a converted copy
     if isinstance(value, np.ma.MaskedArray):
-        raise InputError(f"{where}: {name} is a masked array, whose mask would be lost; wanted {wanted}")
+        raise InputError(f"{where}: {name} is a masked array, whose mask would be lost; expected {expected}")
     if isinstance(value, np.ndarray):
-        return np.asarray(value)  # a plain view of a subclass
+        return np.asarray(value)  # a subclass becomes a plain view
     try:
         if hasattr(value, "__array__") or _is_buffer(value):
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
-    except Exception as error:  # whatever a foreign type raises when it cannot be read from here
+    except Exception as error:  # a foreign type may raise anything when it cannot be read from here
         cast = ".float()" if dtype == "float32" and not written else ""
         raise InputError(
-            f"{where}: {name} is {kind_of(value)} that cannot be read as an array ({error}); wanted {wanted} "
-            f"on the CPU; of a tensor give .detach(){cast}.cpu()"
+            f"{where}: {name} is {kind_of(value)} that cannot be read as an array ({error}); expected {expected} "
+            f"on the CPU: pass a tensor as .detach(){cast}.cpu()"
         ) from error
-    make = "" if written else f": make it one, e.g. numpy.asarray({name}, dtype=numpy.{dtype})"
-    raise InputError(f"{where}: {name} is {kind_of(value)}; wanted {wanted}{make}")
+    make = "" if written else f": convert it, e.g. with numpy.asarray({name}, dtype=numpy.{dtype})"
+    raise InputError(f"{where}: {name} is {kind_of(value)}; expected {expected}{make}")
 
 
 def _is_tensor(value: object) -> bool:

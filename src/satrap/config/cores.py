@@ -1,4 +1,4 @@
-"""How many threads work."""
+"""The number of threads of a call."""
 
 import os
 
@@ -8,7 +8,7 @@ _MAX_THREADS = 1024
 
 
 def thread_count(num_threads: int | None) -> int:
-    """Threads of a call: as given, or the cores that this process may use."""
+    """Returns the number of threads of a call: `num_threads`, or by default the cores that this process may use."""
     if num_threads is None:
         return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     return check_integer("store", "num_threads", num_threads, 1, _MAX_THREADS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def put_on_disk(path: Path) -> None:
-    """Returns once the file or folder survives a crash of the machine."""
+    """Flushes the file or folder to disk: after it returns, a crash of the machine does not lose it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,7 +1,7 @@
-"""The features of a model in the one order that every batch has them in, and where each lies in a block of rows.
+"""The features of a model in the order that every batch uses, and the column where each begins in a block of rows.
 
-Takes what the user names (`{"user_id": user, "history": item.bag("mean")}`) and settles the order: features of one
-table stand side by side, so that a batch's ids are grouped by table as they come. Reads no data and looks nothing up.
+Takes what the user declares (`{"user_id": user, "history": item.bag("mean")}`) and fixes the order: features of one
+table are adjacent, so that a batch's ids arrive grouped by table. Reads no data and looks up no rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,45 +15,45 @@ __all__ = ["Feature", "Features"]
 
 
 class Features(Mapping[str, Feature]):
-    """Features by name; tables in order of first appearance, and within a table the user's order.
+    """Features by name: tables in order of first appearance, and within a table the user's order.
 
-    A block of pooled rows has one line for each sample: feature f of it is block[:, columns[f] : columns[f] + dims[f]].
+    A block of pooled rows has one line for each sample: feature f is block[:, columns[f] : columns[f] + dims[f]].
     """
 
     names: tuple[str, ...]
     """The features' names, in this order."""
     tables: tuple[Table, ...]
-    """Each table once."""
+    """The tables, each once."""
     table_index: tuple[int, ...]
-    """Of each feature: which of `tables` it looks rows up in. Never falls."""
+    """For each feature the index in `tables` of the table that it looks rows up in. Never falls."""
     dims: tuple[int, ...]
-    """Of each feature: numbers in a row."""
+    """For each feature the number of elements of a row."""
     columns: tuple[int, ...]
-    """Of each feature: where it begins in a line of a block; -1 if it is a sequence, which lies in no block."""
+    """For each feature the column where it begins in a block; -1 for a sequence, which is in no block."""
     pooled: dict[str, int]
-    """The features that lie in a block, in its order, each with its dim."""
+    """The features of a block, in its order, each with its dim."""
     total_dim: int
-    """Numbers in a line of a block."""
+    """Number of columns of a block."""
 
     def __init__(self, features: Mapping[str, Feature | Table]) -> None:
-        """A bare table stands for Feature(table, "sum")."""
+        """Orders the features. A bare table stands for Feature(table, "sum")."""
         if not isinstance(features, Mapping) or not features:
             raise ConfigError(
-                f"features are {describe(features)}; wanted a dict of at least one, e.g. {{'user': table}}"
+                f"features are {describe(features)}; expected a dict of at least one, e.g. {{'user': table}}"
             )
-        given = {check_name("Feature", name, "'user_id'"): _as_feature(name, each) for name, each in features.items()}
+        by_name = {check_name("Feature", name, "'user_id'"): _as_feature(name, each) for name, each in features.items()}
         tables: dict[str, Table] = {}
-        for name, feature in given.items():
+        for name, feature in by_name.items():
             table = tables.setdefault(feature.table.name, feature.table)
             if table != feature.table:
                 raise ConfigError(
-                    f"feature {name!r}: its table {table.name!r} is configured in another way than the table of "
-                    f"that name before it ({_differences(table, feature.table)}): use one Table object for both, "
+                    f"feature {name!r}: its table {table.name!r} is configured differently from the table of that "
+                    f"name before it ({_differences(table, feature.table)}): use one Table object for both, "
                     "or two names"
                 )
         ranks = {name: rank for rank, name in enumerate(tables)}
-        ordered = sorted(given, key=lambda name: ranks[given[name].table.name])  # stable
-        self._features = {name: given[name] for name in ordered}
+        ordered = sorted(by_name, key=lambda name: ranks[by_name[name].table.name])  # stable
+        self._features = {name: by_name[name] for name in ordered}
         self.names = tuple(ordered)
         self.tables = tuple(tables.values())
         self.table_index = tuple(ranks[feature.table.name] for feature in self._features.values())
@@ -76,12 +76,12 @@ class Features(Mapping[str, Feature]):
         return len(self._features)
 
     def to_dict(self) -> dict[str, Any]:
-        """These features as plain JSON types, in this order."""
+        """Returns these features as plain JSON types, in this order."""
         return {name: feature.to_dict() for name, feature in self.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The features that `to_dict` wrote."""
+        """Returns the features that `to_dict` wrote."""
         return cls({name: Feature.from_dict(each) for name, each in require_mapping("Features", data).items()})
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ def _as_feature(name: str, feature: object) -> Feature:
     if isinstance(feature, Table):
         return Feature(feature)
     if not isinstance(feature, Feature):
-        raise ConfigError(f"feature {name!r} is {describe(feature)}; wanted a satrap.Table, or table.bag(...) of one")
+        raise ConfigError(f"feature {name!r} is {describe(feature)}; expected a satrap.Table or a table.bag(...)")
     return feature
 
 

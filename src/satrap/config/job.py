@@ -1,7 +1,7 @@
-"""What all processes of a run must agree on before a batch may cross between them: the job's tables and seed.
+"""The job that all processes of a run must agree on before batches may cross between them: its tables and seed.
 
-Pure. It travels as JSON in the first call to a server, and is compared field by field, so that two programs that differ
-in one number are told which, instead of training something else together.
+Pure. A job travels as JSON in the first call to a server and is compared field by field, so two programs that differ in
+one number get an error that names it, instead of training together.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from satrap.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """See the file's docstring."""
+    """The tables and the seed of a run."""
 
     tables: tuple[Table, ...]
-    """In the order that every call numbers them by."""
+    """The tables, in the order in which every call numbers them."""
     seed: int = 0
-    """What initial values and random draws are a function of."""
+    """Initial values and random draws are functions of it."""
 
     def __post_init__(self) -> None:
         set_field(self, "tables", tuple(self.tables))
@@ -29,25 +29,25 @@ class Job:
             check_kind("Job", "table", table, (Table,))
         names = [table.name for table in self.tables]
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"Job: tables are {names}; wanted at least one, each of a name of its own")
+            raise ConfigError(f"Job: tables are {names}; expected at least one, each with its own name")
 
     def to_dict(self) -> dict[str, Any]:
-        """This job as plain JSON types."""
+        """Returns this job as plain JSON types."""
         return {"seed": self.seed, "tables": [table.to_dict() for table in self.tables]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The job that `to_dict` wrote."""
-        given = known_keys(cls, "Job", data)
-        if not isinstance(given["tables"], list):
-            raise ConfigError(f"Job: tables is a {type(given['tables']).__name__}; wanted a list of them")
-        given["tables"] = tuple(Table.from_dict(table) for table in given["tables"])
-        return cls(**given)
+        """Returns the job that `to_dict` wrote."""
+        values = known_keys(cls, "Job", data)
+        if not isinstance(values["tables"], list):
+            raise ConfigError(f"Job: tables is a {type(values['tables']).__name__}; expected a list of tables")
+        values["tables"] = tuple(Table.from_dict(table) for table in values["tables"])
+        return cls(**values)
 
     def differences(self, other: "Job") -> list[str]:
-        """In what this job is another one than `other`, field by field: "table 'item', dim: 16 here, 32 there".
+        """Returns how this job differs from `other`, field by field: "table 'item', dim: 16 here, 32 there".
 
-        The learning rate may differ, because each update brings its own; but not FTRL's, which its state begins with.
+        The learning rate may differ, because each update brings its own; not FTRL's, which a row's first state uses.
         """
         found = [] if self.seed == other.seed else [f"seed: {self.seed} here, {other.seed} there"]
         names, there = [table.name for table in self.tables], [table.name for table in other.tables]

@@ -1,4 +1,4 @@
-"""Packages that only some uses need, imported there."""
+"""Imports of packages that only some uses need."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from satrap.errors import InputError
 
 
 def pyarrow_for(purpose: str) -> Any:
-    """The module pyarrow, which is imported only where data is read."""
+    """Returns the module pyarrow; imports it only where data is read."""
     try:
         import pyarrow
         import pyarrow.compute

@@ -1,6 +1,6 @@
-"""What a server may write and a worker may read on behalf of its callers: folders, files and URLs, and what lies below.
+"""The paths that a server may write and a worker may read for its callers: folders, files, URLs, and all below them.
 
-A path is compared after ".." and symbolic links are resolved; a URL is compared as it is written, part by part. Knows
+A path is compared after ".." and symbolic links are resolved; a URL is compared as it is written, part by part. Handles
 paths only, and opens nothing.
 """
 
@@ -15,20 +15,20 @@ from urllib.parse import unquote
 from satrap.errors import ConfigError
 
 STAGING_PREFIX = "satrap-checkpoint-"
-"""Of the private folders, among those for temporary files, in which trainers put together a checkpoint for a URL."""
+"""Prefix of the private temporary folders in which trainers assemble a checkpoint for a URL."""
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 GLOB_CHARACTER = re.compile(r"[*?\[]")
 _LOCAL = re.compile(r"(file|local)://", re.IGNORECASE)
 
 
 class PathAllowlist:
-    """Paths and URLs that were named, and everything below them."""
+    """The paths and URLs that a user allowed, and everything below them."""
 
     def __init__(self, named: Iterable[str | os.PathLike[str]], flag: str) -> None:
-        """flag: of the command line, with which they were named, such as "--data"."""
+        """flag: the option of the command line that allowed them, such as "--data"."""
         texts = [os.fspath(each) for each in named]
         if "" in texts:
-            raise ConfigError(f"{flag} is ''; wanted a folder, a file or a URL")
+            raise ConfigError(f"{flag} is ''; expected a folder, a file or a URL")
         self._flag = flag
         self._folders = [os.path.realpath(_local(each)) for each in texts if not is_url(each)]
         self._urls = [each.rstrip("/") for each in texts if is_url(each)]
@@ -38,19 +38,19 @@ class PathAllowlist:
         if not self.permits(path):
             known = dict.fromkeys([*self._folders, *self._urls])
             raise ConfigError(
-                f"{path!r} is refused: what is permitted is {', '.join(map(repr, known)) or 'nothing'}; name the "
-                f"folder or URL that it is in, too, with {self._flag} (of `satrap run`, or of the `satrap server` or "
-                "`satrap worker` that was started by hand)"
+                f"{path!r} is refused: expected a path below {', '.join(map(repr, known)) or 'nothing'}; allow its "
+                f"folder or URL too with {self._flag} (of `satrap run`, or of the `satrap server` or `satrap worker` "
+                "that was started by hand)"
             )
 
     def require_below(self, glob: str) -> None:
-        """As `require`, of all that a glob may match."""
+        """Raises ConfigError unless everything that the glob may match is permitted."""
         whole = glob if is_url(glob) else _local(glob)
         if not self.permits(whole):
             self.require(without_glob(whole))
 
     def permits(self, path: str) -> bool:
-        """Whether it is a path or URL that was named, or below one."""
+        """Returns whether the path or URL was allowed, or is below one that was."""
         if is_url(path):
             return _is_plain(path) and any(path == root or path.startswith(f"{root}/") for root in self._urls)
         real = os.path.realpath(_local(path))
@@ -58,12 +58,12 @@ class PathAllowlist:
 
 
 def is_url(path: str) -> bool:
-    """Whether it lies in another system than this one's files."""
+    """Returns whether the path is a URL of another system than the local files."""
     return URL.match(path) is not None and _LOCAL.match(path) is None
 
 
 def without_glob(path: str) -> str:
-    """The folder in which a glob begins; what is no glob, as it is."""
+    """Returns the folder above the first wildcard of a glob; a path without wildcards is returned unchanged."""
     scheme = URL.match(path)
     begin = 0 if scheme is None else scheme.end()
     magic = GLOB_CHARACTER.search(path, begin)
@@ -74,7 +74,7 @@ def without_glob(path: str) -> str:
 
 
 def _local(path: str) -> str:
-    """A path as sources take it."""
+    """Returns a path as sources read it: without the scheme, absolute, with the user's folder expanded."""
     return os.path.abspath(os.path.expanduser(_LOCAL.sub("", path, count=1)))
 
 
@@ -83,12 +83,12 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def _is_plain(url: str) -> bool:
-    """Whether a URL is what it seems: nothing that goes up again, and no second URL inside (fsspec chains them)."""
+    """Returns whether a URL names what it seems to: no "..", and no second URL inside (fsspec chains them)."""
     return "::" not in url and ".." not in unquote(unquote(url)).split("/")
 
 
 def _is_staged(real: str) -> bool:
-    """Whether it is in a folder for temporary files that this user made, and no other may enter."""
+    """Returns whether the path is in a temporary folder that this user created and no other user may enter."""
     place = os.path.realpath(tempfile.gettempdir())
     if not real.startswith(f"{place}/{STAGING_PREFIX}"):
         return False

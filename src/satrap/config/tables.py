@@ -1,8 +1,8 @@
-"""What a user says about a table, and about a feature that looks rows of it up: frozen dataclasses, checked when made.
+"""Declarations of a table and of a feature that looks up its rows: frozen dataclasses that check themselves.
 
-Reads nothing and decides nothing at run time: `engine` hands these values to the native core. Every class checks itself
-in `__post_init__`, so an object that exists is valid, and its docstring explains its fields, where help() finds them.
-`to_dict` gives plain JSON types; `from_dict` gives an equal object back and refuses unknown keys, naming a near one.
+`satrap.table.engine` passes these values to the native core. Every class checks itself in `__post_init__`, so an object
+that exists is valid; its docstring explains its fields. `to_dict` returns plain JSON types; `from_dict` makes an equal
+object of them and refuses unknown keys, naming a near one.
 """
 
 import math
@@ -40,9 +40,9 @@ _MOST_DEVIATIONS = 10  # no draw of Normal is further from the mean
 _LARGEST_VALUE = {"float32": LARGEST_FLOAT32, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 _MAX_LENGTH = 65536
 _MAX_BUCKETS = 65536
-_MAX_BUCKET_ROWS = 2**32 - 2  # the core numbers a bucket's rows with 32 bits, and one number means none
+_MAX_BUCKET_ROWS = 2**32 - 2  # the core numbers a bucket's rows in 32 bits, and one number means none
 _MAX_ROWS = _MAX_BUCKETS * _MAX_BUCKET_ROWS
-_DEFAULT_BUCKETS = 256  # without a capacity: enough that many threads rarely meet and that growing one is short
+_DEFAULT_BUCKETS = 256  # without a capacity: enough that threads rarely wait and that growing one is quick
 _MAX_DEFAULT_BUCKETS = 4096
 _ROWS_PER_BUCKET = 32768
 
@@ -112,7 +112,7 @@ class RowWiseAdagrad(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam(Config):
-    """Adam; every row counts its own steps, those in which it has a gradient: a rare id's bias correction is its own.
+    """Adam. Every row counts its own steps, those in which it has a gradient, so bias correction is per row.
     Of torch's parameters `amsgrad` and `maximize` are left out.
 
     lr: learning rate; `Store.set_lr` and `update(lr=...)` override it.
@@ -172,7 +172,7 @@ class Ftrl(Config):
         check_numbers(self, lr=0.0, beta=0.0, l1=0.0, l2=0.0)
         if self.lr < SMALLEST_FTRL_LR:
             raise ConfigError(
-                f"Ftrl: lr is {self.lr:g}; wanted > 0, at least {SMALLEST_FTRL_LR:.3g}, because the formula divides "
+                f"Ftrl: lr is {self.lr:g}; expected > 0, at least {SMALLEST_FTRL_LR:.3g}, because the formula divides "
                 "by it: give e.g. lr=0.05"
             )
         if self.beta / self.lr + self.l2 > LARGEST_FLOAT32:
@@ -259,20 +259,20 @@ class Probability(Config):
     def __post_init__(self) -> None:
         check_numbers(self, p=0.0)
         if not 0.0 < self.p <= 1.0:
-            raise ConfigError(f"Probability: p is {self.p}; wanted a number in (0, 1]")
+            raise ConfigError(f"Probability: p is {self.p}; expected a number in (0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
 class MinCount(Config):
     """An id gets a row at its n-th sighting; a step counts at most once.
 
-    An id that comes again in a later epoch is sighted again: from epoch n on every id has a row that the window still
-    remembers. `first_epoch_only` admits only ids that come n times within one pass of the data.
+    An id that recurs in a later epoch is sighted again: from epoch n on every id has a row that the window still
+    remembers. `first_epoch_only` admits only ids that occur n times within one pass of the data.
 
     n: from 1 (at once) to 2**31 - 1.
     window: how many ids not yet admitted the table remembers; the least recently sighted are forgotten first.
     first_epoch_only: count sightings in the first epoch of a source only (`epochs=` of the source); in later ones an
-        id without a row gets none. Lookups of a `Store` are of no source, and all count.
+        id without a row gets none. Lookups of a `Store` belong to no source and all count.
     """
 
     n: int
@@ -294,22 +294,22 @@ Keep = Literal["last", "first"]
 
 @dataclass(frozen=True, slots=True)
 class Table(Config):
-    """One embedding table: what a row is, how it starts, learns, lives and goes.
+    """One embedding table: what a row holds, how it starts, learns and expires.
 
-    name: names the table in messages and seeds its initial values: another name gives other rows.
+    name: the table's name in messages; a seed of its initial values: another name gives other rows.
     dim: numbers in a row's values; 1 to 65536.
     optimizer: how a gradient changes a row; decides what state a row carries.
     initial: a new row's values: a pure function of (seed, table name, id).
     dtype: how values are stored. 16-bit types are rounded stochastically after an update; state is always float32.
     admission: which ids get a row.
     capacity: rows the table may hold, at most 2**32 - 2 for each bucket; None: no bound.
-    on_full: at capacity: drop the least recently used step first, raise CapacityError, or take capacity as a hint only.
-        Without a capacity a table grows, whatever this says; "raise" is refused then, because it never would.
-    expire_after: steps after which a row not looked up or updated is gone; None: never.
+    on_full: at capacity: evict rows of the least recently used step, raise CapacityError, or treat capacity as a hint.
+        Without a capacity a table always grows; "raise" is refused then, because it would never take effect.
+    expire_after: steps after which a row that is neither looked up nor updated expires; None: never.
     absent: what an id without a row reads as.
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
-    num_buckets: into how many parts, each with its own lock, the table is cut: a power of two up to 65536 and at most
-        `capacity`. It decides which row is evicted, so it is saved. None: see `resolved_num_buckets`.
+    num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
+        most `capacity`. It decides which row is evicted, so it is saved. None: see `resolved_num_buckets`.
     """
 
     name: str
@@ -339,7 +339,7 @@ class Table(Config):
                 set_field(self, name, check_integer(where, name, getattr(self, name), 1, largest))
         if self.on_full == "raise" and self.capacity is None:
             raise ConfigError(
-                f"{where}: on_full is 'raise' and there is no capacity to reach: give one, or leave on_full out"
+                f"{where}: on_full is 'raise' and there is no capacity to reach: set a capacity, or leave on_full out"
             )
         _check_num_buckets(where, self.num_buckets, self.capacity)
         _check_bucket_rows(where, self.resolved_num_buckets, self.capacity)
@@ -352,45 +352,45 @@ class Table(Config):
             return self.num_buckets
         if self.capacity is None:
             return _DEFAULT_BUCKETS
-        wanted = min(max(1, self.capacity // _ROWS_PER_BUCKET), _MAX_DEFAULT_BUCKETS)
-        return 1 << (wanted.bit_length() - 1)
+        count = min(max(1, self.capacity // _ROWS_PER_BUCKET), _MAX_DEFAULT_BUCKETS)
+        return 1 << (count.bit_length() - 1)
 
     def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
-        """A feature of this table with any number of ids in a sample, whose rows become one; see `Feature`."""
+        """Returns a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
         return Feature(self, pooling, weighted=weighted, padding_id=padding_id)
 
     def sequence(self, max_length: int, *, keep: Keep = "last", padding_id: int | None = None) -> "Feature":
-        """A feature of this table whose rows stay apart, in order: the last `max_length` of a sample, or the first."""
+        """Returns a feature of this table that keeps a sample's rows in order: its last, or first, `max_length`."""
         return Feature(self, "none", max_length=max_length, keep=keep, padding_id=padding_id)
 
     def to_dict(self) -> dict[str, Any]:
-        """This table as plain JSON types."""
+        """Returns this table as plain JSON types."""
         return fields_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The table that `to_dict` wrote. Fields that are missing take their defaults."""
+        """Returns the table that `to_dict` wrote. Missing fields take their defaults."""
         name = require_mapping("Table", data).get("name")
         where = f"table {name!r}" if isinstance(name, str) else "Table"
-        given = known_keys(cls, where, data)
+        values = known_keys(cls, where, data)
         for key, kinds in _KINDS.items():
-            if key in given:
-                given[key] = kind_from_dict(f"{where}: {key}", given[key], kinds)
-        return cls(**given)
+            if key in values:
+                values[key] = kind_from_dict(f"{where}: {key}", values[key], kinds)
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Feature(Config):
-    """A column of ids that are looked up in a table, and what becomes of the rows of one sample: of its bag.
+    """A column of ids that are looked up in a table, and how the rows of one sample, its bag, are combined.
 
-    table: where the ids' rows live. Several features may share a table.
-    pooling: "sum"; "mean": the sum divided by the number of ids; "sqrtn": by its root; of an empty bag all are 0.
-        "none": the rows themselves, filled up with zeros to `max_length`, and a mask.
+    table: the table that holds the ids' rows. Several features may share a table.
+    pooling: "sum"; "mean": the sum divided by the number of ids; "sqrtn": by its root; an empty bag gives 0.
+        "none": the rows themselves, padded with zeros to `max_length`, and a mask.
     weighted: each id comes with a weight that its row is multiplied by before the sum. "mean" and "sqrtn" divide by the
         number of ids, not by their weights.
-    max_length: for "none" only: rows of a sample; 1 to 65536. Ids beyond are counted and not looked up.
+    max_length: for "none" only: rows of a sample; 1 to 65536. Ids beyond it are counted and not looked up.
     keep: for "none" only: which ids of a longer sample are looked up, the "last" (the default) or the "first".
-    padding_id: an id that stands for no id, e.g. the 0 that fills up lists of one length. It is left out of its bag,
+    padding_id: an id that stands for no id, e.g. the 0 that pads lists to one length. It is dropped from its bag,
         with its weight, before anything is counted or cut.
     """
 
@@ -430,11 +430,11 @@ class Feature(Config):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The feature that `to_dict` wrote. Fields that are missing take their defaults."""
-        given = dict(require_mapping("Feature", data))
-        if "table" in given:
-            given["table"] = Table.from_dict(given["table"])
-        return super(Feature, cls).from_dict(given)
+        """Returns the feature that `to_dict` wrote. Missing fields take their defaults."""
+        values = dict(require_mapping("Feature", data))
+        if "table" in values:
+            values["table"] = Table.from_dict(values["table"])
+        return super(Feature, cls).from_dict(values)
 
 
 _KINDS: dict[str, tuple[type[Config], ...]] = {
@@ -452,10 +452,10 @@ _CHOICES = {
 
 def _betas(where: str, value: object) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ConfigError(f"{where}: betas is {describe(value)}; wanted two numbers, e.g. (0.9, 0.999)")
+        raise ConfigError(f"{where}: betas is {describe(value)}; expected two numbers, e.g. (0.9, 0.999)")
     first, second = (check_number(where, f"betas[{position}]", beta, 0.0) for position, beta in enumerate(value))
     if first >= 1.0 or second >= 1.0:
-        raise ConfigError(f"{where}: betas is {describe(value)}; wanted each in [0, 1), e.g. (0.9, 0.999)")
+        raise ConfigError(f"{where}: betas is {describe(value)}; expected each in [0, 1), e.g. (0.9, 0.999)")
     return first, second
 
 
@@ -464,7 +464,7 @@ def _check_num_buckets(where: str, num_buckets: int | None, capacity: int | None
         return
     if num_buckets & (num_buckets - 1):
         below = 1 << (num_buckets.bit_length() - 1)
-        raise ConfigError(f"{where}: num_buckets is {num_buckets}; wanted a power of two: give {below} or {2 * below}")
+        raise ConfigError(f"{where}: num_buckets is {num_buckets}; expected a power of two: {below} or {2 * below}")
     if capacity is not None and num_buckets > capacity:
         raise ConfigError(
             f"{where}: num_buckets is {num_buckets} and capacity {capacity}, so some buckets could hold no row: "
@@ -476,7 +476,7 @@ def _check_bucket_rows(where: str, num_buckets: int, capacity: int | None) -> No
     if capacity is not None and capacity > num_buckets * _MAX_BUCKET_ROWS:
         needed = 1 << ((capacity - 1) // _MAX_BUCKET_ROWS).bit_length()
         raise ConfigError(
-            f"{where}: capacity is {capacity} in {num_buckets} buckets; wanted at most {_MAX_BUCKET_ROWS} in each: "
+            f"{where}: capacity is {capacity} in {num_buckets} buckets; expected at most {_MAX_BUCKET_ROWS} in each: "
             f"give num_buckets={needed} or less capacity"
         )
 

@@ -1,7 +1,7 @@
-"""What the configuration classes are made of: the checks of a field's value, and the plain-dict form of an object.
+"""The basis of the configuration classes: the checks of a field's value, and the plain-dict form of an object.
 
-It knows no class in particular. A check takes where the value stands ("table 'item'"), the field's name and the value;
-it returns the value in its own type, or raises ConfigError with what was found and what was wanted. Integers of calls
+It knows no class in particular. A check takes the owner of the value ("table 'item'"), the field's name and the value;
+it returns the value in its own type, or raises ConfigError with what was found and what was expected. Integers of calls
 are checked by the same rule; their error is InputError.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Self
 from satrap.errors import ConfigError, SatrapError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
-"""The core computes in float32: a larger number would become infinite there."""
+"""The core computes in float32, where a larger number would become infinite."""
 _MAX_NAME_BYTES = 255
 
 
@@ -26,16 +26,16 @@ class Config:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """This object as plain JSON types; `{"type": class name, field: value, ...}`."""
+        """Returns this object as plain JSON types; `{"type": class name, field: value, ...}`."""
         return {"type": type(self).__name__} | fields_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The object that `to_dict` wrote. Fields that are missing take their defaults."""
+        """Returns the object that `to_dict` wrote. Missing fields take their defaults."""
         given = dict(require_mapping(cls.__name__, data))
         kind = given.pop("type", cls.__name__)
         if kind != cls.__name__:
-            raise ConfigError(f"{cls.__name__}: type is {kind!r}; wanted {cls.__name__!r}, or leave it out")
+            raise ConfigError(f"{cls.__name__}: type is {kind!r}; expected {cls.__name__!r}, or leave it out")
         return cls(**known_keys(cls, cls.__name__, given))
 
 
@@ -48,34 +48,34 @@ def describe(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The type with its article: "an int"."""
+    """Returns the type's name with its article: "an int"."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def suggest(name: object, known: list[str]) -> str:
-    """What may have been meant: the nearest known name if one is near, else all of them."""
+    """Returns the known name nearest to `name` if one is near, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
 
 
 def check_numbers(config: Config, **lowest: float) -> None:
-    """Each named field must be a finite float32 number of at least the given one; stores it as a float."""
+    """Checks that each named field is a finite float32 number of at least its minimum; stores it as a float."""
     for name, low in lowest.items():
         set_field(config, name, check_number(type(config).__name__, name, getattr(config, name), low))
 
 
 def check_number(where: str, name: str, value: object, low: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted a number")
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not abs(number) <= LARGEST_FLOAT32:
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted a finite number that float32 can hold")
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected a finite number that float32 can hold")
     if number < low:
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted a number of at least {low:g}")
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected a number of at least {low:g}")
     return number
 
 
@@ -83,44 +83,44 @@ def check_integer(
     where: str, name: str, value: object, low: int, high: int, error: type[SatrapError] = ConfigError
 ) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise error(f"{where}: {name} is {describe(value)}; wanted an integer from {low} to {high}")
+        raise error(f"{where}: {name} is {describe(value)}; expected an integer from {low} to {high}")
     number = int(value)
     if not low <= number <= high:
-        raise error(f"{where}: {name} is {number}; wanted an integer from {low} to {high}")
+        raise error(f"{where}: {name} is {number}; expected an integer from {low} to {high}")
     return number
 
 
 def check_id(where: str, name: str, value: object) -> int:
-    """An id as uint64; one of int64 is taken as its bit pattern."""
+    """Returns an id as uint64; int64 is taken as its bit pattern."""
     return check_integer(where, name, value, -(2**63), 2**64 - 1) % 2**64
 
 
 def check_flag(where: str, name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted True or False")
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected True or False")
     return value
 
 
 def check_name(where: str, name: object, example: str) -> str:
     if not isinstance(name, str):
-        raise ConfigError(f"{where}: name is {describe(name)}; wanted a string, e.g. {example}")
-    # isprintable() refuses control characters and lone surrogates, which neither a message nor UTF-8 could carry.
+        raise ConfigError(f"{where}: name is {describe(name)}; expected a string, e.g. {example}")
+    # isprintable() refuses control characters and lone surrogates, which neither a message nor UTF-8 can carry.
     if not name or not name.isprintable() or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ConfigError(f"{where}: name is {describe(name)}; wanted 1 to {_MAX_NAME_BYTES} bytes of printable text")
+        raise ConfigError(f"{where}: name is {describe(name)}; expected 1 to {_MAX_NAME_BYTES} bytes of printable text")
     return name
 
 
 def check_kind(where: str, name: str, value: object, kinds: tuple[type[Config], ...]) -> None:
     if isinstance(value, type) and value in kinds:
-        raise ConfigError(f"{where}: {name} is the class {value.__name__}; wanted an object: {value.__name__}(...)")
+        raise ConfigError(f"{where}: {name} is the class {value.__name__}; expected an object: {value.__name__}(...)")
     if type(value) not in kinds:
         names = ", ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted an object of one of {names}")
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected an object of one of {names}")
 
 
 def check_choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{where}: {name} is {describe(value)}; wanted one of {', '.join(map(repr, choices))}")
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected one of {', '.join(map(repr, choices))}")
 
 
 def fields_to_dict(config: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A dict of dicts as one, its keys joined by dots: what two configurations are compared by."""
+    """Flattens a dict of dicts, its keys joined by dots: the form in which configurations are compared."""
     found: dict[str, Any] = {}
     for name, value in data.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
@@ -143,12 +143,12 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def require_mapping(where: str, data: object) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: found {describe(data)}; wanted a dict, as to_dict() gives")
+        raise ConfigError(f"{where}: found {describe(data)}; expected a dict, as to_dict() returns")
     return data
 
 
 def known_keys(cls: Any, where: str, data: object) -> dict[str, Any]:
-    """`data` as keyword arguments of `cls`: every key known, every required one there."""
+    """Returns `data` as keyword arguments of `cls`; raises unless every key is known and every required one present."""
     known, given = [each.name for each in fields(cls)], dict(require_mapping(where, data))
     for key in given:
         if key in known:
@@ -176,7 +176,7 @@ def kind_from_dict(where: str, data: object, kinds: tuple[type[Config], ...]) ->
 
 
 def is_path(text: str) -> bool:
-    """Whether the system and our messages can take this as a path: no NUL, and Unicode that UTF-8 can write."""
+    """Returns whether the system and a message can hold this path: no NUL, and Unicode that UTF-8 can write."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:

@@ -1,1 +1,1 @@
-"""A table in this process: one native engine holds its rows; saved and loaded as snapshots."""
+"""A table in this process: `store` and `table_group`, over the native `engine`; `snapshot` writes and reads it."""

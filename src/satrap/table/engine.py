@@ -1,9 +1,9 @@
-"""From tables to the native engine: makes or re-attaches the one `_core.Engine` that holds the rows of some tables.
+"""From tables to the native engine: creates or attaches the `_core.Engine` that holds the rows of some tables.
 
-Takes `Table` configurations and a store's own settings, checks the settings, and flattens each table into the names
-that the core knows. `Slot` says where in an engine one table lives; `store` and `snapshot` work with it. Training
-lookups are numbered here, because all tables of an engine share their steps. `look_up` and `update` are the calls that
-one table and many make alike; the ids, offsets and gradients that they take were checked before. Nothing here saves.
+Takes `Table` configurations and a store's settings, checks the settings, and flattens each table into the names that
+the core knows. A `Slot` identifies one table of an engine for `store` and `snapshot`. Training lookups are numbered
+here, because all tables of an engine share their steps. `look_up` and `update` are the calls that one table and many
+have in common; their ids, offsets and gradients were checked before. Nothing here saves.
 """
 
 import json
@@ -40,24 +40,24 @@ from satrap.config.tables import (
 from satrap.config.validation import check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 
-_SHARED_FORMAT = "satrap-shared"  # the blob that a shared-memory file carries, so that attach() needs no configuration
+_SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that attach() needs no configuration
 _SHARED_FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One table's slot in an engine."""
+    """The place of one table in an engine."""
 
     engine: _core.Engine
-    """Holds the rows, of other tables too."""
+    """The engine that holds the rows, those of other tables too."""
     index: int
     """The table's number in the engine."""
     num_tables: int
     """How many tables the engine has."""
     table: Table
-    """The configuration that the engine was given."""
+    """The configuration that the engine was created with."""
     seed: int
-    """What initial values and draws are a function of."""
+    """Initial values and draws are functions of it."""
 
 
 def open_engine(
@@ -70,12 +70,12 @@ def open_engine(
     complete: bool = True,
     note: Mapping[str, int] | None = None,
 ) -> list[Slot]:
-    """A new engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless it is
-    complete, the file is not attached before `set_complete(True)`: whoever makes it has more to put into it. The file
+    """Creates an engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless
+    `complete`, the file cannot be attached before `set_complete(True)`: the caller has more to put into it. The file
     keeps the note: see `shared_note`."""
     for table in tables:
         if not isinstance(table, Table):
-            raise ConfigError(f"table is {table!r} ({type(table).__name__}); wanted a satrap.Table")
+            raise ConfigError(f"table is {table!r} ({type(table).__name__}); expected a satrap.Table")
     seed = check_integer("store", "seed", seed, 0, 2**64 - 1)
     threads = thread_count(num_threads)
     configs = [native_config(table) for table in tables]
@@ -88,7 +88,7 @@ def open_engine(
 
 
 def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd: str = "auto") -> list[Slot]:
-    """The engine whose rows lie in the shared-memory file at `path`, made by an earlier process."""
+    """Attaches the engine whose rows are in the shared-memory file at `path`, created by an earlier process."""
     path = _shared_path("path", path)
     threads, simd = thread_count(num_threads), _simd(simd)
     tables, seed, _ = _read_shared_blob(path, _core.Engine.shared_config(path))
@@ -97,8 +97,8 @@ def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> bool:
-    """Removes the shared-memory file at `path` if whoever made or filled it was killed before it was whole; returns
-    whether it did."""
+    """Removes the shared-memory file at `path` if the process that created or filled it was killed before the file was
+    complete; returns whether it did."""
     path = _shared_path("path", path)
     unfinished: bool = _core.Engine.shared_unfinished(path)
     if unfinished:
@@ -107,7 +107,7 @@ def remove_unfinished(path: str | os.PathLike[str]) -> bool:
 
 
 def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
-    """What the maker of the shared-memory file at `path` noted in it."""
+    """Returns the note that the creator of the shared-memory file at `path` left in it."""
     path = _shared_path("path", path)
     return _read_shared_blob(path, _core.Engine.shared_config(path))[2]
 
@@ -115,7 +115,7 @@ def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
 def lookup_step(
     where: str, engine: _core.Engine, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int, int]:
-    """A lookup's (step, oldest open step) from what the caller gave; takes no step if that is wrong."""
+    """Returns a lookup's (step, oldest open step) from the caller's arguments; takes no step if those are invalid."""
     step, oldest_open = given_step(where, engine, train=train, step=step, oldest_open=oldest_open)
     if not train:
         return 0, 0
@@ -124,24 +124,24 @@ def lookup_step(
 
 
 class Numbered(Protocol):
-    """What numbers steps."""
+    """Anything that numbers steps."""
 
     @property
     def latest_step(self) -> int:
-        """The largest so far."""
+        """The largest step so far."""
         ...
 
 
 def given_step(
     where: str, engine: Numbered, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int | None, int | None]:
-    """What the caller gave of a lookup's step and oldest open step, checked."""
+    """Checks the step and the oldest open step that the caller passed to a lookup; returns them."""
     if not train:
-        for name, given in (("step", step), ("oldest_open", oldest_open)):
-            if given is not None:
+        for name, value in (("step", step), ("oldest_open", oldest_open)):
+            if value is not None:
                 raise InputError(
-                    f"{where}: {name} is {given!r} and train=False; a lookup without training belongs to no step: "
-                    f"leave {name} out, or train"
+                    f"{where}: {name} is {value!r} and train=False; a lookup without training belongs to no step: "
+                    f"leave {name} out, or use train=True"
                 )
         return None, None
     if step is not None:
@@ -150,7 +150,7 @@ def given_step(
         high = engine.latest_step + 1 if step is None else step
         oldest_open = as_step(where, "oldest_open", oldest_open, high=high)
     if step is None and engine.latest_step >= LAST_STEP:
-        raise InputError(f"{where}: the latest step is {LAST_STEP}, the last there is; give a step yourself")
+        raise InputError(f"{where}: the latest step is {LAST_STEP}, the largest possible; pass a step yourself")
     return step, oldest_open
 
 
@@ -167,7 +167,7 @@ def look_up(
     out: NDArray[np.float32] | None,
     with_ticket: bool,
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], _core.Ticket]:
-    """What `lookup` of a store and of tables does and returns. shape: of the result."""
+    """Looks rows up for a store or a table group. shape: of the result."""
     train, with_ticket = as_flag(where, "train", train), as_flag(where, "with_ticket", with_ticket)
     if with_ticket and not train:
         raise InputError(
@@ -194,7 +194,7 @@ def update(
     step: int | None,
     lrs: Sequence[float],
 ) -> None:
-    """What `update` does with a ticket. The core alone knows whether it may be used: threads may race for it."""
+    """Updates rows by a ticket. Only the core knows whether the ticket may be used: threads may race for it."""
     at = max(1, engine.latest_step) if step is None else as_step(where, "step", step)
     try:
         engine.update(ticket, gradients.reshape(-1), at, lrs)
@@ -203,7 +203,7 @@ def update(
 
 
 def native_config(table: Table) -> _core.TableConfig:
-    """The table in the core's words."""
+    """Returns the table's configuration in the core's names."""
     config = _core.TableConfig()
     config.name, config.dim, config.dtype = table.name, table.dim, table.dtype
     config.capacity, config.on_full = table.capacity or 0, table.on_full
@@ -277,7 +277,7 @@ def _shared_path(name: str, path: object) -> str:
         text = os.fsdecode(text)
     if not text or not is_path(text):
         raise ConfigError(
-            f"{name} is {path!r} ({type(path).__name__}); wanted the path of a shared-memory file, of Unicode "
+            f"{name} is {path!r} ({type(path).__name__}); expected the path of a shared-memory file, of Unicode "
             "characters without NUL"
         )
     return text
@@ -289,7 +289,7 @@ def _shared_blob(tables: Sequence[Table], seed: int, note: Mapping[str, int]) ->
 
 
 def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[str, int]]:
-    """What `_shared_blob` wrote. The core has checked that the file is ours: this only meets other versions of us."""
+    """Reads what `_shared_blob` wrote. The core has checked that the file is Satrap's; its version may differ."""
     try:
         content: Any = json.loads(blob)
         if (content["format"], content["format_version"]) == (_SHARED_FORMAT, _SHARED_FORMAT_VERSION):
@@ -298,7 +298,7 @@ def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[st
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise SharedMemoryError(
             f"shared-memory file {path!r}: its configuration cannot be read ({error}): "
-            "attach it with the Satrap that made it"
+            "attach it with the Satrap that created it"
         ) from error
     raise SharedMemoryError(
         f"shared-memory file {path!r}: its configuration is of format {content['format']!r} version "

@@ -1,12 +1,12 @@
 """One table as its user sees it: arrays in, arrays out, over one table of a native engine.
 
-A `Store` checks and converts what it is given (`arrays`), numbers the steps, allocates results, and hands everything
-else to the core: `lookup` and `update` are one native call each, with the GIL released. Saving is `snapshot`'s; the
+A `Store` checks and converts its arguments (`array_args`), numbers the steps, allocates results, and passes everything
+else to the core: `lookup` and `update` are one native call each, with the GIL released. `table.snapshot` saves; the
 Store only remembers which versions it has saved or loaded. Calls may come from several threads at once. The many-table
-face of an engine is `satrap.table.table_group.Tables`, which is made of Stores.
+interface of an engine is `satrap.table.table_group.TableGroup`, which consists of Stores.
 
-Steps. Everything that changes a table carries a batch number, from 1 to 2**32 - 2. Left to itself, a store numbers its
-training lookups 1, 2, 3, ... and an update takes the latest. A training job gives its own.
+Steps. Everything that changes a table carries a batch number, from 1 to 2**32 - 2. By default a store numbers its
+training lookups 1, 2, 3, ... and an update takes the latest. A training job passes its own numbers.
 """
 
 import os
@@ -31,7 +31,7 @@ _PathLike = str | os.PathLike[str]
 
 
 class StoredRows(NamedTuple):
-    """What `Store.read` found: one line for each id asked for."""
+    """The result of `Store.read`: one line for each requested id."""
 
     values: NDArray[np.float32]
     """float32 [n, dim]; 0 where there is no row."""
@@ -53,31 +53,32 @@ class Store:
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> None:
-        """An empty table.
+        """Creates an empty table.
 
         seed: initial values and random draws are functions of it, of the table's name and of the id.
         num_threads: threads of one call, the caller's among them; None: the cores of this process. Changes no result.
         simd: "auto", or one of `satrap._core.simd_paths()`. Changes no result.
-        shared: path of a new shared-memory file (best on tmpfs) that the rows live in. They survive the death of this
+            shared: path of a new shared-memory file (best on tmpfs) that holds the rows. They survive the death of this
             process; `Store.attach(path)` finds them again.
         """
         self._begin(open_engine([table], seed=seed, num_threads=num_threads, simd=simd, shared=shared)[0])
 
     @classmethod
     def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
-        """The table in the shared-memory file of a process that has ended, killed or not. The file holds its config."""
+        """Attaches the table in the shared-memory file of a process that has exited or was killed. The file holds its
+        configuration."""
         slots = attach_engine(path, num_threads=num_threads, simd=simd)
         if len(slots) != 1:
             names = ", ".join(repr(slot.table.name) for slot in slots)
             raise SharedMemoryError(
                 f"shared-memory file {os.fspath(path)!r} holds {len(slots)} tables ({names}); "
-                "wanted one: attach it with satrap.table.table_group.Tables.attach"
+                "expected one: attach it with satrap.table.table_group.TableGroup.attach"
             )
         return cls.in_engine(slots[0])
 
     @classmethod
     def in_engine(cls, slot: Slot) -> Self:
-        """The face of one table of an engine that exists already."""
+        """Returns a store over one table of an existing engine."""
         store = cls.__new__(cls)
         store._begin(slot)
         return store
@@ -92,21 +93,21 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.table.name!r}, dim={self.table.dim}, rows={len(self)}, latest_step={self.latest_step})"
 
-    # -- what it is --------------------------------------------------------------------------------------------------
+    # -- settings ----------------------------------------------------------------------------------------------------
 
     @property
     def table(self) -> Table:
-        """The configuration it was made with; its `lr` is the first one, see `lr`."""
+        """The configuration that the table was created with; its `lr` is the initial one, see `lr`."""
         return self._slot.table
 
     @property
     def seed(self) -> int:
-        """The seed it was made with."""
+        """The seed that the table was created with."""
         return self._slot.seed
 
     @property
     def num_threads(self) -> int:
-        """Threads of one call."""
+        """Number of threads of one call."""
         return self._engine.num_threads
 
     @property
@@ -126,13 +127,13 @@ class Store:
 
     @property
     def version(self) -> int:
-        """Counts saves: 1 before the first, then the version of the last snapshot saved, loaded or applied. A save that
-        failed counts too, so the version may be higher than that of any snapshot."""
+        """The table's version, which counts saves: 1 before the first, then the version of the last snapshot saved,
+        loaded or applied. A failed save counts too, so the version may be higher than that of any snapshot."""
         return self._engine.version(self._slot.index)
 
     @property
     def lr(self) -> float:
-        """The learning rate of an update that brings none of its own."""
+        """The learning rate of an update that passes none."""
         return self._engine.lr(self._slot.index)
 
     def set_lr(self, lr: float) -> None:
@@ -175,21 +176,21 @@ class Store:
         out: NDArray[np.float32] | None = None,
         with_ticket: bool = False,
     ) -> NDArray[np.float32] | tuple[NDArray[np.float32], Ticket]:
-        """The values of the ids' rows: float32 [n, dim].
+        """Returns the values of the ids' rows: float32 [n, dim].
 
         ids: uint64 [n], or int64 taken as its bit pattern; may repeat. An array that is not C-contiguous is copied.
-        train: True stamps the rows as used at `step` and admits and inserts ids that have none, with their initial
-            values. False changes nothing, counters neither, and takes neither `step` nor `oldest_open`. An id without
+        train: True stamps the rows as used at `step`, and admits and inserts ids that have none, with their initial
+            values. False changes nothing, not even counters, and takes neither `step` nor `oldest_open`. An id without
             a row reads as `table.absent` says.
-        step: the job's batch number; None: one after the latest. Two lookups of one batch are two steps then, and count
-            as two for `MinCount` and `expire_after`: give both the same step if they are one. A new row of a step so
+        step: the job's batch number; None: one after the latest. Two lookups of one batch are then two steps, and count
+            twice for `MinCount` and `expire_after`: give both the same step if they are one. A new row of a step so
             late that its rows would have expired is stamped with the oldest step that has not.
         oldest_open: the oldest step whose update is still to come; rows used since then are neither evicted nor
             expired. None: this step.
-        out: memory to write into, float32 [n, dim], C-contiguous; it is what is returned. None: a new array.
+        out: memory to write into, float32 [n, dim], C-contiguous; it is also returned. None: a new array.
         with_ticket: also returns a ticket; `update(ticket, gradients)` need not de-duplicate or search again.
 
-        A full table that may evict nothing raises CapacityError; rows inserted before by the same call stay.
+        A full table that may not evict any row raises CapacityError; rows that the call inserted before stay.
         """
         id_array = array_args.as_ids(self._where, ids)
         shape = (len(id_array), self.table.dim)
@@ -213,22 +214,22 @@ class Store:
 
         ids: the ids of the gradients, or the ticket of their lookup. Gradients of one id are summed first, in order
             of appearance. An id without a row is counted in `stats()["not_applied_absent"]` and nothing else.
-        gradients: float32 [n, dim]. One that is not finite: see `table.on_nonfinite`.
+        gradients: float32 [n, dim]. `table.on_nonfinite` decides about one that is not finite.
         step: the job's batch number; None: the latest, or 1 if there is none. Rows are stamped with it.
-        lr: the learning rate of this update; None: see `lr`.
+        lr: the learning rate of this update; None: the store's `lr`.
         """
         ticket = ids if isinstance(ids, Ticket) else self._prepare(ids)
         if not ticket.only_of(self._slot.index):
             raise TicketError(
-                f"{self._where}: this ticket is of another table, or of several; bring it back to the one that gave it"
+                f"{self._where}: this ticket is of another table, or of several; pass it to the store that created it"
             )
         gradient_array = array_args.as_gradients(self._where, gradients, (ticket.n, self.table.dim))
         rate = self.lr if lr is None else array_args.as_lr(self._where, lr, self.table.optimizer)
-        # The other tables of the engine have no gradient in this call; any rate will do for them.
+        # The other tables of the engine have no gradient in this call, so any rate will do for them.
         update(self._where, self._engine, ticket, gradient_array, step, [rate] * self._slot.num_tables)
 
     def read(self, ids: ArrayLike) -> StoredRows:
-        """The rows themselves, as they are; changes nothing.
+        """Returns the rows as they are stored; changes nothing.
 
         Returns `values` float32 [n, dim], `state` float32 [n, state_dim] and `present` bool [n]. An id without a row
         is not present and reads as zeros, whatever `table.absent` says.
@@ -240,10 +241,10 @@ class Store:
         self._engine.read(self._slot.index, id_array, values, state, present)
         return StoredRows(values, state, present)
 
-    # -- what is in it -----------------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Rows in the table."""
+        """Returns the number of rows in the table."""
         return self._engine.num_rows(self._slot.index)
 
     def __reduce__(self) -> Never:
@@ -253,24 +254,24 @@ class Store:
         )
 
     def __bool__(self) -> bool:
-        """A store is a store even while it is empty."""
+        """Returns True, for an empty store too."""
         return True
 
     def stats(self) -> dict[str, int]:
-        """Counts since the store was made, loaded or attached, all exact.
+        """Returns exact counts since the store was created, loaded or attached.
 
         rows, bytes, sightings: what it holds now; sightings are ids seen but not yet admitted.
-        lookups: ids of training lookups, each once a call. hits: of those, had a row. inserted, refused: had none.
-        evicted, expired: rows that went. updated: rows, once an update. not_applied_absent: ids with a gradient and no
-        row. skipped: gradients that were not finite. repeated: ids of updates that a server had applied already.
+        lookups: ids of training lookups, each once a call. hits: with a row. inserted, refused: without.
+        evicted, expired: rows that were removed. updated: rows, once an update. not_applied_absent: ids with a gradient
+        and no row. skipped: gradients that were not finite. repeated: ids of updates that a server had already applied.
 
         A lookup that raises CapacityError has stopped half way: after it `lookups` may be more than hits, inserted and
-        refused together. Its step is taken all the same: `latest_step` says so.
+        refused together. Its step is taken nevertheless, as `latest_step` shows.
         """
         return self._engine.stats(self._slot.index)
 
     def check(self) -> None:
-        """Walks the whole table and raises AssertionError if an invariant is broken, which would be a bug of ours."""
+        """Checks every invariant of the whole table; raises AssertionError on a violation, which is a bug in Satrap."""
         self._engine.check(self._slot.index)
 
     # -- saving and loading ------------------------------------------------------------------------------------------
@@ -278,17 +279,17 @@ class Store:
     def save(self, path: _PathLike) -> int:
         """Writes the whole table into the folder `path`, replacing a snapshot of it there; returns its version.
 
-        A snapshot of another table, of another configuration or seed is not replaced but refused. The folder is valid
-        at every moment: it holds the old snapshot until the new one is complete and on disk. Calls during a save are
-        not held up, but each bucket is saved as it is when its turn comes: pause updates for a cut between two steps. A
-        failed save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md specifies the files.
+        A snapshot of another table, configuration or seed is not replaced but refused. The folder is valid at every
+        moment: it holds the old snapshot until the new one is complete and on disk. Calls during a save are not
+        blocked, but each bucket is saved as it is at its turn: pause updates for a cut between two steps. A failed
+        save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md specifies the files.
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
             return self._snapshots.add(save_table(self._slot, folder))
 
     def save_part(self, path: _PathLike, owned: NDArray[np.bool_], *, since: int | None) -> int:
-        """Saves the table as a server that owns some of its buckets: whole, or what changed since a version."""
+        """Saves the table of a server that owns some of its buckets: whole, or what changed since a version."""
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
             start = None if since is None else self._snapshots.find(self._where, since)
@@ -297,12 +298,14 @@ class Store:
     def save_changes(self, path: _PathLike, *, since: int) -> int:
         """Writes what changed since the snapshot of version `since` into the folder `path`; returns the new version.
 
-        since: what a save, load or apply of this store returned or left in `version`; what was saved before an `attach`
-            will not do, because the ids of removed rows do not survive the process: save the whole table first.
+        since: the version that a save, load or apply of this store returned or left in `version`. Snapshots saved
+            before an `attach` do not count, because the ids of removed rows do not survive the process: save the whole
+            table first.
 
-        Rows that were inserted, updated or stamped since, and the ids of rows that went. If so many went that the table
-        no longer knows them all, SnapshotError says that a full save is needed. Each link of a chain needs a folder of
-        its own; only changes since the same snapshot are replaced, because the new ones hold what the old ones do.
+        Writes rows that were inserted, updated or stamped since, and the ids of rows that were removed. If so many were
+        removed that the table no longer knows them all, it raises SnapshotError: save the whole table. Each link of a
+        chain needs its own folder; only changes since the same snapshot are replaced, because the new ones include the
+        old ones.
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
@@ -317,7 +320,7 @@ class Store:
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> Self:
-        """The table that `save` wrote, bit for bit; everything is verified first. The options are those of `Store`."""
+        """Loads the table that `save` wrote, bit for bit, and verifies it first. The options are those of `Store`."""
         saved = Snapshot.open(folder_path("Store.load", path), "full", num_threads)
         store = cls.__new__(cls)
         store._begin(
@@ -334,7 +337,7 @@ class Store:
             fill_levels(store._slot, [[saved]], None)
             store._engine.set_complete(True)
         except BaseException:
-            if shared is not None:  # half a table; the file is of our making
+            if shared is not None:  # the file holds half a table, and this call created it
                 with suppress(OSError):
                     os.unlink(shared)
             raise
@@ -342,9 +345,9 @@ class Store:
         return store
 
     def apply_changes(self, path: _PathLike) -> None:
-        """Brings the table from the version that the changes in the folder `path` start at to the one they lead to.
+        """Brings the table from the version at which the changes in the folder `path` start to the one they end at.
 
-        Everything is verified before the table is touched: the files, that the table is the same, that it is at that
+        Everything is verified before the table is modified: the files, that the table is the same, that it is at that
         very version and was not changed since. A process that is killed meanwhile leaves a table in shared memory with
         some rows before and some after the changes, each of them whole, and maybe without its sightings: load a full
         snapshot then.
@@ -357,23 +360,23 @@ class Store:
             self._snapshots.add(saved.manifest)
 
     def fill(self, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None = None) -> None:
-        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new; of
-        the buckets that are owned, None: of all. Whoever calls this marks the engine incomplete meanwhile."""
+        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new; only
+        the owned buckets (None: all). The caller marks the engine incomplete meanwhile."""
         with self._one_at_a_time():
             fill_levels(self._slot, levels, owned)
             for level in levels:
-                if len(level) == 1:  # else no one snapshot is what this table holds
+                if len(level) == 1:  # of several parts none is what this table holds
                     self._snapshots.add(level[0].manifest)
 
     def forget_saves(self) -> None:
-        """The next save must be a full one: what changed since an earlier one is not all known here any more."""
+        """Requires the next save to be a full one: the changes since an earlier one are no longer all known here."""
         self._snapshots = History(1)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Of saves, loads and applies. In a fork the lock may be held for ever, so the engine is asked first."""
+        """Excludes other saves, loads and applies. In a fork the lock may be held forever: the engine checks first."""
         self._engine.version(self._slot.index)
         with self._snapshot_lock:
             yield

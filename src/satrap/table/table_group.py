@@ -1,10 +1,10 @@
-"""Many tables in one engine: one native call looks up, or updates, the ids of all of them.
+"""Several tables in one engine: one native call looks up, or updates, the ids of all of them.
 
-A batch brings one array of ids and the offsets where each table's begin, so its cost in Python does not grow with the
-number of tables. Rows come back in one flat array, because tables differ in dim; `split` shows it table by table.
-Whatever concerns one table alone (reading, learning rate, statistics, saving) is on its `Store`, `tables["item"]`:
-every table of the engine has one, and a Store made by hand is the only one of an engine of its own. So the two faces
-share all code but that of the batch, and neither calls through the other.
+A batch passes one array of ids and the offsets where each table's begin, so its cost in Python does not grow with the
+number of tables. Rows are returned in one flat array, because tables differ in dim; `split` shows it table by table.
+What concerns one table alone (reading, learning rate, statistics, saving) is on its `Store`, `tables["item"]`: every
+table of the engine has one, and a Store that a user creates is the only one of its engine. So a Store and a TableGroup
+share all code but that of the batch, and neither calls the other.
 """
 
 import os
@@ -28,7 +28,7 @@ _PathLike = str | os.PathLike[str]
 
 
 class TableGroup(Mapping[str, Store]):
-    """Tables by name, in one engine: one memory, one set of threads, one count of steps."""
+    """Tables by name, in one engine: they share memory, threads and the count of steps."""
 
     def __init__(
         self,
@@ -39,24 +39,24 @@ class TableGroup(Mapping[str, Store]):
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> None:
-        """Empty tables, in the order in which every batch brings their ids. The options are those of `Store`."""
+        """Creates empty tables, in the order of their ids in every batch. The options are those of `Store`."""
         if not isinstance(tables, Sequence):
-            raise ConfigError(f"tables is a {type(tables).__name__}; wanted a list of satrap.Table")
+            raise ConfigError(f"tables is a {type(tables).__name__}; expected a list of satrap.Table")
         names = [table.name for table in tables if isinstance(table, Table)]
         if not tables or len(set(names)) != len(names):
-            raise ConfigError(f"tables are called {names}; wanted at least one table, each with a name of its own")
+            raise ConfigError(f"tables are called {names}; expected at least one table, each with its own name")
         self._begin(open_engine(tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared))
 
     @classmethod
     def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
-        """The tables in the shared-memory file of a process that has ended, killed or not."""
+        """Attaches the tables in the shared-memory file of a process that has exited or was killed."""
         tables = cls.__new__(cls)
         tables._begin(attach_engine(path, num_threads=num_threads, simd=simd))
         return tables
 
     @classmethod
     def in_engine(cls, slots: list[Slot]) -> Self:
-        """The face of all tables of an engine that exists already."""
+        """Returns a group of all tables of an existing engine."""
         tables = cls.__new__(cls)
         tables._begin(slots)
         return tables
@@ -86,12 +86,12 @@ class TableGroup(Mapping[str, Store]):
 
     @property
     def layout(self) -> int:
-        """Another one when rows have moved to other servers: changes since an earlier save cannot be saved then. Here
-        none do."""
+        """A number that changes when rows migrate to other servers, after which changes since an earlier save cannot be
+        saved. Here no rows migrate."""
         return 0
 
     def require_permitted(self, folder: _PathLike) -> None:
-        """As of tables on servers, which write below some folders only; these write wherever this process may."""
+        """Permits every folder. Only tables on servers restrict the folders that they write to."""
 
     def restore(
         self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
@@ -100,16 +100,16 @@ class TableGroup(Mapping[str, Store]):
         then is possible, which it is not if several servers saved them.
 
         folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
-            verified before any table is touched.
-        owned: of each table, of each of its buckets, whether its rows are wanted here. None: all are.
+            verified before any table is modified.
+        owned: for each table and each of its buckets, whether its rows are restored here. None: all are.
         """
         used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
         if used:
             raise SnapshotError(
-                f"{self._where}: {used[0]!r} was used already; restore into new tables, before any step"
+                f"{self._where}: {used[0]!r} was already used; restore into new tables, before any step"
             )
         chains = self.verify(folders)
-        self._engine.set_complete(False)  # a process that is killed here leaves no shared-memory file to go on with
+        self._engine.set_complete(False)  # if this process is killed here, its shared-memory file cannot be attached
         for t, (name, levels) in enumerate(chains.items()):
             self._stores[name].fill(levels, None if owned is None else owned[t])
         self._engine.set_complete(True)
@@ -118,7 +118,7 @@ class TableGroup(Mapping[str, Store]):
     def verify(self, folders: Mapping[str, Sequence[_PathLike]]) -> dict[str, list[list[Snapshot]]]:
         """Raises unless `restore` could fill tables like these from the folders. Reads every file whole."""
         if folders.keys() != self._stores.keys():
-            raise InputError(f"{self._where}: folders are of {sorted(folders)}; wanted one list for each table here")
+            raise InputError(f"{self._where}: folders are of {sorted(folders)}; expected one list for each table here")
         return {
             name: open_levels(self._slots[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
             for name in self._stores
@@ -166,7 +166,7 @@ class TableGroup(Mapping[str, Store]):
         out: NDArray[np.float32] | None = None,
         with_ticket: bool = False,
     ) -> NDArray[np.float32] | tuple[NDArray[np.float32], Ticket]:
-        """The values of the ids' rows of all tables, table after table, in one flat float32 array.
+        """Returns the values of the ids' rows of all tables, table after table, in one flat float32 array.
 
         ids: as in `Store.lookup`; those of table t are ids[offsets[t]:offsets[t + 1]].
         offsets: int64 [tables + 1], rising from 0 to the number of ids.
@@ -188,7 +188,7 @@ class TableGroup(Mapping[str, Store]):
         )
 
     def prepare(self, ids: ArrayLike, offsets: ArrayLike) -> Ticket:
-        """A ticket for an update of ids that were not looked up with one."""
+        """Returns a ticket for an update of ids that were looked up without one."""
         id_array = array_args.as_ids(self._where, ids)
         return self._engine.prepare(id_array, array_args.as_offsets(self._where, offsets, len(self), len(id_array)))
 
@@ -206,29 +206,31 @@ class TableGroup(Mapping[str, Store]):
         lrs: learning rates of this update by table; tables not named use their own.
         """
         if not isinstance(ticket, Ticket):
-            raise InputError(f"{self._where}: ticket is {kind_of(ticket)}; wanted one from lookup or prepare")
+            raise InputError(f"{self._where}: ticket is {kind_of(ticket)}; expected one from lookup or prepare")
         gradient_array = array_args.as_gradients(self._where, gradients, None)
         update(self._where, self._engine, ticket, gradient_array, step, self._lrs({} if lrs is None else lrs))
 
-    def _lrs(self, given: Mapping[str, float]) -> list[float]:
-        if not isinstance(given, Mapping):
-            raise InputError(f"{self._where}: lrs is a {type(given).__name__}; wanted a dict from a table's name to lr")
-        unknown = given.keys() - self._stores.keys()
+    def _lrs(self, lrs: Mapping[str, float]) -> list[float]:
+        if not isinstance(lrs, Mapping):
+            raise InputError(f"{self._where}: lrs is a {type(lrs).__name__}; expected a dict from a table's name to lr")
+        unknown = lrs.keys() - self._stores.keys()
         if unknown:
-            raise InputError(f"{self._where}: lrs names {sorted(map(str, unknown))}, which are no tables here")
+            raise InputError(
+                f"{self._where}: lrs names {sorted(map(str, unknown))}, which are not tables of this group"
+            )
         return [
-            array_args.as_lr(f"table {name!r}", given[name], optimizer) if name in given else self._engine.lr(i)
+            array_args.as_lr(f"table {name!r}", lrs[name], optimizer) if name in lrs else self._engine.lr(i)
             for i, (name, optimizer) in enumerate(zip(self._stores, self._optimizers, strict=True))
         ]
 
     def split(self, flat: NDArray[np.float32], offsets: ArrayLike) -> list[NDArray[np.float32]]:
         """Each table's part of a lookup's result, or of gradients like it, as a view [n, dim]."""
         if not isinstance(flat, np.ndarray) or flat.ndim != 1:
-            raise InputError(f"{self._where}: flat is a {type(flat).__name__}; wanted an array of one dimension")
+            raise InputError(f"{self._where}: flat is a {type(flat).__name__}; expected an array of one dimension")
         ends = np.cumsum(np.diff(array_args.as_offsets(self._where, offsets, len(self), None)) * self._dims)
         if ends[-1] != len(flat):
             raise InputError(
-                f"{self._where}: flat holds {len(flat)} floats; wanted the {ends[-1]} of a lookup with these offsets"
+                f"{self._where}: flat holds {len(flat)} floats; expected the {ends[-1]} of a lookup with these offsets"
             )
         parts = np.split(flat, ends[:-1])
         return [part.reshape(-1, dim) for part, dim in zip(parts, self._dims, strict=True)]

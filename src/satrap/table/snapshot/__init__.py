@@ -1,1 +1,1 @@
-"""A table on disk: its manifest, its data files, and how it is written and read."""
+"""A table on disk: `manifest`, `directory` and `arrow_files` say what it is; `writer` saves it, `reader` loads it."""

@@ -1,7 +1,7 @@
 """The data files of a snapshot: their Arrow schemas, rows in and out as columns without a copy, several at a time.
 
-Of the table only this file imports pyarrow, and only when something is saved or loaded. docs/format.md specifies the
-columns.
+Of the package `table` only this file imports pyarrow, and only when something is saved or loaded. docs/format.md
+specifies the columns.
 """
 
 import mmap
@@ -32,7 +32,7 @@ def pyarrow_or_error() -> Any:
 
 
 def schema_of(arrow: Any, file: FileKind, kind: Kind, snapshot_id: str, table: Table, states: int) -> Any:
-    """The columns of a file of this kind, and what names it."""
+    """Returns the columns of a file of this kind, with the metadata that identifies it."""
     columns = [("id", arrow.uint64())]
     if file in ("rows", "sightings"):
         columns.append(("step", arrow.uint32()))
@@ -56,7 +56,7 @@ def schema_of(arrow: Any, file: FileKind, kind: Kind, snapshot_id: str, table: T
 
 
 def items(arrow: Any, column: Any) -> Any:
-    """The numbers of a column, those in its lists if it has lists."""
+    """Returns the numbers of a column; of a column of lists, the numbers in its lists."""
     return column.flatten() if arrow.types.is_fixed_size_list(column.type) else column
 
 
@@ -65,7 +65,7 @@ def _list_type(arrow: Any, number: Any, size: int) -> Any:
 
 
 def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
-    """The columns as a record batch around their own memory."""
+    """Wraps the columns as a record batch, without a copy."""
     arrays = []
     for each in schema:
         data = columns[each.name]
@@ -78,7 +78,7 @@ def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
 
 
 def batches(reader: Any) -> Iterator[Columns]:
-    """The record batches of a verified file as views of its mapping."""
+    """Yields the record batches of a verified file as views of its mapping."""
     for i in range(reader.num_record_batches):
         batch = reader.get_batch(i)
         columns = {}
@@ -95,7 +95,7 @@ def mapped_file(path: Path, file: DataFile) -> mmap.mmap:
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.bytes or size == 0:
-                raise SnapshotError(f"{path} has {size} bytes; wanted {file.bytes}: it is not as it was saved")
+                raise SnapshotError(f"{path} has {size} bytes; expected {file.bytes}: it is not as it was saved")
             return mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise SnapshotError(f"{path} is missing; the manifest names it") from None
@@ -104,7 +104,7 @@ def mapped_file(path: Path, file: DataFile) -> mmap.mmap:
 
 
 def in_threads(num_threads: int, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """work(item) of each item, in order. An error is raised when the calls that had begun have ended."""
+    """Returns work(item) for each item, in order. Raises an error after the calls that had started have returned."""
     if num_threads == 1 or len(items) <= 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="satrap-snapshot") as pool:

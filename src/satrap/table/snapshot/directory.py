@@ -1,13 +1,14 @@
-"""The folder of a snapshot on disk: who may write into it, when its new content becomes visible, what is swept away.
+"""The folder of a snapshot on disk: which save may write into it, when the new snapshot becomes visible, what is
+removed.
 
-Knows files, locks and the manifest, and nothing of what is in data files: `snapshot` writes them by `ChecksumFile`.
-The rules, which hold whatever fails and whenever the process dies:
- 1. one save at a time writes into a folder (an advisory lock on the folder, dropped by the kernel);
- 2. one folder holds one snapshot of one table, which only a later one in its place replaces: the same table, configured
-    alike, and of changes those that start at the same snapshot; a folder that holds something else is refused;
+Knows files, locks and the manifest, but not the content of data files: `writer` writes them through `ChecksumFile`.
+These rules hold whatever fails and whenever the process dies:
+ 1. one save at a time writes into a folder (an advisory lock on the folder, released by the kernel);
+ 2. one folder holds one snapshot of one table, replaced only by a later one: the same table, configured
+    alike, and changes only if they start at the same snapshot; a folder that holds something else is refused;
  3. data files have names never used before, so no file of the valid snapshot is written to;
  4. each is on disk (fsync) before the manifest that names it is, and the manifest appears by one rename;
- 5. only then the files of the earlier snapshot go; a save that fails removes its own instead.
+ 5. only then the files of the earlier snapshot are removed; a save that fails removes its own instead.
 """
 
 import errno
@@ -29,24 +30,24 @@ from satrap.errors import InputError, SnapshotError
 from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
 
 _PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
-_CHUNK = 1 << 20  # bytes that are summed and then written while they are still in the processor's cache
+_CHUNK = 1 << 20  # bytes that are checksummed, then written while they are still in the processor's cache
 
 
 def folder_path(where: str, path: object) -> Path:
-    """What a caller gave as the path of a folder."""
+    """Returns the folder that a caller passed as a path."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or not is_path(text):
-        raise InputError(f"{where}: path is {describe(path)}; wanted the path of a snapshot's folder")
+        raise InputError(f"{where}: path is {describe(path)}; expected the path of a snapshot's folder")
     return Path(text)
 
 
 def part_name(part: int, num_parts: int) -> str:
-    """What the folder of one server's part of a table is called, within the table's."""
+    """Returns the name of the folder of one server's part of a table, within the table's folder."""
     return f"{part}-of-{num_parts}"
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """The folders in it that are called like parts."""
+    """Returns the folders in it whose names are those of parts."""
     try:
         return [each for each in folder.iterdir() if _PART.fullmatch(each.name)]
     except OSError:
@@ -54,32 +55,34 @@ def parts_in(folder: Path) -> list[Path]:
 
 
 def parts_of(folder: Path) -> list[Path]:
-    """The folders of the parts that a table was saved in, each a snapshot: itself, unless servers saved it."""
+    """Returns the folders of the parts that a table was saved in, each a snapshot: its own folder, unless servers saved
+    it."""
     names = {each.name for each in parts_in(folder)}
     if not names:
-        return [folder]  # or it cannot be read: whoever reads its manifest says what is wrong
+        return [folder]  # if it cannot be read, reading its manifest raises the error
     num_parts = int(max(names).rpartition("-")[2])
-    wanted = [part_name(part, num_parts) for part in range(num_parts)]
-    if names != set(wanted):
+    expected = [part_name(part, num_parts) for part in range(num_parts)]
+    if names != set(expected):
         raise SnapshotError(
-            f"{folder} holds the parts {', '.join(sorted(names))}; wanted all of one save, {wanted[0]} to {wanted[-1]}"
+            f"{folder} holds the parts {', '.join(sorted(names))}; expected all of one save, {expected[0]} to "
+            f"{expected[-1]}"
         )
-    return [folder / name for name in wanted]
+    return [folder / name for name in expected]
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the snapshot in the folder."""
+    """Reads the manifest of the snapshot in the folder."""
     path = folder / FILE_NAME
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         if not folder.exists():
-            raise SnapshotError(f"{folder} does not exist; wanted the folder of a snapshot") from None
+            raise SnapshotError(f"{folder} does not exist; expected the folder of a snapshot") from None
         raise SnapshotError(
-            f"{folder} has no {FILE_NAME}: it is no snapshot, or its save was cut short (the manifest is written last)"
+            f"{folder} has no {FILE_NAME}: it is no snapshot, or its save did not finish (the manifest is written last)"
         ) from None
     except NotADirectoryError:
-        raise SnapshotError(f"{folder} is a file; wanted the folder of a snapshot") from None
+        raise SnapshotError(f"{folder} is a file; expected the folder of a snapshot") from None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
     return Manifest.from_json(text, str(path))
@@ -89,7 +92,7 @@ class SnapshotDirectory:
     """A folder while a save writes into it. Leaving the `with` block before `commit` removes what was written."""
 
     def __init__(self, path: Path, token: str, config: dict[str, Any], seed: int, since: Since | None) -> None:
-        """token: the id of the snapshot to come. config, seed: of its table. since: what changes start at."""
+        """token: the new snapshot's id. config, seed: of its table. since: the snapshot that its changes start at."""
         self.path = path
         self._token = token
         self._config = config
@@ -106,7 +109,7 @@ class SnapshotDirectory:
         except (FileExistsError, NotADirectoryError):
             above = (self.path, *self.path.parents)
             file = next((each for each in above if os.path.lexists(each) and not each.is_dir()), self.path)
-            raise SnapshotError(f"{file} is a file; wanted a folder to save into") from None
+            raise SnapshotError(f"{file} is a file; expected a folder to save into") from None
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._lock()
@@ -123,13 +126,13 @@ class SnapshotDirectory:
             if not self._committed and not self._may_be_committed():
                 self._sweep(lambda name: self._token in name)
                 if self._made:
-                    with suppress(OSError):  # not empty: somebody else's file
+                    with suppress(OSError):  # not empty: it holds another program's file
                         self.path.rmdir()
         finally:
             os.close(self._fd)
 
     def commit(self, manifest: Manifest) -> None:
-        """Makes the snapshot the one that this folder holds. Its data files are on disk already."""
+        """Makes this snapshot the one that the folder holds. Its data files are on disk already."""
         temporary = self.path / temporary_name(self._token)
         with ChecksumFile(temporary) as file:
             file.write(manifest.to_json())
@@ -137,14 +140,14 @@ class SnapshotDirectory:
         self._committed = True
         os.fsync(self._fd)
         if self._made:
-            with suppress(OSError):  # a parent that may not be opened is not ours to make durable
+            with suppress(OSError):  # a parent that this process may not open cannot be flushed
                 put_on_disk(self.path.parent)
         named = {file.name for file in manifest.files}
         self._sweep(lambda name: name not in named)
 
     def _may_be_committed(self) -> bool:
-        """Whether the manifest names this snapshot. Decided by the file: an interrupt may come right after the rename,
-        before `commit` has noted it. What cannot be read is not swept either: that costs space and no snapshot."""
+        """Returns whether the manifest names this snapshot. The file decides: an interrupt may come right after the
+        rename, before `commit` has noted it. If it cannot be read, nothing is removed: that costs only space."""
         try:
             return read_manifest(self.path).id == self._token
         except SnapshotError:
@@ -155,20 +158,24 @@ class SnapshotDirectory:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return  # some network file systems lock no folders; the rule is then the user's to keep
+                return  # some network file systems lock no folders; keeping rule 1 is then up to the user
             raise SnapshotError(f"{self.path}: another save is writing; wait for it, or give another folder") from None
 
     def _require_same_table(self) -> None:
-        """Rule 2. A folder without a manifest may be used: new, or left by a save that was killed."""
+        """Applies rule 2. A folder without a manifest may be used: it is new, or a save was killed in it."""
         if not (self.path / FILE_NAME).exists():
             return
         try:
             held = read_manifest(self.path)
         except SnapshotError as error:
             raise SnapshotError(f"{error}; it is not overwritten: remove it, or give another folder") from error
-        name, wanted, kind = held.config.get("name"), self._config["name"], "full" if self._since is None else "changes"
-        if name != wanted:
-            raise SnapshotError(f"{self.path} holds the table {name!r}, not {wanted!r}; give another folder")
+        name, expected, kind = (
+            held.config.get("name"),
+            self._config["name"],
+            "full" if self._since is None else "changes",
+        )
+        if name != expected:
+            raise SnapshotError(f"{self.path} holds the table {name!r}, not {expected!r}; give another folder")
         if held.kind != kind:
             words = {"full": "a full snapshot", "changes": "the changes of a save_changes"}
             raise SnapshotError(
@@ -188,7 +195,7 @@ class SnapshotDirectory:
             )
 
     def _sweep(self, unwanted: Callable[[str], bool]) -> None:
-        """Removes files that saves have left. What cannot be removed costs only space and is tried again next time."""
+        """Removes files that saves have left. The next save retries what cannot be removed: it costs only space."""
         with suppress(OSError):
             for name in os.listdir(self.path):
                 if is_ours(name) and unwanted(name):
@@ -197,7 +204,7 @@ class SnapshotDirectory:
 
 
 class ChecksumFile:
-    """A new file, written from start to end and summed on the way; closing it puts it on disk."""
+    """A new file, written from start to end and checksummed on the way; closing it flushes it to disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +217,7 @@ class ChecksumFile:
         return self._fd < 0
 
     def write(self, data: object) -> int:
-        """Takes anything with a buffer. Big data is not copied; the GIL is free while it is summed and written."""
+        """Writes any object with a buffer. Large data is not copied; the GIL is released meanwhile."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         for start in range(0, len(view), _CHUNK):
             piece = view[start : start + _CHUNK]
@@ -221,7 +228,7 @@ class ChecksumFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no data is buffered."""
 
     def sync(self) -> None:
         """Returns when the file is on disk."""
@@ -247,5 +254,5 @@ class ChecksumFile:
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
         try:
             return function(self._fd, *arguments)
-        except OSError as error:  # the system names no file when it is given a number
+        except OSError as error:  # a call by file descriptor reports no file name
             raise OSError(error.errno, error.strerror, str(self.path)) from None

@@ -1,7 +1,7 @@
-"""The manifest of a snapshot: what a saved table is, which files hold it, and how to tell that they are whole.
+"""The manifest of a snapshot: which table was saved, which files hold it, and how to verify that they are whole.
 
-Pure: a `Manifest` to JSON bytes and back, every field checked, nothing read from or written to a disk (`folder` does
-that, `snapshot` fills the files). docs/format.md is the specification; a change here is a change there.
+Pure: converts a `Manifest` to JSON bytes and back and checks every field, without access to a disk (`directory`
+does that; `writer` fills the files). docs/format.md is the specification; a change here is a change there.
 """
 
 import json
@@ -35,12 +35,12 @@ _LARGEST = 2**64 - 1
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file of this name can only have been left by a save."""
+    """Returns whether only a save can have left a file of this name."""
     return any(pattern.fullmatch(name) for pattern in (*_NAMES.values(), _TEMPORARY))
 
 
 def temporary_name(token: str) -> str:
-    """What the manifest is called until it is complete."""
+    """Returns the manifest's file name until it is complete."""
     return f"manifest-{token}.tmp"
 
 
@@ -56,71 +56,71 @@ class DataFile:
     """One Arrow file of a snapshot."""
 
     name: str
-    """In the manifest's folder."""
+    """Its name in the manifest's folder."""
     kind: FileKind
-    """What its lines are."""
+    """The kind of its lines."""
     bytes: int
     """Its size."""
     rows: int
-    """Lines in it."""
+    """Number of lines in it."""
     crc32c: int
-    """Of all its bytes."""
+    """Checksum of all its bytes."""
     bucket_begin: int
-    """Every id in it lies in the buckets from this one"""
+    """The first of the buckets that its ids are in."""
     bucket_end: int
-    """up to, not including, this one."""
+    """The bucket after the last of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What `manifest.json` says; format.md explains each field."""
+    """The content of `manifest.json`; format.md explains each field."""
 
     kind: Kind
     """A whole table, or what changed since another snapshot."""
     id: str
     """16 hex digits drawn at random, in the name of every file of this snapshot."""
     version: int
-    """The table's version that this snapshot is."""
+    """The table's version that this snapshot holds."""
     since: int | None
-    """Changes: the version that they start at."""
+    """The version that changes start at; None: a whole table."""
     since_id: str | None
-    """Changes: the id of the snapshot that they start at, if the saver knew it."""
+    """The id of the snapshot that changes start at, if the saver knew it."""
     config: dict[str, Any]
     """`Table.to_dict()`."""
     seed: int
-    """The store's."""
+    """The store's seed."""
     latest_step: int
-    """The store's."""
+    """The store's latest step."""
     expire_before: int
     """Rows stamped before this step have expired; 0: none."""
     lr: float
-    """The store's, which may differ from the configuration's."""
+    """The store's learning rate, which may differ from the configuration's."""
     num_buckets: int
-    """Buckets of the table."""
+    """Number of buckets of the table."""
     buckets: tuple[tuple[int, int], ...] | None
-    """Which of them the saver owned, as rising ranges [begin, end). None: an earlier Satrap did not note it."""
+    """The buckets that the saver owned, as rising ranges [begin, end). None: an earlier Satrap did not record them."""
     rows: int
-    """Rows in the rows files."""
+    """Number of rows in the rows files."""
     removed: int
-    """Ids in the removed file."""
+    """Number of ids in the removed file."""
     sightings: int
-    """Lines of the sightings file."""
+    """Number of lines of the sightings file."""
     files: tuple[DataFile, ...]
     """Rows files in order of their buckets, then sightings, then removed."""
 
     def of_kind(self, kind: FileKind) -> list[DataFile]:
-        """The files of one kind."""
+        """Returns the files of one kind."""
         return [file for file in self.files if file.kind == kind]
 
     def holds(self) -> NDArray[np.bool_]:
-        """Of each bucket whether the saver owned it; all of them if it did not say."""
+        """Returns for each bucket whether the saver owned it; True for all if it recorded none."""
         found = np.full(self.num_buckets, self.buckets is None)
         for begin, end in self.buckets or ():
             found[begin:end] = True
         return found
 
     def differences(self, config: dict[str, Any], seed: int) -> list[str]:
-        """In what a table of this configuration and seed is another one than that of the snapshot."""
+        """Returns how a table of this configuration and seed differs from the snapshot's, field by field."""
         found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
         return [
             f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
@@ -129,13 +129,13 @@ class Manifest:
         ]
 
     def to_json(self) -> bytes:
-        """Canonical JSON with the checksum in it, and a newline."""
+        """Returns canonical JSON that includes the checksum, and a newline."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION} | asdict(self)
         return _canonical(content | {"crc32c": checksum(_canonical(content))}) + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> Self:
-        """The manifest in the file `where`, with every field checked against every other."""
+        """Parses the manifest in the file `where`; checks every field against every other."""
         content = _verified(text, where)
         fields = _Fields(content, where)
         manifest = cls(
@@ -157,11 +157,11 @@ class Manifest:
             files=tuple(_data_file(each) for each in fields.mappings("files")),
         )
         for problem in manifest._problems():
-            raise SnapshotError(f"{where}: {problem}; whatever wrote it is not compatible with this Satrap")
+            raise SnapshotError(f"{where}: {problem}; the program that wrote it is not compatible with this Satrap")
         return manifest
 
     def _problems(self) -> Iterator[str]:
-        """What contradicts itself in a manifest whose fields are each valid."""
+        """Yields the contradictions in a manifest whose fields are each valid."""
         if (self.kind == "changes") != (self.since is not None):
             yield f"kind is {self.kind!r} and since is {self.since}"
         if self.since is not None and self.since >= self.version:
@@ -182,26 +182,26 @@ class Manifest:
             at = file.bucket_end
         if at != self.num_buckets:
             yield f"the rows files end at bucket {at} of {self.num_buckets}"
-        wanted = {"sightings": 1, "removed": int(self.kind == "changes")}
+        expected = {"sightings": 1, "removed": int(self.kind == "changes")}
         for kind, total in (("rows", self.rows), ("sightings", self.sightings), ("removed", self.removed)):
             files = [file for file in self.files if file.kind == kind]
-            if len(files) != wanted.get(kind, len(files)):
+            if len(files) != expected.get(kind, len(files)):
                 yield f"there are {len(files)} {kind} files"
             if sum(file.rows for file in files) != total:
                 yield f"{kind} is {total}, but its files hold {sum(file.rows for file in files)}"
 
 
 class _Fields:
-    """Takes fields out of a JSON object, refusing what is missing or of a wrong type."""
+    """Takes fields from a JSON object; refuses one that is missing or has a wrong type."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self._content = content
         self._where = where
 
-    def _take(self, name: str, valid: bool, wanted: str) -> Any:
+    def _take(self, name: str, valid: bool, expected: str) -> Any:
         if not valid:
             found = repr(self._content[name]) if name in self._content else "missing"
-            raise SnapshotError(f"{self._where}: the field {name!r} is {found}; wanted {wanted}")
+            raise SnapshotError(f"{self._where}: the field {name!r} is {found}; expected {expected}")
         return self._content[name]
 
     def integer(self, name: str, low: int = 0, high: int = _LARGEST) -> int:
@@ -253,7 +253,7 @@ def _data_file(fields: _Fields) -> DataFile:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A table's configuration with the fields that Satrap had not yet when it was saved."""
+    """Returns a table's configuration with the fields that Satrap did not have when it was saved."""
     try:
         return Table.from_dict(config).to_dict()
     except ConfigError:
@@ -265,19 +265,19 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def checksum(data: bytes) -> int:
-    """CRC-32C."""
+    """Returns the CRC-32C of the bytes."""
     return crc32c(np.frombuffer(data, np.uint8))
 
 
 def _verified(text: bytes, where: str) -> dict[str, Any]:
-    """The JSON object, if it is a manifest of a version that we read and is as it was written."""
+    """Returns the JSON object if it is a manifest of a version that this Satrap reads, and intact."""
     try:
         content: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8; or lists in lists without end
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or endlessly nested lists
         raise SnapshotError(f"{where} is no JSON ({error}): torn, or not a Satrap manifest") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise SnapshotError(f"{where} is no manifest of a Satrap table: its format is {found!r}; wanted {FORMAT!r}")
+        raise SnapshotError(f"{where} is no manifest of a Satrap table: its format is {found!r}; expected {FORMAT!r}")
     if content.get("format_version") != FORMAT_VERSION:
         raise SnapshotError(
             f"{where} is of format_version {content.get('format_version')!r}; this Satrap reads {FORMAT_VERSION}"

@@ -1,7 +1,7 @@
-"""What a checkpoint says of a table that it holds: which snapshots, in which folders, and how many rows.
+"""A checkpoint's record of a table: which snapshots it was saved as, in which folders, and how many rows it has.
 
 A folder of another checkpoint, or of another server, is as whole as the one that belongs there, and of the same table:
-only this tells the two apart.
+only this record tells the two apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,19 @@ class SavedPart:
     """One snapshot: of the whole table, or of one server's buckets."""
 
     folder: str
-    """"k-of-n" within the table's folder; "": that itself."""
+    """"k-of-n" within the table's folder; "": the table's folder itself."""
     id: str
     """The snapshot's id."""
     version: int
-    """The table's version that it is."""
+    """The version of the table that it holds."""
     rows: int
-    """Lines in its rows files."""
+    """Number of lines in its rows files."""
     crc32c: int
     """Checksum of all bytes of its manifest, which holds the checksums of the other files."""
 
     @classmethod
     def of(cls, path: Path, folder: str = "") -> Self:
-        """Reads what lies there."""
+        """Reads the record of the snapshot in a folder."""
         manifest = read_manifest(path)
         number = checksum((path / FILE_NAME).read_bytes())
         return cls(folder=folder, id=manifest.id, version=manifest.version, rows=manifest.rows, crc32c=number)
@@ -47,39 +47,39 @@ class SavedTable:
     """One table of a checkpoint."""
 
     rows: int
-    """Rows that the table held then: more than these files hold, if they are changes."""
+    """Rows that the table had: more than these files hold, if they are changes."""
     parts: tuple[SavedPart, ...]
     """The snapshots, in the order of their servers."""
 
     @classmethod
     def of(cls, folder: Path, rows: int) -> Self:
-        """Reads what lies there, of a table that has so many rows."""
+        """Reads the record of the snapshots in a folder, of a table with that many rows."""
         return cls(rows=rows, parts=saved_parts(folder))
 
     def require(self, folder: Path, checkpoint: str) -> None:
-        """Raises unless the folder holds these very snapshots."""
-        wanted = {part.folder: part for part in self.parts}
+        """Raises unless the folder holds exactly these snapshots."""
+        expected = {part.folder: part for part in self.parts}
         found = {part.folder: part for part in saved_parts(folder)}
-        if wanted.keys() != found.keys():
+        if expected.keys() != found.keys():
             raise SnapshotError(
                 f"{folder} holds the parts {', '.join(map(repr, found))}; {checkpoint} was saved with "
-                f"{', '.join(map(repr, wanted))}: put those back, or remove {checkpoint} to use an older one"
+                f"{', '.join(map(repr, expected))}: put those back, or remove {checkpoint} to use an older one"
             )
-        for name, part in wanted.items():
+        for name, part in expected.items():
             if found[name] != part:
                 raise SnapshotError(
-                    f"{folder / name} is not what {checkpoint} was saved with, but {found[name]}; wanted {part}: it "
+                    f"{folder / name} is not what {checkpoint} was saved with, but {found[name]}; expected {part}: it "
                     f"comes from another checkpoint or was changed; put the right one back, or remove {checkpoint} to "
                     "use an older one"
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """This as plain JSON types."""
+        """Returns this as plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Reads what `to_dict` wrote; ValueError, KeyError or TypeError if it is anything else."""
+        """Reads what `to_dict` wrote; raises ValueError, KeyError or TypeError if it is anything else."""
         parts = tuple(SavedPart(**part) for part in data["parts"])
         numbers = [data["rows"], *(number for part in parts for number in (part.version, part.rows, part.crc32c))]
         if not parts or not all(type(number) is int and number >= 0 for number in numbers):
@@ -96,16 +96,18 @@ def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
 
 
 def checksum_of(folder: Path) -> int:
-    """A number that differs where `saved_parts` does, to compare what two machines see."""
+    """Returns a number that differs where `saved_parts` does, to compare what two machines see."""
     return checksum(repr([asdict(part) for part in saved_parts(folder)]).encode())
 
 
 def require_same_snapshots(folders: Sequence[Sequence[str]], checksums: Sequence[Sequence[int]]) -> None:
-    """Raises unless this machine sees in each folder what another one did when it took `checksum_of` it."""
+    """Raises unless each folder holds on this machine what it held on the one that took `checksum_of` it."""
     if [len(chain) for chain in folders] != [len(chain) for chain in checksums]:
-        raise InputError(f"folders of {len(folders)} tables come with checksums of {len(checksums)}; wanted as many")
-    for chain, wanted in zip(folders, checksums, strict=True):
-        for folder, each in zip(chain, wanted, strict=True):
+        raise InputError(
+            f"folders of {len(folders)} tables come with checksums of {len(checksums)}; expected one for each folder"
+        )
+    for chain, expected in zip(folders, checksums, strict=True):
+        for folder, each in zip(chain, expected, strict=True):
             if checksum_of(Path(folder)) != each:
                 raise SnapshotError(
                     f"{folder} holds other snapshots on this machine than the trainer sees there: give a folder that "
@@ -114,7 +116,7 @@ def require_same_snapshots(folders: Sequence[Sequence[str]], checksums: Sequence
 
 
 def require_each_bucket_once(folder: Path, parts: Sequence[Manifest]) -> None:
-    """Raises unless every bucket of the table is in one part. Snapshots that do not say which they hold pass."""
+    """Raises unless every bucket of the table is in exactly one part. Snapshots that record no buckets pass."""
     if any(part.buckets is None for part in parts):
         return
     count = np.sum([part.holds() for part in parts], axis=0)
@@ -122,5 +124,5 @@ def require_each_bucket_once(folder: Path, parts: Sequence[Manifest]) -> None:
     if len(wrong):
         raise SnapshotError(
             f"{folder}: bucket {wrong[0]} is in {count[wrong[0]]} of its {len(parts)} parts (one of {len(wrong)} such "
-            f"buckets of {len(count)}); wanted each in one: a part is missing or was copied over another"
+            f"buckets of {len(count)}); expected each in one: a part is missing or was copied over another"
         )

@@ -1,12 +1,12 @@
-"""Saving a table: its rows leave the engine as columns, a range of whole buckets at a time, and become a snapshot.
+"""Saves a table: its rows leave the engine as columns, a range of whole buckets at a time, and become a snapshot.
 
-Each thread writes files of its own. `datafiles` says what is in them, `manifest` what a snapshot is, `folder` how it
-becomes visible.
+Each thread writes its own files. `arrow_files` defines their content, `manifest` describes the snapshot, `directory`
+makes it visible.
 
 Versions. The engine marks every row with the table's version at its last change. A save first begins a new version v,
 then writes the rows whose mark is at least `since` (a full one: all). So whatever changes during or after the save is
 marked v or later, and the changes since v hold it; a row changed during the save may be in both, which does no harm.
-All rows are taken before the ids that went, so that applying both never overfills a bucket. A save that fails has
+All rows are taken before the removed ids, so that applying both never overfills a bucket. A save that fails has
 cleared no marks: the changes since an older version are still all there.
 """
 
@@ -25,7 +25,7 @@ from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pya
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
 
-_BATCH_BYTES = 16 << 20  # of a record batch, unless one bucket alone is larger: what a thread holds in memory
+_BATCH_BYTES = 16 << 20  # of a record batch, unless one bucket alone is larger: the memory that a thread needs
 _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
 _MAX_FILES = 64
 
@@ -33,13 +33,13 @@ _MAX_FILES = 64
 def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArray[np.bool_] | None = None) -> Manifest:
     """Writes the table, or what changed since a snapshot, into the folder.
 
-    owned: of each bucket whether it is this engine's; None: all are. The engine knows it, and exports no other.
+    owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
     """
     table = slot.table
     token = secrets.token_hex(8)
     kind: Kind = "full" if since is None else "changes"
     saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
-    saver.require_removals()  # whatever the folder holds of a save that a process before this one was killed in
+    saver.require_removals()  # first: what a killed save left in the folder must not hide this error
     try:
         with SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder:
             manifest = saver.run()
@@ -47,14 +47,14 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
     except OSError as error:
         raise SnapshotError(
             f"table {table.name!r}: saving into {path} failed at {error.filename or path}: {error.strerror}; "
-            "what the folder held is still valid, and no changes are forgotten: give it room, or another folder"
+            "what the folder held is still valid, and no changes are forgotten: free some space, or give another folder"
         ) from error
     return manifest
 
 
 @dataclass(kw_only=True)
 class _Saver:
-    """One save. Writes data files; whoever made the folder removes them if it fails."""
+    """One save. Writes data files; the folder's owner removes them if the save fails."""
 
     slot: Slot
     folder: Path
@@ -65,7 +65,7 @@ class _Saver:
     arrow: Any = field(default_factory=pyarrow_or_error)
     state_dim: int = field(init=False)
     bucket_bytes: int = field(init=False)
-    """Of the rows of one bucket, on average."""
+    """Average size of the rows of one bucket."""
 
     def run(self) -> Manifest:
         slot, engine, index = self.slot, self.slot.engine, self.slot.index
@@ -75,7 +75,7 @@ class _Saver:
         try:
             version = engine.begin_version(index)
         except InputError as error:
-            raise SnapshotError(f"{error}: it can be saved no more") from None
+            raise SnapshotError(f"{error}: it can no longer be saved") from None
         buckets = engine.num_buckets(index)
         ranges = self._file_ranges()
         names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(ranges)]
@@ -83,7 +83,7 @@ class _Saver:
         files.append(self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets))
         if self.since is not None:
             files.append(self._write("removed", f"removed-{self.id}.arrow", 0, buckets))
-            self.require_removals()  # still, after all of them were read
+            self.require_removals()  # again, after all of them were read
         return Manifest(
             kind=self.kind,
             id=self.id,
@@ -93,7 +93,7 @@ class _Saver:
             config=slot.table.to_dict(),
             seed=slot.seed,
             expire_before=engine.expire_before(index),
-            latest_step=engine.latest_step,  # read last: neither the line nor a stamp in the files is later
+            latest_step=engine.latest_step,  # read last, so that no stamp in the files is later
             lr=engine.lr(index),
             num_buckets=buckets,
             buckets=((0, buckets),) if self.owned is None else _ranges(self.owned),
@@ -104,15 +104,14 @@ class _Saver:
         )
 
     def require_removals(self) -> None:
-        """Raises if the changes are not all known: the ids of rows that went are remembered up to a bound, by one
-        process."""
+        """Raises unless the changes are all known: one process remembers the ids of removed rows, up to a bound."""
         oldest = self.slot.engine.removed_since(self.slot.index)
         if self.since is not None and self.since.version < oldest:
             # The id of a snapshot is known unless an earlier process saved it.
             why = (
                 "the ids of removed rows do not survive the process"
                 if self.since.id is None
-                else f"so many rows went that their ids are remembered since version {oldest} only"
+                else f"so many rows were removed that their ids are remembered since version {oldest} only"
             )
             raise ChangesError(
                 f"table {self.slot.table.name!r}: the changes since version {self.since.version} are not all known: "
@@ -120,13 +119,14 @@ class _Saver:
             )
 
     def _file_ranges(self) -> list[tuple[int, int]]:
-        """Buckets of each rows file: of about equal size, as many for each thread, one file for a small table."""
+        """Returns the buckets of each rows file: files of about equal size, as many for each thread; one for a small
+        table."""
         buckets = self.slot.engine.num_buckets(self.slot.index)
         total = self.bucket_bytes * buckets
-        wanted = -(-total // _FILE_BYTES) if total > _BATCH_BYTES else 1
+        expected = -(-total // _FILE_BYTES) if total > _BATCH_BYTES else 1
         if total > _BATCH_BYTES:
-            wanted = -(-wanted // self.slot.engine.num_threads) * self.slot.engine.num_threads
-        files = min(wanted, max(_MAX_FILES, self.slot.engine.num_threads), buckets)
+            expected = -(-expected // self.slot.engine.num_threads) * self.slot.engine.num_threads
+        files = min(expected, max(_MAX_FILES, self.slot.engine.num_threads), buckets)
         return [(buckets * i // files, buckets * (i + 1) // files) for i in range(files)]
 
     def _write(self, kind: FileKind, name: str, begin: int, end: int) -> DataFile:
@@ -145,7 +145,7 @@ class _Saver:
         )  # fmt: skip
 
     def _export(self, kind: FileKind, begin: int, end: int) -> Iterator[Columns]:
-        """The lines of one file, whole buckets at a time, nothing for buckets without any."""
+        """Yields the lines of one file, whole buckets at a time; nothing for buckets without any."""
         engine, index = self.slot.engine, self.slot.index
         since = 0 if self.since is None else self.since.version
         step = max(1, _BATCH_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
@@ -163,7 +163,7 @@ class _Saver:
 
 
 def _ranges(owned: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Where it is true, as [begin, end)."""
+    """Returns the ranges where it is true, as [begin, end)."""
     ends = np.flatnonzero(np.diff(np.concatenate([[False], owned, [False]]).astype(np.int8))).tolist()
     return tuple(zip(ends[::2], ends[1::2], strict=True))
 

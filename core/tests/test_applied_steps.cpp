@@ -1,5 +1,5 @@
-// Windows against a set of all steps that were applied: what is within reach is answered exactly, what is not is known
-// to be forgotten.
+// AppliedSteps against a set of all applied steps: steps within reach are answered exactly, others are
+// known to be forgotten.
 #include "table/applied_steps.hpp"
 
 #include <set>
@@ -12,7 +12,7 @@ using testing::Random;
 namespace {
 
 void agrees_with_a_set(Random& random) {
-    Window window{};
+    StepWindow window{};
     std::set<std::uint32_t> applied;
     std::uint32_t around = random.chance(0.3) ? 0xfffffff0U - 400 : 1;
     for (unsigned n = 0; n < 400; ++n) {
@@ -20,7 +20,7 @@ void agrees_with_a_set(Random& random) {
         const std::uint32_t back = random.below(random.chance(0.1) ? 60 : 12);
         const std::uint32_t step = back < around ? around - back : 1;
         if (window.forgot(step)) {
-            CHECK(window.newest() - step >= Window::kSteps);
+            CHECK(window.newest() - step >= StepWindow::kSteps);
             CHECK(!window.applied(step));
             continue;
         }
@@ -33,13 +33,13 @@ void agrees_with_a_set(Random& random) {
 }
 
 // What a window says that is a set's: of the steps within reach of `newest`.
-void is_the_set(const Window& window, const std::set<std::uint32_t>& steps) {
+void is_the_set(const StepWindow& window, const std::set<std::uint32_t>& steps) {
     for (std::uint32_t step = 1; step < 200; ++step)
         if (!window.forgot(step)) CHECK_EQ(window.applied(step), steps.contains(step));
 }
 
 void two_windows_together_and_both(Random& random) {
-    Window windows[2] = {};
+    StepWindow windows[2] = {};
     std::set<std::uint32_t> steps[2], any, common;
     for (int w = 0; w < 2; ++w) {
         const std::uint32_t around = 1 + random.below(random.chance(0.2) ? 100 : 10);
@@ -55,7 +55,7 @@ void two_windows_together_and_both(Random& random) {
     // One forgets what the other reaches: of those steps nothing is claimed that is not so.
     for (std::uint32_t step : steps[0])
         if (steps[1].contains(step) && !windows[0].forgot(step) && !windows[1].forgot(step)) common.insert(step);
-    Window together = windows[0], both = windows[0], copy{};
+    StepWindow together = windows[0], both = windows[0], copy{};
     together.add(windows[1]);
     is_the_set(together, any);
     CHECK_EQ(together.newest(), std::max(windows[0].newest(), windows[1].newest()));
@@ -68,7 +68,7 @@ void two_windows_together_and_both(Random& random) {
 
 void finished_is_what_every_bucket_has_applied(Random&) {
     AnonymousArena arena(1);
-    Windows source, target;
+    AppliedSteps source, target;
     source.init(arena, 3);
     target.init(arena, 3);
     for (std::uint32_t step : {5U, 6U, 7U}) source.finish(0, step);
@@ -87,9 +87,9 @@ void finished_is_what_every_bucket_has_applied(Random&) {
 
 void every_trainer_has_its_own(Random&) {
     AnonymousArena arena(1);
-    Windows windows;
+    AppliedSteps windows;
     windows.init(arena, 3);
-    Window* first = windows.of(5);
+    StepWindow* first = windows.of(5);
     for (int b = 0; b <= 3; ++b) CHECK_EQ(first[b].newest(), 0);
     first[3].mark(7);
     CHECK_EQ(windows.of(kMostTrainers - 1)[3].newest(), 0);
@@ -107,16 +107,16 @@ void every_trainer_has_its_own(Random&) {
 
 void chunks_come_back(Random&) {
     AnonymousArena arena(1);
-    Windows windows;
+    AppliedSteps windows;
     windows.init(arena, 2);
-    std::vector<Window> memory(3);
+    std::vector<StepWindow> memory(3);
     auto* bytes = reinterpret_cast<std::byte*>(memory.data());
     memory[1].mark(9);
-    windows.adopt(2, bytes, 3 * sizeof(Window));
+    windows.adopt(2, bytes, 3 * sizeof(StepWindow));
     CHECK(windows.of(2)[1].applied(9));
-    CHECK_THROWS(InvariantError, "two chunks", windows.adopt(2, bytes, 3 * sizeof(Window)));
-    CHECK_THROWS(InvariantError, "of trainer 1", windows.adopt(1, bytes, 3 * sizeof(Window) - 1));
-    CHECK_THROWS(InvariantError, "of trainer 4096", windows.adopt(kMostTrainers, bytes, 3 * sizeof(Window)));
+    CHECK_THROWS(InvariantError, "two chunks", windows.adopt(2, bytes, 3 * sizeof(StepWindow)));
+    CHECK_THROWS(InvariantError, "of trainer 1", windows.adopt(1, bytes, 3 * sizeof(StepWindow) - 1));
+    CHECK_THROWS(InvariantError, "of trainer 4096", windows.adopt(kMostTrainers, bytes, 3 * sizeof(StepWindow)));
 }
 
 } // namespace

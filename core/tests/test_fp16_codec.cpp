@@ -174,7 +174,7 @@ void messages_are_rows_one_by_one(Random& random) {
     for (const Kernels* kernels : available_kernels())
         for (unsigned threads : {1U, 3U}) {
             ThreadPool pool(threads);
-            const Wire wire(dims, *kernels, pool);
+            const Fp16Codec wire(dims, *kernels, pool);
             CHECK_EQ(wire.num_floats(offsets), rows.size());
             CHECK_EQ(wire.num_bytes(offsets), n + n % 2 + 2 * rows.size());
             std::vector<std::byte> message(wire.num_bytes(offsets), std::byte{0x5a});
@@ -199,7 +199,7 @@ void messages_are_rows_one_by_one(Random& random) {
 
 void other_exponents_are_refused(Random& random) {
     ThreadPool pool(2);
-    const Wire wire({48, 32}, kernels_named("auto"), pool);
+    const Fp16Codec wire({48, 32}, kernels_named("auto"), pool);
     const std::vector<std::int64_t> offsets{0, 700, 1001};
     std::vector<float> rows(wire.num_floats(offsets), 1.0f);
     std::vector<std::byte> message(wire.num_bytes(offsets));
@@ -210,7 +210,7 @@ void other_exponents_are_refused(Random& random) {
         message[bad] = static_cast<std::byte>(exponent);
         CHECK_THROWS(InputError,
                      "row " + std::to_string(bad) + " of 1001 has the exponent " + std::to_string(exponent) +
-                         ", wanted -126..113",
+                         ", expected -126..113",
                      wire.decode(offsets, message.data(), rows.data()));
     }
     for (int exponent : {-126, 113}) {

@@ -22,7 +22,7 @@ struct Batch {
           block(draw(random, size * num_block * dim)), gradient(draw(random, size * out_dim)), out(size * out_dim),
           of_first(first.size()), of_block(block.size()) {}
 
-    void run(Dots& dots) {
+    void run(DlrmInteraction& dots) {
         const float* begin = head == 0 ? nullptr : first.data();
         dots.forward(size, num_block, dim, begin, block.data(), out.data());
         dots.backward(size, num_block, dim, begin, block.data(), gradient.data(), of_first.data(), of_block.data());
@@ -72,7 +72,7 @@ struct Batch {
 
 void every_path_is_right(Random& random) {
     for (const Kernels* kernels : available_kernels()) {
-        Dots dots(*kernels, 1);
+        DlrmInteraction dots(*kernels, 1);
         for (int shape = 0; shape < 40; ++shape) {
             const bool has_first = random.below(2) == 0;
             const auto num_block = static_cast<std::uint32_t>(1 + random.below(50));
@@ -87,12 +87,12 @@ void every_path_is_right(Random& random) {
 void threads_do_not_matter(Random& random) {
     const Kernels& kernels = *available_kernels().front();
     Batch batch(random, 64 + random.below(200), 26, 16, true);
-    Dots alone(kernels, 1);
+    DlrmInteraction alone(kernels, 1);
     batch.run(alone);
     batch.check();
     const std::vector<float> out = batch.out, of_first = batch.of_first, of_block = batch.of_block;
     for (unsigned threads = 2; threads < 6; ++threads) {
-        Dots dots(kernels, threads);
+        DlrmInteraction dots(kernels, threads);
         batch.run(dots);
         CHECK(batch.out == out && batch.of_first == of_first && batch.of_block == of_block);
     }

@@ -1,4 +1,4 @@
-// What Python sees of buckets that move between engines: their owners, and what goes along beside rows and sightings.
+// The Python binding of migration between engines: the buckets' owners, and their data besides rows and sightings.
 // Buckets are numbered over all tables, one after the other.
 #include <nanobind/stl/vector.h>
 
@@ -8,7 +8,7 @@ namespace {
 
 using Words32 = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// A copy: what is used must be what was checked.
+// Returns a copy, so that the checked values are the ones used.
 std::vector<std::uint32_t> checked_buckets(const Engine& engine, const Words32& buckets) {
     std::vector<std::uint32_t> copy(buckets.data(), buckets.data() + buckets.size());
     for (std::uint32_t b : copy)
@@ -49,19 +49,20 @@ void import_counters(Engine& engine, const Words32& buckets, const Ids& counters
 
 } // namespace
 
-void bind_moving(nb::class_<Engine>& engine) {
+void bind_migration(nb::class_<Engine>& engine) {
     engine
         .def("set_owners", &set_owners, "owners"_a, "number"_a,
-             "Of every bucket; this engine is the server of that number. Lookups and updates of others' buckets are "
+             "Sets the owner of every bucket; this engine is server `number`. Lookups and updates of other servers' "
+             "buckets are "
              "refused then.")
         .def(
             "freeze",
             [](Engine& e, const Words32& buckets, bool frozen) { e.freeze(checked_buckets(e, buckets), frozen); },
-            "buckets"_a, "frozen"_a, "Whether calls that would change these are refused.")
+            "buckets"_a, "frozen"_a, "Sets whether calls that would change these are refused.")
         .def("export_windows", &export_windows, "buckets"_a,
              nb::sig("def export_windows(self, buckets: NDArray[numpy.uint32]) -> tuple[list[int], "
                      "NDArray[numpy.uint64]]"),
-             "The trainers, and of each in turn its window of each bucket.")
+             "Returns the trainers, and each one's windows of the buckets.")
         .def("import_windows", &import_windows, "buckets"_a, "trainers"_a, "words"_a)
         .def(
             "export_counters",
@@ -72,11 +73,11 @@ void bind_moving(nb::class_<Engine>& engine) {
         .def("import_counters", &import_counters, "buckets"_a, "counters"_a)
         .def(
             "hand_over", [](Engine& e, const Words32& buckets) { e.hand_over(checked_buckets(e, buckets)); },
-            "buckets"_a, "Before they leave: what is finished here is noted at each. No update may run.")
+            "buckets"_a, "Called before they leave: records what is finished here at each. No update may run.")
         .def(
             "take_over",
             [](Engine& e, const Words32& buckets, bool first) { e.take_over(checked_buckets(e, buckets), first); },
-            "buckets"_a, "first"_a, "After they came: what is finished here is so of them, too. No update may run.")
+            "buckets"_a, "first"_a, "Called after they arrived: adopts what is finished at each. No update may run.")
         .def(
             "forget",
             [](Engine& e, const Words32& buckets) {
@@ -84,25 +85,26 @@ void bind_moving(nb::class_<Engine>& engine) {
                 nb::gil_scoped_release release;
                 e.forget(copy);
             },
-            "buckets"_a, "They are as if new.")
+            "buckets"_a, "Empties the buckets.")
         .def(
             "reach_step", [](Engine& e, std::uint32_t step) { e.reach_step(step); }, "step"_a,
-            "The latest step is at least this one.")
+            "Raises the latest step to at least this one.")
         .def(
             "reach_table",
             [](Engine& e, std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
                 if (t >= e.num_tables()) refuse("table " + std::to_string(t) + " of " + std::to_string(e.num_tables()));
                 e.reach_table(t, version, expire_before);
             },
-            "table"_a, "version"_a, "expire_before"_a, "They are at least these.")
+            "table"_a, "version"_a, "expire_before"_a,
+            "Raises the table's version and expire_before to at least these.")
         .def(
             "note",
             [](Engine& e) {
                 const std::string note = e.note();
                 return nb::bytes(note.data(), note.size());
             },
-            "What set_note was given, maybe by an earlier process; empty before the first.")
+            "The last note of set_note, maybe by an earlier process; empty before the first.")
         .def(
             "set_note", [](Engine& e, const nb::bytes& note) { e.set_note({note.c_str(), note.size()}); }, "note"_a,
-            "Kept as long as the rows; replaced as a whole, whenever the process dies.");
+            "Stores a note that lives as long as the rows; replaced as a whole, even if the process is killed.");
 }

@@ -1,4 +1,4 @@
-"""Satrap's native table: see satrap.Store for the face that users call."""
+"""Satrap's native table; satrap.Store is the interface that users call."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, overload
@@ -14,14 +14,14 @@ WINDOW_STEPS: int = 32
 
 def borrow_threads(openmp: str | None) -> None:
     """
-    Calls of this thread run on the threads of the OpenMP library at this path, which is loaded already; None: on threads of their own again.
+    Runs calls of this thread on the threads of the OpenMP library at this path, which must be loaded; None: on the core's threads again.
     """
 
 def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
-    """CRC-32C of a byte buffer, chained from `crc`."""
+    """Returns the CRC-32C of a byte buffer, chained from `crc`."""
 
 def bucket_of(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_buckets: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C')]:
-    """The bucket of each id."""
+    """Returns the bucket of each id."""
 
 def hash_integers(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
     """XXH64 (seed 0) of each integer's 8 bytes, the lowest first."""
@@ -34,7 +34,7 @@ def hash_texts(offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), orde
     """XXH64 (seed 0) of each text: data[offsets[i]:offsets[i + 1]]."""
 
 class TableConfig:
-    """One table's configuration, flat; satrap.Table is its face."""
+    """One table's configuration, flat; made from a satrap.Table."""
 
     def __init__(self) -> None: ...
 
@@ -214,11 +214,11 @@ class TableConfig:
 
     @property
     def state_dim(self) -> int:
-        """Floats of optimizer state in a row."""
+        """Number of floats of optimizer state in a row."""
 
 class Ticket:
     """
-    A looked-up batch that waits for its gradients; goes back to update() once.
+    A looked-up batch that waits for its gradients; pass it to update() once.
     """
 
     @property
@@ -229,7 +229,7 @@ class Ticket:
 
     @property
     def batch_size(self) -> int:
-        """Samples, of a batch of bags; else 0."""
+        """The number of samples of a batch of bags; else 0."""
 
     def only_of(self, table: int) -> bool:
         """Whether all ids are that table's."""
@@ -238,7 +238,7 @@ class Ticket:
     def used(self) -> bool: ...
 
 class Engine:
-    """Many tables in one memory; satrap.Store is its one-table face."""
+    """Many tables in one memory; satrap.Store is its interface to one table."""
 
     def __init__(self, configs: Sequence[TableConfig], seed: int, num_threads: int, simd: str = 'auto', shared_path: str = '', shared_config: bytes = ..., complete: bool = True) -> None: ...
 
@@ -253,7 +253,7 @@ class Engine:
 
     def set_complete(self, complete: bool) -> None:
         """
-        False: an attach of the shared-memory file is refused until it is True again.
+        False: the shared-memory file cannot be attached until this is True again.
         """
 
     @property
@@ -264,7 +264,7 @@ class Engine:
 
     def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
         """
-        An uninitialised float32 block, 64-byte aligned, recycled when it dies.
+        Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.
         """
 
     def lookup(self, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, oldest_open: int, train: bool, out: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], ticket: bool, first_epoch: bool = True) -> Ticket: ...
@@ -273,7 +273,7 @@ class Engine:
 
     def update(self, ticket: Ticket, gradients: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)], step: int, lrs: Sequence[float], trainer: int | None = None) -> None:
         """
-        Of a trainer: buckets that applied its update of this step already are left alone.
+        With a trainer: skips buckets that have already applied its update of this step.
         """
 
     def read(self, table: int, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], present: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
@@ -299,7 +299,7 @@ class Engine:
 
     @property
     def attempt(self) -> int:
-        """Of the processes that may call; 0 before the first."""
+        """The attempt whose processes may call; 0 before the first."""
 
     def finished(self, trainer: int, step: int) -> bool:
         """
@@ -308,11 +308,13 @@ class Engine:
 
     def finish(self, trainer: int, step: int) -> None:
         """
-        Notes that every bucket has applied this update, for as long as the rows live.
+        Records that every bucket has applied this update, for as long as the rows live.
         """
 
     def begin_attempt(self, attempt: int) -> None:
-        """No update of any trainer counts as applied any more. None may run."""
+        """
+        Starts an attempt in which no update counts as applied. No update may run.
+        """
 
     def version(self, table: int) -> int: ...
 
@@ -338,29 +340,29 @@ class Engine:
 
     def encode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C')]:
         """
-        Rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.
+        Encodes rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.
         """
 
     def decode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
-        """What encode_rows was given, rounded as its message is."""
+        """Decodes a message of encode_rows."""
 
     def lookup_bags(self, bags: Bags, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, step: int, oldest_open: int, train: bool, block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]], first_epoch: bool = True) -> Ticket: ...
 
     def update_bags(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], step: int, lrs: Sequence[tuple[int, float]], scale: float) -> None: ...
 
     def drop(self, ticket: Ticket) -> None:
-        """Gives up a ticket that will not be updated."""
+        """Releases a ticket that will not be updated."""
 
     def set_owners(self, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int) -> None:
         """
-        Of every bucket; this engine is the server of that number. Lookups and updates of others' buckets are refused then.
+        Sets the owner of every bucket; this engine is server `number`. Lookups and updates of other servers' buckets are refused then.
         """
 
     def freeze(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], frozen: bool) -> None:
-        """Whether calls that would change these are refused."""
+        """Sets whether calls that would change these are refused."""
 
     def export_windows(self, buckets: NDArray[numpy.uint32]) -> tuple[list[int], NDArray[numpy.uint64]]:
-        """The trainers, and of each in turn its window of each bucket."""
+        """Returns the trainers, and each one's windows of the buckets."""
 
     def import_windows(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], trainers: Sequence[int], words: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
@@ -370,35 +372,37 @@ class Engine:
 
     def hand_over(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
         """
-        Before they leave: what is finished here is noted at each. No update may run.
+        Called before they leave: records what is finished here at each. No update may run.
         """
 
     def take_over(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], first: bool) -> None:
         """
-        After they came: what is finished here is so of them, too. No update may run.
+        Called after they arrived: adopts what is finished at each. No update may run.
         """
 
     def forget(self, buckets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
-        """They are as if new."""
+        """Empties the buckets."""
 
     def reach_step(self, step: int) -> None:
-        """The latest step is at least this one."""
+        """Raises the latest step to at least this one."""
 
     def reach_table(self, table: int, version: int, expire_before: int) -> None:
-        """They are at least these."""
+        """Raises the table's version and expire_before to at least these."""
 
     def note(self) -> bytes:
         """
-        What set_note was given, maybe by an earlier process; empty before the first.
+        The last note of set_note, maybe by an earlier process; empty before the first.
         """
 
     def set_note(self, note: bytes) -> None:
         """
-        Kept as long as the rows; replaced as a whole, whenever the process dies.
+        Stores a note that lives as long as the rows; replaced as a whole, even if the process is killed.
         """
 
 class Bags:
-    """The features of an engine's tables; satrap.Features is their face."""
+    """
+    The features of an engine's tables, as satrap.config.features.Features declares them.
+    """
 
     def __init__(self, engine: Engine, features: Sequence[tuple[str, int, str, bool, int, bool, int | None]]) -> None: ...
 
@@ -406,11 +410,13 @@ class Bags:
     def total_dim(self) -> int: ...
 
     def made(self, ticket: Ticket) -> bool:
-        """Whether the ticket is of a lookup of these bags."""
+        """Returns whether the ticket is from a lookup of these bags."""
 
     @property
     def truncated(self) -> list[int]:
-        """Of each sequence: ids beyond its max_length, which were not looked up."""
+        """
+        For each sequence the number of ids beyond its max_length, which were not looked up.
+        """
 
 class SplitTicket:
     """A batch whose unique ids are laid out for the servers."""
@@ -422,7 +428,9 @@ class SplitTicket:
     def used(self) -> bool: ...
 
     def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
-        """Table by table, and within a table bucket by bucket."""
+        """
+        Ids of the server, table by table, and within a table bucket by bucket.
+        """
 
     def offsets(self, server: int) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', writable=False)]:
         """
@@ -430,7 +438,7 @@ class SplitTicket:
         """
 
     def num_floats(self, server: int) -> int:
-        """Of the rows, or gradients, of ids(server)."""
+        """Number of floats of the rows, or gradients, of ids(server)."""
 
     @property
     def num_servers(self) -> int: ...
@@ -439,7 +447,7 @@ class Sums:
     """What an update sends to each server: one gradient for each id."""
 
     def gradients(self, server: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', writable=False)]:
-        """Those of ids(server), one after the other."""
+        """The gradients of ids(server), in their order."""
 
     @property
     def same_ids(self) -> bool:
@@ -447,10 +455,14 @@ class Sums:
 
     @property
     def skipped(self) -> list[int]:
-        """Of each table: ids in bags whose gradients were left out, not finite."""
+        """
+        For each table the number of ids in bags whose gradients were not finite and left out.
+        """
 
     def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
-        """Table by table, and within a table bucket by bucket."""
+        """
+        Ids of the server, table by table, and within a table bucket by bucket.
+        """
 
     def offsets(self, server: int) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', writable=False)]:
         """
@@ -458,7 +470,7 @@ class Sums:
         """
 
     def num_floats(self, server: int) -> int:
-        """Of the rows, or gradients, of ids(server)."""
+        """Number of floats of the rows, or gradients, of ids(server)."""
 
     @property
     def num_servers(self) -> int: ...
@@ -478,44 +490,46 @@ class Split:
 
     @property
     def num_buckets(self) -> int:
-        """Of all tables, one after the other."""
+        """Number of buckets of all tables."""
 
     @property
     def truncated(self) -> list[int]:
-        """Of each sequence: ids beyond its max_length, which were not looked up."""
+        """
+        For each sequence the number of ids beyond its max_length, which were not looked up.
+        """
 
     def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
-        """As Engine.empty."""
+        """Returns an uninitialised block, like Engine.empty."""
 
     def made(self, ticket: SplitTicket) -> bool:
-        """Whether the ticket is of a lookup of this split."""
+        """Returns whether the ticket is from a lookup of this split."""
 
     def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> SplitTicket: ...
 
     def fill(self, ticket: SplitTicket, rows: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]], block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
         """
-        Writes what Engine.lookup_bags writes, of rows as each server's flat lookup gives them.
+        Writes what Engine.lookup_bags writes, from rows as each server's flat lookup returns them.
         """
 
     def sums(self, tickets: Sequence[SplitTicket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
-        """What Engine.update_bags would apply to each id."""
+        """Returns the sums that Engine.update_bags would apply to each id."""
 
     def drop(self, ticket: SplitTicket) -> None:
-        """Gives up a ticket that will not be updated."""
+        """Releases a ticket that will not be updated."""
 
     def share_again(self, ticket: SplitTicket, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> None:
         """Lays the ticket's ids out for other owners."""
 
     def again(self, sums: Sums, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> Sums:
-        """The same sums for other owners."""
+        """Returns the same sums for other owners."""
 
     def encode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C')]:
         """
-        Rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.
+        Encodes rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.
         """
 
     def decode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
-        """What encode_rows was given, rounded as its message is."""
+        """Decodes a message of encode_rows."""
 
 class Samples:
     """Decoded samples of one block of a source."""
@@ -530,7 +544,7 @@ def gather(parts: Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64
     """
 
 class FieldUse:
-    """One thing that is made of a text file's column."""
+    """One use of a text file's column."""
 
     def __init__(self, kind: str, index: int) -> None: ...
 
@@ -603,7 +617,7 @@ class FieldUse:
     def missing_id(self, arg: int | None, /) -> None: ...
 
 class TextFormat:
-    """What the fields of a delimited text file mean."""
+    """The meaning of the fields of a delimited text file."""
 
     def __init__(self) -> None: ...
 
@@ -669,20 +683,20 @@ class TextFormat:
 
 def parse_text(format: TextFormat, text: NDArray[numpy.uint8], most_bad: int) -> tuple[Samples, list[tuple[NDArray[numpy.int64], NDArray[numpy.uint8], NDArray[numpy.uint8]]], list[tuple[int, str, int, int, int, int, int]], int]:
     """
-    Whole rows of text to (samples, text columns, bad rows, number of dropped rows).
+    Parses whole rows of text to (samples, text columns, bad rows, number of dropped rows).
     """
 
 def count_lines(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
-    """How many newlines there are."""
+    """Returns the number of newlines."""
 
 def last_row_end(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int) -> int:
-    """Where the last whole row of the text ends; 0 if none does."""
+    """Returns where the last whole row of the text ends; 0 if none does."""
 
 def count_rows(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int) -> int:
-    """How many rows there are."""
+    """Returns the number of rows."""
 
 def rows_within(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int, begin: int, end: int) -> tuple[int, int]:
-    """Where the rows from `begin` to `end` begin and end."""
+    """Returns where the rows from `begin` to `end` begin and end."""
 
 def log1p(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
     """ln(1 + max(x, 0)) of each, the same bits on every machine."""

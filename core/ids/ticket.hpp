@@ -64,7 +64,7 @@ class Claim {
             if (!tickets[i]->used.exchange(true)) continue;
             for (std::size_t k = 0; k < i; ++k) tickets[k]->used.store(false);
             throw TicketError(
-                "this ticket was already used; a batch is updated once: look it up again for another step");
+                "this ticket was used already; a batch is updated once: look it up again for another step");
         }
     }
     Claim(const Claim&) = delete;

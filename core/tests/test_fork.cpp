@@ -82,7 +82,7 @@ class Pipe {
 
 void every_call_is_refused(Engine& engine, Ticket& ticket, const Ids& ids, pid_t home) {
     const std::string says =
-        "made in process " + std::to_string(home) + " and this is its fork " + std::to_string(::getpid());
+        "created in process " + std::to_string(home) + " and this is its fork " + std::to_string(::getpid());
     std::vector<float> floats(4 * ids.size());
     const std::vector<std::uint32_t> words(ids.size(), 1);
     const std::uint64_t* id = ids.data();

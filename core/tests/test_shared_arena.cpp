@@ -107,7 +107,7 @@ void files_that_are_not_ours(Random& random) {
         std::ofstream(file.path, std::ios::binary) << foreign;
         std::filesystem::permissions(file.path, std::filesystem::perms(0600));
         const char* says = bytes == 0          ? "is empty"
-                           : bytes % 4096 == 0 ? "its first bytes are not ours"
+                           : bytes % 4096 == 0 ? "its magic number is wrong"
                                                : "multiple of 4096";
         CHECK_THROWS(SharedMemoryError, says, file.attach(one));
         CHECK_THROWS(SharedMemoryError, says, SharedArena::config_of(file.path));

@@ -236,7 +236,7 @@ def is_taken_by_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
         return []
 
     monkeypatch.setattr(command_line, "_run", start)
-    monkeypatch.setattr(command_line, "_lines", lines)
+    monkeypatch.setattr(command_line, "_output_lines", lines)
     assert command_line.main(arguments) == 0
     assert [each.command for each in started] == arguments[:1]
 

@@ -48,7 +48,7 @@ GROUPS = {
     ],
     "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
     "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],
-    "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.Best"],
+    "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.BestMetrics"],
     "The table alone": [
         *("table.store.Store", "table.store.StoredRows", "table.table_group.TableGroup"),
         *("worker.sharded_tables.ShardedTables", "worker.sharded_tables.ShardedTable"),
@@ -73,7 +73,7 @@ INTERNAL = {
 """Public members that other packages of Satrap call and users do not, by class."""
 RETURNED = {
     "Batch": "Streams yield batches, and `Reader` returns one for `Inputs`.",
-    "Best": "Returned by `Clicks.best`.",
+    "BestMetrics": "Returned by `Clicks.best`.",
     "Counters": "Returned by `Embeddings.counters` and `Stream.counters`.",
     "Evaluation": "Returned by `evaluate`.",
     "HybridOptimizer": "Returned by `Embeddings.optimizer`.",

@@ -42,7 +42,7 @@ def main() -> None:
         label="income",
         label_true=(">50K", ">50K."),  # the test file ends its labels with a dot
         ids={"age_id": "age", "hours_id": "hours_per_week"},  # their effect is not linear, so they are ids as well
-        batch_size=max(1, BATCH_SIZE // trainers.world),
+        batch_size=max(1, BATCH_SIZE // trainers.world_size),
         shuffle=True,
         epochs=args.epochs,
     )

@@ -88,7 +88,7 @@ def main() -> None:
     }
     embeddings = satrap.Embeddings(tables, staleness=args.staleness)
     trainers = embeddings.trainers
-    data = satrap.Criteo(args.path, batch_size=max(1, settings.batch_size // trainers.world), max_bad_rows=1000)
+    data = satrap.Criteo(args.path, batch_size=max(1, settings.batch_size // trainers.world_size), max_bad_rows=1000)
     network = satrap.models.DLRM(13, embeddings, bottom=settings.bottom, top=settings.top)
     model = embeddings.parallel(network.to(args.device))
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))

@@ -61,14 +61,14 @@ def say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
-def main(rank: int, world: int, rendezvous: str, job: dict[str, Any]) -> None:
+def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(rank)  # the initial values differ, and those of trainer 0 are used
     embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], servers=job["servers"], dense="async")
     model: Any = IntegerModel() if job["whole"] else Net()
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=1.0 if job["whole"] else 0.2))
-    data = data_of(job)[: world * job["lengths"][rank]] if job["lengths"] else data_of(job)
+    data = data_of(job)[: world_size * job["lengths"][rank]] if job["lengths"] else data_of(job)
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, keep=100) if job["checkpoint"] else None
     resumed = run is not None and run.resume()
     found: dict[str, Any] = {"resumed": resumed, "began": dense(model), "losses": [], "refused": None}

@@ -22,7 +22,7 @@ from satrap.config.tables import Feature, Pooling
 from satrap.data.inputs import Inputs
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
-from satrap.worker.worker import LookedUp
+from satrap.worker.worker import LookupResult
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
 AnyWorker = LocalWorker | ShardedWorker
@@ -181,7 +181,7 @@ def read(worker: AnyWorker) -> dict[str, dict[int, tuple[F32, F32]]]:
     return found
 
 
-def assert_pooled(bags: Bags, looked: LookedUp, rows: dict[str, dict[int, tuple[F32, F32]]]) -> None:
+def assert_pooled(bags: Bags, looked: LookupResult, rows: dict[str, dict[int, tuple[F32, F32]]]) -> None:
     values = {table: {id_: row[0] for id_, row in each.items()} for table, each in rows.items()}
     block, sequences, masks = pooled(bags, values)
     np.testing.assert_array_equal(looked.block, block)
@@ -191,7 +191,7 @@ def assert_pooled(bags: Bags, looked: LookedUp, rows: dict[str, dict[int, tuple[
         np.testing.assert_array_equal(looked.masks[name], masks[name])
 
 
-def draw_gradients(rng: np.random.Generator, looked: LookedUp) -> tuple[F32, dict[str, F32]]:
+def draw_gradients(rng: np.random.Generator, looked: LookupResult) -> tuple[F32, dict[str, F32]]:
     def draw(like: F32) -> F32:
         gradients = rng.normal(size=like.shape).astype(np.float32)
         gradients[rng.random(like.shape) < 0.05] = 0.0

@@ -16,7 +16,7 @@ import numpy as np
 
 from rpc_parts import ANYWHERE as ANYWHERE
 from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
-from rpc_parts import eventually
+from rpc_parts import wait_until
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
@@ -59,7 +59,7 @@ def batch(ids: Any) -> Inputs:
 
 
 @contextmanager
-def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
+def running_servers(num_servers: int, **options: Any) -> Iterator[list[Service]]:
     """Start empty servers in this process."""
     given: dict[str, Any] = {"num_threads": 2, "checkpoints": ["/"]} | options
     with ExitStack() as stack:
@@ -67,7 +67,7 @@ def serving(num_servers: int, **options: Any) -> Iterator[list[Service]]:
 
 
 @contextmanager
-def remote(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[ShardedWorker]:
+def sharded_worker(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[ShardedWorker]:
     options = {"deadline": DEADLINE_SECONDS} | options
     servers = ServerGroup(Job(tables=of.tables, seed=seed), addresses, **options)
     try:
@@ -81,7 +81,7 @@ def contents(worker: LocalWorker | ShardedWorker, ids: Any = IDS) -> dict[str, l
     return {name: [part.tobytes() for part in table.read(ids)] for name, table in worker.tables.items()}
 
 
-def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], step: int) -> None:
+def step_both(workers: list[Worker], rng: np.random.Generator, bags: list[Any], step: int) -> None:
     """Make the same lookups and one update on each worker; the looked-up rows must be the same bits."""
     seen = []
     looked = [[worker.lookup(each.inputs(), step=step) for each in bags] for worker in workers]
@@ -99,7 +99,7 @@ def both_step(workers: list[Worker], rng: np.random.Generator, bags: list[Any], 
         worker.update([each.ticket for each in of_worker if each.ticket], blocks, sequences, step=step, scale=0.5)
 
 
-def stand_still(process: int) -> None:
+def suspend(process: int) -> None:
     """Send SIGSTOP, and return when no thread of the process runs any more: until its first thread has seen the signal,
     the others continue."""
     os.kill(process, signal.SIGSTOP)
@@ -111,10 +111,10 @@ def stand_still(process: int) -> None:
         return False
 
     tasks = Path(f"/proc/{process}/task")
-    eventually(stands)
+    wait_until(stands)
 
 
-class Killable:
+class ServerProcess:
     """A server process whose rows are in shared memory, and which can be restarted at the same address."""
 
     def __init__(
@@ -164,10 +164,10 @@ class Killable:
         assert self._process.stdout.readline().split()[-1] == self.address
 
     def stop(self) -> None:
-        """Send SIGSTOP: the process is suspended until `go_on`."""
-        stand_still(self.pid)
+        """Send SIGSTOP: the process is suspended until `resume`."""
+        suspend(self.pid)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Send SIGCONT."""
         os.kill(self._process.pid, signal.SIGCONT)
 
@@ -184,14 +184,14 @@ class Killable:
 
 
 @contextmanager
-def killables(tmp_path: Path, num_servers: int = 2, *how: Any) -> Iterator[list[Killable]]:
+def server_processes(tmp_path: Path, num_servers: int = 2, *how: Any) -> Iterator[list[ServerProcess]]:
     """Start server processes, which must be alive when the test ends."""
     shm = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
     files = [shm / f"satrap-test-{os.getpid()}-{tmp_path.name}-{number}" for number in range(num_servers)]
-    servers: list[Killable] = []
+    servers: list[ServerProcess] = []
     try:
         for file in files:
-            servers.append(Killable(file, *how))
+            servers.append(ServerProcess(file, *how))
         yield servers
     finally:
         for each in servers:

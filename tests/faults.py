@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from bag_oracle import draw_bags
-from cluster import Killable, both_step, contents, features, killables, remote, stand_still
+from cluster import ServerProcess, step_both, contents, features, server_processes, sharded_worker, suspend
 from network import ADDRESSES, SERVER, TRAINER, Network, Weather, network
-from satrap.rpc.keys import Keys, make_keys
+from satrap.rpc.keys import Keys, create_keys
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -35,22 +35,22 @@ class Fault:
     """Its longest duration."""
 
 
-def stop_and_go(process: Killable | subprocess.Popen[str], most_seconds: float) -> Fault:
+def stop_and_go(process: ServerProcess | subprocess.Popen[str], most_seconds: float) -> Fault:
     """Return the fault of a process that is stopped and resumed."""
     return Fault(
         f"stop {process.pid}",
-        lambda: stand_still(process.pid),
+        lambda: suspend(process.pid),
         lambda: os.kill(process.pid, signal.SIGCONT),
         most_seconds,
     )
 
 
-def kill(server: Killable) -> Fault:
+def kill(server: ServerProcess) -> Fault:
     return Fault(f"kill {server.address}", server.kill, server.restart, 0.1)
 
 
 @contextmanager
-def at_random(
+def random_faults(
     faults: Sequence[Fault], seed: int, *, num: int | None = None, seconds: float | None = None, gap: float = 0.3
 ) -> Iterator[threading.Event]:
     """Run random faults one after another until there were `num`, or for so many seconds; then all are repaired and the
@@ -91,11 +91,11 @@ def at_random(
 @contextmanager
 def killed_at_random(
     tmp_path: Path, seed: int, num_kills: int, num_servers: int = 2
-) -> Iterator[tuple[list[Killable], threading.Event]]:
+) -> Iterator[tuple[list[ServerProcess], threading.Event]]:
     """Yield servers that are killed and restarted at random moments, and an event that is set when that is over."""
     with (
-        killables(tmp_path, num_servers) as servers,
-        at_random([kill(each) for each in servers], seed, num=num_kills, gap=0.2) as over,
+        server_processes(tmp_path, num_servers) as servers,
+        random_faults([kill(each) for each in servers], seed, num=num_kills, gap=0.2) as over,
     ):
         yield servers, over
 
@@ -107,7 +107,7 @@ def train_until(
     step = 0
     while not over.is_set() or step < least:
         step += 1
-        both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
     assert contents(worker) == contents(local)
     for table in worker.tables.values():
         table.check()
@@ -118,16 +118,16 @@ BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
 
 
 @contextmanager
-def beyond_a_network(
+def networked_cluster(
     tmp_path: Path, seed: int, *, deadline: float = 60.0, most_seconds: float = 0.0
-) -> Iterator[tuple[Network, list[Killable], ShardedWorker]]:
+) -> Iterator[tuple[Network, list[ServerProcess], ShardedWorker]]:
     """Put this thread at the trainer's end of a network and two servers at the other end, with keys.
 
     most_seconds: added to the time after which the processes are killed, for a test that takes longer than most."""
-    server_key, client_key = make_keys(tmp_path / "keys")
+    server_key, client_key = create_keys(tmp_path / "keys")
     with network(seed) as wire:
         how = (f"tcp://{ADDRESSES[SERVER]}:0", ("--keys", str(server_key)), lambda: wire.inside(SERVER), most_seconds)
-        with killables(tmp_path, 2, *how) as servers, wire.inside(TRAINER):
+        with server_processes(tmp_path, 2, *how) as servers, wire.inside(TRAINER):
             addresses, keys = [each.address for each in servers], Keys.read(client_key)
-            with remote(features(), addresses, keys=keys, deadline=deadline) as worker:
+            with sharded_worker(features(), addresses, keys=keys, deadline=deadline) as worker:
                 yield wire, servers, worker

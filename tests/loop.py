@@ -142,13 +142,13 @@ class Plain:
 @contextmanager
 def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield a job on `num_servers` new servers; 0: with local rows."""
-    from cluster import serving  # not at the top: the tests of `satrap run` copy this file alone
+    from cluster import running_servers  # not at the top: the tests of `satrap run` copy this file alone
 
     with ExitStack() as stack:
         if num_servers:
-            from cluster import serving  # not at the top: scripts of `satrap run` have a copy of this file only
+            from cluster import running_servers  # not at the top: scripts of `satrap run` have a copy of this file only
 
-            options["servers"] = [each.address for each in stack.enter_context(serving(num_servers))]
+            options["servers"] = [each.address for each in stack.enter_context(running_servers(num_servers))]
         embeddings, model, optimizer = job(**options)
         if isinstance(embeddings.worker, ShardedWorker):
             stack.callback(embeddings.worker.servers.close)

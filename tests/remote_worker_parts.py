@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, Killable, features
-from faults import at_random, kill
+from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features
+from faults import random_faults, kill
 from satrap import Embeddings, Feature, Parquet, Table
 from satrap.rpc import Service
 from satrap.worker.remote.client import RemoteWorker
@@ -96,7 +96,7 @@ def working(num_workers: int = 1) -> Iterator[list[Working]]:
         yield found
 
 
-class KillableWorker(Killable):
+class KillableWorker(ServerProcess):
     """A worker process that can be restarted at the same address."""
 
     def __init__(self, *options: str) -> None:
@@ -107,14 +107,14 @@ class KillableWorker(Killable):
 
 
 @contextmanager
-def dying(victims: list[Killable], seed: int, num_kills: int) -> Iterator[threading.Event]:
+def dying(victims: list[ServerProcess], seed: int, num_kills: int) -> Iterator[threading.Event]:
     """Kill and restart one of them at a time at random moments. Yields an event that is set when that is over."""
-    with ending(victims), at_random([kill(each) for each in victims], seed, num=num_kills, gap=0.4) as over:
+    with ending(victims), random_faults([kill(each) for each in victims], seed, num=num_kills, gap=0.4) as over:
         yield over
 
 
 @contextmanager
-def ending(processes: list[Killable]) -> Iterator[None]:
+def ending(processes: list[ServerProcess]) -> Iterator[None]:
     """Stop the processes at the end of the `with` block."""
     try:
         yield

@@ -139,7 +139,7 @@ class Served:
         return own
 
 
-def eventually(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     """Waits until the condition holds; fails at a deadline."""
     pause, until = threading.Event(), time.monotonic() + DEADLINE_SECONDS
     while not condition():

@@ -21,9 +21,9 @@ from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
 
-def main(rank: int, world: int, rendezvous: str, job: dict[str, Any]) -> None:
+def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     where = {"servers": job["servers"], "workers": job.get("workers")}
     features = counting_tables() if job.get("counted") else tables()
@@ -46,7 +46,7 @@ def main(rank: int, world: int, rendezvous: str, job: dict[str, Any]) -> None:
                 seen.append(list(map(int, extra["number"].to_pylist())) if extra else batch.inputs.values.tolist())
                 if [rank, number] == job.get("overflow"):  # in a gradient that DDP does not reduce
                     batch.embeddings.register_hook(lambda gradient: gradient * np.inf)
-                loss = counted_loss(model, batch, world) if job.get("counted") else loss_of(model, batch)
+                loss = counted_loss(model, batch, world_size) if job.get("counted") else loss_of(model, batch)
                 scaler.scale(loss).backward()
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()
@@ -99,8 +99,8 @@ def close(embeddings: Embeddings) -> None:
         embeddings.worker.servers.close()
 
 
-def counted_loss(model: torch.nn.Module, batch: Any, world: int) -> torch.Tensor:
-    loss: torch.Tensor = world * batch.embeddings.sum() + model(batch.dense, batch.embeddings.detach()).mean()
+def counted_loss(model: torch.nn.Module, batch: Any, world_size: int) -> torch.Tensor:
+    loss: torch.Tensor = world_size * batch.embeddings.sum() + model(batch.dense, batch.embeddings.detach()).mean()
     return loss
 
 

@@ -36,30 +36,30 @@ class Trainers:
     def run(
         self,
         services: Sequence[Any],
-        world: int,
+        world_size: int,
         folder: Path,
         meanwhile: Callable[[list[subprocess.Popen[str]]], object] = lambda trainers: None,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """Return the result of each of `world` trainers for a job of trainer_child.py."""
+        """Return the result of each of `world_size` trainers for a job of trainer_child.py."""
         settings = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
         settings |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None}
-        with self.at_work(world, folder, settings | options) as trainers:
+        with self.at_work(world_size, folder, settings | options) as trainers:
             meanwhile(trainers)
             return [said(each) for each in trainers]
 
     @contextmanager
-    def at_work(self, world: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
-        """Yield `world` trainers that have received a job. One that hangs is killed, and its missing output fails the
+    def at_work(self, world_size: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
+        """Yield `world_size` trainers that have received a job. One that hangs is killed, and its missing output fails the
         test."""
-        rendezvous, trainers = folder / f"rendezvous-{len(list(folder.iterdir()))}", self._processes[:world]
+        rendezvous, trainers = folder / f"rendezvous-{len(list(folder.iterdir()))}", self._processes[:world_size]
         timers = [threading.Timer(2 * DEADLINE_SECONDS, each.kill) for each in trainers]
         for timer in timers:
             timer.start()
         try:
             for rank, each in enumerate(trainers):
                 assert each.stdin is not None
-                each.stdin.write(json.dumps([rank, world, str(rendezvous), job]) + "\n")
+                each.stdin.write(json.dumps([rank, world_size, str(rendezvous), job]) + "\n")
                 each.stdin.flush()
             yield trainers
         except BaseException:

@@ -100,11 +100,11 @@ class Rig:
     """The machines and their processes."""
 
     def __init__(self, stack: ExitStack, job: Mapping[str, Any]) -> None:
-        from satrap.rpc.keys import make_keys
+        from satrap.rpc.keys import create_keys
 
         self.machines = machines = stack.enter_context(emulated(1 + len(TRAINERS)))
         self._job, self.lost = job, 0
-        server_key, client_key = map(str, make_keys(Path(job["folder"], "keys")))
+        server_key, client_key = map(str, create_keys(Path(job["folder"], "keys")))
         host = machines.addresses[SERVER]
         servers = {
             name: stack.enter_context(
@@ -120,7 +120,7 @@ class Rig:
         replier = stack.enter_context(process(machines, SERVER, "probe", "serve", host=host, keys=server_key))
         target = {"host": host, "address": receive(replier), "port": receive(replier), "keys": client_key}
         self._probe = stack.enter_context(process(machines, TRAINERS[0], "probe", "ask", **target))
-        common = {"rows": job["rows"], "dim": job["dim"], "keys": client_key, "world": len(TRAINERS)}
+        common = {"rows": job["rows"], "dim": job["dim"], "keys": client_key, "world_size": len(TRAINERS)}
         common["file"] = str(samples_file(Path(job["batches"]), int(job["rows"]), FILE_BATCHES, int(job["part"])))
         common["rendezvous"] = f"tcp://{machines.addresses[TRAINERS[0]]}:{PORT}"
         common["servers"] = {name: address for name, (address, _) in servers.items()}

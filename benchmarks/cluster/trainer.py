@@ -39,7 +39,7 @@ class Training:
     def __init__(self, job: Mapping[str, Any], server: str, *, is_async: bool) -> None:
         """is_async: the dense parameters are on the servers too."""
         options: dict[str, Any] = {"dense": "async"} if is_async else {}
-        self.world = int(job["world"])
+        self.world_size = int(job["world_size"])
         self.embeddings = Embeddings(
             tables.one_table(int(job["rows"]), int(job["dim"])),
             seed=1,
@@ -59,9 +59,9 @@ class Training:
         assert isinstance(worker, ShardedWorker)
         # Two `Embeddings` with these as options would need the rows twice.
         self.embeddings.staleness = turn.staleness
-        worker.servers.together = self.world if turn.staleness == 0 else 0
+        worker.servers.barrier_size = self.world_size if turn.staleness == 0 else 0
         last = turn.num_untimed + turn.num_steps
-        count = self.world * (last + turn.staleness + 1)
+        count = self.world_size * (last + turn.staleness + 1)
         start, final_loss = 0.0, torch.tensor(torch.nan)
         with self.embeddings.stream(list(islice(cycle(batches), count))) as stream:
             for number, loss in enumerate(self.step.train(self.optimizer, stream), 1):
@@ -91,11 +91,11 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=job["rendezvous"], rank=job["rank"], world_size=job["world"], timeout=TIMEOUT
+        "gloo", init_method=job["rendezvous"], rank=job["rank"], world_size=job["world_size"], timeout=TIMEOUT
     )
     batches = batches_of(job)
     trainings = {name: Training(job, server, is_async=name == ASYNC) for name, server in job["servers"].items()}
-    print(len(batches) // job["world"], flush=True)
+    print(len(batches) // job["world_size"], flush=True)
     for line in sys.stdin:
         turn = Turn(**json.loads(line))
         figures = trainings[ASYNC if turn.mode == ASYNC else "sync"].take(turn, batches)

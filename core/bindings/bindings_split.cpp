@@ -136,20 +136,20 @@ template <typename Class> void bind_layout(nb::class_<Class>& bound) {
 void bind_again(nb::class_<Split>& split) {
     split
         .def(
-            "share_again",
+            "reshard",
             [](Split& split, SplitTicket& ticket, const Owners& owners, std::uint32_t num_servers) {
                 std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
                 nb::gil_scoped_release release;
-                split.share_again(ticket, std::move(of_buckets), num_servers);
+                split.reshard(ticket, std::move(of_buckets), num_servers);
             },
             "ticket"_a, "owners"_a, "num_servers"_a, "Lays the ticket's ids out for other owners.")
         .def(
-            "again",
+            "reshard_sums",
             [](Split& split, const Sums& own, const Owners& owners, std::uint32_t num_servers) {
                 require_size("the sums' buckets", own.layout->owners.size(), split.map().total());
                 std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
                 nb::gil_scoped_release release;
-                return std::make_unique<Sums>(split.again(own, std::move(of_buckets), num_servers));
+                return std::make_unique<Sums>(split.reshard_sums(own, std::move(of_buckets), num_servers));
             },
             "sums"_a, "owners"_a, "num_servers"_a, "Returns the same sums for other owners.");
 }

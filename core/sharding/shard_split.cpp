@@ -53,7 +53,7 @@ std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<
     return ticket;
 }
 
-void Split::share_again(SplitTicket& given, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
+void Split::reshard(SplitTicket& given, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
     fork_guard_.require_same_process();
     Ticket* const tickets[] = {&given.ticket};
     const Claim claim(tickets, identity_); // for the duration of the call
@@ -173,7 +173,7 @@ void Split::close_gaps(Sums& sums, const std::vector<std::uint32_t>& counts) {
     lay_out(wide, sums);
 }
 
-Sums Split::again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
+Sums Split::reshard_sums(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
     fork_guard_.require_same_process();
     Sums moved = sums;
     moved.same_ids = false;

@@ -68,9 +68,9 @@ class Split {
     Sums sums(std::span<SplitTicket* const> tickets, std::span<const BagGradients> gradients, float scale,
               std::vector<std::uint32_t> owners, std::uint32_t num_servers);
     // Lays the ticket's ids out for other owners.
-    void share_again(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
+    void reshard(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
     // Returns the same sums laid out for other owners; each id stays in its bucket.
-    Sums again(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
+    Sums reshard_sums(const Sums& sums, std::vector<std::uint32_t> owners, std::uint32_t num_servers);
     // Releases the memory of a ticket that will not be updated.
     void drop(SplitTicket& ticket);
 

@@ -12,9 +12,9 @@ from typing import Any, Self
 from satrap.config.validation import check_integer, known_keys, set_field
 from satrap.errors import ConfigError
 
-MOST_LAUNCHES = 2**16 - 2
+MAX_LAUNCHES = 2**16 - 2
 """Each launch has 2^16 attempts (`satrap.worker.server_group`), which are 32-bit numbers."""
-PATIENCE = timedelta(days=7)
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of a collective in which one trainer may take much longer than the others. torch's own is half an hour."""
 
 
@@ -23,7 +23,7 @@ class RunContext:
     """The context of one trainer."""
 
     rank: int
-    world: int
+    world_size: int
     """Number of trainers."""
     launch: int
     """Number of times that the trainers were launched, including this one."""
@@ -43,16 +43,16 @@ class RunContext:
     """Threads of torch; None: torch's default."""
 
     def __post_init__(self) -> None:
-        check_integer("RunContext", "world", self.world, 1, 2**32 - 1)
-        check_integer("RunContext", "rank", self.rank, 0, self.world - 1)
-        check_integer("RunContext", "launch", self.launch, 1, MOST_LAUNCHES)
+        check_integer("RunContext", "world_size", self.world_size, 1, 2**32 - 1)
+        check_integer("RunContext", "rank", self.rank, 0, self.world_size - 1)
+        check_integer("RunContext", "launch", self.launch, 1, MAX_LAUNCHES)
         check_integer("RunContext", "first_launch", self.first_launch, 1, self.launch)
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not self.servers:
             raise ConfigError("RunContext: servers is empty; expected at least one address")
-        if self.world > 1 and self.rendezvous is None:
-            raise ConfigError(f"RunContext: {self.world} trainers need a rendezvous, and there is none; give its URL")
+        if self.world_size > 1 and self.rendezvous is None:
+            raise ConfigError(f"RunContext: {self.world_size} trainers need a rendezvous, and there is none; give its URL")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the context as plain JSON types."""
@@ -79,7 +79,7 @@ def enter(context: RunContext) -> None:
     _here = context
 
 
-def before_end(hook: Callable[[], None]) -> None:
+def register_exit_hook(hook: Callable[[], None]) -> None:
     """Registers a hook to run after the script. Without a run, does nothing."""
     if _here is not None:
         _before_end.append(hook)

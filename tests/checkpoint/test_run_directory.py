@@ -81,7 +81,7 @@ def test_a_relative_path_in_a_copied_folder_is_refused(tmp_path: Path, monkeypat
     """Ray copies the script's folder to the nodes, and removes it with the run."""
     job = Job(str(tmp_path), 1)
     parts = job.model, job.optimizer, job.embeddings
-    place = RunContext(rank=0, world=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
+    place = RunContext(rank=0, world_size=1, launch=1, servers=("tcp://127.0.0.1:1",), is_copy=True)
     monkeypatch.setattr(satrap.run_context, "_here", place)
     with pytest.raises(CheckpointError, match="path is 'run', but this script runs in a temporary copy of its folder"):
         Checkpoint("run", *parts)

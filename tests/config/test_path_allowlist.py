@@ -13,11 +13,11 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import batch, one_table, remote, serving
+from cluster import batch, one_table, sharded_worker, running_servers
 from remote_worker_parts import Working, running, source, train, write
 from satrap import CSV, Arrow, Checkpoint, Parquet
 from satrap.config.path_allowlist import PathAllowlist, without_glob
-from satrap.data.registry import restricted
+from satrap.data.registry import restrict
 from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError, SatrapError
 from satrap.launch.process_command import Script
@@ -147,7 +147,7 @@ def test_a_source_reads_what_is_permitted(tmp_path: Path, kind: type[Source]) ->
 
     def read(path: Any) -> int:
         source: Any = kind(path=path, extra="id", batch_size=10, num_threads=0)  # type: ignore[call-arg]
-        guarded = restricted(source, allowlist)
+        guarded = restrict(source, allowlist)
         guarded.signature()
         return sum(each.batch_size for each in guarded.batches(one_table()))
 
@@ -169,7 +169,10 @@ def test_a_source_reads_what_is_permitted(tmp_path: Path, kind: type[Source]) ->
 def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "out").symlink_to(tmp_path)
-    with serving(1, checkpoints=[tmp_path / "runs"]) as services, remote(one_table(), [services[0].address]) as worker:
+    with (
+        running_servers(1, checkpoints=[tmp_path / "runs"]) as services,
+        sharded_worker(one_table(), [services[0].address]) as worker,
+    ):
         table = worker.tables["t"]
         ticket = worker.lookup(batch(range(5)), step=1).ticket
         assert ticket is not None
@@ -193,7 +196,7 @@ def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_that_could_not_be_saved_is_refused_at_the_first_step(tmp_path: Path) -> None:
-    with serving(1, checkpoints=[tmp_path / "runs"]) as (server,), running(servers=[server.address]) as job:
+    with running_servers(1, checkpoints=[tmp_path / "runs"]) as (server,), running(servers=[server.address]) as job:
         embeddings, model, optimizer = job
         data = source(write(tmp_path / "a.parquet", 2))
         for name, words in (("other", r"other' is refused: .*with --checkpoints"), ("runs", None)):
@@ -212,7 +215,7 @@ def test_a_worker_reads_below_what_was_named(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         write(tmp_path / name / "a.parquet", 2)
     with (
-        serving(1) as (server,),
+        running_servers(1) as (server,),
         closing(Working(data=[tmp_path / "data"])) as worker,
         running(servers=[server.address], workers=[worker.address]) as job,
     ):

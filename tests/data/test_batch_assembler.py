@@ -75,7 +75,7 @@ def test_every_sample_occurs_once_in_each_epoch(data: UnevenSource) -> None:
     full = [inputs for inputs in batches if inputs.batch_size == data.batch_size]
     without_short = data.replace(drop_last=True).batches(["a"])
     assert ids(without_short) == ids(full)
-    assert without_short.left_out.short == (data.epochs or 0) * (data.total % (data.batch_size or 1))
+    assert without_short.skipped_rows.short == (data.epochs or 0) * (data.total % (data.batch_size or 1))
 
 
 def sizes_of(total: int, size: int) -> list[int]:
@@ -84,12 +84,12 @@ def sizes_of(total: int, size: int) -> list[int]:
 
 @given(uneven_sources(), st.sampled_from([1, 1, 2, 5]))
 @settings(max_examples=60)
-def test_resuming_at_any_position_continues_the_sequence(data: UnevenSource, world: int) -> None:
-    for rank in range(world):
-        whole = list(data.batches(["a"], rank=rank, world=world))
+def test_resuming_at_any_position_continues_the_sequence(data: UnevenSource, world_size: int) -> None:
+    for rank in range(world_size):
+        whole = list(data.batches(["a"], rank=rank, world_size=world_size))
         for i, inputs in enumerate(whole):
             position = Position.from_dict(at(inputs).to_dict())
-            rest = list(data.batches(["a"], position=position, rank=rank, world=world))
+            rest = list(data.batches(["a"], position=position, rank=rank, world_size=world_size))
             assert ids(rest) == ids(whole[i + 1 :])
             assert [each.position for each in rest] == [each.position for each in whole[i + 1 :]]
 
@@ -182,11 +182,11 @@ def test_endless_epochs() -> None:
 def test_bad_rows_are_counted_up_to_the_limit() -> None:
     data = UnevenSource(sizes=[[5], [5], [5]], num_bad=2, max_bad_rows=6, epochs=2)
     batches = data.batches(["a"])
-    assert len(ids(batches)) == 30 and batches.left_out.malformed == 12  # the limit applies to each epoch
+    assert len(ids(batches)) == 30 and batches.skipped_rows.malformed == 12  # the limit applies to each epoch
     batches = data.replace(max_bad_rows=5, batch_size=5).batches(["a"])
     with pytest.raises(SourceError, match="block 10: bad; only 5 bad rows are allowed in an epoch: fix the row"):
         list(batches)
-    assert batches.left_out.malformed == 4
+    assert batches.skipped_rows.malformed == 4
     with pytest.raises(SourceError, match="block 0: bad; fix the row, or allow more with max_bad_rows"):
         list(data.replace(max_bad_rows=0).batches(["a"]))
 
@@ -317,7 +317,7 @@ def test_formats_resume_and_partition(kind: str, shuffle: bool, tmp_path: Path, 
     data = source(kind, tmp_path, batch_size=48, shuffle=shuffle, shuffle_blocks=3, seed=seed)
     expected = sorted(map(clicks.expected, samples))
     assert sorted(clicks.read(data)) == expected
-    assert sorted(s for rank in range(3) for s in clicks.read(data, rank=rank, world=3)) == expected
+    assert sorted(s for rank in range(3) for s in clicks.read(data, rank=rank, world_size=3)) == expected
     whole = [(inputs.position, clicks.samples_in(inputs)) for inputs in data.batches(FEATURES)]
     for i, (position, _) in enumerate(whole):
         rest = [(inputs.position, clicks.samples_in(inputs)) for inputs in data.batches(FEATURES, position=position)]
@@ -364,11 +364,11 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
     ("call", "error", "message"),
     [
         (
-            lambda data: data.batches(["a"], rank=2, world=2),
+            lambda data: data.batches(["a"], rank=2, world_size=2),
             ConfigError,
             "UnevenSource: rank is 2; expected an integer from 0 to 1",
         ),
-        (lambda data: data.batches(["a"], world=0), ConfigError, "UnevenSource: world is 0"),
+        (lambda data: data.batches(["a"], world_size=0), ConfigError, "UnevenSource: world is 0"),
         (
             lambda data: data.batches(["a"], position=(0, 0, 0)),
             InputError,

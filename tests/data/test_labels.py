@@ -81,7 +81,7 @@ def test_a_label_outside_its_kind_is_refused_or_counted(
             list(data.batches(["a"]))
         batches = data.replace(max_bad_rows=1).batches(["a"])
         found = [float(label) for inputs in batches if inputs.label is not None for label in inputs.label]
-        assert found == np.array(valid * 2, np.float32).tolist() and batches.left_out.malformed == 1, bad
+        assert found == np.array(valid * 2, np.float32).tolist() and batches.skipped_rows.malformed == 1, bad
 
 
 def test_labels_are_binary_unless_declared() -> None:
@@ -99,7 +99,7 @@ def test_converted_labels_are_of_the_kind() -> None:
     label = [LabelColumn("n", above=15, missing=0), LabelColumn("t", true="y", missing="drop")]
     batches = Frame(columns, label=label).batches(["a"])
     (inputs,) = batches
-    assert inputs.label is not None and inputs.label.tolist() == [[0, 1], [1, 0]] and batches.left_out.no_label == 1
+    assert inputs.label is not None and inputs.label.tolist() == [[0, 1], [1, 0]] and batches.skipped_rows.no_label == 1
     with pytest.raises(SourceError, match="row 2: column 'n' holds inf; expected a finite label"):
         list(Frame({"n": [1.0, np.inf], "a": [1, 2]}, label=LabelColumn("n", above=15)).batches(["a"]))
 

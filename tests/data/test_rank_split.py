@@ -23,36 +23,36 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 @given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 3))
 def test_legacy_turns_assign_every_block_to_one_rank_or_to_all(
-    n: int, world: int, shuffle: bool, seed: int, epoch: int
+    n: int, world_size: int, shuffle: bool, seed: int, epoch: int
 ) -> None:
     order = permutation(n, seed, epoch).tolist() if shuffle else list(range(n))
-    ranks = [legacy_turns(order, rank=rank, world=world) for rank in range(world)]
+    ranks = [legacy_turns(order, rank=rank, world_size=world_size) for rank in range(world_size)]
     own = [turn.block for rank in ranks for turn in rank if not turn.is_shared]
     shared = [[turn.block for turn in rank if turn.is_shared] for rank in ranks]
     assert all(each == shared[0] for each in shared)
     assert sorted(own + shared[0]) == list(range(n))
-    assert len(shared[0]) < world and len({len(rank) for rank in ranks}) == 1
+    assert len(shared[0]) < world_size and len({len(rank) for rank in ranks}) == 1
     if not shuffle:
         assert all(rank == sorted(rank) for rank in ranks)
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 9))
-def test_known_rows_are_assigned_evenly_in_whole_blocks(rows: list[int], world: int) -> None:
-    ranks = assign([RowRange(block) for block in range(len(rows))], rows, world)
+def test_known_rows_are_assigned_evenly_in_whole_blocks(rows: list[int], world_size: int) -> None:
+    ranks = assign([RowRange(block) for block in range(len(rows))], rows, world_size)
     spans = [[(p.block, p.begin, rows[p.block] if p.end is None else p.end) for p in rank] for rank in ranks]
     assigned = [(block, row) for rank in spans for block, begin, end in rank for row in range(begin, end)]
     assert sorted(assigned) == [(block, row) for block, n in enumerate(rows) for row in range(n)], "each row once"
     counts = [sum(end - begin for _, begin, end in rank) for rank in spans]
     assert max(counts) - min(counts) <= 1
     assert all(rank == sorted(rank) for rank in spans), "in the order of the blocks"
-    assert sum(map(len, ranks)) - len(rows) < world, "at most one cut less than ranks"
+    assert sum(map(len, ranks)) - len(rows) < world_size, "at most one cut less than ranks"
 
 
 @given(st.lists(st.integers(0, 20), max_size=10), st.integers(1, 9))
-def test_shares_are_even_after_every_chunk(sizes: list[int], world: int) -> None:
-    counts, before = [0] * world, 0
+def test_shares_are_even_after_every_chunk(sizes: list[int], world_size: int) -> None:
+    counts, before = [0] * world_size, 0
     for size in sizes:
-        found = [rank_share(size, before, rank, world) for rank in range(world)]
+        found = [rank_share(size, before, rank, world_size) for rank in range(world_size)]
         assert [row for begin, end in found for row in range(begin, end)] == list(range(size))
         counts = [count + end - begin for count, (begin, end) in zip(counts, found, strict=True)]
         assert max(counts) - min(counts) <= 1
@@ -60,19 +60,19 @@ def test_shares_are_even_after_every_chunk(sizes: list[int], world: int) -> None
 
 
 @given(st.integers(0, 100), st.integers(0, 30), st.integers(1, 9))
-def test_legacy_shares_are_even_and_complete(n: int, number: int, world: int) -> None:
-    shares = [legacy_share(n, number, rank, world) for rank in range(world)]
+def test_legacy_shares_are_even_and_complete(n: int, number: int, world_size: int) -> None:
+    shares = [legacy_share(n, number, rank, world_size) for rank in range(world_size)]
     assert sorted(chain.from_iterable(range(*each) for each in shares)) == list(range(n))
-    assert {end - begin for begin, end in shares} <= {n // world, -(-n // world)}
+    assert {end - begin for begin, end in shares} <= {n // world_size, -(-n // world_size)}
 
 
 @given(uneven_sources(), st.sampled_from([1, 2, 3, 7]))
-def test_ranks_partition_the_samples(data: UnevenSource, world: int) -> None:
-    ranks = [list(data.batches(["a"], rank=rank, world=world)) for rank in range(world)]
+def test_ranks_partition_the_samples(data: UnevenSource, world_size: int) -> None:
+    ranks = [list(data.batches(["a"], rank=rank, world_size=world_size)) for rank in range(world_size)]
     assert Counter(i for rank in ranks for i in ids(rank)) == dict.fromkeys(range(data.total), data.epochs)
     counts = [len(ids(rank)) // (data.epochs or 1) for rank in ranks]
     assert max(counts) - min(counts) <= 1, "equally many for each rank"
-    if world == 1:
+    if world_size == 1:
         assert ids(ranks[0]) == ids(data.batches(["a"]))
 
 
@@ -81,11 +81,11 @@ def test_another_number_of_ranks_continues(data: UnevenSource, worlds: list[int]
     """Trainers stop after different numbers of batches, and others continue: every sample occurs once."""
     seen: Counter[int] = Counter()
     start: Position | None = None
-    for world in worlds:
+    for world_size in worlds:
         positions = []
-        for rank in range(world):
-            batches = list(data.batches(["a"], position=start, rank=rank, world=world))
-            taken = len(batches) if world is worlds[-1] else draw.draw(st.integers(0, len(batches)))
+        for rank in range(world_size):
+            batches = list(data.batches(["a"], position=start, rank=rank, world_size=world_size))
+            taken = len(batches) if world_size is worlds[-1] else draw.draw(st.integers(0, len(batches)))
             seen.update(ids(batches[:taken]))
             first = start or Position(0, 0, 0)
             positions.append(at(batches[taken - 1]) if taken else first)
@@ -103,7 +103,7 @@ def test_positions_of_older_releases_continue_as_there() -> None:
             sizes=sizes, guess=1, batch_size=4, shuffle=case["shuffle"], shuffle_blocks=3, seed=5, rows_known=True
         )
         position = Position.from_dict(case["position"])
-        rest = data.batches(["a"], position=position, rank=case["rank"], world=case["world"])
+        rest = data.batches(["a"], position=position, rank=case["rank"], world_size=case["world_size"])
         assert [inputs.values.tolist() for inputs in rest] == case["rest"]
     assert len(cases) == 30
 
@@ -129,14 +129,14 @@ def test_ranks_share_the_rows_of_a_text_file(ending: str, newlines: bool, tmp_pa
         num_threads=2,
     )
     expected = sorted({*range(200)} - {90 - 2})
-    for world in (1, 2, 3, 7):
-        ranks = [data.batches(["id"], rank=rank, world=world) for rank in range(world)]
+    for world_size in (1, 2, 3, 7):
+        ranks = [data.batches(["id"], rank=rank, world_size=world_size) for rank in range(world_size)]
         found = [[i for inputs in rank for i in inputs.values.tolist()] for rank in ranks]
         assert sorted(chain.from_iterable(found)) == expected
-        assert sum(rank.left_out.malformed for rank in ranks) == 1, "one rank has the bad row"
+        assert sum(rank.skipped_rows.malformed for rank in ranks) == 1, "one rank has the bad row"
         assert max(map(len, found)) - min(map(len, found)) <= 4, "two blank lines and a bad row count as rows"
     refused = data.replace(max_bad_rows=0)
     line = text[: text.index(b"bad,d")].count(b"\n") + 1
     with pytest.raises(SourceError, match=f"line {line}: column 'id'"):
         for rank in range(3):
-            list(refused.batches(["id"], rank=rank, world=3))
+            list(refused.batches(["id"], rank=rank, world_size=3))

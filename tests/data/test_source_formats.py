@@ -227,7 +227,7 @@ def test_labels_dense_and_lists_of_text(kind: str, tmp_path: Path) -> None:
     batches = dropped.batches(["genres"])
     inputs = next(batches)
     assert inputs.label is not None and inputs.label.tolist() == [20, 15]
-    assert batches.left_out.no_label == 1 and batches.left_out.malformed == 0
+    assert batches.skipped_rows.no_label == 1 and batches.skipped_rows.malformed == 0
     assert clicks.bags_of(inputs) == [[[b, a], []]]
 
 

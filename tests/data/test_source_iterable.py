@@ -67,7 +67,7 @@ def test_samples_are_collected_into_batches(shuffle: bool) -> None:
     data = Iterable(samples, samples=True, batch_size=64, shuffle=shuffle, **OPTIONS)
     found, expected_samples = read(data), [expected(sample) for sample in samples]
     assert sorted(found) == sorted(expected_samples) and (found == expected_samples) is not shuffle
-    ranks = [s for rank in range(3) for s in read(data, rank=rank, world=3)]
+    ranks = [s for rank in range(3) for s in read(data, rank=rank, world_size=3)]
     assert sorted(ranks) == sorted(expected_samples)
     batches = list(data.batches(clicks.FEATURES))
     rest = list(data.batches(clicks.FEATURES, position=batches[100].position))
@@ -77,7 +77,7 @@ def test_samples_are_collected_into_batches(shuffle: bool) -> None:
 def test_whole_batches_are_split_over_ranks_and_resumed() -> None:
     items = [{"a": np.arange(i, i + n)} for i, n in ((0, 3), (10, 1), (20, 0), (30, 2), (40, 4))]
     data = Iterable(items, epochs=2)
-    ranks = [[inputs.values.tolist() for inputs in data.batches(["a"], rank=rank, world=2)] for rank in range(2)]
+    ranks = [[inputs.values.tolist() for inputs in data.batches(["a"], rank=rank, world_size=2)] for rank in range(2)]
     assert ranks == [[[0, 1, 2], [40, 41, 42, 43]] * 2, [[10], [30, 31]] * 2]
     whole = list(data.batches(["a"]))
     for i, inputs in enumerate(whole):

@@ -75,7 +75,7 @@ def test_a_malformed_row_of_text_is_refused_with_file_and_line(row: str, name: s
     assert str(error.value).startswith(f"{path}, line 202: {BAD_ROWS[row]}")
     assert str(error.value).endswith("; fix the row, or allow more with max_bad_rows")
     batches = data.replace(max_bad_rows=1).batches(FEATURES)
-    assert sum(inputs.batch_size for inputs in batches) == 400 and batches.left_out.malformed == 1
+    assert sum(inputs.batch_size for inputs in batches) == 400 and batches.skipped_rows.malformed == 1
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
@@ -84,7 +84,7 @@ def test_the_limit_of_bad_rows_applies_to_an_epoch(num_threads: int, tmp_path: P
     path = write(tmp_path / "a.csv", rows)
     data = CSV(path, block_bytes=200, epochs=2, max_bad_rows=25, num_threads=num_threads, **TEXT)
     batches = data.batches(FEATURES)
-    assert sum(inputs.batch_size for inputs in batches) == 150 and batches.left_out.malformed == 50
+    assert sum(inputs.batch_size for inputs in batches) == 150 and batches.skipped_rows.malformed == 50
     with pytest.raises(
         SourceError, match=r"line 99: column 'age' holds 'x'.*; only 24 bad rows are allowed in an epoch"
     ):
@@ -225,7 +225,7 @@ def test_a_malformed_typed_row_is_refused_with_its_number(case: str, kind: str, 
         list(data.batches(features))
     batches = data.replace(max_bad_rows=1).batches(features)
     (inputs,) = batches
-    assert inputs.batch_size == 29 and batches.left_out.malformed == 1
+    assert inputs.batch_size == 29 and batches.skipped_rows.malformed == 1
     assert inputs.values.tolist() == [5] * 29 + [1, 2] * 58
     with pytest.raises(SourceError, match=why):
         list(data.replace(max_bad_rows=1, path=[path, path]).batches(features)) if kind == "parquet" else list(
@@ -238,7 +238,7 @@ def test_dropped_and_bad_rows_in_one_chunk() -> None:
     data = Frame(frame, dense="age", label=LabelColumn("click", missing="drop"), max_bad_rows=1)
     batches = data.batches(["a"])
     assert [inputs.values.tolist() for inputs in batches] == [[1]]
-    assert (batches.left_out.malformed, batches.left_out.no_label) == (1, 2)
+    assert (batches.skipped_rows.malformed, batches.skipped_rows.no_label) == (1, 2)
 
 
 # -- types and names ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from satrap.errors import ConfigError, SourceError
     st.data(),
 )
 def test_data_with_offsets_resumes_by_itself(
-    sizes: list[int], batch_size: int | None, samples: bool, world: int, draw: st.DataObject
+    sizes: list[int], batch_size: int | None, samples: bool, world_size: int, draw: st.DataObject
 ) -> None:
     """As with a message broker, items before the offset are not returned again. Resuming continues the sequence."""
     ends = np.cumsum(sizes).tolist()
@@ -39,17 +39,17 @@ def test_data_with_offsets_resumes_by_itself(
 
     data = Iterable(items, samples=samples, batch_size=batch_size or (4 if samples else None), offsets=True)
     found = []
-    for rank in range(world):
-        whole = list(data.batches(["a"], rank=rank, world=world))
+    for rank in range(world_size):
+        whole = list(data.batches(["a"], rank=rank, world_size=world_size))
         found += [each for inputs in whole for each in inputs.values.tolist()]
         taken = draw.draw(st.integers(0, len(whole)))
         position = None
         if taken and (last := whole[taken - 1].position) is not None:
             position = Position.from_dict(json.loads(json.dumps(last.to_dict())))
-        rest = list(data.batches(["a"], position=position, rank=rank, world=world))
+        rest = list(data.batches(["a"], position=position, rank=rank, world_size=world_size))
         assert [each.values.tolist() for each in rest] == [each.values.tolist() for each in whole[taken:]]
         assert [each.position for each in rest] == [each.position for each in whole[taken:]]
-        if position is not None and not samples and world == 1:
+        if position is not None and not samples and world_size == 1:
             num_returned = sum(inputs.batch_size for inputs in whole[:taken])
             assert requested[-1] == max(end for end in [0, *ends] if end < num_returned), "start of the last item"
     assert sorted(found) == list(range(sum(sizes)))

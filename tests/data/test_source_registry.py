@@ -14,7 +14,7 @@ import pyarrow.fs
 import pytest
 
 import satrap.run_context
-from cluster import features, one_table, serving
+from cluster import features, one_table, running_servers
 from remote_worker_parts import working
 from satrap import (
     CSV,
@@ -30,7 +30,7 @@ from satrap import (
     Parquet,
 )
 from satrap.config.features import Features
-from satrap.data.registry import source_from_dict, source_to_dict, travels
+from satrap.data.registry import source_from_dict, source_to_dict, is_portable
 from satrap.run_context import RunContext
 from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.remote.worker_spec import WorkerSpec
@@ -59,7 +59,7 @@ SOURCES = [
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: type(source).__name__)
 def test_a_declaration_survives_the_round_trip(source: Any) -> None:
-    assert travels(source)
+    assert is_portable(source)
     sent = json.loads(json.dumps(source_to_dict(source)))
     found: Any = source_from_dict(sent)
     assert type(found) is type(source) and source_to_dict(found) == sent
@@ -98,7 +98,7 @@ class UserSource(Parquet):
     ids=["table", "filesystem", "own", "frame", "iterable", "list", "nothing"],
 )
 def test_sources_with_data_or_code_do_not_travel(data: Any) -> None:
-    assert not travels(data)
+    assert not is_portable(data)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_worker_spec_survives_the_round_trip_in_its_order() -> None:
 def test_worker_specs_differ_field_by_field() -> None:
     table = one_table().tables[0]
     one = worker_spec(Features({"id": table, "bag": table.bag("mean")}))
-    other = worker_spec(Features({"id": table, "bag": table.sequence(2)}), wire="float16", together=0)
+    other = worker_spec(Features({"id": table, "bag": table.sequence(2)}), wire="float16", barrier_size=0)
     assert one.differences(other) == [
         "wire: 'float32' here, 'float16' there",
         "together: 2 here, 0 there",
@@ -151,9 +151,13 @@ def test_worker_specs_differ_field_by_field() -> None:
 def test_a_run_context_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """It decides if the script does not name them."""
     of = dict(one_table())
-    with serving(1) as services, working(2) as workers:
+    with running_servers(1) as services, working(2) as workers:
         place = RunContext(
-            rank=0, world=1, launch=1, servers=(services[0].address,), workers=tuple(each.address for each in workers)
+            rank=0,
+            world_size=1,
+            launch=1,
+            servers=(services[0].address,),
+            workers=tuple(each.address for each in workers),
         )
         monkeypatch.setattr(satrap.run_context, "_here", place)
         for named, kind, address in (

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS, Killable, batch, contents, one_table, remote, serving
+from cluster import DEADLINE_SECONDS, ServerProcess, batch, contents, one_table, sharded_worker, running_servers
 from disk import small_disk
 from loop import batches, bits, loss_of, running
 from runs import JOB, start_run, wait_for_exit
@@ -118,7 +118,7 @@ def test_one_of_two_servers_has_a_full_disk(tmp_path: Path) -> None:
     ids = np.arange(6000, dtype=np.uint64)
     ids = ids[_core.bucket_of(ids, 8) >= 4]
     local = LocalWorker(wide, num_threads=1)
-    with serving(2) as services, remote(wide, [each.address for each in services]) as worker:
+    with running_servers(2) as services, sharded_worker(wide, [each.address for each in services]) as worker:
         table = worker.tables["t"]
         for step in (1, 2):
             for each in (local, worker):
@@ -143,7 +143,7 @@ def test_one_of_two_servers_has_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_by_all_trainers(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", MEGABYTE) as disk, serving(2) as services:
+    with small_disk(tmp_path / "disk", MEGABYTE) as disk, running_servers(2) as services:
         disk.fill(leaving=2 * PAGE)
         given: dict[str, Any] = {
             "servers": [each.address for each in services],
@@ -179,9 +179,9 @@ def test_rows_that_do_not_fit_into_shared_memory(tmp_path: Path) -> None:
             each.update([looked.ticket] if looked.ticket else [], [looked.block], step=number)
 
     with small_disk(tmp_path / "disk", 40 * MEGABYTE) as disk:
-        server = Killable(disk.path / "rows")
+        server = ServerProcess(disk.path / "rows")
         try:
-            with remote(wide, [server.address]) as worker:
+            with sharded_worker(wide, [server.address]) as worker:
                 groups = np.arange(2000 * 40, dtype=np.uint64).reshape(40, -1)
                 number = 0
                 with pytest.raises(

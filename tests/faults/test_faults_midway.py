@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS, batch, contents, killables, one_table, remote
+from cluster import DEADLINE_SECONDS, batch, contents, server_processes, one_table, sharded_worker
 from loop import batches, bits, job, loss_of
-from rpc_parts import eventually
+from rpc_parts import wait_until
 from satrap import Checkpoint
 from satrap.errors import AttemptError, ChangesError, DeadlineError
 from satrap.table.snapshot.saved_table import checksum_of
@@ -39,7 +39,7 @@ class Pipe:
         os.mkfifo(path)
 
     def wait_for_reader(self) -> None:
-        eventually(self._is_read)
+        wait_until(self._is_read)
 
     def _is_read(self) -> bool:
         try:
@@ -82,8 +82,10 @@ def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
     killed and restarted saves again."""
     local, manifest = LocalWorker(one_table(), num_threads=1), tmp_path / "a/1-of-2/manifest.json"
     with (
-        killables(tmp_path) as servers,
-        remote(one_table(), [each.address for each in servers], deadline=SILENCE_SECONDS, retry_seconds=0.5) as worker,
+        server_processes(tmp_path) as servers,
+        sharded_worker(
+            one_table(), [each.address for each in servers], deadline=SILENCE_SECONDS, retry_seconds=0.5
+        ) as worker,
     ):
         table = worker.tables["t"]
         step([local, worker], 1)
@@ -133,8 +135,10 @@ def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
 def test_a_server_killed_before_its_rows_are_replaced(tmp_path: Path) -> None:
     """During the verification of the checkpoint: all servers keep their rows."""
     with (
-        killables(tmp_path) as servers,
-        remote(one_table(), [each.address for each in servers], deadline=SILENCE_SECONDS, retry_seconds=0.5) as worker,
+        server_processes(tmp_path) as servers,
+        sharded_worker(
+            one_table(), [each.address for each in servers], deadline=SILENCE_SECONDS, retry_seconds=0.5
+        ) as worker,
     ):
         step([worker], 1)
         worker.tables["t"].save(tmp_path / "a")
@@ -160,7 +164,10 @@ def test_a_server_killed_before_its_rows_are_replaced(tmp_path: Path) -> None:
 
 def test_a_server_killed_while_its_rows_are_replaced(tmp_path: Path) -> None:
     """The old rows are dropped and the new ones incomplete: the server reports that, and a second restore is whole."""
-    with killables(tmp_path, 1) as servers, remote(one_table(), [servers[0].address], retry_seconds=0.5) as worker:
+    with (
+        server_processes(tmp_path, 1) as servers,
+        sharded_worker(one_table(), [servers[0].address], retry_seconds=0.5) as worker,
+    ):
         step([worker], 1)
         worker.tables["t"].save(tmp_path / "a")
         saved, manifest = contents(worker), tmp_path / "a/0-of-1/manifest.json"
@@ -193,7 +200,10 @@ def test_a_server_killed_while_its_rows_are_replaced(tmp_path: Path) -> None:
 
 def test_a_server_killed_in_a_save_of_changes_after_it_wrote_its_part(tmp_path: Path) -> None:
     """Its answer is lost. The restarted server no longer knows the changes, and reports that."""
-    with killables(tmp_path) as servers, remote(one_table(), [each.address for each in servers]) as worker:
+    with (
+        server_processes(tmp_path) as servers,
+        sharded_worker(one_table(), [each.address for each in servers]) as worker,
+    ):
         table = worker.tables["t"]
         step([worker], 1)
         since = table.save(tmp_path / "a")
@@ -208,7 +218,7 @@ def test_a_server_killed_in_a_save_of_changes_after_it_wrote_its_part(tmp_path: 
 def test_a_restarted_server_saves_whole_tables_instead_of_changes(tmp_path: Path) -> None:
     """It has its rows, but not the removed ids. The run continues to save, and its checkpoints are whole."""
     data = batches(20)
-    with killables(tmp_path) as servers:
+    with server_processes(tmp_path) as servers:
         embeddings, model, optimizer = job(servers=[each.address for each in servers])
         assert isinstance(embeddings.worker, ShardedWorker)
         try:

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster import features, killables, remote
-from faults import BAD, Fault, at_random, beyond_a_network, kill, stop_and_go, train_until
+from cluster import features, server_processes, sharded_worker
+from faults import BAD, Fault, random_faults, networked_cluster, kill, stop_and_go, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import FrameProxy, resident_bytes
 from satrap.worker.local_rows import LocalWorker
@@ -28,7 +28,7 @@ def test_any_faults_at_random(
 ) -> None:
     local = LocalWorker(features(), num_threads=1)
     seconds = request.config.getoption("--faults-seconds")
-    with beyond_a_network(tmp_path, seed, most_seconds=seconds) as (wire, servers, worker):
+    with networked_cluster(tmp_path, seed, most_seconds=seconds) as (wire, servers, worker):
 
         def weather(name: str, there: Weather, back: Weather) -> Fault:
             return Fault(name, lambda: wire.be(there, back), lambda: wire.be(CALM, CALM), 1.0)
@@ -52,7 +52,7 @@ def test_any_faults_at_random(
             weather("cut", CUT, CUT),
             Fault("link", lambda: wire.link(TRAINER, "down"), lambda: wire.link(TRAINER, "up"), 1.0),
         ]
-        with at_random(faults, seed, seconds=seconds) as over:
+        with random_faults(faults, seed, seconds=seconds) as over:
             train_until(over, local, worker, rng)
 
 
@@ -61,13 +61,13 @@ def test_a_slow_server_only_slows(tmp_path: Path, seed: int, rng: np.random.Gene
     more messages than calls and retries; and neither side accumulates anything."""
     local = LocalWorker(features(), num_threads=1)
     with ExitStack() as stack:
-        servers = stack.enter_context(killables(tmp_path))
+        servers = stack.enter_context(server_processes(tmp_path))
         proxies = [stack.enter_context(FrameProxy(each.address, seed, 0.0, 0.0, 0.0)) for each in servers]
         addresses = [each.address for each in proxies]
-        worker = stack.enter_context(remote(features(), addresses, retry_seconds=RETRY_SECONDS))
+        worker = stack.enter_context(sharded_worker(features(), addresses, retry_seconds=RETRY_SECONDS))
         before = [resident_bytes(pid) for pid in (os.getpid(), servers[1].pid)]
         began, first = time.monotonic(), [each.num_requests for each in proxies]
-        with at_random([stop_and_go(servers[1], 0.4)], seed, seconds=5.0, gap=0.1) as over:
+        with random_faults([stop_and_go(servers[1], 0.4)], seed, seconds=5.0, gap=0.1) as over:
             num_calls = 3 * train_until(over, local, worker, rng)
         moments = (time.monotonic() - began) / RETRY_SECONDS
         for proxy, number in zip(proxies, first, strict=True):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bag_oracle import draw_bags
-from cluster import both_step, contents, features
-from faults import BAD, Fault, at_random, beyond_a_network, train_until
+from cluster import step_both, contents, features
+from faults import BAD, Fault, random_faults, networked_cluster, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import DEADLINE_SECONDS
 from satrap.errors import DeadlineError
@@ -23,24 +23,24 @@ from satrap.worker.sharded_rows import ShardedWorker
 def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """In both directions, in one, and such that the trainer's system notices."""
     local = LocalWorker(features(), num_threads=1)
-    with beyond_a_network(tmp_path, seed) as (wire, _, worker):
+    with networked_cluster(tmp_path, seed) as (wire, _, worker):
 
         def cut(name: str, to_servers: Weather, to_trainer: Weather) -> Fault:
             return Fault(name, lambda: wire.be(to_servers, to_trainer), lambda: wire.be(CALM, CALM), most_seconds=2.0)
 
         faults = [cut("cut", CUT, CUT), cut("cut to the servers", CUT, CALM), cut("cut to the trainer", CALM, CUT)]
         faults.append(Fault("link", lambda: wire.link(TRAINER, "down"), lambda: wire.link(TRAINER, "up"), 2.0))
-        with at_random(faults, seed, num=5) as over:
+        with random_faults(faults, seed, num=5) as over:
             train_until(over, local, worker, rng)
 
 
 def test_a_network_that_loses_delays_and_duplicates(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """A fifth of the packets is lost, and packets overtake one another."""
     local = LocalWorker(features(), num_threads=1)
-    with beyond_a_network(tmp_path, seed) as (wire, _, worker):
+    with networked_cluster(tmp_path, seed) as (wire, _, worker):
         wire.be(BAD, BAD)
         for step in range(1, 5):
-            both_step([local, worker], rng, [draw_bags(rng, local.features, 20)], step)
+            step_both([local, worker], rng, [draw_bags(rng, local.features, 20)], step)
         wire.be(CALM, CALM)
         assert contents(worker) == contents(local)
 
@@ -49,8 +49,8 @@ def test_a_cut_beyond_the_deadline_is_reported_and_training_continues(
     tmp_path: Path, seed: int, rng: np.random.Generator
 ) -> None:
     local = LocalWorker(features(), num_threads=1)
-    with beyond_a_network(tmp_path, seed, deadline=2.5) as (wire, servers, worker):
-        both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], 1)
+    with networked_cluster(tmp_path, seed, deadline=2.5) as (wire, servers, worker):
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 30)], 1)
         wire.be(CUT, CUT)
         began, either = time.monotonic(), "|".join(each.address for each in servers)
         late = draw_bags(rng, local.features, 30)  # may still arrive, and create its rows
@@ -59,7 +59,7 @@ def test_a_cut_beyond_the_deadline_is_reported_and_training_continues(
         assert 2.5 <= time.monotonic() - began < DEADLINE_SECONDS
         wire.be(CALM, CALM)
         reaches(worker)
-        both_step([local, worker], rng, [late], 2)
+        step_both([local, worker], rng, [late], 2)
         assert contents(worker) == contents(local)
 
 
@@ -76,9 +76,9 @@ def reaches(worker: ShardedWorker) -> None:
 def test_servers_restarted_behind_a_cut(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """The trainer's connections are half open: it got no sign that the other ends were closed."""
     local = LocalWorker(features(), num_threads=1)
-    with beyond_a_network(tmp_path, seed) as (wire, servers, worker):
+    with networked_cluster(tmp_path, seed) as (wire, servers, worker):
         for step in range(1, 4):
-            both_step([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
+            step_both([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
             if step < 3:
                 wire.be(CUT, CUT)
                 for each in servers:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import batch, contents, features, killables, one_table, remote, serving, stand_still
-from faults import at_random, stop_and_go, train_until
+from cluster import batch, contents, features, server_processes, one_table, sharded_worker, running_servers, suspend
+from faults import random_faults, stop_and_go, train_until
 from loop import batches, bits, job, loss_of
 from rpc_parts import ANYWHERE, DEADLINE_SECONDS, Calls, Served
 from satrap import Checkpoint
@@ -31,9 +31,9 @@ from satrap.worker.sharded_rows import ShardedWorker
 def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     local = LocalWorker(features(), num_threads=1)
     with (
-        killables(tmp_path) as servers,
-        remote(features(), [each.address for each in servers], retry_seconds=0.1) as worker,
-        at_random([stop_and_go(each, 0.8) for each in servers], seed, num=8) as over,
+        server_processes(tmp_path) as servers,
+        sharded_worker(features(), [each.address for each in servers], retry_seconds=0.1) as worker,
+        random_faults([stop_and_go(each, 0.8) for each in servers], seed, num=8) as over,
     ):
         train_until(over, local, worker, rng)
 
@@ -41,7 +41,7 @@ def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.ra
 def test_a_server_stopped_beyond_the_deadline_is_named_and_continues_later(tmp_path: Path) -> None:
     """After the deadline and at most some seconds more; the call in flight is then applied once."""
     local = LocalWorker(one_table(), num_threads=1)
-    with killables(tmp_path) as servers:
+    with server_processes(tmp_path) as servers:
         job = Job(tables=one_table().tables)
         of_servers = ServerGroup(job, [each.address for each in servers], deadline=5.0, retry_seconds=0.2)
         try:
@@ -57,7 +57,7 @@ def test_a_server_stopped_beyond_the_deadline_is_named_and_continues_later(tmp_p
                     worker.update([looked[1].ticket], [np.ones((30, 2), np.float32)], step=1)
                 assert 5.0 <= time.monotonic() - began < 60.0
             finally:
-                servers[1].go_on()
+                servers[1].resume()
             worker.update([looked[1].ticket], [np.ones((30, 2), np.float32)], step=1)
             local.update([looked[0].ticket], [np.ones((30, 2), np.float32)], step=1)
             assert contents(worker) == contents(local)
@@ -68,7 +68,7 @@ def test_a_server_stopped_beyond_the_deadline_is_named_and_continues_later(tmp_p
 def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng: np.random.Generator) -> None:
     """Stopped at any moment with updates in flight; it resumes while its successor trains. The oracle continues from
     the same checkpoint without a resumed trainer."""
-    with serving(2) as services:
+    with running_servers(2) as services:
         addresses = [each.address for each in services]
         command = [sys.executable, str(Path(__file__).parents[1] / "stopped_child.py"), json.dumps(addresses)]
         old = subprocess.Popen(
@@ -87,7 +87,7 @@ def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng:
             for _ in range(6 + int(rng.integers(30))):
                 assert old.stdout.readline()
             threading.Event().wait(rng.uniform(0.0, 0.01))
-            stand_still(old.pid)
+            suspend(old.pid)
             found = _gone_on(tmp_path / "run", wake, servers=addresses)
         finally:
             old.kill()
@@ -138,7 +138,7 @@ def test_a_trainer_stopped_for_longer_than_its_deadline_continues(rng: np.random
                 for _ in range(20):
                     assert child.stdout.readline(), "a call failed"
                 threading.Event().wait(rng.uniform(0.0, 0.01))
-                stand_still(child.pid)
+                suspend(child.pid)
                 threading.Event().wait(3.0)
                 child.send_signal(signal.SIGCONT)
                 for _ in range(20):

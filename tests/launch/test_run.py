@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_child import summed
-from cluster import stand_still
+from cluster import suspend
 from runs import (
     DEADLINE_SECONDS,
     JOB,
@@ -164,7 +164,7 @@ def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undistur
     (tmp_path / "hold").touch()
     with start_run(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
         wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        stand_still(children(run)["server 0"])
+        suspend(children(run)["server 0"])
         request_scale(tmp_path, 2)
         wait_for_output(run, "server 1: listening at")
         lose_server(tmp_path, run, 0)

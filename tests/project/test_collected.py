@@ -13,7 +13,7 @@ import pytest
 
 from cluster import DEADLINE_SECONDS
 from forks import in_fork
-from rpc_parts import eventually
+from rpc_parts import wait_until
 from satrap import collected
 from satrap.collected import close_when_collected
 
@@ -58,7 +58,7 @@ def test_each_is_closed_once_in_the_order_in_which_they_were_collected_and_then_
     assert len(collected._closer._watches) == before + 100
     while owners:
         owners.pop()
-    eventually(lambda: len(collected._closer._watches) == before)
+    wait_until(lambda: len(collected._closer._watches) == before)
     assert closed == list(range(99, -1, -1))
 
 

@@ -26,7 +26,7 @@ import torch
 
 from satrap.cli import main as command_line
 from satrap.rpc import Keys, Service
-from satrap.rpc.keys import make_keys
+from satrap.rpc.keys import create_keys
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.remote.protocol import WorkerCalls
@@ -104,7 +104,7 @@ def adult() -> Iterator[dict[str, str]]:
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
     """Servers and a worker with keys at the addresses of the page; this process is the only trainer of its group."""
-    make_keys("keys")
+    create_keys("keys")
     own, client = Keys.read("keys/server.key"), Keys.read("keys/client.key")
     with ExitStack() as stack:
         servers = [

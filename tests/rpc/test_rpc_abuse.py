@@ -17,7 +17,7 @@ from rpc_parts import (
     LOOPBACK,
     Calls,
     Served,
-    eventually,
+    wait_until,
     raw_peer,
     request,
     resident_bytes,
@@ -131,7 +131,7 @@ def test_bad_messages_are_answered_and_counted(
     service, served = small
     with raw_peer(service.address) as peer:
         peer.send_multipart(frames)
-        eventually(lambda: service.counts()["bad"] == 1)
+        wait_until(lambda: service.counts()["bad"] == 1)
         if words is None:
             assert not peer.poll(0)
         else:
@@ -185,12 +185,12 @@ def test_a_call_is_retried_until_a_busy_server_has_room(small: tuple[Service, Se
     service, served = small
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=DEADLINE_SECONDS) as client:
         filling = [client.begin("wait", number) for number in range(3)]
-        eventually(lambda: service.counts()["queued"] + service.counts()["running"] == 3)
+        wait_until(lambda: service.counts()["queued"] + service.counts()["running"] == 3)
         with pytest.raises(DeadlineError, match=r"times refused as busy\)"):
             client.within(0.3).add(50)
         with ThreadPoolExecutor(8) as pool:
             more = [pool.submit(client.call.add, 1) for _ in range(40)]
-            eventually(lambda: service.counts()["busy"] > 10)
+            wait_until(lambda: service.counts()["busy"] > 10)
             served.go.set()
             assert sorted(each.result() for each in more) == list(range(1, 41))
         assert [each.result() for each in filling] == [0, 1, 2]
@@ -217,9 +217,9 @@ def test_a_reply_to_a_disconnected_peer_is_dropped(small: tuple[Service, Served]
     service, served = small
     with raw_peer(service.address) as peer:
         peer.send_multipart(request("wait", 1))
-        eventually(lambda: service.counts()["running"] == 1)
+        wait_until(lambda: service.counts()["running"] == 1)
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS) as client:
         pending = client.begin("add", 1)
         served.go.set()
         assert pending.result() == 1
-    eventually(lambda: service.counts()["replied"] + service.counts()["unsent"] == 2)
+    wait_until(lambda: service.counts()["replied"] + service.counts()["unsent"] == 2)

@@ -23,7 +23,7 @@ from rpc_parts import (
     Calls,
     Served,
     arrays,
-    eventually,
+    wait_until,
     raw_peer,
     request,
     same,
@@ -161,14 +161,14 @@ def test_the_error_of_a_deadline_with_a_connection() -> None:
     with Service(served, Calls, ANYWHERE, num_threads=1) as service, Client(Calls, service.address) as client:
         assert client.within(DEADLINE_SECONDS).add(0) == 0
         running = client.begin("wait", 5, deadline=DEADLINE_SECONDS)
-        eventually(lambda: service.counts()["running"] == 1)
+        wait_until(lambda: service.counts()["running"] == 1)
         with pytest.raises(
             DeadlineError, match=r"there was a connection, but no answer within 0\.1 s \(sent 1 times\)"
         ):
             client.within(0.1).add(100)
         served.go.set()
         assert running.result() == 5
-        eventually(lambda: service.counts()["expired"] == 1)
+        wait_until(lambda: service.counts()["expired"] == 1)
         assert served.total == 0, "its deadline had passed"
 
 
@@ -235,7 +235,7 @@ def test_a_duplicate_of_an_open_call_runs_once_and_is_answered_on_its_newest_rou
     ):
         for call in (1, 2):  # the first runs, the second is queued
             old.send_multipart(request("wait", call, client=9, call=call))
-        eventually(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
+        wait_until(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
         for call in (1, 2, 2, 1):
             new.send_multipart(request("wait", call, client=9, call=call))
         for call in (1, 2, 2, 1):  # each duplicate gets the reply "working"
@@ -262,7 +262,7 @@ def test_a_call_that_is_retried_gets_one_answer() -> None:
         pending = client.begin("wait", 3)
 
         def let_go() -> None:
-            eventually(lambda: service.counts()["duplicates"] >= 3)
+            wait_until(lambda: service.counts()["duplicates"] >= 3)
             served.go.set()
 
         helper = threading.Thread(target=let_go)
@@ -282,7 +282,7 @@ def test_no_thread_waits_for_a_future() -> None:
     ):
         waiting = [client.begin("meet", 1) for _ in range(39)]
         assert client.call.add(1) == 1
-        eventually(lambda: service.counts()["running"] == 39)
+        wait_until(lambda: service.counts()["running"] == 39)
         assert client.call.meet(2) == 2
         assert {each.result() for each in waiting} == {2}
 
@@ -328,7 +328,7 @@ def test_many_threads_share_one_client() -> None:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(work, range(16)))
         assert served.total == 320
-        eventually(lambda: not client._channels._open)  # the channels of ended threads are closed
+        wait_until(lambda: not client._channels._open)  # the channels of ended threads are closed
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -393,7 +393,7 @@ def test_a_closed_client() -> None:
         client = Client(Calls, service.address, deadline=DEADLINE_SECONDS)
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(client.call.wait, 1)
-            eventually(lambda: service.counts()["running"] == 1)
+            wait_until(lambda: service.counts()["running"] == 1)
             client.close()
             with pytest.raises(RpcError, match="is closed; create another"):
                 waits.result()
@@ -408,10 +408,10 @@ def test_close_finishes_running_calls_and_drops_the_others() -> None:
     service = Service(served, Calls, ANYWHERE, num_threads=1)
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client:
         running, queued = client.begin("wait", 1), client.begin("add", 1)
-        eventually(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
+        wait_until(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
         closing = threading.Thread(target=service.close)
         closing.start()
-        eventually(lambda: service.counts()["dropped"] == 1)
+        wait_until(lambda: service.counts()["dropped"] == 1)
         served.go.set()
         closing.join()
         counts = service.counts()
@@ -427,7 +427,7 @@ def test_close_does_not_wait_for_a_future() -> None:
     service = Service(Served(), Calls, ANYWHERE)
     with Client(Calls, service.address) as client:
         pending = client.begin("meet", 1, deadline=0.5)
-        eventually(lambda: service.counts()["running"] == 1)
+        wait_until(lambda: service.counts()["running"] == 1)
         service.close()
         assert service.counts()["dropped"] == 1
         with pytest.raises(DeadlineError):
@@ -439,12 +439,12 @@ def test_close_reports_a_method_that_does_not_end() -> None:
     service = Service(served, Calls, ANYWHERE, close_seconds=0.05)
     with Client(Calls, service.address) as client:
         pending = client.begin("wait", 1, deadline=DEADLINE_SECONDS)
-        eventually(lambda: service.counts()["running"] == 1)
+        wait_until(lambda: service.counts()["running"] == 1)
         with pytest.raises(RpcError, match=r"1 methods still ran 0\.05 s after close\(\)"):
             service.close()
         del pending
     served.go.set()
-    eventually(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_an_object_that_lacks_a_method_is_refused() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, Served, eventually, resident_bytes, server_process
+from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, Served, wait_until, resident_bytes, server_process
 from satrap.errors import InputError
 from satrap.rpc import Client, Keys, Limits, Service
 from satrap.rpc.connections import Connections
-from satrap.rpc.keys import make_keys
+from satrap.rpc.keys import create_keys
 
 MB = 1 << 20
 
@@ -156,7 +156,7 @@ def peak_bytes(process: int) -> int:
 @pytest.mark.parametrize("secured", [False, True])
 def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) -> None:
     """Eight strangers send 25 MB each of a frame of 50 MB; with keys, before they are authenticated."""
-    server, client = make_keys(tmp_path)
+    server, client = create_keys(tmp_path)
     limit = 8 * 5 * MB if secured else 64 * MB  # before authentication a frame has at most 4 MiB
     options = ("files=256", *([f"keys={server}"] if secured else [f"max_partial_bytes={limit}"]))
     peers: list[socket.socket] = []
@@ -179,7 +179,7 @@ def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) 
 @pytest.mark.parametrize("secured", [False, True])
 def test_silent_connections_do_not_shut_out_others(tmp_path: Path, secured: bool) -> None:
     """There are more of them than the server may have file descriptors."""
-    server, client = make_keys(tmp_path)
+    server, client = create_keys(tmp_path)
     options = ("files=256", *([f"keys={server}"] if secured else []))
     peers: list[socket.socket] = []
     with server_process(LOOPBACK, *options) as (process, address), closing_all(peers):
@@ -189,7 +189,7 @@ def test_silent_connections_do_not_shut_out_others(tmp_path: Path, secured: bool
         with Client(Calls, address, Keys.read(client) if secured else None) as honest:
             assert honest.within(8.0).add(1) == 1, "before the handshake timeout"
         files = f"/proc/{process.pid}/fd"
-        eventually(lambda: len(os.listdir(files)) < 128)
+        wait_until(lambda: len(os.listdir(files)) < 128)
         before = _cpu_seconds(process.pid)
         threading.Event().wait(1.0)  # an idle server uses no CPU
         assert _cpu_seconds(process.pid) - before < 0.2
@@ -232,6 +232,6 @@ def test_connections_are_forgotten_when_they_are_closed() -> None:
         for _ in range(3):
             with Client(Calls, service.address) as client:
                 assert client.call.add(0) == 0
-                eventually(lambda: len(known) == 1)
-            eventually(lambda: len(known) == 0)
+                wait_until(lambda: len(known) == 1)
+            wait_until(lambda: len(known) == 0)
         assert service.counts()["ended_connections"] == 0

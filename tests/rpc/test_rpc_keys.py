@@ -13,11 +13,11 @@ from satrap.cli.main import main
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.address import join_address, split_address
-from satrap.rpc.keys import make_keys
+from satrap.rpc.keys import create_keys
 
 
 def test_each_file_holds_its_own_pair_and_the_others_public_key(tmp_path: Path) -> None:
-    server, client = (Keys.read(path) for path in make_keys(tmp_path / "new" / "keys"))
+    server, client = (Keys.read(path) for path in create_keys(tmp_path / "new" / "keys"))
     assert (server.role, client.role) == ("server", "client")
     assert server.peer == client.public and client.peer == server.public
     assert len({server.secret, client.secret, server.public, client.public}) == 4
@@ -32,7 +32,7 @@ def test_each_file_holds_its_own_pair_and_the_others_public_key(tmp_path: Path) 
 def test_no_file_is_ever_replaced(tmp_path: Path, there: str) -> None:
     (tmp_path / there).symlink_to("nowhere")
     with pytest.raises(ConfigError, match=f"{there} already exists; choose another folder"):
-        make_keys(tmp_path)
+        create_keys(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [there]
 
 
@@ -49,7 +49,7 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
 def test_a_key_that_others_may_read(tmp_path: Path, mode: int) -> None:
-    path, _ = make_keys(tmp_path)
+    path, _ = create_keys(tmp_path)
     path.chmod(mode)
     with pytest.raises(ConfigError, match=f"other users may read it \\(mode {mode:o}\\); create new keys, or chmod"):
         Keys.read(path)
@@ -57,14 +57,14 @@ def test_a_key_that_others_may_read(tmp_path: Path, mode: int) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_key_of_another_user(tmp_path: Path) -> None:
-    path, _ = make_keys(tmp_path)
+    path, _ = create_keys(tmp_path)
     os.chown(path, 65534, -1)
     with pytest.raises(ConfigError, match="it belongs to user 65534, who may know its secret; create new keys"):
         Keys.read(path)
 
 
 def test_a_torn_key(tmp_path: Path) -> None:
-    path, _ = make_keys(tmp_path)
+    path, _ = create_keys(tmp_path)
     whole = path.read_bytes()
     for size in range(len(whole) - 2):  # the last two bytes are "}" and a newline
         path.write_bytes(whole[:size])
@@ -74,7 +74,7 @@ def test_a_torn_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["format", "role", "secret", "public", "peer", "checksum"])
 def test_a_changed_field(tmp_path: Path, name: str) -> None:
-    path, other = make_keys(tmp_path)
+    path, other = create_keys(tmp_path)
     theirs = json.loads(other.read_text())[name]
     data = json.loads(path.read_text())
     for value in ("x" if theirs == data[name] else theirs, None, 1, ["a"]):
@@ -96,7 +96,7 @@ def test_files_that_are_not_keys(tmp_path: Path) -> None:
 
 
 def test_a_key_of_the_wrong_side(tmp_path: Path) -> None:
-    server, client = (Keys.read(path) for path in make_keys(tmp_path))
+    server, client = (Keys.read(path) for path in create_keys(tmp_path))
     with pytest.raises(ConfigError, match=r"keys of a client, expected those of a server; read server\.key"):
         Service(Served(), Calls, LOOPBACK, client)
     with pytest.raises(ConfigError, match="keys of a server, expected those of a client"):
@@ -137,13 +137,13 @@ def test_ipv6() -> None:
 def test_the_commands_require_keys(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--listen", LOOPBACK]) == 1
     assert "--insecure" in capsys.readouterr().err
-    server, _ = make_keys(tmp_path)
+    server, _ = create_keys(tmp_path)
     assert main([command, "--listen", LOOPBACK, "--insecure", "--keys", str(server)]) == 1
     assert "both --keys and --insecure were given; expected one of them" in capsys.readouterr().err
 
 
 def test_keys_work_at_every_address(tmp_path: Path) -> None:
-    server, client = (Keys.read(path) for path in make_keys(tmp_path))
+    server, client = (Keys.read(path) for path in create_keys(tmp_path))
     with Service(Served(), Calls, "tcp://*:0", server) as service:
         host, port = split_address(service.address)
         assert host == os.uname().nodename
@@ -178,7 +178,7 @@ def test_invalid_addresses(text: str) -> None:
 def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the host 'x{64}' cannot be resolved"):
         Service(Served(), Calls, f"tcp://{'x' * 64}:0", insecure=True)
-    server = Keys.read(make_keys(tmp_path)[0])
+    server = Keys.read(create_keys(tmp_path)[0])
     for keys in (None, server):
         with (
             Service(Served(), Calls, LOOPBACK, keys, insecure=keys is None) as service,

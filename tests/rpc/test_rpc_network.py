@@ -14,7 +14,7 @@ from benchmarks.cluster.proxy import CountingProxy
 from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
-from satrap.rpc.keys import make_keys
+from satrap.rpc.keys import create_keys
 from satrap.rpc.values import PIECE_BYTES
 
 MARK = b"the ids of this batch, sixty-four bytes that nobody should see!!"
@@ -56,7 +56,7 @@ def test_no_call_is_lost_in_a_network_that_loses(seed: int, drop: float, repeat:
 
 @pytest.mark.parametrize("secured", [True, False])
 def test_what_an_eavesdropper_sees(tmp_path: Path, secured: bool) -> None:
-    keys = [Keys.read(path) for path in make_keys(tmp_path)] if secured else [None, None]
+    keys = [Keys.read(path) for path in create_keys(tmp_path)] if secured else [None, None]
     ids = np.frombuffer(MARK * 2000, np.uint64)
     with (
         Service(Served(), Calls, LOOPBACK, keys[0], insecure=not secured) as service,
@@ -70,7 +70,7 @@ def test_what_an_eavesdropper_sees(tmp_path: Path, secured: bool) -> None:
 
 
 def test_arrays_of_all_lengths_cross_in_pieces(tmp_path: Path) -> None:
-    server, key = (Keys.read(path) for path in make_keys(tmp_path))
+    server, key = (Keys.read(path) for path in create_keys(tmp_path))
     piece = PIECE_BYTES // 8
     with (
         Service(Served(), Calls, LOOPBACK, server) as service,
@@ -82,8 +82,8 @@ def test_arrays_of_all_lengths_cross_in_pieces(tmp_path: Path) -> None:
 
 
 def test_only_the_client_key_is_accepted(tmp_path: Path) -> None:
-    server, client = (Keys.read(path) for path in make_keys(tmp_path / "ours"))
-    foreign, stranger = (Keys.read(path) for path in make_keys(tmp_path / "theirs"))
+    server, client = (Keys.read(path) for path in create_keys(tmp_path / "ours"))
+    foreign, stranger = (Keys.read(path) for path in create_keys(tmp_path / "theirs"))
     knows_the_server = Keys(role="client", secret=stranger.secret, public=stranger.public, peer=server.public)
     takes_another = Keys(role="client", secret=client.secret, public=client.public, peer=foreign.public)
     served = Served()
@@ -107,7 +107,7 @@ def test_only_the_client_key_is_accepted(tmp_path: Path) -> None:
 
 
 def test_a_client_that_was_refused_connects_to_the_next_server(tmp_path: Path) -> None:
-    server, key = (Keys.read(path) for path in make_keys(tmp_path))
+    server, key = (Keys.read(path) for path in create_keys(tmp_path))
     with Service(Served(), Calls, LOOPBACK, insecure=True) as other:
         address = other.address
         client = Client(Calls, address, key, deadline=DEADLINE_SECONDS)
@@ -118,7 +118,7 @@ def test_a_client_that_was_refused_connects_to_the_next_server(tmp_path: Path) -
 
 
 def test_a_client_with_keys_refuses_a_server_without(tmp_path: Path) -> None:
-    _, client = (Keys.read(path) for path in make_keys(tmp_path))
+    _, client = (Keys.read(path) for path in create_keys(tmp_path))
     served = Served()
     with Service(served, Calls, LOOPBACK, insecure=True) as service, Client(Calls, service.address, client) as refused:
         with pytest.raises(DeadlineError, match="no connection: only one of the two has keys"):
@@ -129,7 +129,7 @@ def test_a_client_with_keys_refuses_a_server_without(tmp_path: Path) -> None:
 def test_a_server_that_replaces_another_program_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ silently abandons a peer that gives such an answer."""
     monkeypatch.setattr("satrap.rpc.channel._RECONNECT_SECONDS", 0.5)
-    server, key = (Keys.read(path) for path in make_keys(tmp_path))
+    server, key = (Keys.read(path) for path in create_keys(tmp_path))
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with Client(Calls, address, key, deadline=DEADLINE_SECONDS) as waiting:

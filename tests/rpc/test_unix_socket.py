@@ -16,8 +16,8 @@ import pytest
 from rpc_parts import DEADLINE_SECONDS, Calls, Served, server_process
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Keys, Service
-from satrap.rpc.address import MOST_PATH_BYTES
-from satrap.rpc.keys import make_keys
+from satrap.rpc.address import MAX_PATH_BYTES
+from satrap.rpc.keys import create_keys
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, too")
@@ -49,7 +49,7 @@ def test_any_free_name(folder: Path) -> None:
 
 
 def test_with_keys(folder: Path, tmp_path: Path) -> None:
-    server, key = (Keys.read(path) for path in make_keys(tmp_path))
+    server, key = (Keys.read(path) for path in create_keys(tmp_path))
     with (
         Service(Served(), Calls, f"ipc://{folder}/*", server) as service,
         Client(Calls, service.address, key) as client,
@@ -99,10 +99,10 @@ def test_a_folder_that_cannot_be_created(folder: Path) -> None:
 
 
 def test_names_that_are_too_long(folder: Path) -> None:
-    fits = "x" * (MOST_PATH_BYTES - len(str(folder)) - 1)
+    fits = "x" * (MAX_PATH_BYTES - len(str(folder)) - 1)
     with Service(Served(), Calls, f"ipc://{folder}/{fits}") as service, Client(Calls, service.address) as client:
         assert client.call.add(2) == 2
-    with pytest.raises(ConfigError, match=rf"a path of 108 bytes; a Unix socket's path has at most {MOST_PATH_BYTES}"):
+    with pytest.raises(ConfigError, match=rf"a path of 108 bytes; a Unix socket's path has at most {MAX_PATH_BYTES}"):
         Service(Served(), Calls, f"ipc://{folder}/{fits}x")
 
 

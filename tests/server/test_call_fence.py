@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import batch, contents, features, killables, one_table, remote, serving
+from cluster import batch, contents, features, server_processes, one_table, sharded_worker, running_servers
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin
 from satrap.server.migration.coordinator import Migration
@@ -20,7 +20,7 @@ EXACT = np.arange(200, dtype=np.uint64)
 def test_fencing_tokens_outlive_the_server(tmp_path: Path) -> None:
     """A restarted server, and one whose tables were replaced by a clear, refuse an earlier coordinator."""
     buckets = np.array([0], np.uint32)
-    with killables(tmp_path, 1) as servers, remote(features(), [servers[0].address]) as worker:
+    with server_processes(tmp_path, 1) as servers, sharded_worker(features(), [servers[0].address]) as worker:
         for _ in range(2):
             Migration([servers[0].address], [servers[0].address]).run()
         servers[0].kill()
@@ -34,30 +34,30 @@ def test_fencing_tokens_outlive_the_server(tmp_path: Path) -> None:
                     client.call.freeze(Origin(step=1, map_version=1), 7, buckets)
                 worker.tables.clear()
             with pytest.raises(ConfigError, match="holds fencing token 2, too"):
-                client.call.begin_turn(Origin(step=2), 12)
+                client.call.take_fencing_token(Origin(step=2), 12)
 
 
 def test_a_coordinator_takes_its_token_again_after_the_server_was_killed(tmp_path: Path) -> None:
     """The answer was lost with the server: it accepts the holder's duplicate, and no other holder of that number."""
     with (
-        killables(tmp_path, 1) as servers,
-        remote(one_table(), [servers[0].address]) as worker,
+        server_processes(tmp_path, 1) as servers,
+        sharded_worker(one_table(), [servers[0].address]) as worker,
         Client(ServerCalls, servers[0].address) as client,
     ):
         for turn, change in enumerate((lambda: None, worker.tables.clear), 1):
-            client.call.begin_turn(Origin(step=turn), 12)
+            client.call.take_fencing_token(Origin(step=turn), 12)
             change()  # a clear creates new tables, next to which the token is stored, too
             servers[0].kill()
             servers[0].restart()
-            client.call.begin_turn(Origin(step=turn), 12)
+            client.call.take_fencing_token(Origin(step=turn), 12)
             with pytest.raises(ConfigError, match=f"holds fencing token {turn}, too"):
-                client.call.begin_turn(Origin(step=turn), 13)
+                client.call.take_fencing_token(Origin(step=turn), 13)
             worker.tables["t"].stats()  # repeats the handshake
 
 
 def test_a_late_duplicate_of_receive_does_not_discard_rows() -> None:
     """A call is sent again while it has no answer, so a duplicate may arrive after the calls that followed it."""
-    with serving(2) as services, remote(one_table(), [services[0].address]) as worker:
+    with running_servers(2) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         both = [each.address for each in services]
         looked = worker.lookup(batch(EXACT), step=1)
         assert looked.ticket is not None
@@ -68,7 +68,7 @@ def test_a_late_duplicate_of_receive_does_not_discard_rows() -> None:
         def late(self: Client[Any], method: str, *arguments: Any, **named: Any) -> Any:
             if method == "receive":
                 made.append((self, arguments))
-            elif method == "companions_in":
+            elif method == "import_metadata":
                 for client, again in made:
                     begin(client, "receive", *again).result()
             return begin(self, method, *arguments, **named)

@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from cluster import ANYWHERE, batch, both_step, contents, features, killables, one_table, remote, serving
+from cluster import (
+    ANYWHERE,
+    batch,
+    step_both,
+    contents,
+    features,
+    server_processes,
+    one_table,
+    sharded_worker,
+    running_servers,
+)
 from faults import killed_at_random, train_until
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Embeddings, Table
@@ -33,12 +43,12 @@ from satrap.worker.sharded_rows import ShardedWorker
 def test_a_faulty_network(seed: int, rng: np.random.Generator, drop: float, repeat: float, hold: float) -> None:
     local = LocalWorker(features(), num_threads=1)
     with ExitStack() as stack:
-        services = stack.enter_context(serving(2))
+        services = stack.enter_context(running_servers(2))
         proxies = [stack.enter_context(FrameProxy(each.address, seed, drop, repeat, hold)) for each in services]
         addresses = [each.address for each in proxies]
-        worker = stack.enter_context(remote(features(), addresses, retry_seconds=0.03))
+        worker = stack.enter_context(sharded_worker(features(), addresses, retry_seconds=0.03))
         for step in range(1, 31):
-            both_step([local, worker], rng, [draw_bags(rng, local.features, 12) for _ in range(1 + step % 2)], step)
+            step_both([local, worker], rng, [draw_bags(rng, local.features, 12) for _ in range(1 + step % 2)], step)
         assert contents(worker) == contents(local)
         repeated = 0
         for table in worker.tables.values():
@@ -52,7 +62,7 @@ def test_a_restarted_server_continues(tmp_path: Path) -> None:
     local = LocalWorker(one_table(), num_threads=1)
     service = Service(Server(shared=tmp_path / "rows"), ServerCalls, ANYWHERE)
     try:
-        with remote(one_table(), [service.address]) as worker:
+        with sharded_worker(one_table(), [service.address]) as worker:
             looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
             service.close()
             del service
@@ -68,7 +78,7 @@ def test_random_kills_lose_and_duplicate_no_update(tmp_path: Path, seed: int, rn
     local = LocalWorker(features(), num_threads=1)
     with (
         killed_at_random(tmp_path, seed, 6) as (servers, over),
-        remote(features(), [each.address for each in servers]) as worker,
+        sharded_worker(features(), [each.address for each in servers]) as worker,
     ):
         train_until(over, local, worker, rng, least=30)
 
@@ -102,8 +112,8 @@ def test_a_stale_loop_with_duplicate_messages_and_killed_servers(
 def test_servers_restarted_with_swapped_rows_are_refused(tmp_path: Path) -> None:
     """Uses real processes: a file is locked while its server lives."""
     with (
-        killables(tmp_path) as servers,
-        remote(one_table(), [each.address for each in servers]) as worker,
+        server_processes(tmp_path) as servers,
+        sharded_worker(one_table(), [each.address for each in servers]) as worker,
     ):
         worker.lookup(batch(range(20)), step=1)
         for each in servers:
@@ -128,7 +138,7 @@ def test_an_incomplete_file_is_replaced(tmp_path: Path, left: str) -> None:
         file.write_bytes(bytes(4096))
     server = Server(num_threads=1, shared=file)
     assert not file.exists()
-    with Service(server, ServerCalls, ANYWHERE) as service, remote(one_table(), [service.address]) as worker:
+    with Service(server, ServerCalls, ANYWHERE) as service, sharded_worker(one_table(), [service.address]) as worker:
         worker.lookup(batch(range(10)), step=1)
         assert len(worker.tables["t"]) == 10
     file_of_another = tmp_path / "other"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, both_step, contents, features, remote, serving
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, step_both, contents, features, sharded_worker, running_servers
 from faults import killed_at_random
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, MinCount, Normal, Table, Zeros
@@ -74,13 +74,13 @@ def table(**options: Any) -> Features:
 def test_rows_equal_those_of_a_local_worker(rng: np.random.Generator) -> None:
     """With one synchronous trainer, every kind of feature, and optimizers with state."""
     local = LocalWorker(features(), num_threads=1)
-    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+    with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         step = 0
         with Tour([each.address for each in services], group_bytes=1000) as tour:
             while not tour.over():
                 step += 1
                 bags = [draw_bags(rng, local.features, 60) for _ in range(1 + step % 2)]
-                both_step([local, worker], rng, bags, step)
+                step_both([local, worker], rng, bags, step)
         assert contents(worker) == contents(local)
         for each in worker.tables.values():
             each.check()
@@ -91,7 +91,7 @@ def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None
     """Counts before admission, last uses before eviction, and counters."""
     life = table(initial=Normal(), capacity=256, admission=MinCount(n=2, window=512), optimizer=Adagrad(lr=0.1))
     local = LocalWorker(life, num_threads=1)
-    with serving(3) as services, remote(life, [services[0].address]) as worker:
+    with running_servers(3) as services, sharded_worker(life, [services[0].address]) as worker:
         step = 0
         with Tour([each.address for each in services], group_bytes=1000) as tour:
             while not tour.over() or step < 40:
@@ -158,33 +158,33 @@ def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Cal
 
 
 @contextmanager
-def trainers(num_trainers: int, addresses: list[str], together: int) -> Iterator[list[ShardedWorker]]:
+def trainers(num_trainers: int, addresses: list[str], barrier_size: int) -> Iterator[list[ShardedWorker]]:
     with ExitStack() as stack:
         workers: list[ShardedWorker] = []
         for rank in range(num_trainers):
             how = {"trainer": rank, "attempt": 1} if rank else {}
-            workers.append(stack.enter_context(remote(table(), addresses, together=together, **how)))
+            workers.append(stack.enter_context(sharded_worker(table(), addresses, barrier_size=barrier_size, **how)))
         yield workers
 
 
 @pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
-def test_several_trainers(seed: int, together: int) -> None:
+def test_several_trainers(seed: int, barrier_size: int) -> None:
     """Updates are exact, so their order does not matter."""
-    with serving(3) as services:
+    with running_servers(3) as services:
         addresses = [each.address for each in services]
-        with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=1) as tour:
-            total = train_exactly(workers, seed, 0 if together else 3, tour.over)
+        with trainers(3, addresses[:1], barrier_size) as workers, Tour(addresses, group_bytes=1) as tour:
+            total = train_exactly(workers, seed, 0 if barrier_size else 3, tour.over)
             after = workers[0].tables["t"].read(EXACT).values
             np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
             assert len(tour.done) == len(TOUR)
 
 
 @pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
-def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, seed: int, together: int) -> None:
+def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, seed: int, barrier_size: int) -> None:
     with killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over):
         addresses = [each.address for each in servers]
-        with trainers(3, addresses[:1], together) as workers, Tour(addresses, group_bytes=200) as tour:
-            total = train_exactly(workers, seed, 0 if together else 3, lambda: tour.over() and over.is_set())
+        with trainers(3, addresses[:1], barrier_size) as workers, Tour(addresses, group_bytes=200) as tour:
+            total = train_exactly(workers, seed, 0 if barrier_size else 3, lambda: tour.over() and over.is_set())
             after = workers[0].tables["t"].read(EXACT).values
             np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
 
@@ -192,12 +192,12 @@ def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, s
 def test_saves_during_migrations_are_complete(tmp_path: Path, rng: np.random.Generator) -> None:
     """Whole snapshots at any moment; changes since before a migration are refused, and later ones are complete."""
     local = LocalWorker(features(), num_threads=1)
-    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+    with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses, step, saved = [each.address for each in services], 0, []
         with Tour(addresses, group_bytes=1000) as tour:
             while not tour.over():
                 step += 1
-                both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
+                step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
                 folders = {name: [tmp_path / f"{name}-{step}"] for name in worker.tables}
                 for name, each in worker.tables.items():
                     each.save(folders[name][0])
@@ -209,7 +209,7 @@ def test_saves_during_migrations_are_complete(tmp_path: Path, rng: np.random.Gen
         assert worker.tables.layout == worker.servers.view.members.version
         folders = {name: [tmp_path / f"{name}-full", tmp_path / f"{name}-changes"] for name in worker.tables}
         since = {name: each.save(folders[name][0]) for name, each in worker.tables.items()}
-        both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step + 1)
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], step + 1)
         for name, each in worker.tables.items():
             each.save_changes(folders[name][1], since=since[name])
         saved.append((folders, contents(local)))
@@ -237,9 +237,9 @@ class LateVersionServer(Server):
 def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
     local, told = LocalWorker(table(), num_threads=1), LateVersionServer()
     with (
-        serving(1) as services,
+        running_servers(1) as services,
         Service(told, ServerCalls, ANYWHERE) as second,
-        remote(table(), [services[0].address, second.address]) as worker,
+        sharded_worker(table(), [services[0].address, second.address]) as worker,
     ):
         for step in (1, 2):
             for each in (local, worker):
@@ -261,8 +261,8 @@ def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path
 def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -> None:
     """Repeatedly: whatever was in flight, all servers hold the saved rows afterwards."""
     local = LocalWorker(features(), num_threads=1)
-    with serving(3) as services, remote(features(), [services[0].address]) as worker:
-        both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
+    with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
         folders = {name: [tmp_path / name] for name in worker.tables}
         for name, each in worker.tables.items():
             each.save(folders[name][0])
@@ -282,7 +282,7 @@ def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -
 def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
     local = LocalWorker(table(), num_threads=1)
     ids = rng.integers(1 << 63, size=40_000).astype(np.uint64)
-    with serving(2) as services, remote(table(), [services[0].address]) as worker:
+    with running_servers(2) as services, sharded_worker(table(), [services[0].address]) as worker:
         addresses, sizes = [each.address for each in services], list[float]()
         with Client(ServerCalls, addresses[0]) as client:
             for step, (now, wanted) in enumerate(((1, 2), (2, 1), (1, 2)), 1):
@@ -301,18 +301,18 @@ def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
 def test_later_trainers_find_the_current_servers(rng: np.random.Generator) -> None:
     """From the run's first addresses; and a server that has left may join again."""
     local = LocalWorker(features(), num_threads=1)
-    with serving(3) as services:
+    with running_servers(3) as services:
         addresses = [each.address for each in services]
-        with remote(features(), addresses[:1]) as worker:
-            both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
+        with sharded_worker(features(), addresses[:1]) as worker:
+            step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
             for now, wanted in ((addresses[:1], addresses), (addresses, addresses[:2]), (addresses[:2], addresses[1:])):
                 Migration(now, wanted, breath=0.0).run()
         for given in (addresses[:1], addresses[1:], addresses):
-            with remote(features(), given) as worker:
+            with sharded_worker(features(), given) as worker:
                 assert worker.servers.addresses == tuple(addresses[1:])
                 assert contents(worker) == contents(local)
                 assert worker.servers.latest_step == 1
-    with serving(1) as services, pytest.raises(NotReadyError, match="has a job: start a trainer"):
+    with running_servers(1) as services, pytest.raises(NotReadyError, match="has a job: start a trainer"):
         Migration([services[0].address], [services[0].address]).run()
 
 
@@ -329,7 +329,7 @@ class Training:
         try:
             while not self._over.is_set():
                 self.step += 1
-                both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], self.step)
+                step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], self.step)
         except BaseException as error:
             self.caught = error
 
@@ -356,7 +356,7 @@ def test_a_migration_killed_at_any_call_is_run_again(monkeypatch: pytest.MonkeyP
                 raise ConnectionAbortedError
         return begin(self, *arguments, **named)
 
-    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+    with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses, num_deaths = [each.address for each in services], 0
         with Training(local, worker, rng) as training, monkeypatch.context() as patched:
             patched.setattr(Client, "begin", counted)
@@ -381,7 +381,7 @@ def test_a_coordinator_suspended_during_another_migration_is_refused(
     """Suspended before one of its calls, a different one each time, while another coordinator completes a migration."""
     local, slept, refused = LocalWorker(features(), num_threads=1), 0, 0
     begin, mine = Client.begin, threading.get_ident()
-    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+    with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses = [each.address for each in services]
         with Training(local, worker, rng):
             for num_calls in range(seed % 12, 1000, 12):
@@ -412,16 +412,20 @@ def test_a_coordinator_suspended_during_another_migration_is_refused(
 
 
 def test_server_addresses_are_those_of_the_first_trainer() -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         addresses = [each.address for each in services]
         others = [each.replace("ipc:///", "ipc:///./") for each in addresses]
-        with remote(table(), addresses), remote(table(), others), Client(ServerCalls, addresses[0]) as client:
+        with (
+            sharded_worker(table(), addresses),
+            sharded_worker(table(), others),
+            Client(ServerCalls, addresses[0]) as client,
+        ):
             assert client.call.members(Origin(), 0)["members"]["addresses"] == addresses
 
 
 def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generator) -> None:
     local, caught = LocalWorker(features(), num_threads=1), list[BaseException]()
-    with serving(3) as services, remote(features(), [services[0].address]) as worker:
+    with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses = [each.address for each in services]
 
         def move(number: int) -> None:
@@ -453,13 +457,13 @@ def test_servers_killed_during_migrations(tmp_path: Path, seed: int, rng: np.ran
     local = LocalWorker(features(), num_threads=1)
     with (
         killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over),
-        remote(features(), [servers[0].address]) as worker,
+        sharded_worker(features(), [servers[0].address]) as worker,
     ):
         step = 0
         with Tour([each.address for each in servers], group_bytes=1000) as tour:
             while not tour.over() or not over.is_set():
                 step += 1
-                both_step([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
+                step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
         assert contents(worker) == contents(local)
         for each in worker.tables.values():
             each.check()

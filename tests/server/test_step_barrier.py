@@ -46,9 +46,9 @@ def test_a_duplicate_part_replaces_the_first() -> None:
 def test_other_world_sizes_and_attempts_that_end() -> None:
     barrier = StepBarrier()
     waiting = barrier.arrive(1, 0, part([[1], []]), 2)[0]
-    for trainer, together in ((1, 3), (2, 2)):
-        with pytest.raises(ValueError, match=f"trainer {trainer} of {together}; expected one of 2"):
-            barrier.arrive(1, trainer, part([[1], []]), together)
+    for trainer, barrier_size in ((1, 3), (2, 2)):
+        with pytest.raises(ValueError, match=f"trainer {trainer} of {barrier_size}; expected one of 2"):
+            barrier.arrive(1, trainer, part([[1], []]), barrier_size)
     barrier.refuse(lambda: AttemptError("attempt 2 has started"))
     assert isinstance(waiting.exception(), AttemptError)
     assert barrier.arrive(1, 0, part([[1], []]), 2)[1] is None

@@ -19,7 +19,7 @@ import torch
 
 from bag_oracle import draw_bags
 from checkpoint_job import Job as SavedJob
-from cluster import DEADLINE_SECONDS, IDS, features, killables, serving
+from cluster import DEADLINE_SECONDS, IDS, features, server_processes, running_servers
 from loop import NUM_IDS, batches, bits, job, loss_of, tables, train
 from satrap import (
     AttemptError,
@@ -54,7 +54,9 @@ EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some of the ids have no row
 def trained(num_servers: int, path: Path) -> Iterator[tuple[Embeddings, list[str] | None]]:
     """Yield embeddings with every kind of pooling, after some steps and a save."""
     with ExitStack() as stack:
-        addresses = [each.address for each in stack.enter_context(serving(num_servers))] if num_servers else None
+        addresses = (
+            [each.address for each in stack.enter_context(running_servers(num_servers))] if num_servers else None
+        )
         embeddings = stack.enter_context(Embeddings(dict(features()), num_threads=1, servers=addresses))
         width = embeddings.features.total_dim
         model = torch.nn.Linear(width, 1)
@@ -172,7 +174,7 @@ def test_it_follows_a_run_through_restarts_migrations_and_resumes(tmp_path: Path
     the trainer's result."""
     data, found = batches(12), []
     for with_reader in (False, True):
-        with killables(tmp_path, 3) as servers, ExitStack() as stack:
+        with server_processes(tmp_path, 3) as servers, ExitStack() as stack:
             addresses = [each.address for each in servers]
             embeddings, model, optimizer = trainer = job(servers=addresses[:2])
             stack.enter_context(embeddings)
@@ -249,7 +251,7 @@ class SecondProcess:
 
 
 def test_it_waits_for_a_server_that_lost_its_job(tmp_path: Path) -> None:
-    with killables(tmp_path, 2) as servers, ExitStack() as stack:
+    with server_processes(tmp_path, 2) as servers, ExitStack() as stack:
         addresses = [each.address for each in servers]
         embeddings, model, optimizer = job(servers=addresses)
         stack.enter_context(embeddings)
@@ -276,7 +278,7 @@ def silent_server(stack: ExitStack) -> str:
 
 
 def test_one_of_several_servers_may_not_reply() -> None:
-    with serving(2) as services, ExitStack() as stack:
+    with running_servers(2) as services, ExitStack() as stack:
         known, empty, first, run_second_process = (
             services[0].address,
             services[1].address,
@@ -356,7 +358,7 @@ def test_closing_a_reader_closes_its_streams(opened: str, tmp_path: Path) -> Non
 
 
 def test_a_second_process_may_read_and_trains_only_with_take_over() -> None:
-    with serving(1) as services, ExitStack() as stack:
+    with running_servers(1) as services, ExitStack() as stack:
         address = services[0].address
         embeddings, model, optimizer = job(servers=[address])
         stack.enter_context(embeddings)
@@ -373,7 +375,7 @@ def test_a_second_process_may_read_and_trains_only_with_take_over() -> None:
 
 
 def test_a_killed_trainer_is_replaced_within_seconds_and_a_closed_one_at_once() -> None:
-    with serving(1) as services:
+    with running_servers(1) as services:
         seconds = []
         for ending in (SecondProcess.kill, SecondProcess.end, SecondProcess.end):
             began = time.monotonic()
@@ -390,7 +392,7 @@ def test_a_later_launch_replaces_an_earlier_one_at_once(launches: tuple[int, int
     def open_(launch: int) -> ServerGroup:
         return ServerGroup(Job(tables=Features(tables()).tables), [services[0].address], launch=launch)
 
-    with serving(1) as services:
+    with running_servers(1) as services:
         parent, child = multiprocessing.Pipe()
 
         def hold() -> None:
@@ -413,7 +415,7 @@ def test_a_later_launch_replaces_an_earlier_one_at_once(launches: tuple[int, int
 
 def test_the_same_process_replaces_itself() -> None:
     """A notebook cell runs again while its variables still refer to the earlier objects."""
-    with serving(1) as services:
+    with running_servers(1) as services:
         kept = []
         for _ in range(2):
             kept.append(job(servers=[services[0].address]))
@@ -452,7 +454,10 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         Reader(tmp_path)
     with pytest.raises(CheckpointError, match="there is no folder"):
         Reader(tmp_path / "none")
-    with serving(1) as services, pytest.raises(NotReadyError, match="has a job yet: start a trainer on them first"):
+    with (
+        running_servers(1) as services,
+        pytest.raises(NotReadyError, match="has a job yet: start a trainer on them first"),
+    ):
         Reader(servers=[services[0].address])
     with trained(2, tmp_path) as (embeddings, addresses):
         assert addresses is not None

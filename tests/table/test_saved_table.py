@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoint_job import Job
-from cluster import serving
+from cluster import running_servers
 from loop import batches, bits, job, rows, train
 from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
@@ -160,7 +160,7 @@ class Served:
 
 
 def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         served = Served([each.address for each in services], tmp_path)
         table = served.two / "tables/1"
         shutil.copytree(table, tmp_path / "right")
@@ -181,7 +181,7 @@ def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
 
 
 def test_servers_read_what_the_trainer_sees(tmp_path: Path) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         served = Served([each.address for each in services], tmp_path)
         assert isinstance(served.embeddings.worker, ShardedWorker)
         servers = served.embeddings.worker.servers
@@ -199,7 +199,7 @@ def test_servers_read_what_the_trainer_sees(tmp_path: Path) -> None:
 
 
 def test_tables_are_restored_from_all_parts_of_one_save(tmp_path: Path) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         served = Served([each.address for each in services], tmp_path)
         found = rows(served.embeddings)
         served.close()
@@ -271,7 +271,7 @@ def test_an_old_checkpoint_is_resumed_with_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_servers", [0, 2, 3])
 def test_an_old_checkpoint_of_servers_is_resumed_with_a_warning(num_servers: int, tmp_path: Path) -> None:
     shutil.copytree(OLD / "servers", tmp_path / "run")
-    with serving(num_servers) as services:
+    with running_servers(num_servers) as services:
         options: Any = {"servers": [each.address for each in services]} if num_servers else {}
         embeddings, model, optimizer = job(**options)
         with pytest.warns(UserWarning, match="000002-step-4 was saved by an older release of Satrap"):

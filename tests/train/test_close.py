@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import satrap.run_context
-from cluster import ANYWHERE, DEADLINE_SECONDS, features, remote, serving
+from cluster import ANYWHERE, DEADLINE_SECONDS, features, sharded_worker, running_servers
 from forks import in_fork
 from loop import batches, job, loss_of, tables
 from remote_worker_parts import Net, source, working, write
-from rpc_parts import Calls, Served, eventually
+from rpc_parts import Calls, Served, wait_until
 from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
@@ -70,7 +70,7 @@ def test_many_embeddings_leak_nothing(where: str, num_made: int, tmp_path: Path)
     with ExitStack() as stack:
         options: dict[str, Any] = {"staleness": 2}
         if where == "servers":
-            options["servers"] = [each.address for each in stack.enter_context(serving(2))]
+            options["servers"] = [each.address for each in stack.enter_context(running_servers(2))]
         train_some_steps("closed", overlap=True, **options)  # what a process creates once
         gc.collect()
         before, began = num_resources(), time.monotonic()
@@ -80,14 +80,14 @@ def test_many_embeddings_leak_nothing(where: str, num_made: int, tmp_path: Path)
             train_some_steps(WAYS[n % 3], overlap=n % 2 == 0, **options)
             if n % 10 == 9:
                 gc.collect()
-        eventually(lambda: collect() and num_resources() <= before)  # servers notice that callers disconnected
+        wait_until(lambda: collect() and num_resources() <= before)  # servers notice that callers disconnected
         assert time.monotonic() - began < SECONDS
 
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_worker_stops_reading_for_a_trainer_that_exits_early(tmp_path: Path, closes: bool) -> None:
     path = write(tmp_path / "a.parquet", 12)
-    with serving(1) as services, working() as workers:
+    with running_servers(1) as services, working() as workers:
         of = features()
         embeddings = Embeddings(
             dict(of), staleness=1, num_threads=1, servers=[services[0].address], workers=[workers[0].address]
@@ -106,8 +106,8 @@ def test_a_worker_stops_reading_for_a_trainer_that_exits_early(tmp_path: Path, c
             embeddings.close()
         del embeddings, model, optimizer
         gc.collect()
-        eventually(lambda: not session.readers)
-        eventually(lambda: collect() and not [each for each in threading.enumerate() if each.name in OWN_THREADS])
+        wait_until(lambda: not session.readers)
+        wait_until(lambda: collect() and not [each for each in threading.enumerate() if each.name in OWN_THREADS])
 
 
 NOTEBOOK = """
@@ -138,7 +138,7 @@ print("done", flush=True)
 
 def test_a_notebook_with_repeated_cells_exits() -> None:
     program = NOTEBOOK.format(tests=str(Path(__file__).parents[1]))
-    with serving(1) as services:
+    with running_servers(1) as services:
         command = [sys.executable, "-W", "error", "-c", program, services[0].address]
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
@@ -149,7 +149,7 @@ def test_closing_applies_submitted_updates(overlap: bool, tmp_path: Path) -> Non
     """Closes in the middle of a stream, whose last updates wait for lookups that will not come."""
     found = []
     for closes in (True, False):
-        with serving(2) as services:
+        with running_servers(2) as services:
             addresses = [each.address for each in services]
             embeddings, model, optimizer = job(servers=addresses, staleness=3, deterministic=True)
             with embeddings:
@@ -162,13 +162,13 @@ def test_closing_applies_submitted_updates(overlap: bool, tmp_path: Path) -> Non
                 if not closes:
                     embeddings.drain()
             assert embeddings.step == 4
-            with remote(Features(tables()), addresses) as looking:
+            with sharded_worker(Features(tables()), addresses) as looking:
                 found.append([table.stats()["updated"] for table in looking.tables.values()])
     assert found[0] == found[1] and all(found[0])
 
 
 def test_closed_objects_raise() -> None:
-    with serving(1) as services:
+    with running_servers(1) as services:
         embeddings, _, _ = kept = job(servers=[services[0].address])
         data = batches(3)
         with pytest.warns(UserWarning, match="no table has a row"):
@@ -210,10 +210,10 @@ def test_before_close_runs_while_connections_are_open(
 ) -> None:
     """The work runs while there are connections, but not after a block that failed: then at the end of the script."""
     rows: list[int] = []
-    with serving(1) as services, suppress(InputError, SystemExit):
+    with running_servers(1) as services, suppress(InputError, SystemExit):
         embeddings, _, _ = job(servers=[services[0].address])
         monkeypatch.setattr(
-            satrap.run_context, "_here", RunContext(rank=0, world=1, launch=1, servers=(services[0].address,))
+            satrap.run_context, "_here", RunContext(rank=0, world_size=1, launch=1, servers=(services[0].address,))
         )
         monkeypatch.setattr(satrap.run_context, "_before_end", [])
         with embeddings:
@@ -234,18 +234,18 @@ def test_a_stream_collected_inside_a_lock_that_its_threads_need_closes() -> None
         assert read.wait(DEADLINE_SECONDS)
         yield from batches(4)
 
-    with serving(1) as services:
+    with running_servers(1) as services:
         streams: list[Any] = [job(servers=[services[0].address], staleness=2)[0].stream(source(), overlap=True)]
         streams[0].itself = streams[0]
         (client,) = streams[0]._worker.servers.view.clients
         with client._channels._lock:
             read.set()
-            eventually(lambda: streams[0]._pipeline._state.running)  # a lookup whose thread has no connection yet
+            wait_until(lambda: streams[0]._pipeline._state.running)  # a lookup whose thread has no connection yet
             began = time.monotonic()
             streams.clear()
             gc.collect()
             assert time.monotonic() - began < 5.0
-        eventually(lambda: collect() and not [each for each in threading.enumerate() if each.name in OWN_THREADS])
+        wait_until(lambda: collect() and not [each for each in threading.enumerate() if each.name in OWN_THREADS])
 
 
 def test_a_stream_collected_by_its_own_thread_closes() -> None:
@@ -268,7 +268,7 @@ def test_a_stream_collected_by_its_own_thread_closes() -> None:
     streams.append(job(staleness=2)[0].stream(read(), overlap=True))
     came.set()
     assert closed.wait(DEADLINE_SECONDS)
-    eventually(lambda: not [each.name for each in threading.enumerate() if each.name in OWN_THREADS])
+    wait_until(lambda: not [each.name for each in threading.enumerate() if each.name in OWN_THREADS])
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_a_client_is_collected_with_its_last_call(service: Service) -> None:
     thread.start()
     thread.join()
     gc.collect()
-    eventually(lambda: num_resources() <= before)
+    wait_until(lambda: num_resources() <= before)
 
 
 def test_a_client_is_collected_with_connections_of_several_threads(service: Service) -> None:
@@ -319,7 +319,7 @@ def test_a_client_is_collected_with_connections_of_several_threads(service: Serv
     ended.set()
     for thread in threads:
         thread.join()
-    eventually(lambda: num_resources() <= before)
+    wait_until(lambda: num_resources() <= before)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

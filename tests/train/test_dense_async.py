@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import IDS, batch, serving
+from cluster import IDS, batch, running_servers
 from faults import killed_at_random
 from loop import Net, batches, bits, loss_of, rows, tables, train
 from one_row import ulp
@@ -54,7 +54,7 @@ def job(
 @contextmanager
 def job_on_servers(num_servers: int = 2, **options: Any) -> Iterator[tuple[Embeddings, Any, Any]]:
     """Yield a job on new servers."""
-    with serving(num_servers) as services, job([each.address for each in services], **options) as made:
+    with running_servers(num_servers) as services, job([each.address for each in services], **options) as made:
         yield made
 
 
@@ -290,7 +290,7 @@ def test_migrations_lose_nothing() -> None:
     with job_on_servers(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(40))
         expected = values_of(model)
-    with serving(3) as services:
+    with running_servers(3) as services:
         addresses = [each.address for each in services]
         with job(addresses[:1], KINDS["Adam"]) as (embeddings, model, optimizer):
             for number, one in enumerate(embeddings.stream(batches(40)), 1):
@@ -307,7 +307,7 @@ def test_a_finished_trainer_keeps_no_row_from_eviction() -> None:
     """Another trainer, at a later step, may need the room."""
     table = Table("t", dim=2, capacity=8, num_buckets=1, initial=Zeros())
     features = Features({"id": table})
-    with serving(1) as services:
+    with running_servers(1) as services:
         embeddings = Embeddings(features, num_threads=1, servers=[services[0].address], dense="async")
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = embeddings.optimizer(torch.optim.SGD([weight], lr=0.1))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
-from rpc_parts import eventually
+from rpc_parts import wait_until
 from satrap import Adagrad, ConfigError, Constant, Embeddings, Inputs, Iterable, Position, StreamError, Table
 
 
@@ -302,7 +302,7 @@ def test_no_threads_leak() -> None:
     optimizer.step()
     del stream, embeddings, optimizer
     gc.collect()
-    eventually(lambda: {each.name for each in set(threading.enumerate()) - before} <= {"satrap-collected"})
+    wait_until(lambda: {each.name for each in set(threading.enumerate()) - before} <= {"satrap-collected"})
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, remote, serving
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, sharded_worker, running_servers
 from interrupts import Interrupts, no_hang
 from remote_worker_parts import send_through, working
 from rpc_parts import Calls, Served
@@ -52,7 +52,7 @@ def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
     with ExitStack() as stack:
         how: dict[str, Any] = {"staleness": staleness, "num_threads": 1}
         if rows != "local":
-            how["servers"] = [each.address for each in stack.enter_context(serving(2))]
+            how["servers"] = [each.address for each in stack.enter_context(running_servers(2))]
         made = Embeddings({"id": table}, **how)
         if isinstance(made.worker, ShardedWorker):
             stack.callback(made.worker.servers.close)
@@ -231,7 +231,7 @@ def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) ->
 def test_a_second_update_of_a_step_is_refused() -> None:
     """Servers identify an update by its step, and would take the second for a retry of the first."""
     ones = np.ones((4, 2), np.float32)
-    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+    with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
         first, second = (worker.lookup(batch(range(4)), step=1).ticket for _ in range(2))
         assert first and second
         worker.update([first], [ones], step=1)

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import serving
+from cluster import running_servers
 from loop import NUM_IDS, batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.data.inputs import Position
@@ -84,7 +84,7 @@ def write(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "how"),
+    ("kind", "world_size", "how"),
     [
         ("parquet", 2, {}),
         ("parquet", 3, {"shuffle": True, "shuffle_blocks": 2}),
@@ -94,13 +94,13 @@ def write(folder: Path, kind: str) -> str:
     ],
 )
 def test_every_sample_is_trained_on_once_with_equal_weight(
-    trainers: Trainers, tmp_path: Path, kind: str, world: int, how: dict[str, Any]
+    trainers: Trainers, tmp_path: Path, kind: str, world_size: int, how: dict[str, Any]
 ) -> None:
-    with serving(2) as services:
-        found = trainers.run(services, world, tmp_path, batches=0, file=write(tmp_path / "data", kind), how=how)
+    with running_servers(2) as services:
+        found = trainers.run(services, world_size, tmp_path, batches=0, file=write(tmp_path / "data", kind), how=how)
     steps = [list(chain(*each)) for each in zip(*(each["seen"] for each in found), strict=True)]
     assert sorted(chain(*steps)) == list(range(N))
-    size = world * how.get("batch_size", 8)
+    size = world_size * how.get("batch_size", 8)
     assert [len(each) for each in steps] == [size] * (N // size) + [N % size], "one short step, the last"
     assert all(each["lost"] == {} for each in found)
     embeddings, model, optimizer = job()
@@ -127,9 +127,9 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
     options["how"] = {"shuffle": True, "shuffle_blocks": 2}
     trained: list[int] = []
     before = 0
-    for world, until, saved in ((2, 4, 2), (3, 7, 6), (1, None, None)):
-        with serving(2) as services:
-            found = trainers.run(services, world, tmp_path, until=until, **options)
+    for world_size, until, saved in ((2, 4, 2), (3, 7, 6), (1, None, None)):
+        with running_servers(2) as services:
+            found = trainers.run(services, world_size, tmp_path, until=until, **options)
         assert all(each["resumed"] == (before > 0) for each in found)
         kept = None if saved is None else saved - before
         trained += [number for each in found for batch in each["seen"][:kept] for number in batch]
@@ -139,7 +139,7 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
 
 def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: Path) -> None:
     """Two trainers have five batches, two per step: the last step has one batch of one trainer, and padding."""
-    with serving(2) as services:
+    with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
     assert [len(each["seen"]) for each in found] == [3, 3]
     assert found[0]["dense"] == found[1]["dense"] and all(each["lost"] == {} for each in found)

@@ -75,7 +75,7 @@ def numbers(num: int, fail_at: int = -1) -> Iterator[int]:
         yield i
 
 
-def eventually(what: str, holds: object) -> None:
+def wait_until(what: str, holds: object) -> None:
     end = time.monotonic() + DEADLINE_SECONDS
     while not holds():  # type: ignore[operator]
         assert time.monotonic() < end, f"not within {DEADLINE_SECONDS} s: {what}"
@@ -176,7 +176,7 @@ def test_the_last_batch_read_ahead_can_be_taken_back(mode: str) -> None:
     pipeline = make(numbers(9), StalenessGate(0), tables, mode)
     first, second, third = (pipeline.next() for _ in range(3))
     assert first is not None and second is not None and third is not None
-    assert not pipeline.take_back(first) and not pipeline.take_back(second) and pipeline.take_back(third)
+    assert not pipeline.return_item(first) and not pipeline.return_item(second) and pipeline.return_item(third)
     pipeline.drop(1)
     assert pipeline.bring(lambda: 2 in tables.looked_up)
     pipeline.close()
@@ -186,7 +186,7 @@ def test_lookups_continue_during_the_users_step() -> None:
     tables, gate = Tables(), StalenessGate(3)
     pipeline = make(numbers(100), gate, tables, "overlap")
     assert pipeline.next() == (0, 1)
-    eventually("lookups up to the staleness", lambda: set(tables.seen) == {1, 2, 3, 4})
+    wait_until("lookups up to the staleness", lambda: set(tables.seen) == {1, 2, 3, 4})
     tables.hold_update.clear()
     pipeline.submit(tables.update(1))
     for i in (1, 2, 3):
@@ -208,7 +208,7 @@ def test_reading_ahead_is_bounded() -> None:
 
     pipeline = make(endless(), StalenessGate(2), Tables(), "overlap")
     assert pipeline.next() == (0, 1)
-    eventually("reads up to the bound", lambda: len(read) >= 6)
+    wait_until("reads up to the bound", lambda: len(read) >= 6)
     pipeline.close()
     assert len(read) <= 7  # three looked up, three waiting, one being read
 
@@ -264,7 +264,7 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(StreamError, match="satrap-read did not stop"):
         pipeline.close()
     release.set()
-    eventually("the reader's end", lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))
+    wait_until("the reader's end", lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))
 
 
 @each_way
@@ -291,7 +291,7 @@ def concurrent() -> Iterator[tuple[PrefetchPipeline[tuple[int, int]], Tables]]:
     assert [pipeline.next() for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
     tables.hold_lookup.clear()
     pipeline.submit(tables.update(1))
-    eventually("the lookup of step 4", lambda: 4 in tables.seen)
+    wait_until("the lookup of step 4", lambda: 4 in tables.seen)
     yield pipeline, tables
     tables.hold_lookup.set()
     tables.hold_update.set()
@@ -303,11 +303,11 @@ def test_updates_and_lookups_do_not_wait_for_each_other(
 ) -> None:
     pipeline, tables = concurrent
     pipeline.submit(tables.update(2))
-    eventually("an update during a lookup", lambda: tables.applied == [1, 2])
+    wait_until("an update during a lookup", lambda: tables.applied == [1, 2])
     assert tables.inside == ["lookup"]
     tables.hold_update.clear()
     pipeline.submit(tables.update(3))
-    eventually("both at once", lambda: len(tables.inside) == 2)
+    wait_until("both at once", lambda: len(tables.inside) == 2)
     tables.hold_lookup.set()
     assert [pipeline.next(), pipeline.next()] == [(3, 4), (4, 5)]
     assert pipeline._gate.oldest_open == 3 and not pipeline._gate.may_look_up(), (
@@ -322,7 +322,7 @@ def test_a_pause_waits_for_lookups_and_updates(concurrent: tuple[PrefetchPipelin
     pipeline, tables = concurrent
     tables.hold_update.clear()
     pipeline.submit(tables.update(2))
-    eventually("both at once", lambda: len(tables.inside) == 2)
+    wait_until("both at once", lambda: len(tables.inside) == 2)
     found: list[tuple[list[str], list[int]]] = []
     inside, go_on = threading.Event(), threading.Event()
 
@@ -335,7 +335,7 @@ def test_a_pause_waits_for_lookups_and_updates(concurrent: tuple[PrefetchPipelin
     thread = threading.Thread(target=pause)
     thread.start()
     tables.hold_update.set()
-    eventually("the update", lambda: tables.applied == [1, 2])
+    wait_until("the update", lambda: tables.applied == [1, 2])
     assert not inside.is_set()
     tables.hold_lookup.set()
     assert inside.wait(DEADLINE_SECONDS)
@@ -343,7 +343,7 @@ def test_a_pause_waits_for_lookups_and_updates(concurrent: tuple[PrefetchPipelin
     go_on.set()
     thread.join(DEADLINE_SECONDS)
     assert found == [([], [1, 2])]
-    eventually("the updates submitted meanwhile", lambda: tables.applied == [1, 2, 3])
+    wait_until("the updates submitted meanwhile", lambda: tables.applied == [1, 2, 3])
 
 
 def threads_of_tables() -> list[str]:
@@ -357,9 +357,9 @@ def test_of_two_errors_the_first_is_raised(concurrent: tuple[PrefetchPipeline[tu
     pipeline.submit(tables.update(2))
     pipeline.submit(tables.update(3))
     tables.hold_update.set()
-    eventually("a refused update", lambda: pipeline.failed == 1)
+    wait_until("a refused update", lambda: pipeline.failed == 1)
     tables.hold_lookup.set()
-    eventually("the end of both", lambda: not threads_of_tables())
+    wait_until("the end of both", lambda: not threads_of_tables())
     with pytest.raises(NonFiniteError, match="bad gradient") as caught:
         pipeline.next()
     assert pipeline.drain(), "later submitted updates are applied"
@@ -377,9 +377,9 @@ def test_an_error_of_a_lookup_waits_for_the_concurrent_update(
     tables.fail_lookup, tables.fail_update = 4, 2 if refused else 0
     for step in (2, 3):
         pipeline.submit(tables.update(step))
-    eventually("both at once", lambda: len(tables.inside) == 2)
+    wait_until("both at once", lambda: len(tables.inside) == 2)
     tables.hold_lookup.set()
-    eventually("the end of one", lambda: threads_of_tables() == ["satrap-updates"])
+    wait_until("the end of one", lambda: threads_of_tables() == ["satrap-updates"])
     with pytest.raises(ValueError, match="no such row"):
         pipeline.next()
     tables.hold_update.set()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, batch, killables, one_table, remote, serving
-from faults import at_random, killed_at_random, stop_and_go
+from cluster import DEADLINE_SECONDS, batch, server_processes, one_table, sharded_worker, running_servers
+from faults import random_faults, killed_at_random, stop_and_go
 from loop import batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.errors import CapacityError
@@ -67,18 +67,18 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
     return embeddings, model
 
 
-@pytest.mark.parametrize(("world", "overlap"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])
 def test_synchronous_trainers_equal_one_on_the_joined_batch(
-    trainers: Trainers, world: int, overlap: bool, tmp_path: Path
+    trainers: Trainers, world_size: int, overlap: bool, tmp_path: Path
 ) -> None:
-    with serving(2) as services:
-        found = trainers.run(services, world, tmp_path, batches=6 * world, overlap=overlap)
+    with running_servers(2) as services:
+        found = trainers.run(services, world_size, tmp_path, batches=6 * world_size, overlap=overlap)
     assert all(len(each["seen"]) == 6 for each in found)
-    assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world, (
+    assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world_size, (
         "each batch goes to one trainer"
     )
     assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
-    embeddings, model = alone(found, 6 * world)
+    embeddings, model = alone(found, 6 * world_size)
     for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
         torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
     for name, values in rows(embeddings).items():
@@ -128,7 +128,7 @@ def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_all_drop_and_uneven_data(trainers: Trainers, tmp_path: Path, ahead: bool) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
     assert [len(each["seen"]) for each in found] == [5, 5] and found[1]["seen"][-1] == [], (
         "one trainer has padding at the end"
@@ -142,7 +142,7 @@ def test_a_step_that_all_drop_and_uneven_data(trainers: Trainers, tmp_path: Path
 def test_trainers_with_fewer_or_no_batches_join_each_step(
     trainers: Trainers, tmp_path: Path, batches: int, staleness: int, overlap: bool
 ) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         found = trainers.run(services, 3, tmp_path, batches=batches, staleness=staleness, overlap=overlap)
     seen = [[len(values) for values in each["seen"]] for each in found]
     assert [len(each) for each in seen] == [1 + (batches - 1) // 3] * 3 and sum(map(bool, chain(*seen))) == batches
@@ -153,7 +153,7 @@ def test_trainers_with_fewer_or_no_batches_join_each_step(
 
 def test_uneven_epochs_and_a_save_between(trainers: Trainers, tmp_path: Path) -> None:
     """Both trainers are at the same step in the second epoch, and at the save."""
-    with serving(2) as services:
+    with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
     assert [len(each["seen"]) for each in found] == [6, 6]
     assert [each["lost"] for each in found] == [{}, {}]
@@ -163,14 +163,14 @@ def test_uneven_epochs_and_a_save_between(trainers: Trainers, tmp_path: Path) ->
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drops_by_some_trainers(trainers: Trainers, tmp_path: Path, dropped: list[Any], ahead: bool) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
     assert all(len(each["seen"]) == 3 for each in found)
     assert all(each["rows"] == found[0]["rows"] for each in found)
 
 
 def test_a_dropped_micro_batch_leaves_the_others_of_its_step(trainers: Trainers, tmp_path: Path) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
     known = {json.dumps(each.values.tolist()): each for each in batches(8)}
     kept = [[known[json.dumps(each["seen"][k])] for each in found] for k in (1, 2, 3)]
@@ -183,7 +183,7 @@ def test_a_dropped_micro_batch_leaves_the_others_of_its_step(trainers: Trainers,
 
 
 def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Path) -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=20, staleness=3, overlap=True)
     known = {json.dumps(each.values.tolist()): each for each in batches(20)}
     updated = dict.fromkeys(found[0]["updated"], 0)
@@ -201,11 +201,11 @@ def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Pat
 def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path: Path) -> None:
     """The results are equal bit for bit: each trainer continues at its own position, all at the same step."""
     folder = tmp_path / "run"
-    with serving(2) as services:
+    with running_servers(2) as services:
         whole = trainers.run(services, 2, tmp_path, batches=16)
-    with serving(2) as services:
+    with running_servers(2) as services:
         first = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
-    with serving(3) as services:
+    with running_servers(3) as services:
         rest = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder))
     assert not any(each["resumed"] for each in first) and all(each["resumed"] for each in rest)
     for before, after, once in zip(first, rest, whole, strict=True):
@@ -226,11 +226,11 @@ def test_killed_servers_under_synchronous_trainers(trainers: Trainers, tmp_path:
 
 def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path: Path, seed: int) -> None:
     """Processes are suspended at random moments, for a while; the others wait."""
-    with killables(tmp_path) as servers:
+    with server_processes(tmp_path) as servers:
 
         def stop_some(processes: list[subprocess.Popen[str]]) -> None:
             faults = [*(stop_and_go(each, 0.8) for each in servers), *(stop_and_go(each, 0.8) for each in processes)]
-            with at_random(faults, seed, num=10) as over:
+            with random_faults(faults, seed, num=10) as over:
                 assert over.wait(DEADLINE_SECONDS)
 
         found = trainers.run(servers, 2, tmp_path, stop_some, batches=600)
@@ -241,12 +241,16 @@ def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path
 
 def test_an_overflow_of_one_trainer(trainers: Trainers, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """torch's scaler for several trainers spreads the overflow; with the plain GradScaler it is refused."""
-    with serving(1) as services:
+    with running_servers(1) as services:
         found = trainers.run(services, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
     assert [each["scale"] for each in found] == [512.0, 512.0]
     assert [each["lost"] for each in found] == [{"batches/overflow": 1}] * 2
     assert found[0]["dense"] == found[1]["dense"]
-    with serving(1) as services, Trainers(2) as others, pytest.raises(AssertionError, match="the trainer exited"):
+    with (
+        running_servers(1) as services,
+        Trainers(2) as others,
+        pytest.raises(AssertionError, match="the trainer exited"),
+    ):
         others.run(services, 2, tmp_path, batches=6, scaler="common", overflow=[1, 2])
     assert "StreamError: 1 of 2 trainers found an overflow" in capfd.readouterr().err
 
@@ -280,9 +284,9 @@ def test_trainer_0_may_take_longer_than_torchs_timeout(tmp_path: Path) -> None:
 def test_rows_of_another_trainers_open_step_are_not_evicted() -> None:
     """Trainer 0 is still at step 1, trainer 1 at step 5: the oldest step counts."""
     full = one_table(capacity=8, num_buckets=1)
-    with serving(1) as services:
+    with running_servers(1) as services:
         addresses = [services[0].address]
-        with remote(full, addresses) as first, remote(full, addresses, trainer=1, attempt=1) as second:
+        with sharded_worker(full, addresses) as first, sharded_worker(full, addresses, trainer=1, attempt=1) as second:
             mine = first.lookup(batch(range(4)), step=1)
             theirs = second.lookup(batch(range(4, 8)), step=5)
             with pytest.raises(CapacityError, match="all of them are in use by open steps"):

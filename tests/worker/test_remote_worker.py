@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cluster import serving
+from cluster import running_servers
 from remote_worker_parts import BATCH, bits, evaluate, made, running, source, train, working, write
 from satrap import Checkpoint, MinCount, Parquet, Table
 from satrap.errors import StreamError
@@ -23,7 +23,7 @@ def addresses(stack: ExitStack, num_servers: int, num_workers: int) -> dict[str,
     """Return the options of a job with so many servers and workers."""
     if not num_servers:
         return {}
-    options: dict[str, Any] = {"servers": [each.address for each in stack.enter_context(serving(num_servers))]}
+    options: dict[str, Any] = {"servers": [each.address for each in stack.enter_context(running_servers(num_servers))]}
     if num_workers:
         options["workers"] = [each.address for each in stack.enter_context(working(num_workers))]
     return options
@@ -136,7 +136,7 @@ def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
     """By `forward`, in the middle of its step; and then the worker is restarted."""
     data = source(write(tmp_path / "a.parquet", 4))
     found = []
-    with serving(1) as services, working() as (worker,):
+    with running_servers(1) as services, working() as (worker,):
         for where in ({}, {"servers": [services[0].address], "workers": [worker.address]}):
             with running(**where) as job:
                 again: list[bytes] = []

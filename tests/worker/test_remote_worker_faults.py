@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import satrap.worker.remote.service
-from cluster import ANYWHERE, features, one_table, serving
+from cluster import ANYWHERE, features, one_table, running_servers
 from faults import killed_at_random
 from remote_worker_parts import (
     KillableWorker,
@@ -37,7 +37,7 @@ from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.errors import AttemptError, ConfigError, DeadlineError, NotReadyError, SourceError
 from satrap.rpc import Service
-from satrap.rpc.keys import Keys, make_keys
+from satrap.rpc.keys import Keys, create_keys
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.remote.client import RemoteWorker, WorkerConnection
@@ -67,7 +67,7 @@ def test_a_worker_killed_at_random_moments(
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap), evaluate(job, test), bits(job), job[0].counters().lost
     worker = KillableWorker()
-    with serving(2) as services, ending([worker]), ExitStack() as faults:
+    with running_servers(2) as services, ending([worker]), ExitStack() as faults:
         over: list[threading.Event] = []
 
         def at(now: str, number: int) -> None:
@@ -106,7 +106,7 @@ def test_a_restarted_worker(tmp_path: Path, moment: str, given: dict[str, Any], 
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
-    with serving(2) as services, working() as (worker,):
+    with running_servers(2) as services, working() as (worker,):
 
         def at(now: str, number: int) -> None:
             if now == moment and number % 5 in (0, 1):
@@ -124,7 +124,7 @@ def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dic
     data = source(write(tmp_path / "a.parquet", 40))
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap), bits(job)
-    with serving(2) as services, working() as (worker,):
+    with running_servers(2) as services, working() as (worker,):
 
         def at(now: str, number: int) -> None:
             for session in worker.host._sessions.values():
@@ -146,7 +146,7 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
     with running() as job:
         wanted = train(job, data, accumulate=2), bits(job)
     update, died = satrap.worker.remote.service._update, []
-    with serving(2) as services, working() as (worker,):
+    with running_servers(2) as services, working() as (worker,):
 
         def dies(remote: Any, batches: Any, step: int, *rest: Any) -> None:
             first = step not in died
@@ -175,7 +175,7 @@ def test_a_worker_that_does_not_return(tmp_path: Path) -> None:
     with running() as job:
         wanted = train(job, data), bits(job)
     seen: list[Any] = []
-    with serving(2) as services, working(2) as workers:
+    with running_servers(2) as services, working(2) as workers:
         for worker in workers:
             with running(servers=[each.address for each in services]) as job:
                 send_through(job[0], worker.address, 1.0)
@@ -207,7 +207,7 @@ def test_a_faulty_network_between_trainer_and_worker(
     with running(staleness=2, deterministic=True) as job:
         wanted = train(job, data, accumulate=2), bits(job), job[0].counters().lost
     with ExitStack() as stack:
-        services = stack.enter_context(serving(2))
+        services = stack.enter_context(running_servers(2))
         (worker,) = stack.enter_context(working())
         proxy = stack.enter_context(FrameProxy(worker.address, seed, drop, repeat, hold))
         job = stack.enter_context(running(staleness=2, deterministic=True, servers=[each.address for each in services]))
@@ -235,7 +235,7 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
     malformed, no_label = labels.count("x") + labels.count("7"), labels.count("")
     left_over = 2 * ((len(labels) - malformed - no_label) % 16)
     found = []
-    with serving(1) as services, working() as (worker,):
+    with running_servers(1) as services, working() as (worker,):
         wheres: list[dict[str, Any]] = [{}, {"servers": [services[0].address], "workers": [worker.address]}]
         for where in wheres:
             embeddings = Embeddings(dict(one_table()), num_threads=1, **where)
@@ -267,7 +267,7 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
-    with serving(1) as services, working() as (worker,):
+    with running_servers(1) as services, working() as (worker,):
         where = {"servers": [services[0].address], "workers": [worker.address]}
         with running(**where) as job:
             message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
@@ -296,8 +296,8 @@ def test_another_job_is_refused_field_by_field() -> None:
     of = one_table()
     bag, wide = Features({"id": of.tables[0].bag("mean")}), one_table(dim=3)
     with ExitStack() as stack:
-        (service,) = stack.enter_context(serving(1))
-        (other,) = stack.enter_context(serving(1))
+        (service,) = stack.enter_context(running_servers(1))
+        (other,) = stack.enter_context(running_servers(1))
         (worker,) = stack.enter_context(working())
         first = stack.enter_context(far(of, service, worker))
         attempt = first.servers.attempt
@@ -331,7 +331,7 @@ def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) 
 def test_a_replaced_trainer_reads_no_more(tmp_path: Path) -> None:
     """A trainer that starts a new attempt, by a restore, continues."""
     data = source(write(tmp_path / "a.parquet", 12))
-    with serving(1) as services, working() as (worker,):
+    with running_servers(1) as services, working() as (worker,):
         where = {"servers": [services[0].address], "workers": [worker.address]}
         with running(**where) as old, running(**where) as new:
             seen = train(new, data)
@@ -366,7 +366,7 @@ def test_a_worker_that_was_suspended_and_replaced(tmp_path: Path) -> None:
     data = source(write(tmp_path / "a.parquet", 12))
     worker = KillableWorker()
     try:
-        with serving(1) as services, working() as (replacing,):
+        with running_servers(1) as services, working() as (replacing,):
             servers = [services[0].address]
             with running(servers=servers, workers=[worker.address]) as old:
                 stream = old[0].stream(data, overlap=False)
@@ -379,7 +379,7 @@ def test_a_worker_that_was_suspended_and_replaced(tmp_path: Path) -> None:
                 with running(servers=servers, workers=[replacing.address]) as new, running() as alone:
                     new[0].tables.clear()  # type: ignore[union-attr]
                     found = train(new, data), bits(new)
-                    worker.go_on()
+                    worker.resume()
                     stepping.join()
                     assert isinstance(told[0], AttemptError)
                     assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]
@@ -417,8 +417,8 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) ->
 
 def test_keys(tmp_path: Path) -> None:
     """A worker is a server for trainers, and a client of servers."""
-    make_keys(tmp_path / "keys")
-    make_keys(tmp_path / "others")
+    create_keys(tmp_path / "keys")
+    create_keys(tmp_path / "others")
     data = source(write(tmp_path / "a.parquet", 4))
     key = tmp_path / "keys" / "server.key"
     worker = KillableWorker("--keys", str(key))
@@ -441,7 +441,7 @@ def test_keys(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_the_other_key_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_keys(tmp_path)
+    create_keys(tmp_path)
     (tmp_path / "client.key").unlink()
     assert main(["worker", "--listen", "tcp://127.0.0.1:0", "--keys", str(tmp_path / "server.key")]) == 1
     assert f"{tmp_path / 'client.key'}: the key cannot be read" in capsys.readouterr().err

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import DEADLINE_SECONDS, killables, serving
-from faults import at_random, kill
+from cluster import DEADLINE_SECONDS, server_processes, running_servers
+from faults import random_faults, kill
 from loop import NUM_IDS
 from remote_worker_parts import KillableWorker, ending, working
 from trainers import Trainers, said
@@ -50,9 +50,9 @@ def test_two_trainers_have_the_bits_of_two_without_workers(
 ) -> None:
     """Synchronous, with drops, over two epochs that end with short batches."""
     options: dict[str, Any] = {"batches": 0, "file": file, "dropped": [[None, 2], [0, 5]], "epochs": 2}
-    with serving(2) as services:
+    with running_servers(2) as services:
         wanted = trainers.run(services, 2, tmp_path, **options)
-    with serving(2) as services, working(num_workers) as workers:
+    with running_servers(2) as services, working(num_workers) as workers:
         found = trainers.run(services, 2, tmp_path, workers=[each.address for each in workers], overlap=True, **options)
         assert [len(each.host._sessions) for each in workers] == [2 // num_workers] * num_workers
     assert found == wanted
@@ -62,11 +62,11 @@ def test_two_trainers_have_the_bits_of_two_without_workers(
 
 def test_trainers_resume_with_workers_a_run_started_without(trainers: Trainers, tmp_path: Path, file: str) -> None:
     options: dict[str, Any] = {"batches": 0, "file": file}
-    with serving(2) as services:
+    with running_servers(2) as services:
         whole = trainers.run(services, 2, tmp_path, **options)
-    with serving(2) as services:
+    with running_servers(2) as services:
         first = trainers.run(services, 2, tmp_path, checkpoint=str(tmp_path / "run"), until=6, **options)
-    with serving(1) as services, working(2) as workers:
+    with running_servers(1) as services, working(2) as workers:
         where: dict[str, Any] = {
             "workers": [each.address for each in workers],
             "checkpoint": str(tmp_path / "run"),
@@ -85,15 +85,15 @@ def test_everything_is_killed_under_two_trainers(
     order, but each once: the updates of their rows are counted."""
     options: dict[str, Any] = {"batches": 0, "file": file, "epochs": 12, "staleness": staleness}
     options["counted"] = staleness > 0
-    with serving(2) as services:
+    with running_servers(2) as services:
         wanted = trainers.run(services, 2, tmp_path, **options)
     worker = KillableWorker()
-    with killables(tmp_path, 2) as servers, ending([worker]):
+    with server_processes(tmp_path, 2) as servers, ending([worker]):
         victims = [kill(each) for each in (*servers, worker)]
 
         def kill_some(processes: list[subprocess.Popen[str]]) -> None:
             assert [said(each) for each in processes] == [{"step": 3}] * 2
-            with at_random(victims, seed, num=5, gap=0.4) as over:
+            with random_faults(victims, seed, num=5, gap=0.4) as over:
                 assert over.wait(DEADLINE_SECONDS)
 
         options |= {"workers": [worker.address], "overlap": True, "tells": True}

@@ -12,7 +12,7 @@ import pytest
 
 import satrap.server.server
 from bag_oracle import draw_bags, follow
-from cluster import ANYWHERE, IDS, batch, both_step, contents, features, one_table, remote, serving
+from cluster import ANYWHERE, IDS, batch, step_both, contents, features, one_table, sharded_worker, running_servers
 from satrap.config.job import Job
 from satrap.errors import (
     AttemptError,
@@ -23,7 +23,7 @@ from satrap.errors import (
     SnapshotError,
     TicketError,
 )
-from satrap.rpc import Client, Origin, Pending, Service
+from satrap.rpc import Client, Origin, PendingCall, Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.table.engine import open_engine
@@ -35,7 +35,10 @@ from satrap.worker.sharded_rows import ShardedWorker
 
 @pytest.fixture(params=[1, 2, 3])
 def worker(request: pytest.FixtureRequest) -> Iterator[ShardedWorker]:
-    with serving(request.param) as services, remote(features(), [each.address for each in services]) as worker:
+    with (
+        running_servers(request.param) as services,
+        sharded_worker(features(), [each.address for each in services]) as worker,
+    ):
         yield worker
 
 
@@ -51,7 +54,7 @@ def test_it_has_the_bits_of_a_local_worker(worker: ShardedWorker, rng: np.random
     """Rows, counters, and evaluation; with a batch that is dropped and gradients that are missing."""
     local = LocalWorker(features(), num_threads=1)
     for step in range(1, 6):
-        both_step([local, worker], rng, [draw_bags(rng, local.features, 9) for _ in range(1 + step % 2)], step)
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 9) for _ in range(1 + step % 2)], step)
     dropped = draw_bags(rng, local.features, 4).inputs()
     half = draw_bags(rng, local.features, 4).inputs()
     for each in (local, worker):
@@ -116,7 +119,7 @@ def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None
 def test_ids_replace_a_ticket_that_the_server_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
-    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+    with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
         for each in (local, worker):
             looked = [each.lookup(batch(range(k, k + 20)), step=k) for k in (1, 2, 3)]
             for k, one in enumerate(looked, 1):
@@ -129,7 +132,7 @@ def test_a_refused_gradient_has_the_local_error_and_changes_nothing() -> None:
     wrong = np.ones((4, 2), np.float32)
     wrong[2, 1] = np.nan
     told = []
-    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+    with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
         for each in (LocalWorker(one_table()), worker):
             looked = each.lookup(batch([5, 6, 7, 8]), step=1)
             before = contents(each)
@@ -147,7 +150,7 @@ def test_skipped_gradients_are_counted_as_locally() -> None:
     wrong[1, 0] = np.inf
     found = []
     skipping = one_table(on_nonfinite="skip")
-    with serving(2) as services, remote(skipping, [each.address for each in services]) as worker:
+    with running_servers(2) as services, sharded_worker(skipping, [each.address for each in services]) as worker:
         for each in (LocalWorker(skipping), worker):
             looked = each.lookup(batch([5, 6, 7, 5]), step=1)
             each.update([looked.ticket] if looked.ticket else [], [wrong], step=1)
@@ -158,7 +161,7 @@ def test_skipped_gradients_are_counted_as_locally() -> None:
 
 def test_a_server_error_is_raised_with_its_address() -> None:
     full = one_table(capacity=8, on_full="raise")
-    with serving(1) as services, remote(full, [services[0].address]) as worker:
+    with running_servers(1) as services, sharded_worker(full, [services[0].address]) as worker:
         with pytest.raises(CapacityError, match="table 't' is full") as caught:
             worker.lookup(batch(range(100)))
         assert any(services[0].address in note for note in caught.value.__notes__)
@@ -166,9 +169,9 @@ def test_a_server_error_is_raised_with_its_address() -> None:
 
 
 def test_a_server_of_another_job_is_refused_field_by_field() -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         addresses = [each.address for each in services]
-        with remote(one_table(), addresses):
+        with sharded_worker(one_table(), addresses):
             pass
         with pytest.raises(ConfigError, match=r"table 't', num_buckets: 16 here, 8 there.*seed|seed.*num_buckets: 16"):
             ServerGroup(Job(tables=one_table(num_buckets=16).tables, seed=1), addresses)
@@ -179,30 +182,30 @@ def test_a_server_of_another_job_is_refused_field_by_field() -> None:
 
 
 def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         other, mine = (each.address for each in services)
-        with remote(one_table(dim=3), [other]):
+        with sharded_worker(one_table(dim=3), [other]):
             pass
         with pytest.raises(ConfigError, match="table 't', dim: 2 here, 3 there"):
             ServerGroup(Job(tables=one_table().tables), [mine, other])
         with pytest.raises(ConfigError, match="expected each server once"):
             ServerGroup(Job(tables=one_table().tables), [mine, mine])
-        with remote(one_table(), [mine]) as worker:
+        with sharded_worker(one_table(), [mine]) as worker:
             assert len(worker.tables["t"]) == 0
 
 
 def test_an_interrupted_update_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     local = LocalWorker(one_table(), num_threads=1)
-    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+    with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
         looked = [each.lookup(batch(range(20)), step=1) for each in (local, worker)]
-        waited = Pending.result
+        waited = PendingCall.result
 
-        def interrupted(self: Pending) -> None:
+        def interrupted(self: PendingCall) -> None:
             waited(self)
-            monkeypatch.setattr(Pending, "result", waited)
+            monkeypatch.setattr(PendingCall, "result", waited)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Pending, "result", interrupted)
+        monkeypatch.setattr(PendingCall, "result", interrupted)
         ticket = looked[1].ticket
         assert ticket
         with pytest.raises(KeyboardInterrupt):
@@ -214,7 +217,7 @@ def test_an_interrupted_update_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
-    with serving(2) as services, remote(one_table(), [each.address for each in services]) as worker:
+    with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
         worker.lookup(batch(range(20)), step=1)
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
@@ -226,12 +229,12 @@ def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
 
 
 def test_a_replaced_process_cannot_write() -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         addresses = [each.address for each in services]
-        with remote(one_table(), addresses) as old:
+        with sharded_worker(one_table(), addresses) as old:
             looked = old.lookup(batch(range(20)))
             assert looked.ticket
-            with remote(one_table(), addresses) as new:
+            with sharded_worker(one_table(), addresses) as new:
                 before = contents(new)
                 with pytest.raises(
                     AttemptError, match="of attempt 1; expected the server's, 2: this process was replaced"
@@ -248,7 +251,7 @@ def test_a_replaced_process_cannot_write() -> None:
 @pytest.mark.parametrize("with_ticket", [False, True])
 def test_a_duplicate_update_is_applied_once(with_ticket: bool) -> None:
     job = Job(tables=one_table().tables)
-    with serving(1) as services:
+    with running_servers(1) as services:
         servers = ServerGroup(job, [services[0].address])
         with Client(ServerCalls, services[0].address) as client:
             at = [Origin(attempt=1, trainer=trainer, step=3, map_version=1) for trainer in (0, 1)]
@@ -270,7 +273,7 @@ def test_a_duplicate_update_is_applied_once(with_ticket: bool) -> None:
 
 
 def test_a_step_too_far_behind_is_refused_whole() -> None:
-    with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
+    with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         looked = {step: worker.lookup(batch(range(64)), step=step) for step in (1, 2, 40)}
         for step in (40, 2):
             before = contents(worker)
@@ -288,8 +291,8 @@ def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
     """A duplicate of a restore has no effect; after another attempt has started, it is a new restore."""
     ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 4])
     with (
-        serving(1) as services,
-        remote(one_table(), [services[0].address]) as worker,
+        running_servers(1) as services,
+        sharded_worker(one_table(), [services[0].address]) as worker,
         Client(ServerCalls, services[0].address) as client,
     ):
         at = [Origin(attempt=attempt, step=1, map_version=1) for attempt in range(5)]
@@ -309,7 +312,7 @@ def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:
 def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Path) -> None:
     with (
         Service(Server(shared=tmp_path / "rows", checkpoints=["/"]), ServerCalls, ANYWHERE) as service,
-        remote(one_table(), [service.address]) as worker,
+        sharded_worker(one_table(), [service.address]) as worker,
     ):
         worker.tables["t"].save(tmp_path / "a")
         next((tmp_path / "a").rglob("part-*.arrow")).write_bytes(b"")
@@ -326,14 +329,14 @@ def test_a_server_killed_in_its_first_handshake_starts_empty(tmp_path: Path) -> 
     open_engine(one_table().tables, seed=0, num_threads=1, shared=tmp_path / "rows", note=note)  # no shard map yet
     with (
         Service(Server(shared=tmp_path / "rows", checkpoints=["/"]), ServerCalls, ANYWHERE) as service,
-        remote(one_table(), [service.address]) as worker,
+        sharded_worker(one_table(), [service.address]) as worker,
     ):
         worker.lookup(batch(range(4)), step=1)
         assert len(worker.tables["t"]) == 4
 
 
 def test_a_server_without_its_rows_is_detected() -> None:
-    with serving(1) as services, remote(one_table(), [services[0].address]) as worker:
+    with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         worker.lookup(batch(range(4)), step=1)
         services[0].close()
         told = "of attempt 1; expected the server's, 0: the server was restarted without its rows; resume"
@@ -343,8 +346,8 @@ def test_a_server_without_its_rows_is_detected() -> None:
 
 def test_invalid_calls_are_refused() -> None:
     with (
-        serving(1) as services,
-        remote(one_table(), [services[0].address]),
+        running_servers(1) as services,
+        sharded_worker(one_table(), [services[0].address]),
         Client(ServerCalls, services[0].address) as client,
     ):
         at = Origin(attempt=1, step=1, map_version=1)

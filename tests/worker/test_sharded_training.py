@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, Killable, serving
+from cluster import DEADLINE_SECONDS, ServerProcess, running_servers
 from loop import batches, bits, job, loss_of, running, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
@@ -68,7 +68,7 @@ def test_lookups_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("known", [False, True], ids=["unheard", "heard"])
 def test_the_next_checkpoint_after_a_migration_is_whole(known: bool, tmp_path: Path) -> None:
     """Whether or not the trainer knows of the migration when it saves; later checkpoints are changes again."""
-    with serving(3) as services:
+    with running_servers(3) as services:
         addresses = [each.address for each in services]
         embeddings, model, optimizer = job(servers=addresses[:2])
         run = Checkpoint(tmp_path, model, optimizer, embeddings, None, full_every=100, keep=100)
@@ -131,7 +131,7 @@ def _train_and_save(embeddings: Any, model: Any, optimizer: Any, run: Checkpoint
 
 def test_changes_after_a_server_was_killed_are_saved_whole(tmp_path: Path) -> None:
     """It has its rows, but no longer the removed ids. The servers' versions differ from then on."""
-    servers = [Killable(tmp_path / f"rows-{number}") for number in range(2)]
+    servers = [ServerProcess(tmp_path / f"rows-{number}") for number in range(2)]
     data, folder, saved = batches(20), tmp_path / "run", []
     try:
         embeddings, model, optimizer = job(servers=[each.address for each in servers])
@@ -173,7 +173,7 @@ def test_a_missing_part_is_refused_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
-    with serving(2) as services:
+    with running_servers(2) as services:
         addresses = [each.address for each in services]
         for again in (False, True):
             embeddings, model, optimizer = job(servers=addresses)

@@ -19,7 +19,7 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adam, Feature, Normal, RowWiseAdagrad, Table
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.worker import LookedUp
+from satrap.worker.worker import LookupResult
 from splits import BIG_FEATURES, F32, SEED, Cluster, big_inputs, draw_owners, given_gradients
 
 
@@ -46,7 +46,7 @@ def assert_same_rows(cluster: Cluster, worker: LocalWorker, ids: NDArray[np.uint
         assert cluster.skipped[t] == stats["skipped"]
 
 
-def assert_same_lookup(looked: LookedUp, block: F32, sequences: list[F32]) -> None:
+def assert_same_lookup(looked: LookupResult, block: F32, sequences: list[F32]) -> None:
     assert looked.block.tobytes() == block.tobytes()
     for wanted, found in zip(looked.sequences.values(), sequences, strict=True):
         assert wanted.tobytes() == found.tobytes()

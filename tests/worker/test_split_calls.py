@@ -233,10 +233,10 @@ def test_arrays_live_as_long_as_they_are_referenced(rng: np.random.Generator) ->
 def in_threads(*works: Callable[[], object]) -> list[object]:
     """Run each in a thread, and return their results or errors."""
     found: list[object] = [None] * len(works)
-    together = threading.Barrier(len(works))
+    barrier_size = threading.Barrier(len(works))
 
     def run(i: int) -> None:
-        together.wait(DEADLINE_SECONDS)
+        barrier_size.wait(DEADLINE_SECONDS)
         try:
             found[i] = works[i]()
         except Exception as error:
@@ -285,7 +285,7 @@ def test_a_split_for_other_owners_is_the_same(rng: np.random.Generator) -> None:
     for num_servers in (1, 2, 5):
         first, then = draw_owners(rng, BIG_FEATURES, 3), draw_owners(rng, BIG_FEATURES, num_servers)
         wanted, ticket = split.lookup(*given, then, num_servers), split.lookup(*given, first, 3)
-        split.share_again(ticket, then, num_servers)
+        split.reshard(ticket, then, num_servers)
         for s in range(num_servers):
             assert np.array_equal(ticket.ids(s), wanted.ids(s))
             assert np.array_equal(ticket.offsets(s), wanted.offsets(s))
@@ -293,16 +293,16 @@ def test_a_split_for_other_owners_is_the_same(rng: np.random.Generator) -> None:
             split.sums([each], [(block, [path])], 1.0, *to)
             for each, to in ((ticket, (first, 3)), (wanted, (then, num_servers)))
         ]
-        again = split.again(sums[0], then, num_servers)
+        again = split.reshard_sums(sums[0], then, num_servers)
         assert sums[1].same_ids and not again.same_ids
         for s in range(num_servers):
             assert np.array_equal(again.ids(s), sums[1].ids(s))
             assert np.array_equal(again.gradients(s), sums[1].gradients(s))
             assert np.array_equal(again.offsets(s), sums[1].offsets(s))
     with pytest.raises(TicketError, match="used already"):
-        split.share_again(ticket, then, num_servers)
+        split.reshard(ticket, then, num_servers)
     with pytest.raises(InputError, match="owned by server 2 of 2"):
-        split.again(again, np.full(len(then), 2, np.uint32), 2)
+        split.reshard_sums(again, np.full(len(then), 2, np.uint32), 2)
 
 
 def test_only_one_of_several_threads_uses_a_ticket() -> None:
@@ -329,8 +329,8 @@ def test_every_call_is_refused_in_a_fork() -> None:
         "lookup": lambda: split.lookup(**GOOD),
         "fill": lambda: split.fill(ticket, rows_for(ticket), *floats_for()),
         "sums": lambda: split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE),
-        "again": lambda: split.again(sums, **WHERE),
-        "share_again": lambda: split.share_again(ticket, **WHERE),
+        "reshard_sums": lambda: split.reshard_sums(sums, **WHERE),
+        "reshard": lambda: split.reshard(ticket, **WHERE),
         "drop": lambda: split.drop(ticket),
         "encode_rows": lambda: split.encode_rows(no_rows, np.zeros(0, np.float32)),
         "decode_rows": lambda: split.decode_rows(no_rows, np.zeros(0, np.uint8)),

@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 
 import satrap.server.server
 from bag_oracle import draw_bags
-from cluster import DEADLINE_SECONDS, IDS, batch, both_step, contents, features, one_table, remote, serving
+from cluster import (
+    DEADLINE_SECONDS,
+    IDS,
+    batch,
+    step_both,
+    contents,
+    features,
+    one_table,
+    sharded_worker,
+    running_servers,
+)
 from loop import DIM, Net, batches, job, rows, train
 from satrap import Embeddings, _core
 from satrap.config.job import Job
@@ -175,9 +185,9 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
 def test_a_lookup_is_rounded_and_a_read_is_exact(num_servers: int, rng: np.random.Generator) -> None:
     """In training and in evaluation, pooled and not; `read` never rounds."""
     local = LocalWorker(features(), num_threads=1)
-    with serving(num_servers) as services:
+    with running_servers(num_servers) as services:
         addresses = [each.address for each in services]
-        with remote(features(), addresses, wire="float16") as worker:
+        with sharded_worker(features(), addresses, wire="float16") as worker:
             inputs = draw_bags(rng, local.features, 50).inputs()
             for options in ({"step": 1}, {"train": False}):
                 exact, near = (each.lookup(inputs, **options) for each in (local, worker))
@@ -197,7 +207,10 @@ def test_fp16_gradients_are_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> 
     """Gradients of few bits: the rows on servers equal those of a run that does not round, with lost tickets or not."""
     monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
-    with serving(2) as services, remote(one_table(), [each.address for each in services], wire="float16") as worker:
+    with (
+        running_servers(2) as services,
+        sharded_worker(one_table(), [each.address for each in services], wire="float16") as worker,
+    ):
         for each in (local, worker):
             looked = [each.lookup(batch(range(k, k + 20)), step=k) for k in (1, 2, 3)]
             for k, one in enumerate(looked, 1):
@@ -210,19 +223,19 @@ def test_fp16_gradients_are_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_number_of_servers_changes_no_bit(rng: np.random.Generator) -> None:
     """Rows do not depend on one another."""
     with (
-        serving(1) as one,
-        serving(3) as three,
-        remote(features(), [each.address for each in one], wire="float16") as first,
-        remote(features(), [each.address for each in three], wire="float16") as second,
+        running_servers(1) as one,
+        running_servers(3) as three,
+        sharded_worker(features(), [each.address for each in one], wire="float16") as first,
+        sharded_worker(features(), [each.address for each in three], wire="float16") as second,
     ):
         for step in range(1, 5):
-            both_step([first, second], rng, [draw_bags(rng, first.features, 30) for _ in range(1 + step % 2)], step)
+            step_both([first, second], rng, [draw_bags(rng, first.features, 30) for _ in range(1 + step % 2)], step)
         assert contents(first) == contents(second)
 
 
 def test_each_trainer_has_the_wire_that_it_chose() -> None:
     """Two trainers of one server alternate; the rounding of one does not affect the other."""
-    with serving(1) as services, remote(one_table(), [services[0].address]) as plain:
+    with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as plain:
         halves = ServerGroup(
             plain.servers.job, plain.servers.addresses, trainer=1, attempt=plain.servers.attempt, wire="float16"
         )
@@ -243,12 +256,12 @@ def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
     gradients = [(np.arange(40, dtype=np.float32) - k).reshape(20, 2) * np.float32(0.125) for k in (20, 3)]
     looked = [local.lookup(each, step=1) for each in inputs]
     local.update([each.ticket for each in looked if each.ticket], gradients, step=1)
-    with serving(2) as services:
+    with running_servers(2) as services:
         addresses = [each.address for each in services]
         with (
-            remote(one_table(), addresses, together=2) as plain,
-            remote(
-                one_table(), addresses, together=2, trainer=1, attempt=plain.servers.attempt, wire="float16"
+            sharded_worker(one_table(), addresses, barrier_size=2) as plain,
+            sharded_worker(
+                one_table(), addresses, barrier_size=2, trainer=1, attempt=plain.servers.attempt, wire="float16"
             ) as coded,
         ):
             looked = [each.lookup(one, step=1) for each, one in zip((plain, coded), inputs, strict=True)]
@@ -262,8 +275,8 @@ def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
 
 def test_invalid_wire_calls_are_refused() -> None:
     with (
-        serving(1) as services,
-        remote(one_table(), [services[0].address]),
+        running_servers(1) as services,
+        sharded_worker(one_table(), [services[0].address]),
         Client(ServerCalls, services[0].address) as client,
     ):
         at, cuts = Origin(attempt=1, step=1, map_version=1), np.array([0, 4])
@@ -302,7 +315,7 @@ def trained(wire: Literal["float32", "float16"], **options: Any) -> tuple[list[f
     torch.manual_seed(0)
     item = Table("item", dim=DIM, optimizer=Adagrad(lr=0.1))
     user = Table("user", dim=DIM, optimizer=Adagrad(lr=0.1))
-    with serving(2) as services:
+    with running_servers(2) as services:
         embeddings = Embeddings(
             {"user": user, "item": item, "history": item.bag("mean")},
             servers=[each.address for each in services],

@@ -25,7 +25,7 @@ from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, InputError, NonFiniteError, SharedMemoryError, TicketError
 from satrap.table.table_group import TableGroup
 from satrap.worker.local_rows import LocalWorker
-from satrap.worker.worker import LookedUp
+from satrap.worker.worker import LookupResult
 
 ITEM = Table("item", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=2)
 USER = Table("user", dim=3, optimizer=Ftrl(), initial=Constant(0.0), num_buckets=2)
@@ -376,7 +376,7 @@ class ConcurrentUse:
         self.worker = LocalWorker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
         self.rng = np.random.default_rng(seed)
         self.applied = 0
-        self.waiting: list[LookedUp] = []
+        self.waiting: list[LookupResult] = []
         self.errors: list[BaseException] = []
         self.done = threading.Event()
         self.changed = threading.Condition()

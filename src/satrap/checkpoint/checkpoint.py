@@ -244,7 +244,7 @@ class Checkpoint:
         """Return where this trainer continues in the data. If another number of trainers saved the checkpoint, each
         trainer continues with its shard of the data that those have left."""
         trainers, positions = self._embeddings.trainers, entry.positions
-        if len(positions) == trainers.world:
+        if len(positions) == trainers.world_size:
             return positions[trainers.rank]
         if not any(positions):
             return None
@@ -253,7 +253,7 @@ class Checkpoint:
         if older or any(each.offset is not None for each in known):
             why = "its release sharded the data differently" if older else "its positions are offsets in the data"
             raise CheckpointError(
-                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world}: {why}: resume it "
+                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: {why}: resume it "
                 f"with {len(known)} trainers"
             )
         return Position.after(known)
@@ -305,7 +305,7 @@ class Checkpoint:
         ]
         # New files may follow the old ones, unless the order or the shards depend on all files.
         were, are = entry.source.get("files", ()), now.get("files", ())
-        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._embeddings.trainers.world > 1
+        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._embeddings.trainers.world_size > 1
         for i in range(max(len(were), len(are)) if of_all else len(were)):
             was, is_ = (list(files[i]) if i < len(files) else None for files in (were, are))
             if was != is_:

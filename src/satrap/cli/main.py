@@ -215,9 +215,9 @@ def _run_on_ray(options: argparse.Namespace, run_config: "RunConfig", arguments:
 def _keys(folder: str) -> Iterator[str]:
     if not folder:
         raise ConfigError("the directory is ''; expected the path of a directory for the two key files")
-    from satrap.rpc.keys import make_keys
+    from satrap.rpc.keys import create_keys
 
-    for path in make_keys(folder):
+    for path in create_keys(folder):
         yield f"{path}: created, readable only by you; copy it to every {path.stem} over a secure channel"
 
 

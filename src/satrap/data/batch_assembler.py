@@ -26,7 +26,7 @@ from satrap.config.columns import Columns
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import concatenated
 from satrap.data.inputs import Inputs, Position
-from satrap.data.left_out import LeftOut
+from satrap.data.skipped_rows import SkippedRows
 from satrap.data.rank_split import EpochPlan, GroupShare, RowAssigner, RowRange, plan_epoch
 from satrap.data.read_ahead import ReadAhead
 from satrap.data.shuffle_order import LegacyTurn, legacy_share, legacy_turns, permutation
@@ -50,18 +50,18 @@ class BatchAssembler:
     max_bad_rows: int
     position: Position
     rank: int
-    world: int
+    world_size: int
 
-    def batches(self, left_out: LeftOut) -> Generator[Inputs]:
+    def batches(self, skipped_rows: SkippedRows) -> Generator[Inputs]:
         """Yield the batches from the position on, and count the samples that are left out."""
         at = self.position
         while self.epochs is None or at.epoch < self.epochs:
             number = at.batch
-            for inputs in _EpochReader(self, at, left_out).batches():
+            for inputs in _EpochReader(self, at, skipped_rows).batches():
                 number += 1
                 yield inputs
             if number == 0 and self.epochs is None:
-                if self.world > 1:  # other ranks may have batches
+                if self.world_size > 1:  # other ranks may have batches
                     return
                 raise SourceError(
                     f"epoch {at.epoch} has no batch and epochs is None, so reading would never end; give more data or "
@@ -147,9 +147,9 @@ class _WindowSlice:
 class _EpochReader:
     """Reads one epoch from a position in it, and cuts it into batches."""
 
-    def __init__(self, assembler: BatchAssembler, start: Position, left_out: LeftOut) -> None:
+    def __init__(self, assembler: BatchAssembler, start: Position, skipped_rows: SkippedRows) -> None:
         self.assembler = assembler
-        self.left_out = left_out
+        self.skipped_rows = skipped_rows
         self.num_bad = 0  # rows of this epoch that were skipped
         self.num_groups = 0  # started in this iteration
         self.offset = start.offset  # of the last chunk
@@ -158,15 +158,15 @@ class _EpochReader:
         num_blocks = len(assembler.blocks)
         order = permutation(num_blocks, assembler.seed, start.epoch) if assembler.shuffle else np.arange(num_blocks)
         self.legacy_turns: list[LegacyTurn] = []
-        if assembler.world > 1 and start.is_of_older_release:
-            self.legacy_turns = legacy_turns(order.tolist(), rank=assembler.rank, world=assembler.world)
+        if assembler.world_size > 1 and start.is_of_older_release:
+            self.legacy_turns = legacy_turns(order.tolist(), rank=assembler.rank, world_size=assembler.world_size)
             self.plan = EpochPlan([], [RowRange(turn.block) for turn in self.legacy_turns])
         else:
             rows = [block.num_rows for block in assembler.blocks]
-            self.plan = plan_epoch(order.tolist(), rows, assembler.world, start.epoch, self.before)[assembler.rank]
+            self.plan = plan_epoch(order.tolist(), rows, assembler.world_size, start.epoch, self.before)[assembler.rank]
         if start.block > len(self.plan):
             raise SourceError(
-                f"position {start} is at block {start.block} and rank {assembler.rank} of {assembler.world} reads "
+                f"position {start} is at block {start.block} and rank {assembler.rank} of {assembler.world_size} reads "
                 f"{len(self.plan)} in an epoch: the source or its settings changed since the position was saved"
             )
 
@@ -191,7 +191,7 @@ class _EpochReader:
                 yield self._batch(pending, size or num_pending, number)
                 num_pending -= size or num_pending
         if num_pending and self.assembler.drop_last:
-            self.left_out.short += num_pending
+            self.skipped_rows.short += num_pending
         elif num_pending:
             yield self._batch(pending, num_pending, number + 1)
 
@@ -264,20 +264,22 @@ class _EpochReader:
         if not self.legacy_turns or not self.legacy_turns[index].is_shared:
             return chunk
         if assembler.batch_size is None:  # each chunk is a batch, which is not divided
-            return chunk if number % assembler.world == assembler.rank else replace(chunk, end=0)
-        begin, end = legacy_share(len(chunk), self.legacy_turns[index].block + number, assembler.rank, assembler.world)
+            return chunk if number % assembler.world_size == assembler.rank else replace(chunk, end=0)
+        begin, end = legacy_share(
+            len(chunk), self.legacy_turns[index].block + number, assembler.rank, assembler.world_size
+        )
         return replace(chunk, begin=begin, end=end, ready_batch=None, samples=chunk.decoded())
 
     def _count(self, chunk: Chunk) -> None:
         """Count the rows that decoding left out; raise if there are more bad rows than allowed."""
-        self.left_out.no_label += chunk.num_dropped
+        self.skipped_rows.no_label += chunk.num_dropped
         num_allowed = self.assembler.max_bad_rows - self.num_bad
         if len(chunk.bad_rows) > num_allowed:
             allowed = self.assembler.max_bad_rows
             hint = f"only {allowed} bad rows are allowed in an epoch: fix the row" if allowed else "fix the row"
             raise SourceError(f"{chunk.bad_rows[num_allowed]}; {hint}, or allow more with max_bad_rows")
         self.num_bad += len(chunk.bad_rows)
-        self.left_out.malformed += len(chunk.bad_rows)
+        self.skipped_rows.malformed += len(chunk.bad_rows)
 
     def _window(self, group: "_WindowGroup", end: int, chunks: list[Chunk]) -> _Window:
         """Close a window of these chunks and add it to its group."""
@@ -383,8 +385,8 @@ class Batches(Iterator[Inputs]):
     def __init__(self, assembler: BatchAssembler, length: Callable[[], int]) -> None:
         """length: returns the number of batches, or raises TypeError if it is unknown."""
         self._length = length
-        self._left_out = LeftOut()
-        self._batches = assembler.batches(self._left_out)
+        self._skipped_rows = SkippedRows()
+        self._batches = assembler.batches(self._skipped_rows)
 
     def __iter__(self) -> "Batches":
         return self
@@ -407,6 +409,6 @@ class Batches(Iterator[Inputs]):
         self._batches.close()
 
     @property
-    def left_out(self) -> LeftOut:
+    def skipped_rows(self) -> SkippedRows:
         """The samples that were left out so far, by reason."""
-        return replace(self._left_out)
+        return replace(self._skipped_rows)

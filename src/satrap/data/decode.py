@@ -284,21 +284,21 @@ def decode(
     ]
     dense = decoder.dense({column: arrays[column.name] for column in columns.dense})
     labels = [decoder.label(column, arrays[column.name]) for column in columns.label]
-    left_out = np.zeros(n, bool) if decoder.dropped is None else decoder.dropped
-    num_dropped = int(left_out.sum())
+    skipped_rows = np.zeros(n, bool) if decoder.dropped is None else decoder.dropped
+    num_dropped = int(skipped_rows.sum())
     bad_rows: list[BadRow] = []
     for i in np.flatnonzero(np.logical_or.reduce([np.zeros(n, bool), *(each.rows for each in decoder.faults)])):
-        if left_out[i]:
+        if skipped_rows[i]:
             continue
         why = next(each.why for each in decoder.faults if each.rows[i])(int(i))
         bad_rows.append(BadRow(lambda i=int(i): row(i), why))  # type: ignore[misc]
-        left_out[i] = True
+        skipped_rows[i] = True
         if len(bad_rows) > max_bad:
             return Chunk(samples=_core.Samples(0, [], None, None), bad_rows=tuple(bad_rows), num_dropped=num_dropped)
-    if left_out.any():
-        is_kept = pyarrow_for("reading data").array(~left_out)
+    if skipped_rows.any():
+        is_kept = pyarrow_for("reading data").array(~skipped_rows)
         kept_arrays = {name: array.filter(is_kept) for name, array in arrays.items()}
-        chunk = decode(kept_arrays, n - int(left_out.sum()), columns, where=where, row=row, max_bad=0)
+        chunk = decode(kept_arrays, n - int(skipped_rows.sum()), columns, where=where, row=row, max_bad=0)
         return Chunk(samples=chunk.samples, extra=chunk.extra, bad_rows=tuple(bad_rows), num_dropped=num_dropped)
     label = np.ascontiguousarray(np.stack(labels, axis=1)) if labels else None
     extra = {name: arrays[name] for name in columns.extra}

@@ -19,7 +19,7 @@ def num_batches(assembler: BatchAssembler) -> int:
         raise TypeError("epochs is None, so there is no end")
     if assembler.max_bad_rows or any(label.missing == "drop" for label in assembler.columns.label):
         raise TypeError("rows may be left out, by max_bad_rows or by a label's missing='drop'")
-    if position.before or (position.is_of_older_release and assembler.world > 1):
+    if position.before or (position.is_of_older_release and assembler.world_size > 1):
         raise TypeError("another number of trainers, or an older release, started this epoch")
     if position.epoch >= assembler.epochs:
         return 0
@@ -28,7 +28,7 @@ def num_batches(assembler: BatchAssembler) -> int:
     if len(known) < len(sizes):
         raise TypeError("the data does not say how many samples it has before it is read")
     size, round_up = assembler.batch_size or 1, 0 if assembler.drop_last else (assembler.batch_size or 1) - 1
-    most = -(-sum(known) // assembler.world)
+    most = -(-sum(known) // assembler.world_size)
     return (most - _num_consumed(assembler, known) + round_up) // size + (assembler.epochs - position.epoch - 1) * (
         (most + round_up) // size
     )
@@ -44,5 +44,5 @@ def _num_consumed(assembler: BatchAssembler, rows: list[int]) -> int:
     if assembler.blocks and assembler.blocks[0].num_rows is None:  # one block of samples, and so one window group
         return position.sample
     order = permutation(len(rows), assembler.seed, position.epoch) if assembler.shuffle else np.arange(len(rows))
-    row_ranges = plan_epoch(order.tolist(), rows, assembler.world)[assembler.rank].row_ranges[: position.block]
+    row_ranges = plan_epoch(order.tolist(), rows, assembler.world_size)[assembler.rank].row_ranges[: position.block]
     return sum((rows[r.block] if r.end is None else r.end) - r.begin for r in row_ranges) + position.sample

@@ -20,7 +20,7 @@ from satrap.errors import ConfigError
 _KINDS: dict[str, type[Source]] = {kind.__name__: kind for kind in (Arrow, Criteo, CSV, Parquet)}
 
 
-def travels(data: Any) -> bool:
+def is_portable(data: Any) -> bool:
     """Return whether this is a source that another process can read."""
     if type(data) not in _KINDS.values() or data.filesystem is not None:
         return False
@@ -42,9 +42,9 @@ def source_from_dict(data: Mapping[str, Any]) -> Source:
     return _KINDS[kind].from_dict(data)
 
 
-def restricted(source: Any, permitted: PathAllowlist) -> Source:
+def restrict(source: Any, permitted: PathAllowlist) -> Source:
     """Return the same source, restricted to the permitted paths: it raises for any other."""
-    if not travels(source):
+    if not is_portable(source):
         raise ConfigError(f"source: its path is {source.path!r}; expected paths or URLs, and no filesystem")
     guarded: Source = source.replace(filesystem=PermittedFiles(permitted))
     return guarded

@@ -22,17 +22,17 @@ class LegacyTurn(NamedTuple):
     """Whether every rank reads the block and takes its share."""
 
 
-def legacy_turns(order: Sequence[int], *, rank: int, world: int) -> list[LegacyTurn]:
+def legacy_turns(order: Sequence[int], *, rank: int, world_size: int) -> list[LegacyTurn]:
     """Return what one rank reads in one epoch, in order."""
-    num_assigned = len(order) - len(order) % world
-    own = [LegacyTurn(block, False) for block in order[rank:num_assigned:world]]
+    num_assigned = len(order) - len(order) % world_size
+    own = [LegacyTurn(block, False) for block in order[rank:num_assigned:world_size]]
     return own + [LegacyTurn(block, True) for block in order[num_assigned:]]
 
 
-def legacy_share(num_samples: int, number: int, rank: int, world: int) -> tuple[int, int]:
+def legacy_share(num_samples: int, number: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return a rank's samples (begin, end) of chunk `number` of a shared block; the longer shares rotate."""
-    part = (rank + number) % world
-    return num_samples * part // world, num_samples * (part + 1) // world
+    part = (rank + number) % world_size
+    return num_samples * part // world_size, num_samples * (part + 1) // world_size
 
 
 def permutation(n: int, *key: int) -> NDArray[np.int64]:

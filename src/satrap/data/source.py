@@ -69,7 +69,7 @@ class Source(ABC):
     seed: int = 0
     """The seed of the shuffled orders, which are functions of the seed and the epoch."""
     max_bad_rows: int = 0
-    """How many malformed rows may be skipped in an epoch; `Batches.left_out` counts them. One more is an error."""
+    """How many malformed rows may be skipped in an epoch; `Batches.skipped_rows` counts them. One more is an error."""
     num_threads: int | None = None
     """Threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread."""
 
@@ -178,7 +178,7 @@ class Source(ABC):
         *,
         position: Position | None = None,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> Batches:
         """Return an iterator over the batches, with these features in this order.
 
@@ -187,8 +187,8 @@ class Source(ABC):
             numbers of rows differ by at most one, counting rows that are left out (malformed, or without a label).
         """
         where = type(self).__name__
-        world = check_integer(where, "world", world, 1, 1 << 20)
-        rank = check_integer(where, "rank", rank, 0, world - 1)
+        world_size = check_integer(where, "world_size", world_size, 1, 1 << 20)
+        rank = check_integer(where, "rank", rank, 0, world_size - 1)
         if position is not None and not isinstance(position, Position):
             raise InputError(f"{where}: position is {describe(position)}; expected the position of a batch")
         columns = self._columns(features)
@@ -206,7 +206,7 @@ class Source(ABC):
             max_bad_rows=self.max_bad_rows,
             position=position or Position(0, 0, 0),
             rank=rank,
-            world=world,
+            world_size=world_size,
         )
         return Batches(assembler, partial(num_batches, assembler))
 

@@ -51,7 +51,7 @@ _SHARES = {"dense": 0.3, "effects": 0.55, "pairs": 0.15}  # of the variance of t
 _DENSE, _MISSING, _RANK, _LABEL, _WEIGHT, _EFFECT = range(6)  # the purposes of hashes
 
 
-class Best(NamedTuple):
+class BestMetrics(NamedTuple):
     """The metrics of the true probabilities on the drawn labels; a model can be better only by luck."""
 
     auc: float
@@ -118,14 +118,14 @@ class Clicks:
         """Yield all samples in order, 65536 at a time."""
         return self.batches(_BLOCK)
 
-    def best(self, num_samples: int | None = None) -> Best:
+    def best(self, num_samples: int | None = None) -> BestMetrics:
         """Return the metrics of the true probabilities on the first `num_samples` samples; None: on all."""
         size = self.num_samples if num_samples is None else num_samples
         _integer("num_samples", size, 0, self.num_samples)
         metrics = Evaluation()
         for block in replace(self, num_samples=size).blocks():
             metrics.add(block["label"], block["logit"])
-        return Best(metrics.auc(), metrics.log_loss(), metrics.normalised_entropy())
+        return BestMetrics(metrics.auc(), metrics.log_loss(), metrics.normalised_entropy())
 
     def best_auc(self, num_samples: int | None = None) -> float:
         """Return the AUC of the true probabilities on the first samples: the best for any model. None: all samples."""

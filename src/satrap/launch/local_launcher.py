@@ -14,7 +14,7 @@ from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.supervisor import Event, Process, Role, StopMode
-from satrap.rpc.address import MOST_PATH_BYTES
+from satrap.rpc.address import MAX_PATH_BYTES
 from satrap.rpc.unix_socket import require_private
 
 _MAX_NAME_BYTES = 30  # of a socket's name: "/server-65535.4294967295"
@@ -66,5 +66,5 @@ class LocalLauncher:
 def _socket_folder(name: str) -> Path:
     """Returns the directory of the run's sockets. The run's own directory may have too long a path for them."""
     folders = [Path(parent) / f"satrap-{name}" for parent in (tempfile.gettempdir(), "/tmp")]
-    fitting = [folder for folder in folders if len(os.fsencode(folder)) + _MAX_NAME_BYTES <= MOST_PATH_BYTES]
+    fitting = [folder for folder in folders if len(os.fsencode(folder)) + _MAX_NAME_BYTES <= MAX_PATH_BYTES]
     return (fitting or folders)[0]

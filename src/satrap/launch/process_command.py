@@ -108,7 +108,7 @@ class ProcessSpec:
     def _run_context(self, site: LaunchSite) -> RunContext:
         return RunContext(
             rank=self.process.number,
-            world=self.run_config.trainers,
+            world_size=self.run_config.trainers,
             launch=self.process.incarnation,
             first_launch=self.run_state.first_launch,
             servers=self.run_state.servers,

@@ -35,7 +35,7 @@ from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.resources import RunResources, describe_resources
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.supervisor import Event, PlacementFailed, Process, Role, RunConfig, StopMode
-from satrap.rpc.keys import Keys, make_keys
+from satrap.rpc.keys import Keys, create_keys
 
 _POLL_SECONDS = 0.5  # the longest delay of a command while the actor waits for its child
 _CONNECT_SECONDS = 10.0
@@ -146,7 +146,7 @@ class RayLauncher:
         self._records: dict[Any, _ActorRecord] = {}  # by the reference of the pending call
         self._rendezvous: Any = None
         with tempfile.TemporaryDirectory() as folder:
-            self._keys = {path.name: path.read_bytes() for path in make_keys(folder)}
+            self._keys = {path.name: path.read_bytes() for path in create_keys(folder)}
             self.keys = Keys.read(Path(folder) / "client.key")
             """The client's keys, for calls to the run's servers."""
 

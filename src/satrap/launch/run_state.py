@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from satrap.config.validation import check_integer, known_keys, set_field
 from satrap.errors import ConfigError
-from satrap.run_context import MOST_LAUNCHES
+from satrap.run_context import MAX_LAUNCHES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class RunState:
     workers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_integer("RunState", "launch", self.launch, 0, MOST_LAUNCHES)
-        check_integer("RunState", "first_launch", self.first_launch, 1, MOST_LAUNCHES + 1)
+        check_integer("RunState", "launch", self.launch, 0, MAX_LAUNCHES)
+        check_integer("RunState", "first_launch", self.first_launch, 1, MAX_LAUNCHES + 1)
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not (isinstance(self.name, str) and self.name.isalnum()):

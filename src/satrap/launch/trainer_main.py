@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from satrap.run_context import PATIENCE, RunContext, end, enter
+from satrap.run_context import COLLECTIVE_TIMEOUT, RunContext, end, enter
 
 _SETTLE_SECONDS = 0.5
 
@@ -23,20 +23,20 @@ def run_trainer(context: RunContext, script: str, arguments: Sequence[str], list
     """
     if context.num_threads is not None:
         torch.set_num_threads(context.num_threads)
-    if context.world > 1:
+    if context.world_size > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(context.rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         assert context.rendezvous is not None
         store = _rendezvous_store(context, context.rendezvous, listener)
-        dist.init_process_group(backend, rank=context.rank, world_size=context.world, store=store)
-        world_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        dist.init_process_group(backend, rank=context.rank, world_size=context.world_size, store=store)
+        world_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     enter(context)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     try:
         _run_script(script)
-        if context.world > 1 and dist.is_initialized():
+        if context.world_size > 1 and dist.is_initialized():
             end()
             dist.all_reduce(torch.zeros(1), group=world_group)  # the others may still need this trainer
     except KeyboardInterrupt:  # the run is stopping and reports that itself, so the traceback is of no interest
@@ -44,7 +44,7 @@ def run_trainer(context: RunContext, script: str, arguments: Sequence[str], list
     finally:
         # torch's threads release tensors under the GIL. A thread that requests the GIL after the interpreter has shut
         # down aborts the process, as of torch 2.13.
-        time.sleep(_SETTLE_SECONDS if context.world > 1 else 0.0)
+        time.sleep(_SETTLE_SECONDS if context.world_size > 1 else 0.0)
 
 
 def _run_script(script: str) -> None:
@@ -60,9 +60,9 @@ def _rendezvous_store(context: RunContext, rendezvous: str, listener: int | None
     other process can take it. A file is given by its path: a URL would lose what follows a # or ?, and another run
     might use the same file."""
     if rendezvous.startswith("file://"):
-        store = dist.FileStore(rendezvous.removeprefix("file://"), context.world)  # type: ignore[attr-defined]
+        store = dist.FileStore(rendezvous.removeprefix("file://"), context.world_size)  # type: ignore[attr-defined]
         store.set_timeout(dist.default_pg_timeout)
         return store
     host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
     first: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
-    return dist.TCPStore(host, int(port), context.world, **first)  # type: ignore[attr-defined]
+    return dist.TCPStore(host, int(port), context.world_size, **first)  # type: ignore[attr-defined]

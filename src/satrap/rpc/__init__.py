@@ -18,7 +18,7 @@ Needs pyzmq (`pip install pyzmq`).
 from satrap.errors import RpcError
 
 try:
-    from satrap.rpc.channel import Pending
+    from satrap.rpc.channel import PendingCall
     from satrap.rpc.client import Client
     from satrap.rpc.header import Origin
     from satrap.rpc.keys import Keys
@@ -27,4 +27,4 @@ try:
 except ModuleNotFoundError as error:
     raise RpcError(f"servers and workers need pyzmq ({error}): pip install pyzmq") from error
 
-__all__ = ["Client", "Keys", "Limits", "Origin", "Pending", "Service"]
+__all__ = ["Client", "Keys", "Limits", "Origin", "PendingCall", "Service"]

@@ -13,7 +13,7 @@ _EXAMPLE = (
     "tcp://10.0.0.5:5555, tcp://[::1]:5555, tcp://*:0 (all addresses of this machine, any free port), or within one "
     "machine ipc:///run/satrap/0 (a Unix socket; ipc:///run/satrap/* chooses a free name)"
 )
-MOST_PATH_BYTES = 107
+MAX_PATH_BYTES = 107
 """The longest path of a Unix socket that the kernel accepts."""
 
 
@@ -42,9 +42,9 @@ def unix_path(address: str) -> Path:
         raise ConfigError(
             f"the address is {address!r}; expected an absolute path with a name in a folder, e.g. {_EXAMPLE}"
         )
-    if (size := len(os.fsencode(path))) > MOST_PATH_BYTES:
+    if (size := len(os.fsencode(path))) > MAX_PATH_BYTES:
         raise ConfigError(
-            f"the address is {address!r}, a path of {size} bytes; a Unix socket's path has at most {MOST_PATH_BYTES}: "
+            f"the address is {address!r}, a path of {size} bytes; a Unix socket's path has at most {MAX_PATH_BYTES}: "
             "choose a folder with a shorter path"
         )
     return path

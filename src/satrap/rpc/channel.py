@@ -1,4 +1,4 @@
-"""A `Channel`: the socket on which one thread calls one server, and its `Pending` calls.
+"""A `Channel`: the socket on which one thread calls one server, and its `PendingCall` calls.
 
 Only its own thread uses a channel, so no message passes between threads; but another thread may close it.
 """
@@ -43,7 +43,7 @@ class Channel:
         self.address, self.has_keys = address, keys is not None
         self.client = secrets.randbits(64)
         self.numbers = itertools.count(1)
-        self.waiting: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        self.waiting: weakref.WeakValueDictionary[int, PendingCall] = weakref.WeakValueDictionary()
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.lock = threading.Lock()  # held while the socket is used; close() takes it from another thread
         self._closed = False
@@ -88,7 +88,7 @@ class Channel:
         if threading.get_ident() != self._thread:
             raise InputError(f"{method}: result() was called in another thread than begin(); call both in one thread")
 
-    def try_send(self, pending: "Pending", now: float) -> None:
+    def try_send(self, pending: "PendingCall", now: float) -> None:
         """Sends the request if there is a connection with room for it; otherwise leaves it due."""
         try:
             self.socket.send(pending.header(now).pack(), _MORE | _NOW)
@@ -107,7 +107,7 @@ class Channel:
             self.socket.connect(self._endpoint)
         self._last_connected = now
 
-    def wait(self, pending: "Pending", until: float) -> None:
+    def wait(self, pending: "PendingCall", until: float) -> None:
         """Waits for the answer, at most until the call's deadline or the time `until`."""
         with Uninterrupted() as interrupts:  # pyzmq can lose an interrupt, and a message must be received whole
             while pending.answer is None:
@@ -115,7 +115,7 @@ class Channel:
                 if not self._poll_once(pending, until):
                     return
 
-    def _poll_once(self, pending: "Pending", until: float) -> bool:
+    def _poll_once(self, pending: "PendingCall", until: float) -> bool:
         """Sends the request if it is due, and receives at most one message. Returns False when the time is over."""
         schedule = pending.schedule
         self.require_open()
@@ -202,7 +202,7 @@ class Channel:
         self.waiting.clear()
 
 
-class Pending:
+class PendingCall:
     """A call that was started. Its result is collected later, in the same thread."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """The client: calls the methods of a Protocol in another process.
 
 Each thread that calls has its own DEALER socket, so no message passes between threads. `begin` sends a request and
-returns a `Pending`, so that one thread can call many servers and then collect the results; `call` does both. Replies
+returns a `PendingCall`, so that one thread can call many servers and then collect the results; `call` does both. Replies
 are matched by call number; a reply to a call that has ended is ignored.
 
 1. A call has a deadline. Until then an unanswered request is sent again every `retry_seconds`, as the same call.
@@ -31,7 +31,7 @@ from satrap.config.validation import check_number, suggest
 from satrap.errors import ConfigError, InputError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, split_address, unix_path
-from satrap.rpc.channel import Pending
+from satrap.rpc.channel import PendingCall
 from satrap.rpc.channels import Channels
 from satrap.rpc.header import MAX_DEADLINE_MS
 from satrap.rpc.keys import Keys
@@ -97,11 +97,11 @@ class Client(Generic[P]):
 
     def begin(
         self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
-    ) -> Pending:
+    ) -> PendingCall:
         """Sends a call of the method of that name. Its result is collected later, in this thread.
 
         patient: the call may take as long as the server reports that it is running; `deadline` limits the silence.
-            The deadline only moves while the caller waits (`Pending.wait`, `Pending.result`).
+            The deadline only moves while the caller waits (`PendingCall.wait`, `PendingCall.result`).
         """
         if name not in self._methods:
             raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
@@ -128,7 +128,7 @@ class Client(Generic[P]):
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
         schedule.observe(now)
         channel = self._channels.for_this_thread(min(seconds, _CONNECT_SECONDS))
-        pending = Pending(self, channel, method, number, origin, frames, schedule, seconds)
+        pending = PendingCall(self, channel, method, number, origin, frames, schedule, seconds)
         with Uninterrupted(), channel.lock:
             channel.require_open()
             channel.waiting[pending.number] = pending

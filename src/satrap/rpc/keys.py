@@ -60,7 +60,7 @@ class Keys:
             raise ConfigError(f"found the keys of a {self.role}, expected those of a {role}; read {role}.key")
 
 
-def make_keys(folder: str | Path) -> list[Path]:
+def create_keys(folder: str | Path) -> list[Path]:
     """Writes server.key and client.key into the folder and returns their paths. Creates the folder, for this user
     alone, if it is missing. Never replaces a file."""
     folder = Path(folder)

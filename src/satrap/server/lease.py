@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from satrap.errors import SatrapError
 
 if TYPE_CHECKING:
-    from satrap.rpc import Client, Origin, Pending
+    from satrap.rpc import Client, Origin, PendingCall
     from satrap.server.protocol import ServerCalls
 
 LEASE_SECONDS = 5.0
@@ -44,7 +44,7 @@ class Lease:
         """clients: of the servers. origin: of the attempt. Both may be replaced later."""
         self.clients, self.origin = clients, origin
         self._process = os.getpid()
-        self._calls: dict[Client[ServerCalls], Pending] = {}
+        self._calls: dict[Client[ServerCalls], PendingCall] = {}
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is reentrant: the collector may call `end`
         self._thread = threading.Thread(target=self._run, name="satrap-lease", daemon=True)
         self._thread.start()

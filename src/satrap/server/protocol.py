@@ -84,7 +84,7 @@ class ServerCalls(Protocol):
         offsets: Offsets,
         gradients: Floats | None,
         lrs: list[float],
-        together: int,
+        barrier_size: int,
         coded: Coded | None = None,
     ) -> None:
         """Apply an optimizer step to the rows, once per origin.
@@ -147,7 +147,7 @@ class ServerCalls(Protocol):
     # server has seen a newer token, it refuses all calls, hello included, that would change something under an older
     # one.
 
-    def begin_turn(self, origin: Origin, mover: int) -> None:
+    def take_fencing_token(self, origin: Origin, mover: int) -> None:
         """Take the origin's step as the newest fencing token, which the coordinator of that random number holds.
         Returns once no call under an older token is running."""
         ...
@@ -157,7 +157,7 @@ class ServerCalls(Protocol):
         Returns once no such call is running. The origin names the shard map."""
         ...
 
-    def copy_out(
+    def export_rows(
         self, origin: Origin, buckets: Numbers, table: int, begin: int
     ) -> tuple[Ids, Numbers, Coded, Floats, Ids, Numbers, Numbers, int]:
         """Return rows of a table from buckets that are frozen or were handed over: as many as fit into an answer, from
@@ -165,7 +165,7 @@ class ServerCalls(Protocol):
         last rows also the ids, steps and counts of the sightings."""
         ...
 
-    def companions_out(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
+    def export_metadata(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
         """Return the metadata of buckets that were handed over: the trainers and, for each, its windows; the counters;
         and pairs of a trainer and its oldest open step."""
         ...
@@ -174,7 +174,7 @@ class ServerCalls(Protocol):
         """Expect these buckets from a server in that `state`, and discard what is here of them."""
         ...
 
-    def copy_in(
+    def import_rows(
         self,
         origin: Origin,
         move: int,
@@ -187,13 +187,13 @@ class ServerCalls(Protocol):
         sighted_at: Numbers,
         counts: Numbers,
     ) -> None:
-        """Insert what `copy_out` returned."""
+        """Insert what `export_rows` returned."""
         ...
 
-    def companions_in(
+    def import_metadata(
         self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
-        """Insert what `companions_out` returned, which completes the migration's buckets."""
+        """Insert what `export_metadata` returned, which completes the migration's buckets."""
         ...
 
     def change(self, origin: Origin, members: dict[str, Any], server: int, move: int) -> None:

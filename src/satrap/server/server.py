@@ -162,7 +162,7 @@ class Server(MigrationCalls):
         offsets: Offsets,
         gradients: Floats | None,
         lrs: list[float],
-        together: int,
+        barrier_size: int,
         coded: Coded | None = None,
     ) -> "Future[None] | None":
         with self._admit(origin) as state:
@@ -172,23 +172,23 @@ class Server(MigrationCalls):
             gradients = decode_gradients(state.engine, offsets if kept is None else kept.offsets, gradients, coded)
             if kept is None and len(gradients) != count_floats(state.job, ids, offsets):
                 raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; expected their rows' floats")
-            if together == 0:
+            if barrier_size == 0:
                 used = state.engine.prepare(ids, offsets) if kept is None else kept.ticket
                 state.engine.update(used, gradients, origin.step, lrs, origin.trainer)
                 return None
             if kept is not None:
                 state.engine.drop(kept.ticket)
                 ids, offsets = kept.ids, kept.offsets
-            return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients), lrs, together)
+            return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients), lrs, barrier_size)
 
     def _join_barrier(
-        self, state: ServerState, origin: Origin, part: TrainerPart, lrs: list[float], together: int
+        self, state: ServerState, origin: Origin, part: TrainerPart, lrs: list[float], barrier_size: int
     ) -> "Future[None] | None":
         """Add a trainer's part of a step. The call that completes the step applies it, as an update of trainer 0."""
         with self._condition:
             if state.engine.finished(0, origin.step) or state.owns_nothing:
                 return None  # a retry whose first answer was lost
-            future, parts = state.barrier.arrive(origin.step, origin.trainer, part, together)
+            future, parts = state.barrier.arrive(origin.step, origin.trainer, part, barrier_size)
         if parts is None:
             return future
         error: Exception | None = None

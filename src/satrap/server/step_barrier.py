@@ -26,7 +26,7 @@ class TrainerPart:
 
 @dataclass(slots=True)
 class _Step:
-    together: int
+    barrier_size: int
     parts: dict[int, TrainerPart] = field(default_factory=dict)
     waiting: list["Future[None]"] = field(default_factory=list)
     is_whole: bool = False
@@ -40,14 +40,14 @@ class StepBarrier:
         self._steps: dict[int, _Step] = {}
 
     def arrive(
-        self, step: int, trainer: int, part: TrainerPart, together: int
+        self, step: int, trainer: int, part: TrainerPart, barrier_size: int
     ) -> tuple["Future[None]", list[TrainerPart] | None]:
         """Add a trainer's part and return the future to answer it with. The call that completes the step also gets all
         parts in rank order; the caller applies them, then calls `leave`."""
-        pending = self._steps.setdefault(step, _Step(together))
-        if pending.together != together or not 0 <= trainer < together:
+        pending = self._steps.setdefault(step, _Step(barrier_size))
+        if pending.barrier_size != barrier_size or not 0 <= trainer < barrier_size:
             raise InputError(
-                f"step {step}: trainer {trainer} of {together}; expected one of {pending.together}: start all trainers "
+                f"step {step}: trainer {trainer} of {barrier_size}; expected one of {pending.barrier_size}: start all trainers "
                 "with the same world size and staleness"
             )
         future: Future[None] = Future()
@@ -55,10 +55,10 @@ class StepBarrier:
         if pending.is_whole:
             return future, None
         pending.parts[trainer] = part
-        if len(pending.parts) < together:
+        if len(pending.parts) < barrier_size:
             return future, None
         pending.is_whole = True
-        return future, [pending.parts[rank] for rank in range(together)]
+        return future, [pending.parts[rank] for rank in range(barrier_size)]
 
     def leave(self, step: int) -> list["Future[None]"]:
         """Remove a step that was applied or has failed, and return the futures that wait for it."""

@@ -116,14 +116,14 @@ def lookup_step(
     where: str, engine: _core.Engine, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int, int]:
     """Returns a lookup's (step, oldest open step) from the caller's arguments; takes no step if those are invalid."""
-    step, oldest_open = given_step(where, engine, train=train, step=step, oldest_open=oldest_open)
+    step, oldest_open = resolve_step(where, engine, train=train, step=step, oldest_open=oldest_open)
     if not train:
         return 0, 0
     at = engine.next_step() if step is None else step
     return at, at if oldest_open is None else oldest_open
 
 
-class Numbered(Protocol):
+class HasLatestStep(Protocol):
     """Anything that numbers steps."""
 
     @property
@@ -132,8 +132,8 @@ class Numbered(Protocol):
         ...
 
 
-def given_step(
-    where: str, engine: Numbered, *, train: bool, step: int | None, oldest_open: int | None
+def resolve_step(
+    where: str, engine: HasLatestStep, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int | None, int | None]:
     """Checks the step and the oldest open step that the caller passed to a lookup; returns them."""
     if not train:

@@ -24,11 +24,11 @@ from satrap.config.tables import Table
 from satrap.config.validation import check_choice
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import Iterable as Items
-from satrap.data.registry import travels
+from satrap.data.registry import is_portable
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.run_context import before_end, current
+from satrap.run_context import register_exit_hook, current
 from satrap.table.table_group import TableGroup
 from satrap.train.async_dense import DenseParameters, require_free_names
 from satrap.train.batch import Batch
@@ -117,7 +117,7 @@ class Embeddings(torch.nn.Module):
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(f"staleness is {staleness!r}; expected an integer, 0 (synchronous) or more")
         check_choice("Embeddings", "dense", dense, ("sync", "async"))
-        if self.deterministic and (self.staleness > 0 or self.apart) and self.trainers.world > 1:
+        if self.deterministic and (self.staleness > 0 or self.apart) and self.trainers.world_size > 1:
             how = "dense='async'" if self.apart else f"staleness {self.staleness}"
             raise ConfigError(f"deterministic=True with {how} needs a single trainer; found several")
         if self.apart:
@@ -240,11 +240,11 @@ class Embeddings(torch.nn.Module):
             self._dense.begin()
         followed = self._followed.get(id(data))
         position = followed.position if followed is not None and followed.resume else None
-        several = self.trainers.world > 1
-        share = {"rank": self.trainers.rank, "world": self.trainers.world} if several else {}
+        several = self.trainers.world_size > 1
+        share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
         inputs = self._batches(data, position, **share)
-        together = several and self._dense is None
-        if together:
+        is_joint = several and self._dense is None
+        if is_joint:
             inputs = PaddedBatches(inputs, self.features.names)
         gate = StalenessGate(
             self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step
@@ -260,7 +260,7 @@ class Embeddings(torch.nn.Module):
                 overlap=overlap,
                 on_hold=self._optimizer.hold,
                 position=position,
-                joint=JointStepCallbacks(self.trainers.joint_step, self._optimizer.weigh) if together else None,
+                joint=JointStepCallbacks(self.trainers.joint_step, self._optimizer.weigh) if is_joint else None,
                 dense=self._dense,
             )
             if followed is not None:
@@ -357,7 +357,7 @@ class Embeddings(torch.nn.Module):
             return None
         from satrap.worker.remote.client import RemoteWorker
 
-        return self.worker if isinstance(self.worker, RemoteWorker) and travels(data) else None
+        return self.worker if isinstance(self.worker, RemoteWorker) and is_portable(data) else None
 
     def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
         if (worker := self._remote(data)) is not None:
@@ -394,7 +394,7 @@ class Embeddings(torch.nn.Module):
         """Run `work` before the connections close, or else at the end of the script. For a checkpoint in a run."""
         if current() is not None:
             self._before_close.append(work)
-            before_end(self._finish)
+            register_exit_hook(self._finish)
 
     def _finish(self) -> None:
         while self._before_close:
@@ -428,7 +428,7 @@ class Embeddings(torch.nn.Module):
         """Send the collected gradients to the tables. For the optimizer."""
         if self._loaded is not None:
             self._require_same_rows()
-        scale /= self.trainers.world  # the loss is a mean over what all of them have
+        scale /= self.trainers.world_size  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
         if not taken and self._dense is not None and self._dense.has_gradients():
             raise StreamError(
@@ -441,7 +441,7 @@ class Embeddings(torch.nn.Module):
                 "embeddings.train() before embeddings.stream(...)"
             )
 
-    def drop_reached(self, cause: str) -> None:
+    def drop_batches_with_gradients(self, cause: str) -> None:
         """Drop the batches that a backward pass has reached. For the optimizer."""
         if self._training is not None:
             self._training.drop(cause)

@@ -57,9 +57,9 @@ def open_worker(
         if rows.keys is not None or rows.wire != "float32":
             option = f"wire={rows.wire!r}" if rows.keys is None else "keys"
             raise ConfigError(f"found {option} but no servers: leave it out, or pass servers=[...]")
-        if trainers.world > 1:
+        if trainers.world_size > 1:
             raise ConfigError(
-                f"found {trainers.world} trainers under torch.distributed but no servers, so each would train its own "
+                f"found {trainers.world_size} trainers under torch.distributed but no servers, so each would train its own "
                 "tables: pass servers=[...] to share them"
             )
         return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
@@ -102,9 +102,9 @@ def _connect(job: Job, rows: RowLocation, trainers: ProcessGroup, *, synchronous
             job,
             addresses,
             trainer=trainers.rank,
-            together=trainers.world if synchronous and trainers.world > 1 else 0,
+            barrier_size=trainers.world_size if synchronous and trainers.world_size > 1 else 0,
             attempt=attempt,
-            begin=trainers.world > 1 or bool(rows.workers),
+            begin=trainers.world_size > 1 or bool(rows.workers),
             take_over=rows.take_over,
             launch=0 if context is None else context.launch,
             keys=None if rows.keys is None else Keys.read(rows.keys),

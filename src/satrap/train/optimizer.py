@@ -41,7 +41,7 @@ class Trained(Protocol):
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Send the collected gradients to the tables."""
 
-    def drop_reached(self, cause: str) -> None:
+    def drop_batches_with_gradients(self, cause: str) -> None:
         """Drop the batches that a backward pass has reached."""
 
     def get_extra_state(self) -> Tensor:
@@ -123,7 +123,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 loss = closure()
         found: Tensor | None = getattr(self, "found_inf", None)
         if found is not None and self._overflowed(found.item() != 0):
-            self._embeddings.drop_reached("overflow")
+            self._embeddings.drop_batches_with_gradients("overflow")
             return loss
         scale: Tensor | None = getattr(self, "grad_scale", None)
         inverse = 1.0 if scale is None else 1.0 / float(scale.item())
@@ -148,9 +148,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._at_servers is None:
             trainers = self._embeddings.trainers
             count = trainers.count(overflowed)
-            if 0 < count < trainers.world:
+            if 0 < count < trainers.world_size:
                 raise StreamError(
-                    f"{count} of {trainers.world} trainers found an overflow in the gradients of their embeddings, "
+                    f"{count} of {trainers.world_size} trainers found an overflow in the gradients of their embeddings, "
                     "but the GradScalers of the other trainers did not: use torch.distributed.fsdp."
                     "sharded_grad_scaler.ShardedGradScaler, and call its unscale_(optimizer) before its step(optimizer)"
                 )
@@ -159,7 +159,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the dense gradients. Batches that a backward pass has reached and no step took are dropped."""
         self.dense.zero_grad(set_to_none)
-        self._embeddings.drop_reached("zero_grad")
+        self._embeddings.drop_batches_with_gradients("zero_grad")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dense optimizer's state and the tables' learning rates. Rows are saved by a `Checkpoint`; the

@@ -133,7 +133,7 @@ class PrefetchPipeline(Generic[Item]):
                     self._wait(held)
             return True
 
-    def take_back(self, item: Item) -> bool:
+    def return_item(self, item: Item) -> bool:
         """Take back the last batch returned; return False if it is already looked up."""
         with self._locked():
             can_return = bool(self._state.ahead) and self._state.ahead[-1][1] is item

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, StreamError
-from satrap.run_context import PATIENCE
+from satrap.run_context import COLLECTIVE_TIMEOUT
 from satrap.train.joint_step import JointStep
 
 Compress = Literal["float16", "bfloat16"]
@@ -36,10 +36,10 @@ class ProcessGroup:
                 stacklevel=3,
             )
         self.rank = dist.get_rank() if is_distributed else 0
-        self.world = dist.get_world_size() if is_distributed else 1
-        has_peers = self.world > 1
+        self.world_size = dist.get_world_size() if is_distributed else 1
+        has_peers = self.world_size > 1
         self._group = dist.new_group(backend="gloo") if has_peers else None
-        self._patient_group = dist.new_group(backend="gloo", timeout=PATIENCE) if has_peers else None
+        self._patient_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if has_peers else None
 
     def broadcast_int(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         """Broadcast trainer 0's value."""
@@ -76,13 +76,13 @@ class ProcessGroup:
 
     def all(self, flag: bool) -> bool:
         """Return whether the flag is true on all trainers."""
-        return self.count(flag) == self.world
+        return self.count(flag) == self.world_size
 
     def joint_step(self, batch: Sequence[int]) -> JointStep:
         """Return the step that this trainer's batch, as `describe` returns it, makes with the other trainers'
         batches."""
         own = torch.tensor(batch, dtype=torch.int64)
-        gathered = [torch.empty_like(own) for _ in range(self.world)]
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=self._group)
         return JointStep.of([each.tolist() for each in gathered], self.rank)
 
@@ -92,12 +92,12 @@ class ProcessGroup:
         if self._group is None:
             return [data]
         group = self._patient_group if patient else self._group
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
         max_size = int(max(size.item() for size in sizes))
         own = torch.zeros(max_size, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in range(self.world)]
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=group)
         return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
@@ -109,7 +109,7 @@ class ProcessGroup:
             raise ConfigError(
                 "compress is 'bfloat16', which torch's hook supports only on GPUs; on the CPU use 'float16'"
             )
-        if self.world == 1:
+        if self.world_size == 1:
             return model
         parallel = DistributedDataParallel(model)
         if compress is not None:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from satrap.collected import close_when_collected
 from satrap.data.inputs import Inputs, Position
-from satrap.data.left_out import LeftOut
+from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
@@ -147,7 +147,7 @@ class Stream(Iterator[Batch]):
             inside=seconds.inside,
             lost={f"batches/{cause}": count for cause, count in self.dropped.items()}
             | failed
-            | {f"rows/{cause}": count for cause, count in asdict(self._left_out()).items() if count},
+            | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
         )
 
     def __iter__(self) -> Self:
@@ -389,17 +389,17 @@ class Stream(Iterator[Batch]):
     def _end(self) -> None:
         """End the iteration; batches that were returned may still be stepped."""
         self._ended = True
-        left_out = self._left_out()
-        if self._train and left_out.total > left_out.short:  # short batches are left out by request
-            warnings.warn(f"{left_out.total:,} samples of the source were not trained on: {left_out}", stacklevel=3)
+        skipped_rows = self._skipped_rows()
+        if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
+            warnings.warn(f"{skipped_rows.total:,} samples of the source were not trained on: {skipped_rows}", stacklevel=3)
         self._pipeline.drain()
         self._collect()
         self._drop([held for held in self._held if held.is_released_unused], "unused", "it was released unused")
         self._close_if_done()
 
-    def _left_out(self) -> LeftOut:
+    def _skipped_rows(self) -> SkippedRows:
         """Return what the source has left out so far, if it counts that."""
-        return getattr(self._inputs, "left_out", LeftOut())
+        return getattr(self._inputs, "skipped_rows", SkippedRows())
 
     def _close_if_done(self) -> None:
         if self._ended and not self._held and not self._ahead:
@@ -462,7 +462,7 @@ class Stream(Iterator[Batch]):
                     return True
                 self._inputs.stop()
         while self._next_batch is not None:  # this batch and what was read after it are all padding
-            if not self._pipeline.take_back(self._next_batch):
+            if not self._pipeline.return_item(self._next_batch):
                 self._pipeline.drop(self._next_batch.step)
             self._next_batch = None
             self._pipeline.next(self._set_next)

@@ -26,7 +26,7 @@ from satrap.config.job import Job
 from satrap.config.validation import check_choice
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.rpc import Client, Keys, Origin, Pending
+from satrap.rpc import Client, Keys, Origin, PendingCall
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
 from satrap.sharding.shard_map import ShardMap, check_addresses
@@ -75,12 +75,12 @@ class ServerGroup:
         addresses: Sequence[str],
         *,
         trainer: int = 0,
-        together: int = 0,
+        barrier_size: int = 0,
         attempt: int | None = None,
         begin: bool = True,
         launch: int = 0,
         take_over: bool = False,
-        relays: bool = False,
+        is_relay: bool = False,
         keys: Keys | None = None,
         wire: str = "float32",
         deadline: float = 60.0,
@@ -105,12 +105,12 @@ class ServerGroup:
         """
         check_addresses(addresses)
         check_choice("ServerGroup", "wire", wire, WIRES)
-        self.job, self.trainer, self.together, self.wire = job, trainer, together, wire
+        self.job, self.trainer, self.barrier_size, self.wire = job, trainer, barrier_size, wire
         self.skipped = [0] * len(job.tables)
         """For each table, the number of this process's gradients that were not finite and were left out."""
         self._client_options: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
         self._deadline = deadline
-        self._relays = relays
+        self._relays = is_relay
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
@@ -244,7 +244,7 @@ class ServerGroup:
         """
         origin = self.origin(step, view)
 
-        def begin(server: int) -> Pending:
+        def begin(server: int) -> PendingCall:
             return view.clients[server].begin(method, origin, *arguments[server], patient=patient)
 
         pending = {server: begin(server) for server in arguments}
@@ -290,7 +290,7 @@ class ServerGroup:
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _collect(
-        self, view: Topology, server: int, call: Pending, retries: RetryState, answers: dict[int, Any]
+        self, view: Topology, server: int, call: PendingCall, retries: RetryState, answers: dict[int, Any]
     ) -> bool:
         """Record a server's answer; return False if it must be called again."""
         try:

@@ -104,7 +104,7 @@ class ShardedRows:
         arguments = oldest_open or at, train, number, self._servers.wire, first_epoch
         while (answers := self._lookup_on_servers(split, view, at, arguments)) is None:
             view = self._servers.view
-            self._split.share_again(split, view.owners, len(view))
+            self._split.reshard(split, view.owners, len(view))
         rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(view))]
         self._split.fill(split, rows, block, sequences)
         if train:
@@ -187,7 +187,7 @@ class ShardedRows:
         elif known[1] is view:
             return known[0]
         else:
-            sums = self._split.again(known[0], view.owners, len(view))
+            sums = self._split.reshard_sums(known[0], view.owners, len(view))
         for ticket in tickets:
             ticket.sums, ticket.skipped = (sums, view), list(sums.skipped)
         return sums
@@ -198,12 +198,12 @@ class ShardedRows:
         def arguments(server: int, number: int) -> tuple[Any, ...]:
             ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
             gradients, coded = self._gradients(sums, server)
-            return number, ids, offsets, gradients, rates, self._servers.together, coded
+            return number, ids, offsets, gradients, rates, self._servers.barrier_size, coded
 
         arguments_by_server = {
             server: arguments(server, number if len(sums.ids(server)) else 0)
             for server in range(len(view))
-            if len(sums.ids(server)) or self._servers.together
+            if len(sums.ids(server)) or self._servers.barrier_size
         }
         answers = self._servers.each("update", step, arguments_by_server, view=view)
         lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]
@@ -221,14 +221,14 @@ class ShardedRows:
     def skip(self, step: int) -> None:
         """Queue an empty part for the next lookup or `settle`. It is not sent now, because a stream that ends must not
         wait for other trainers."""
-        if self._servers.together:
+        if self._servers.barrier_size:
             with self._lock:
                 self._skipped_steps.append(step)
 
     def settle(self) -> None:
         for step in list(self._skipped_steps):  # two threads may send the same part: servers ignore the duplicate
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
-            nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.together)
+            nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.barrier_size)
             self._servers.all("update", *nothing, step=step)
             with self._lock:
                 if step in self._skipped_steps:

@@ -23,7 +23,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Feature, Table
 from satrap.data.inputs import Inputs
 from satrap.errors import InputError, TicketError
-from satrap.table.engine import given_step
+from satrap.table.engine import resolve_step
 
 _WHERE = "lookup of a batch"
 _UPDATE = "update of a batch"
@@ -116,7 +116,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LookedUp:
+class LookupResult:
     """The result of one lookup."""
 
     block: NDArray[np.float32]
@@ -169,7 +169,7 @@ class Worker:
         oldest_open: int | None = None,
         train: bool = True,
         block: NDArray[np.float32] | None = None,
-    ) -> LookedUp:
+    ) -> LookupResult:
         """Look up the rows of the batch's ids. `step`, `oldest_open` and `train` are those of `Store.lookup`. The batch
         belongs to the first epoch if its position says so, or if it has no position.
 
@@ -185,13 +185,13 @@ class Worker:
             block = self._rows.empty(*shape)
         memory = array_args.as_out(_WHERE, block, shape, "block")
         sequences = [self._rows.empty(batch_size, each.floats) for each in self._sequences]
-        at, since = given_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
+        at, since = resolve_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
         ticket = self._rows.lookup(
             values, offsets, weights, batch_size, at, since, train, first_epoch, memory, sequences
         )
         lengths = [each.lengths(values, offsets, batch_size) for each in self._sequences]
-        return LookedUp(
+        return LookupResult(
             block=block,
             sequences={
                 each.name: rows.reshape(each.shape(batch_size))

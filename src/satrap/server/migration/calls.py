@@ -19,7 +19,7 @@ from satrap.sharding.shard_map import ShardMap
 class MigrationCalls(CallFence):
     """The part of `satrap.server.protocol.ServerCalls` that migrates buckets."""
 
-    def begin_turn(self, origin: Origin, mover: int) -> None:
+    def take_fencing_token(self, origin: Origin, mover: int) -> None:
         token = FencingToken(origin.step, mover)
         with self._exclusive():
             self._require_fencing_token(origin)
@@ -42,7 +42,7 @@ class MigrationCalls(CallFence):
                 raise InputError("freeze: expected buckets of this server, found some that another server owns")
             server_state.participant.freeze(move, buckets, time.monotonic())
 
-    def copy_out(
+    def export_rows(
         self, origin: Origin, buckets: Numbers, table: int, begin: int
     ) -> tuple[Ids, Numbers, Coded, Floats, Ids, Numbers, Numbers, int]:
         with self._admit(None) as server_state:
@@ -55,7 +55,7 @@ class MigrationCalls(CallFence):
             chunk, total = server_state.participant.chunk(buckets, table, begin)
         return *chunk, total
 
-    def companions_out(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
+    def export_metadata(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
         with self._condition:
             server_state = self._require_state()
             server_state.participant.check_buckets(buckets)
@@ -82,7 +82,7 @@ class MigrationCalls(CallFence):
             for t, (version, line) in enumerate(zip(state["versions"], state["expire_before"], strict=True)):
                 server_state.engine.reach_table(t, version, line)
 
-    def copy_in(
+    def import_rows(
         self,
         origin: Origin,
         move: int,
@@ -102,7 +102,7 @@ class MigrationCalls(CallFence):
                 table, BucketChunk(ids, steps, values, state, sighted, sighted_at, counts)
             )
 
-    def companions_in(
+    def import_metadata(
         self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
         pairs = dict(zip(oldest_open[::2].tolist(), oldest_open[1::2].tolist(), strict=True))

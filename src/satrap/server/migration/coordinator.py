@@ -125,7 +125,7 @@ class Migration:
         fenced: list[str] = []
         while new := [address for address in answers if address not in fenced]:
             for address in new:
-                self._call(address).begin_turn(self._origin(), mover)
+                self._call(address).take_fencing_token(self._origin(), mover)
             fenced += new
             job, members, answers = self._query_all()
         return job, members
@@ -208,8 +208,8 @@ class Migration:
         for source in dict.fromkeys(source for source, _ in moves):
             self._install_map(source, after, move)
         for (source, target), buckets in moves.items():
-            trainers, windows, counters, oldest = self._call(source).companions_out(Origin(), buckets)
-            self._call(target).companions_in(Origin(), move, trainers, windows, counters, oldest)
+            trainers, windows, counters, oldest = self._call(source).export_metadata(Origin(), buckets)
+            self._call(target).import_metadata(Origin(), move, trainers, windows, counters, oldest)
         targets = [target for _, target in moves]
         for address in dict.fromkeys((*targets, *behind)):
             self._install_map(address, after, move)
@@ -231,10 +231,10 @@ class Migration:
         for table in range(len(state["versions"])):
             begin, total = 0, 1
             while begin < total:
-                ids, steps, values, floats, seen, seen_at, counts, total = self._call(source).copy_out(
+                ids, steps, values, floats, seen, seen_at, counts, total = self._call(source).export_rows(
                     Origin(), buckets, table, begin
                 )
-                self._call(target).copy_in(Origin(), move, table, ids, steps, values, floats, seen, seen_at, counts)
+                self._call(target).import_rows(Origin(), move, table, ids, steps, values, floats, seen, seen_at, counts)
                 begin += max(1, len(ids))
                 self._num_rows += len(ids)
                 self._num_bytes += values.nbytes + floats.nbytes

@@ -14,7 +14,7 @@ from typing import Any
 from satrap.config.features import Features
 from satrap.config.validation import check_integer, known_keys
 from satrap.data.inputs import Inputs, Position
-from satrap.data.left_out import LeftOut
+from satrap.data.skipped_rows import SkippedRows
 from satrap.data.source import Source
 from satrap.errors import InputError, NotReadyError
 from satrap.worker.sharded_rows import ShardedTicket
@@ -28,10 +28,10 @@ class ReadStart:
     """Number of the first batch."""
     position: Position | None
     """Position of the source before it."""
-    left_out: LeftOut | None = None
+    skipped_rows: SkippedRows | None = None
     """What was left out up to the end of that batch, if it was read before."""
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
 
     def __post_init__(self) -> None:
         check_integer("ReadStart", "number", self.number, 1, 2**63 - 1)
@@ -39,13 +39,13 @@ class ReadStart:
     def to_dict(self) -> dict[str, Any]:
         """Return this start as plain JSON types."""
         position = None if self.position is None else self.position.to_dict()
-        left_out = None if self.left_out is None else self.left_out.to_list()
+        skipped_rows = None if self.skipped_rows is None else self.skipped_rows.to_list()
         return {
             "number": self.number,
             "position": position,
-            "left_out": left_out,
+            "skipped_rows": skipped_rows,
             "rank": self.rank,
-            "world": self.world,
+            "world_size": self.world_size,
         }
 
     @classmethod
@@ -54,8 +54,8 @@ class ReadStart:
         given = known_keys(cls, "ReadStart", data)
         if given["position"] is not None:
             given["position"] = Position.from_dict(given["position"])
-        if given["left_out"] is not None:
-            given["left_out"] = LeftOut.from_list(given["left_out"])
+        if given["skipped_rows"] is not None:
+            given["skipped_rows"] = SkippedRows.from_list(given["skipped_rows"])
         return cls(**given)
 
 
@@ -65,7 +65,7 @@ class HeldBatch:
 
     inputs: Inputs | None
     """None once it is updated or dropped."""
-    left_out: LeftOut
+    skipped_rows: SkippedRows
     """What the source left out up to the end of the batch."""
     ticket: ShardedTicket | None = None
     gradients: Any = None
@@ -80,10 +80,10 @@ class BatchReader:
     """The batches of one stream by number."""
 
     def __init__(self, source: Source, features: Features, start: ReadStart) -> None:
-        self._batches = source.batches(features, position=start.position, rank=start.rank, world=start.world)
+        self._batches = source.batches(features, position=start.position, rank=start.rank, world_size=start.world_size)
         self._first = self._next = start.number
-        self._left_out = start.left_out
-        self._left_out_before = LeftOut()  # what was left out before, without what is counted again
+        self._skipped_rows = start.skipped_rows
+        self._skipped_before = SkippedRows()  # what was left out before, without what is counted again
         self._held: dict[int, HeldBatch] = {}
         self._settled = start.number
         self._ended = self._closed = False
@@ -99,9 +99,9 @@ class BatchReader:
             return {"why": str(error)}
 
     @property
-    def left_out(self) -> LeftOut:
+    def skipped_rows(self) -> SkippedRows:
         """What was left out so far."""
-        return self._left_out_before + self._batches.left_out
+        return self._skipped_before + self._batches.skipped_rows
 
     def batch(self, number: int, seconds: float | None = None) -> HeldBatch | None:
         """Return the batch of that number; None after the end. TimeoutError if there is none after `seconds`,
@@ -149,10 +149,10 @@ class BatchReader:
     def _read(self) -> None:
         inputs = next(self._batches, None)
         with self._lock:
-            if self._left_out is not None:
-                self._left_out_before, self._left_out = self._left_out - self._batches.left_out, None
+            if self._skipped_rows is not None:
+                self._skipped_before, self._skipped_rows = self._skipped_rows - self._batches.skipped_rows, None
             if inputs is None:
                 self._ended = True
                 return
-            self._held[self._next] = HeldBatch(inputs, self.left_out)
+            self._held[self._next] = HeldBatch(inputs, self.skipped_rows)
             self._next += 1

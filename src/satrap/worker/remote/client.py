@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
-from satrap.data.left_out import LeftOut
+from satrap.data.skipped_rows import SkippedRows
 from satrap.data.registry import source_to_dict
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
@@ -32,7 +32,7 @@ from satrap.worker.remote.protocol import WorkerCalls, as_one, columns_from_byte
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
-from satrap.worker.worker import Floats, LookedUp
+from satrap.worker.worker import Floats, LookupResult
 
 DEADLINE_SECONDS = 150.0
 """Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
@@ -159,7 +159,7 @@ class _ReadBatch:
 
     position: Position
     """The position after it."""
-    left_out: LeftOut
+    skipped_rows: SkippedRows
 
 
 class RemoteBatches(Iterator[RemoteInputs]):
@@ -168,23 +168,23 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def __init__(
         self, connection: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
     ):
-        """share: the trainer's `rank`, and the `world` size."""
+        """share: the trainer's `rank`, and the `world_size` size."""
         self.connection, self.source = connection, source_to_dict(source)
         self._names, self._position, self._share = names, position, share
         self._last = 0  # the number of the last batch that arrived
         self._read: dict[int, _ReadBatch] = {}  # batches from which reading may have to restart
         self._open: set[int] = set()  # batches neither updated nor dropped
         self._tickets: set[int] = set()  # open batches that have a ticket
-        self._left_out = LeftOut()
+        self._skipped_rows = SkippedRows()
         self._ended = False
         self._lock = threading.Lock()
         self.stream = connection.begin(self)
         """The number by which the worker knows this stream."""
 
     @property
-    def left_out(self) -> LeftOut:
-        """What was left out so far, as in `Batches.left_out`."""
-        return self._left_out
+    def skipped_rows(self) -> SkippedRows:
+        """What was left out so far, as in `Batches.skipped_rows`."""
+        return self._skipped_rows
 
     @property
     def settled(self) -> int:
@@ -198,8 +198,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
         with self._lock:
             first = max(1, min(self._open, default=self._last + 1) - 1)
             position = self._position if first == 1 else self._read[first - 1].position
-            left_out = self._read[first].left_out if first in self._read else None
-            return ReadStart(number=first, position=position, left_out=left_out, **self._share)
+            skipped_rows = self._read[first].skipped_rows if first in self._read else None
+            return ReadStart(number=first, position=position, skipped_rows=skipped_rows, **self._share)
 
     def __len__(self) -> int:
         found = self.connection.ask(lambda: self.connection.call.length(self.connection.servers.origin(0), self.stream))
@@ -216,9 +216,9 @@ class RemoteBatches(Iterator[RemoteInputs]):
             description, dense, label, extra = self.connection.ask(
                 lambda: self.connection.call.read(self.connection.servers.origin(0), self.stream, number, self.settled)
             )
-        left_out = LeftOut.from_list(description["left_out"])
+        skipped_rows = SkippedRows.from_list(description["skipped_rows"])
         if description["found"] == "end":
-            self._left_out, self._ended = left_out, True
+            self._skipped_rows, self._ended = skipped_rows, True
             raise StopIteration
         position, size = Position.from_dict(description["position"]), description["size"]
         inputs = RemoteInputs(
@@ -232,8 +232,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
             number=number,
         )
         with Uninterrupted(), self._lock:
-            self._left_out = left_out
-            self._read[number] = _ReadBatch(position, left_out)
+            self._skipped_rows = skipped_rows
+            self._read[number] = _ReadBatch(position, skipped_rows)
             self._open.add(number)
             self._last = number
         return inputs
@@ -364,7 +364,7 @@ class RemoteWorker(ShardedWorker):
             seed=servers.job.seed,
             servers=servers.addresses,
             wire=servers.wire,
-            together=servers.together,
+            barrier_size=servers.barrier_size,
             further=servers.job.tables[len(features.tables) :],
         )
         self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
@@ -376,9 +376,11 @@ class RemoteWorker(ShardedWorker):
         self.connection.close()
         super().close()
 
-    def batches(self, source: Any, position: Position | None = None, *, rank: int = 0, world: int = 1) -> RemoteBatches:
+    def batches(
+        self, source: Any, position: Position | None = None, *, rank: int = 0, world_size: int = 1
+    ) -> RemoteBatches:
         """Return the batches of a declared source, read by the worker."""
-        return RemoteBatches(self.connection, self.features.names, source, position, rank=rank, world=world)
+        return RemoteBatches(self.connection, self.features.names, source, position, rank=rank, world_size=world_size)
 
     def signature(self, source: Any) -> dict[str, Any]:
         """Return `Source.signature` of a declared source: the worker sees its files, this machine may not."""
@@ -393,7 +395,7 @@ class RemoteWorker(ShardedWorker):
         oldest_open: int | None = None,
         train: bool = True,
         block: NDArray[np.float32] | None = None,
-    ) -> LookedUp:
+    ) -> LookupResult:
         """Look up a batch at the worker if the worker read it, as `Worker.lookup` does."""
         if not isinstance(inputs, RemoteInputs):
             return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
@@ -418,4 +420,4 @@ class RemoteWorker(ShardedWorker):
             masks_by_name[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
             at, line = at + n * each.floats, line + n * shape[1]
         ticket = RemoteTicket(batches, number, n) if train else None
-        return LookedUp(block=block, sequences=sequences_by_name, masks=masks_by_name, truncated=cut, ticket=ticket)
+        return LookupResult(block=block, sequences=sequences_by_name, masks=masks_by_name, truncated=cut, ticket=ticket)

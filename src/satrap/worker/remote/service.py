@@ -19,7 +19,7 @@ import numpy as np
 
 from satrap.config.cores import thread_count
 from satrap.config.path_allowlist import PathAllowlist
-from satrap.data.registry import restricted, source_from_dict
+from satrap.data.registry import restrict, source_from_dict
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
 from satrap.rpc import Keys, Origin
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
@@ -104,11 +104,11 @@ class WorkerService:
                 spec.job,
                 spec.servers,
                 trainer=origin.trainer,
-                together=spec.together,
+                barrier_size=spec.barrier_size,
                 attempt=origin.attempt,
                 keys=self._keys,
                 wire=spec.wire,
-                relays=True,
+                is_relay=True,
             )
             if servers.newest_attempt > origin.attempt:
                 servers.close()
@@ -143,7 +143,7 @@ class WorkerService:
         def work() -> None:
             with session.open_lock:
                 if stream not in session.readers:
-                    given = restricted(source_from_dict(source), self._permitted)
+                    given = restrict(source_from_dict(source), self._permitted)
                     session.readers[stream] = BatchReader(given, session.worker.features, ReadStart.from_dict(start))
 
         return session.run(work)
@@ -234,7 +234,7 @@ class WorkerService:
         return None if found is None else session.run(found.close)
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
-        session, given = self._session(origin), restricted(source_from_dict(source), self._permitted)
+        session, given = self._session(origin), restrict(source_from_dict(source), self._permitted)
         return session.run(given.signature)
 
     # -- internals ---------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _read(
     except TimeoutError:
         return {"found": "nothing"}, None, None, None
     if held is None:
-        return {"found": "end", "left_out": reader.left_out.to_list()}, None, None, None
+        return {"found": "end", "skipped_rows": reader.skipped_rows.to_list()}, None, None, None
     inputs = held.inputs
     if inputs is None:
         raise InputError(f"batch {number} was updated or dropped already; expected one in flight")
@@ -279,7 +279,7 @@ def _read(
         "size": inputs.batch_size,
         "labels": [] if inputs.label is None else list(inputs.label.shape[1:]),
         "position": inputs.position.to_dict(),
-        "left_out": held.left_out.to_list(),
+        "skipped_rows": held.skipped_rows.to_list(),
     }
     dense = None if inputs.dense is None else np.ascontiguousarray(inputs.dense).reshape(-1)
     label = None if inputs.label is None else np.ascontiguousarray(inputs.label).reshape(-1)

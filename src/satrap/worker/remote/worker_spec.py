@@ -24,7 +24,7 @@ class WorkerSpec:
     """Addresses of the servers, in order."""
     wire: str
     """How rows and gradients cross to and from the servers."""
-    together: int
+    barrier_size: int
     """How many trainers' updates form one step; 0: each update is a step."""
     further: tuple[Table, ...] = ()
     """Tables that the servers have in addition to the features'."""
@@ -32,7 +32,7 @@ class WorkerSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.features, Features):
             raise ConfigError(f"WorkerSpec: features is a {type(self.features).__name__}; expected Features")
-        check_integer("WorkerSpec", "together", self.together, 0, 2**32 - 1)
+        check_integer("WorkerSpec", "together", self.barrier_size, 0, 2**32 - 1)
         set_field(self, "servers", tuple(self.servers))
 
     @property
@@ -47,7 +47,7 @@ class WorkerSpec:
             "seed": self.seed,
             "servers": list(self.servers),
             "wire": self.wire,
-            "together": self.together,
+            "together": self.barrier_size,
             "further": [table.to_dict() for table in self.further],
         }
 

@@ -8,7 +8,7 @@ from satrap.errors import InputError
 
 
 @dataclass(slots=True)
-class LeftOut:
+class SkippedRows:
     """The numbers of samples that were left out so far."""
 
     malformed: int = 0
@@ -18,11 +18,11 @@ class LeftOut:
     short: int = 0
     """Samples of short last batches; `drop_last` leaves them out."""
 
-    def __add__(self, other: "LeftOut") -> "LeftOut":
-        return LeftOut(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "SkippedRows") -> "SkippedRows":
+        return SkippedRows(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def __sub__(self, other: "LeftOut") -> "LeftOut":
-        return LeftOut(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __sub__(self, other: "SkippedRows") -> "SkippedRows":
+        return SkippedRows(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
         reasons = [
@@ -42,8 +42,8 @@ class LeftOut:
         return list(astuple(self))
 
     @classmethod
-    def from_list(cls, counts: Sequence[int]) -> "LeftOut":
+    def from_list(cls, counts: Sequence[int]) -> "SkippedRows":
         """Return the counts that `to_list` wrote."""
         if len(counts) != 3:
             raise InputError(f"LeftOut: found {len(counts)} counts; expected 3")
-        return cls(*(check_integer("LeftOut", "count", each, 0, 2**63 - 1) for each in counts))
+        return cls(*(check_integer("SkippedRows", "count", each, 0, 2**63 - 1) for each in counts))

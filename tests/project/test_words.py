@@ -60,6 +60,8 @@ def parts(name: str) -> set[str]:
 def phrases_in(path: Path) -> set[str]:
     """The retired phrases of a file, also across the ends of lines."""
     text = path.read_text()
+    if path.suffix in (".hpp", ".cpp"):
+        text = "\n".join(COMMENT_OR_STRING.findall(text))
     if path.name == "glossary.md":
         text = text.partition("## Retired names")[0]
     return set(PHRASES.findall(" ".join(FRAMING.sub(" ", text).lower().split())))

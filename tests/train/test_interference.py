@@ -102,7 +102,7 @@ except InputError as error:
 
 def test_a_limit_on_threads_raises(tmp_path: Path) -> None:
     words = run(NO_THREADS, tmp_path / "shared")
-    assert "num_threads=1024: only " in words and "give fewer" in words
+    assert "num_threads=1024: only " in words and "use fewer" in words
     assert not (tmp_path / "shared").exists()
 
 

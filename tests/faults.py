@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bag_oracle import draw_bags
-from cluster import ServerProcess, step_both, contents, features, server_processes, sharded_worker, suspend
+from cluster import ServerProcess, contents, features, server_processes, sharded_worker, step_both, suspend
 from network import ADDRESSES, SERVER, TRAINER, Network, Weather, network
 from satrap.rpc.keys import Keys, create_keys
 from satrap.worker.local_rows import LocalWorker

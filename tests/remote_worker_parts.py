@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features
-from faults import random_faults, kill
+from faults import kill, random_faults
 from satrap import Embeddings, Feature, Parquet, Table
 from satrap.rpc import Service
 from satrap.worker.remote.client import RemoteWorker
@@ -164,7 +164,7 @@ def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLIN
     """Connect a job with servers to the worker at the address, with short retries."""
     near = embeddings.worker
     assert isinstance(near, ShardedWorker)
-    near.servers.begin()
+    near.servers.begin_attempt()
     how: dict[str, Any] = {"deadline": deadline, "retry_seconds": 0.03}
     embeddings._worker = RemoteWorker(embeddings.features, near.servers, address, num_threads=1, **how)
 

@@ -50,8 +50,8 @@ class Trainers:
 
     @contextmanager
     def at_work(self, world_size: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
-        """Yield `world_size` trainers that have received a job. One that hangs is killed, and its missing output fails the
-        test."""
+        """Yield `world_size` trainers that have received a job. One that hangs is killed, and its missing output fails
+        the test."""
         rendezvous, trainers = folder / f"rendezvous-{len(list(folder.iterdir()))}", self._processes[:world_size]
         timers = [threading.Timer(2 * DEADLINE_SECONDS, each.kill) for each in trainers]
         for timer in timers:

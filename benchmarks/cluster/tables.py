@@ -50,7 +50,7 @@ def connected(features: Features, address: str, num_threads: int, **options: Any
 def fill(worker: Worker, tables: Any, rows: int) -> None:
     """Look up every row once, as step 1; `tables` are the worker's."""
     if isinstance(worker, ShardedWorker):
-        worker.servers.begin()  # a server refuses rows of an earlier attempt
+        worker.servers.begin_attempt()  # a server refuses rows of an earlier attempt
     count = total_rows(rows)
     for begin in range(0, count, BATCH_IDS):
         # The last batch wraps around to the first rows.

@@ -42,13 +42,13 @@ class Uninterrupted:
         """Record a SIGINT."""
         self._is_pending = True
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Handle a SIGINT that was deferred. Inside another block, that block defers it."""
         if self._is_pending and self._before is not None:
             self._is_pending = False
             self._before(SIGINT, sys._getframe())
 
-    def let_in(self) -> "_InterruptsAllowed":
+    def allow(self) -> "_InterruptsAllowed":
         """Return a context manager inside which a SIGINT is handled as before the block."""
         return _InterruptsAllowed(self, self._before)
 
@@ -71,7 +71,7 @@ class _InterruptsAllowed:
 
     def __enter__(self) -> None:
         if self._before is not None:
-            self._held.look()
+            self._held.check()
             _signal.signal(SIGINT, self._before)
 
     def __exit__(self, *_: object) -> None:

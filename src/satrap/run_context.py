@@ -52,7 +52,9 @@ class RunContext:
         if not self.servers:
             raise ConfigError("RunContext: servers is empty; expected at least one address")
         if self.world_size > 1 and self.rendezvous is None:
-            raise ConfigError(f"RunContext: {self.world_size} trainers need a rendezvous, and there is none; give its URL")
+            raise ConfigError(
+                f"RunContext: {self.world_size} trainers need a rendezvous, and there is none; give its URL"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the context as plain JSON types."""
@@ -68,12 +70,12 @@ _here: RunContext | None = None
 _before_end: list[Callable[[], None]] = []
 
 
-def current() -> RunContext | None:
+def current_context() -> RunContext | None:
     """Returns this process's context; None if `satrap run` did not start it."""
     return _here
 
 
-def enter(context: RunContext) -> None:
+def enter_context(context: RunContext) -> None:
     """Sets this process's context."""
     global _here
     _here = context
@@ -85,7 +87,7 @@ def register_exit_hook(hook: Callable[[], None]) -> None:
         _before_end.append(hook)
 
 
-def end() -> None:
+def run_exit_hooks() -> None:
     """Runs the hooks. Called when the script has ended."""
     for hook in _before_end:
         hook()

@@ -61,7 +61,7 @@ def test_the_command_is_installed() -> None:
     assert done.stdout == f"satrap {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "scale", "server", "worker", "move", "keys", "doctor"])
+@pytest.mark.parametrize("command", ["run", "scale", "server", "worker", "migrate", "keys", "doctor"])
 def test_every_option_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main([command, "--help"])
@@ -87,10 +87,10 @@ def test_a_bad_dim_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> No
     assert "the short run needs about" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("twice", ["--now", "--wanted"])
+@pytest.mark.parametrize("twice", ["--from", "--to"])
 def test_a_repeated_option_of_move_keeps_all_addresses(twice: str, capsys: pytest.CaptureFixture[str]) -> None:
     address = "tcp://127.0.0.1:1"
-    assert main(["move", "--now", address, "--wanted", address, twice, address]) == 1
+    assert main(["migrate", "--from", address, "--to", address, twice, address]) == 1
     assert f"addresses is {[address, address]}; expected each server once" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_an_interrupted_move_tells_how_to_finish_it() -> None:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with SIGINT ignored
         child = subprocess.Popen(
-            [command, "move", "--now", address, "--wanted", address], stderr=subprocess.PIPE, text=True
+            [command, "migrate", "--from", address, "--to", address], stderr=subprocess.PIPE, text=True
         )
         signal.signal(signal.SIGINT, before)
         assert child.stderr is not None

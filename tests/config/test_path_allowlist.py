@@ -13,7 +13,7 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import batch, one_table, sharded_worker, running_servers
+from cluster import batch, one_table, running_servers, sharded_worker
 from remote_worker_parts import Working, running, source, train, write
 from satrap import CSV, Arrow, Checkpoint, Parquet
 from satrap.config.path_allowlist import PathAllowlist, without_glob
@@ -121,7 +121,7 @@ def test_what_a_command_line_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "train.py").touch()
     given = ("day_*.gz", "--run=s3://b/run", "--test", "/a/x.csv,/b/*/y", "--flag", "-n", "3", "--sep=/", "../up")
-    named = Script(path=Path("jobs/train.py"), arguments=given).named()
+    named = Script(path=Path("jobs/train.py"), arguments=given).named_paths()
     wanted = {f"{tmp_path}/jobs", str(tmp_path), "s3://b/run", "/a/x.csv", "/b", str(tmp_path.parent / "up")}
     assert named[0] == f"{tmp_path}/jobs" and wanted <= set(named)
     assert "/" not in named
@@ -184,7 +184,7 @@ def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> Non
         assert sorted(each.name for each in tmp_path.iterdir()) == ["runs"]
         for folder in ("/etc", f"{tmp_path}/runs/out"):
             with pytest.raises(ConfigError, match=r"is refused: .*with --checkpoints"):
-                worker.servers.all("verify", [[folder]], [[0]], patient=True)
+                worker.servers.call_all("verify", [[folder]], [[0]], patient=True)
         assert len(table) == 5
         with (
             Client(ServerCalls, services[0].address) as client,

@@ -30,7 +30,7 @@ from satrap import (
     Parquet,
 )
 from satrap.config.features import Features
-from satrap.data.registry import source_from_dict, source_to_dict, is_portable
+from satrap.data.registry import is_portable, source_from_dict, source_to_dict
 from satrap.run_context import RunContext
 from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.remote.worker_spec import WorkerSpec

@@ -173,7 +173,7 @@ def test_nothing_to_learn() -> None:
     for options in ({"strength": 0.0}, {"num_dense": 0, "num_ids": 1, "cardinalities": [1], "num_factors": 0}):
         clicks = Clicks(num_samples=20_000, **options)
         assert clicks.best_auc() == 0.5
-        assert clicks.best().normalised_entropy == pytest.approx(1.0, abs=0.01)
+        assert clicks.best_metrics().normalised_entropy == pytest.approx(1.0, abs=0.01)
 
 
 def test_labels_are_drawn_from_the_logits() -> None:
@@ -187,7 +187,7 @@ def test_labels_are_drawn_from_the_logits() -> None:
 def test_the_best_is_that_of_the_logits() -> None:
     clicks = Clicks(num_samples=70_000, seed=1)
     block = whole(clicks)
-    best = clicks.best()
+    best = clicks.best_metrics()
     assert best.auc == auc(block["label"], block["logit"]) == clicks.best_auc()
     assert best.log_loss == pytest.approx(log_loss(block["label"], block["logit"]), rel=1e-12)
     assert best.normalised_entropy == pytest.approx(normalised_entropy(block["label"], block["logit"]), rel=1e-12)
@@ -307,4 +307,4 @@ def test_arguments_of_methods_are_checked() -> None:
     with pytest.raises(ConfigError, match="Clicks: batch_size is 0; expected an integer from 1 to"):
         next(clicks.batches(0))
     with pytest.raises(ConfigError, match="Clicks: num_samples is 11; expected an integer from 0 to 10"):
-        clicks.best(11)
+        clicks.best_metrics(11)

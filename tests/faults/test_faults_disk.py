@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS, ServerProcess, batch, contents, one_table, sharded_worker, running_servers
+from cluster import DEADLINE_SECONDS, ServerProcess, batch, contents, one_table, running_servers, sharded_worker
 from disk import small_disk
 from loop import batches, bits, loss_of, running
 from runs import JOB, start_run, wait_for_exit

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS, batch, contents, server_processes, one_table, sharded_worker
+from cluster import DEADLINE_SECONDS, batch, contents, one_table, server_processes, sharded_worker
 from loop import batches, bits, job, loss_of
 from rpc_parts import wait_until
 from satrap import Checkpoint
@@ -153,7 +153,7 @@ def test_a_server_killed_before_its_rows_are_replaced(tmp_path: Path) -> None:
             servers[1].kill()
 
         with meanwhile(killed), pytest.raises(DeadlineError, match=rf"verify at {servers[1].address}: "):
-            worker.servers.all("verify", [[folder]], [[seen]], patient=True)
+            worker.servers.call_all("verify", [[folder]], [[seen]], patient=True)
         pipe.give_back()
         pipe.let_go()
         servers[1].restart()
@@ -192,7 +192,7 @@ def test_a_server_killed_while_its_rows_are_replaced(tmp_path: Path) -> None:
             pytest.raises(AttemptError, match="restarted during or after a restore that started attempt 2"),
         ):
             worker.servers.attempt += 1
-            worker.servers.all("restore", [[folder]], [[seen]], patient=True)
+            worker.servers.call_all("restore", [[folder]], [[seen]], patient=True)
         worker.tables.restore({"t": [tmp_path / "a"]})
         assert contents(worker) == saved
         step([worker], 2)

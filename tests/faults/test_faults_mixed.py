@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cluster import features, server_processes, sharded_worker
-from faults import BAD, Fault, random_faults, networked_cluster, kill, stop_and_go, train_until
+from faults import BAD, Fault, kill, networked_cluster, random_faults, stop_and_go, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import FrameProxy, resident_bytes
 from satrap.worker.local_rows import LocalWorker

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bag_oracle import draw_bags
-from cluster import step_both, contents, features
-from faults import BAD, Fault, random_faults, networked_cluster, train_until
+from cluster import contents, features, step_both
+from faults import BAD, Fault, networked_cluster, random_faults, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import DEADLINE_SECONDS
 from satrap.errors import DeadlineError
@@ -68,7 +68,7 @@ def reaches(worker: ShardedWorker) -> None:
     last = time.monotonic() + DEADLINE_SECONDS
     while True:
         try:
-            return worker.servers.reach()
+            return worker.servers.require_reachable()
         except DeadlineError:
             assert time.monotonic() < last
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import batch, contents, features, server_processes, one_table, sharded_worker, running_servers, suspend
+from cluster import batch, contents, features, one_table, running_servers, server_processes, sharded_worker, suspend
 from faults import random_faults, stop_and_go, train_until
 from loop import batches, bits, job, loss_of
 from rpc_parts import ANYWHERE, DEADLINE_SECONDS, Calls, Served

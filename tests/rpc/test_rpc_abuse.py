@@ -17,11 +17,11 @@ from rpc_parts import (
     LOOPBACK,
     Calls,
     Served,
-    wait_until,
     raw_peer,
     request,
     resident_bytes,
     server_process,
+    wait_until,
 )
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Limits, Service
@@ -169,8 +169,8 @@ def test_a_frame_beyond_the_limit_closes_only_its_connection(small: tuple[Servic
     service, _ = small
     with Client(Calls, service.address, retry_seconds=0.1) as client:
         with pytest.raises(DeadlineError):
-            client.within(0.5).double(np.zeros(1 << 18, np.uint64))
-        assert client.within(DEADLINE_SECONDS).double(np.zeros(1 << 16, np.uint64)).size == 1 << 16
+            client.with_deadline(0.5).double(np.zeros(1 << 18, np.uint64))
+        assert client.with_deadline(DEADLINE_SECONDS).double(np.zeros(1 << 16, np.uint64)).size == 1 << 16
 
 
 def test_a_peer_that_does_not_speak_zeromq(small: tuple[Service, Served]) -> None:
@@ -178,16 +178,16 @@ def test_a_peer_that_does_not_speak_zeromq(small: tuple[Service, Served]) -> Non
     host, _, port = service.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as plain, Client(Calls, service.address) as client:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
-        assert client.within(DEADLINE_SECONDS).add(1) == 1
+        assert client.with_deadline(DEADLINE_SECONDS).add(1) == 1
 
 
 def test_a_call_is_retried_until_a_busy_server_has_room(small: tuple[Service, Served]) -> None:
     service, served = small
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=DEADLINE_SECONDS) as client:
-        filling = [client.begin("wait", number) for number in range(3)]
+        filling = [client.start("wait", number) for number in range(3)]
         wait_until(lambda: service.counts()["queued"] + service.counts()["running"] == 3)
         with pytest.raises(DeadlineError, match=r"times refused as busy\)"):
-            client.within(0.3).add(50)
+            client.with_deadline(0.3).add(50)
         with ThreadPoolExecutor(8) as pool:
             more = [pool.submit(client.call.add, 1) for _ in range(40)]
             wait_until(lambda: service.counts()["busy"] > 10)
@@ -219,7 +219,7 @@ def test_a_reply_to_a_disconnected_peer_is_dropped(small: tuple[Service, Served]
         peer.send_multipart(request("wait", 1))
         wait_until(lambda: service.counts()["running"] == 1)
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS) as client:
-        pending = client.begin("add", 1)
+        pending = client.start("add", 1)
         served.go.set()
         assert pending.result() == 1
     wait_until(lambda: service.counts()["replied"] + service.counts()["unsent"] == 2)

@@ -23,11 +23,11 @@ from rpc_parts import (
     Calls,
     Served,
     arrays,
-    wait_until,
     raw_peer,
     request,
     same,
     server_process,
+    wait_until,
 )
 from satrap import errors
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, NonFiniteError, RpcError
@@ -97,10 +97,10 @@ def test_arguments_that_cannot_be_sent_fail_at_the_caller(shared: Client[Calls])
     with pytest.raises(InputError, match=r"Calls\.double: ids is int64 of shape \(2,\); expected uint64\[\]"):
         shared.call.double(np.zeros(2, np.int64))
     with pytest.raises(InputError, match="no method 'duble'; the nearest known one is 'double'"):
-        shared.begin("duble")
+        shared.start("duble")
     for seconds in (0.0, 1e9):
         with pytest.raises(ConfigError, match=r"deadline is .*; expected 0\.001 to 4294967 seconds"):
-            shared.within(seconds)
+            shared.with_deadline(seconds)
 
 
 def test_one_thread_starts_many_calls_and_collects_their_results() -> None:
@@ -110,8 +110,8 @@ def test_one_thread_starts_many_calls_and_collects_their_results() -> None:
         Client(Calls, one.address) as first,
         Client(Calls, two.address) as second,
     ):
-        meeting = [first.begin("meet", number, deadline=DEADLINE_SECONDS) for number in range(3)]
-        others = [second.begin("add", 1, deadline=DEADLINE_SECONDS) for _ in range(50)]
+        meeting = [first.start("meet", number, deadline=DEADLINE_SECONDS) for number in range(3)]
+        others = [second.start("add", 1, deadline=DEADLINE_SECONDS) for _ in range(50)]
         assert sorted(each.result() for each in reversed(others)) == list(range(1, 51))
         assert len({each.result() for each in meeting}) == 1
         assert meeting[0].result() == meeting[1].result(), "a result can be read again"
@@ -125,7 +125,7 @@ def test_the_error_of_a_deadline_without_a_connection() -> None:
     with Service(Served(), Calls, ANYWHERE) as service:
         address = service.address
     with Client(Calls, address) as client, pytest.raises(DeadlineError) as caught:
-        client.within(0.2).add(1)
+        client.with_deadline(0.2).add(1)
     assert str(caught.value).startswith(f"Calls.add at {address}: no connection within 0.2 s; is a server running")
 
 
@@ -140,14 +140,14 @@ def test_a_long_wait_for_a_connection_warns(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.warns(UserWarning, match=message) as warned,
         pytest.raises(DeadlineError, match=r"no connection within 0\.5 s"),
     ):
-        client.within(0.5).add(1)
+        client.with_deadline(0.5).add(1)
     assert len(warned) == 1
 
 
 def test_a_connection_lost_during_a_call_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("satrap.rpc.channel._WARN_SECONDS", 0.2)
     with server_process(ANYWHERE) as (process, address), Client(Calls, address, retry_seconds=0.05) as client:
-        pending = client.begin("wait", 1, deadline=3.0)
+        pending = client.start("wait", 1, deadline=3.0)
         assert not pending.wait(0.2)
         process.kill()
         message = f"wait at {address}: the connection was lost. A new one is waited for until 3 s have passed"
@@ -159,13 +159,13 @@ def test_a_connection_lost_during_a_call_warns(monkeypatch: pytest.MonkeyPatch) 
 def test_the_error_of_a_deadline_with_a_connection() -> None:
     served = Served()
     with Service(served, Calls, ANYWHERE, num_threads=1) as service, Client(Calls, service.address) as client:
-        assert client.within(DEADLINE_SECONDS).add(0) == 0
-        running = client.begin("wait", 5, deadline=DEADLINE_SECONDS)
+        assert client.with_deadline(DEADLINE_SECONDS).add(0) == 0
+        running = client.start("wait", 5, deadline=DEADLINE_SECONDS)
         wait_until(lambda: service.counts()["running"] == 1)
         with pytest.raises(
             DeadlineError, match=r"there was a connection, but no answer within 0\.1 s \(sent 1 times\)"
         ):
-            client.within(0.1).add(100)
+            client.with_deadline(0.1).add(100)
         served.go.set()
         assert running.result() == 5
         wait_until(lambda: service.counts()["expired"] == 1)
@@ -180,14 +180,14 @@ def test_a_patient_call_waits_while_the_server_reports_it_as_running() -> None:
     ):
         assert client.call.add(1) == 1
         began = time.monotonic()
-        working = client.begin("wait", 1, deadline=1.5, patient=True)
+        working = client.start("wait", 1, deadline=1.5, patient=True)
         assert not working.wait(4.0) and time.monotonic() - began > 2 * 1.5
         process.kill()
         with pytest.raises(
             DeadlineError, match=rf"wait at {address}: .*nothing was received for 1\.5 s .*reported as running"
         ):
             working.result()
-        impatient = client.begin("wait", 1, deadline=0.2)
+        impatient = client.start("wait", 1, deadline=0.2)
         assert impatient.wait(DEADLINE_SECONDS)
         with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
             impatient.result()
@@ -199,7 +199,7 @@ def test_a_patient_call_that_is_answered() -> None:
         Service(served, Calls, ANYWHERE) as service,
         Client(Calls, service.address, deadline=1.0, retry_seconds=0.05) as client,
     ):
-        pending = client.begin("wait", 7, patient=True)
+        pending = client.start("wait", 7, patient=True)
         assert not pending.wait(1.5)
         served.go.set()
         assert pending.wait(DEADLINE_SECONDS) and pending.result() == 7
@@ -213,7 +213,7 @@ def test_a_server_that_starts_late_and_one_that_was_killed() -> None:
         Client(Calls, address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client,
     ):
         assert client.call.add(1) == 1
-        lost = client.begin("wait", 7)
+        lost = client.start("wait", 7)
         first.kill()
         first.wait(DEADLINE_SECONDS)
         served = Served()
@@ -259,7 +259,7 @@ def test_a_call_that_is_retried_gets_one_answer() -> None:
         Service(served, Calls, ANYWHERE) as service,
         Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.02) as client,
     ):
-        pending = client.begin("wait", 3)
+        pending = client.start("wait", 3)
 
         def let_go() -> None:
             wait_until(lambda: service.counts()["duplicates"] >= 3)
@@ -280,7 +280,7 @@ def test_no_thread_waits_for_a_future() -> None:
         Service(served, Calls, ANYWHERE, num_threads=1) as service,
         Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.05) as client,
     ):
-        waiting = [client.begin("meet", 1) for _ in range(39)]
+        waiting = [client.start("meet", 1) for _ in range(39)]
         assert client.call.add(1) == 1
         wait_until(lambda: service.counts()["running"] == 39)
         assert client.call.meet(2) == 2
@@ -348,7 +348,7 @@ def test_no_call_is_overlooked(num_threads: int) -> None:
 
         def work(number: int) -> None:
             for i in range(60):
-                pending = [client.begin("meet" if (i + k) % 3 else "add", k) for k in range(number % 4 + 1)]
+                pending = [client.start("meet" if (i + k) % 3 else "add", k) for k in range(number % 4 + 1)]
                 for each in pending:
                     each.result()
 
@@ -359,7 +359,7 @@ def test_no_call_is_overlooked(num_threads: int) -> None:
 
 
 def test_a_pending_call_stays_in_its_thread(shared: Client[Calls]) -> None:
-    pending = shared.begin("nothing")
+    pending = shared.start("nothing")
     with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread than begin"):
         pool.submit(pending.result).result()
     assert pending.result() is None
@@ -367,7 +367,7 @@ def test_a_pending_call_stays_in_its_thread(shared: Client[Calls]) -> None:
 
 def test_a_fork_cannot_use_a_client_and_the_parent_continues() -> None:
     with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
-        pending = client.begin("add", 1)
+        pending = client.start("add", 1)
 
         def body() -> None:
             with pytest.raises(ForkError, match="its fork"):
@@ -377,7 +377,7 @@ def test_a_fork_cannot_use_a_client_and_the_parent_continues() -> None:
             client.close()
             service.close()
             with Client(Calls, service.address) as own:
-                assert own.within(DEADLINE_SECONDS).add(1) > 0
+                assert own.with_deadline(DEADLINE_SECONDS).add(1) > 0
 
         in_fork(body)
         assert pending.result() > 0
@@ -407,7 +407,7 @@ def test_close_finishes_running_calls_and_drops_the_others() -> None:
     served = Served()
     service = Service(served, Calls, ANYWHERE, num_threads=1)
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS, retry_seconds=0.2) as client:
-        running, queued = client.begin("wait", 1), client.begin("add", 1)
+        running, queued = client.start("wait", 1), client.start("add", 1)
         wait_until(lambda: (service.counts()["running"], service.counts()["queued"]) == (1, 1))
         closing = threading.Thread(target=service.close)
         closing.start()
@@ -426,7 +426,7 @@ def test_close_finishes_running_calls_and_drops_the_others() -> None:
 def test_close_does_not_wait_for_a_future() -> None:
     service = Service(Served(), Calls, ANYWHERE)
     with Client(Calls, service.address) as client:
-        pending = client.begin("meet", 1, deadline=0.5)
+        pending = client.start("meet", 1, deadline=0.5)
         wait_until(lambda: service.counts()["running"] == 1)
         service.close()
         assert service.counts()["dropped"] == 1
@@ -438,7 +438,7 @@ def test_close_reports_a_method_that_does_not_end() -> None:
     served, before = Served(), set(threading.enumerate())
     service = Service(served, Calls, ANYWHERE, close_seconds=0.05)
     with Client(Calls, service.address) as client:
-        pending = client.begin("wait", 1, deadline=DEADLINE_SECONDS)
+        pending = client.start("wait", 1, deadline=DEADLINE_SECONDS)
         wait_until(lambda: service.counts()["running"] == 1)
         with pytest.raises(RpcError, match=r"1 methods still ran 0\.05 s after close\(\)"):
             service.close()

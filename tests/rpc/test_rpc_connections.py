@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, Served, wait_until, resident_bytes, server_process
+from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, Served, resident_bytes, server_process, wait_until
 from satrap.errors import InputError
 from satrap.rpc import Client, Keys, Limits, Service
 from satrap.rpc.connections import Connections
@@ -173,7 +173,7 @@ def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) 
         assert honest.call.add(1) == 2
         assert peak_bytes(process.pid) < before + limit + 40 * MB
         with Client(Calls, address, Keys.read(client) if secured else None) as another:
-            assert another.within(DEADLINE_SECONDS).add(1) == 3
+            assert another.with_deadline(DEADLINE_SECONDS).add(1) == 3
 
 
 @pytest.mark.parametrize("secured", [False, True])
@@ -187,7 +187,7 @@ def test_silent_connections_do_not_shut_out_others(tmp_path: Path, secured: bool
         for _ in range(400):
             peers.append(socket.create_connection((host, int(port)), DEADLINE_SECONDS))
         with Client(Calls, address, Keys.read(client) if secured else None) as honest:
-            assert honest.within(8.0).add(1) == 1, "before the handshake timeout"
+            assert honest.with_deadline(8.0).add(1) == 1, "before the handshake timeout"
         files = f"/proc/{process.pid}/fd"
         wait_until(lambda: len(os.listdir(files)) < 128)
         before = _cpu_seconds(process.pid)

@@ -45,7 +45,7 @@ def test_no_call_is_lost_in_a_network_that_loses(seed: int, drop: float, repeat:
         def work(number: int) -> None:
             for step in range(15):
                 ids = np.arange(number * 100 + step, dtype=np.uint64)
-                pending_calls = [client.begin("double", ids), client.begin("add", 1)]
+                pending_calls = [client.start("double", ids), client.start("add", 1)]
                 assert np.array_equal(pending_calls[0].result(), 2 * ids)
                 assert pending_calls[1].result() > 0
 
@@ -101,7 +101,7 @@ def test_only_the_client_key_is_accepted(tmp_path: Path) -> None:
                 with Client(Calls, service.address, keys) as refused:
                     for _ in range(2):
                         with pytest.raises(DeadlineError, match=message):
-                            refused.within(DEADLINE_SECONDS if at_once else 0.4).add(100)
+                            refused.with_deadline(DEADLINE_SECONDS if at_once else 0.4).add(100)
             assert good.call.add(1) == 2
         assert served.num_runs == 2
 
@@ -122,7 +122,7 @@ def test_a_client_with_keys_refuses_a_server_without(tmp_path: Path) -> None:
     served = Served()
     with Service(served, Calls, LOOPBACK, insecure=True) as service, Client(Calls, service.address, client) as refused:
         with pytest.raises(DeadlineError, match="no connection: only one of the two has keys"):
-            refused.within(DEADLINE_SECONDS).add(100)
+            refused.with_deadline(DEADLINE_SECONDS).add(100)
         assert served.num_runs == 0 and service.counts()["bad"] == 0
 
 

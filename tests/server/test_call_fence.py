@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import batch, contents, features, server_processes, one_table, sharded_worker, running_servers
+from cluster import batch, contents, features, one_table, running_servers, server_processes, sharded_worker
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin
 from satrap.server.migration.coordinator import Migration
@@ -62,18 +62,18 @@ def test_a_late_duplicate_of_receive_does_not_discard_rows() -> None:
         looked = worker.lookup(batch(EXACT), step=1)
         assert looked.ticket is not None
         worker.update([looked.ticket], [np.ones((len(EXACT), 2), np.float32)], step=1)
-        wanted, begin = contents(worker, EXACT), Client.begin
+        wanted, begin = contents(worker, EXACT), Client.start
         made: list[tuple[Client[Any], tuple[Any, ...]]] = []
 
         def late(self: Client[Any], method: str, *arguments: Any, **named: Any) -> Any:
-            if method == "receive":
+            if method == "expect_buckets":
                 made.append((self, arguments))
             elif method == "import_metadata":
                 for client, again in made:
-                    begin(client, "receive", *again).result()
+                    begin(client, "expect_buckets", *again).result()
             return begin(self, method, *arguments, **named)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Client, "begin", late)
+            patched.setattr(Client, "start", late)
             Migration(both[:1], both).run()
         assert made and contents(worker, EXACT) == wanted

@@ -17,13 +17,13 @@ from bag_oracle import draw_bags
 from cluster import (
     ANYWHERE,
     batch,
-    step_both,
     contents,
     features,
-    server_processes,
     one_table,
-    sharded_worker,
     running_servers,
+    server_processes,
+    sharded_worker,
+    step_both,
 )
 from faults import killed_at_random, train_until
 from rpc_parts import FrameProxy

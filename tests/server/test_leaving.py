@@ -166,7 +166,7 @@ def test_a_checkpoint_from_another_thread(overlap: bool, tmp_path: Path) -> None
     inside, done = threading.Event(), threading.Event()
 
     def save() -> None:
-        with embeddings.paused():
+        with embeddings.pause():
             inside.set()
             done.wait(0.3)
 
@@ -205,7 +205,7 @@ def test_positions_never_go_back(tmp_path: Path) -> None:
     embeddings = Job(str(tmp_path), 8).embeddings
     embeddings = Embeddings(dict(embeddings.features), staleness=4, num_threads=1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    embeddings.follow(source)
+    embeddings.track_position(source)
     for batch in embeddings.stream(source, overlap=False):
         if batch.step != 6:
             batch.embeddings.sum().backward()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, step_both, contents, features, sharded_worker, running_servers
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, features, running_servers, sharded_worker, step_both
 from faults import killed_at_random
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, MinCount, Normal, Table, Zeros
@@ -48,7 +48,7 @@ class Tour:
         try:
             for num_servers in tour:
                 wanted = addresses[:num_servers]
-                self.done.append(Migration(now, wanted, deadline=DEADLINE_SECONDS, breath=0.0, **options).run())
+                self.done.append(Migration(now, wanted, deadline=DEADLINE_SECONDS, pause_ratio=0.0, **options).run())
                 now = wanted
         except BaseException as error:
             self.caught = error
@@ -84,7 +84,7 @@ def test_rows_equal_those_of_a_local_worker(rng: np.random.Generator) -> None:
         assert contents(worker) == contents(local)
         for each in worker.tables.values():
             each.check()
-        assert len(worker.servers.view) == TOUR[-1] and worker.tables.layout > 50
+        assert len(worker.servers.topology) == TOUR[-1] and worker.tables.map_version > 50
 
 
 def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None:
@@ -206,7 +206,7 @@ def test_saves_during_migrations_are_complete(tmp_path: Path, rng: np.random.Gen
         Migration(addresses[:1], addresses[:2]).run()
         with pytest.raises(SnapshotError, match="or save the whole table"):
             worker.tables["item"].save_changes(tmp_path / "refused", since=since["item"])
-        assert worker.tables.layout == worker.servers.view.members.version
+        assert worker.tables.map_version == worker.servers.topology.shard_map.version
         folders = {name: [tmp_path / f"{name}-full", tmp_path / f"{name}-changes"] for name in worker.tables}
         since = {name: each.save(folders[name][0]) for name, each in worker.tables.items()}
         step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], step + 1)
@@ -290,7 +290,7 @@ def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
                     looked = each.lookup(batch(ids[: 15_000 * step]), step=step)
                     each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
                 before = client.call.load(Origin())
-                Migration(addresses[:now], addresses[:wanted], breath=0.0).run()
+                Migration(addresses[:now], addresses[:wanted], pause_ratio=0.0).run()
                 sizes.append(client.call.load(Origin())["bytes"] / before["bytes"])
                 assert before["latest_step"] == step and before["work_seconds"] > 0
         assert sizes[0] < 0.7 and sizes[1] > 1.4 and sizes[2] < 0.7
@@ -306,7 +306,7 @@ def test_later_trainers_find_the_current_servers(rng: np.random.Generator) -> No
         with sharded_worker(features(), addresses[:1]) as worker:
             step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
             for now, wanted in ((addresses[:1], addresses), (addresses, addresses[:2]), (addresses[:2], addresses[1:])):
-                Migration(now, wanted, breath=0.0).run()
+                Migration(now, wanted, pause_ratio=0.0).run()
         for given in (addresses[:1], addresses[1:], addresses):
             with sharded_worker(features(), given) as worker:
                 assert worker.servers.addresses == tuple(addresses[1:])
@@ -347,7 +347,7 @@ class Training:
 def test_a_migration_killed_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """1 -> 3 -> 2 servers, each time restarted with a few calls more, until a run completes."""
     local = LocalWorker(features(), num_threads=1)
-    begin, mine, left = Client.begin, threading.get_ident(), [0]
+    begin, mine, left = Client.start, threading.get_ident(), [0]
 
     def counted(self: Client[Any], *arguments: Any, **named: Any) -> Any:
         if threading.get_ident() == mine:
@@ -359,12 +359,12 @@ def test_a_migration_killed_at_any_call_is_run_again(monkeypatch: pytest.MonkeyP
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses, num_deaths = [each.address for each in services], 0
         with Training(local, worker, rng) as training, monkeypatch.context() as patched:
-            patched.setattr(Client, "begin", counted)
+            patched.setattr(Client, "start", counted)
             for now, wanted in ((addresses[:1], addresses), (addresses, addresses[1:])):
                 for num_calls in range(3, 1000):
                     left[0] = num_calls
                     with suppress(ConnectionAbortedError):
-                        Migration(now, wanted, group_bytes=500, breath=0.0).run()
+                        Migration(now, wanted, group_bytes=500, pause_ratio=0.0).run()
                         break
                     num_deaths += 1
         assert contents(worker) == contents(local)
@@ -380,7 +380,7 @@ def test_a_coordinator_suspended_during_another_migration_is_refused(
 ) -> None:
     """Suspended before one of its calls, a different one each time, while another coordinator completes a migration."""
     local, slept, refused = LocalWorker(features(), num_threads=1), 0, 0
-    begin, mine = Client.begin, threading.get_ident()
+    begin, mine = Client.start, threading.get_ident()
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses = [each.address for each in services]
         with Training(local, worker, rng):
@@ -393,16 +393,16 @@ def test_a_coordinator_suspended_during_another_migration_is_refused(
                     if threading.get_ident() == mine:
                         left[0] -= 1
                         if left[0] == -1:
-                            Migration(addresses, others, group_bytes=500, breath=0.0).run()
+                            Migration(addresses, others, group_bytes=500, pause_ratio=0.0).run()
                     return begin(self, *arguments, **named)
 
-                monkeypatch.setattr(Client, "begin", interrupted)
+                monkeypatch.setattr(Client, "start", interrupted)
                 try:
-                    Migration(addresses, addresses[1:], group_bytes=500, breath=0.0).run()
+                    Migration(addresses, addresses[1:], group_bytes=500, pause_ratio=0.0).run()
                 except ConfigError as error:
                     assert "another migration is running" in str(error)
                     refused += 1
-                monkeypatch.setattr(Client, "begin", begin)
+                monkeypatch.setattr(Client, "start", begin)
                 if left[0] >= 0:
                     break  # the migration ended before
                 slept += 1
@@ -420,7 +420,7 @@ def test_server_addresses_are_those_of_the_first_trainer() -> None:
             sharded_worker(table(), others),
             Client(ServerCalls, addresses[0]) as client,
         ):
-            assert client.call.members(Origin(), 0)["members"]["addresses"] == addresses
+            assert client.call.get_shard_map(Origin(), 0)["members"]["addresses"] == addresses
 
 
 def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generator) -> None:
@@ -433,7 +433,7 @@ def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generato
             for _ in range(40):
                 wanted = [str(each) for each in draw.permutation(addresses)[: draw.integers(1, 4)]]
                 try:
-                    Migration(addresses, wanted, deadline=DEADLINE_SECONDS, group_bytes=500, breath=0.0).run()
+                    Migration(addresses, wanted, deadline=DEADLINE_SECONDS, group_bytes=500, pause_ratio=0.0).run()
                 except ConfigError as error:
                     if "another migration is running" not in str(error):
                         caught.append(error)
@@ -446,7 +446,7 @@ def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generato
                 each.start()
             for each in movers:
                 each.join(DEADLINE_SECONDS)
-        Migration(addresses, addresses[:2], breath=0.0).run()
+        Migration(addresses, addresses[:2], pause_ratio=0.0).run()
         assert contents(worker) == contents(local) and caught == []
         for table in worker.tables.values():
             table.check()

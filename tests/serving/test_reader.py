@@ -19,7 +19,7 @@ import torch
 
 from bag_oracle import draw_bags
 from checkpoint_job import Job as SavedJob
-from cluster import DEADLINE_SECONDS, IDS, features, server_processes, running_servers
+from cluster import DEADLINE_SECONDS, IDS, features, running_servers, server_processes
 from loop import NUM_IDS, batches, bits, job, loss_of, tables, train
 from satrap import (
     AttemptError,
@@ -188,7 +188,7 @@ def test_it_follows_a_run_through_restarts_migrations_and_resumes(tmp_path: Path
             if reader is not None:
                 reader.lookup("item", EVERY)  # no client has called that server since its restart
             check_reads(reader, embeddings, data)
-            Migration(addresses[:2], addresses[1:], breath=0.0).run()
+            Migration(addresses[:2], addresses[1:], pause_ratio=0.0).run()
             check_reads(reader, embeddings, data)
             train_until(*trainer, data, 6)
             check_reads(reader, embeddings, data)
@@ -431,12 +431,12 @@ def test_leases() -> None:
     leases = Leases()
     leases.renew(3, "a", "here", 50.0)
     leases.renew(3, "b", "there", 0.0)
-    assert leases.left().keys() == {"a"} and leases.left()["a"][0] == "here"
+    assert leases.remaining().keys() == {"a"} and leases.remaining()["a"][0] == "here"
     leases.renew(5, "c", "there", 50.0)
     leases.renew(3, "a", "here", 500.0)  # a replaced trainer
-    assert float(leases.left()["a"][1]) <= 50.0
+    assert float(leases.remaining()["a"][1]) <= 50.0
     leases.renew(5, "c", "there", 0.0)
-    assert leases.left().keys() == {"a"}
+    assert leases.remaining().keys() == {"a"}
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:

@@ -36,15 +36,15 @@ def follow(windows: list[list[ServerLoad]], step_seconds: float = 1.0, **bounds:
 def test_servers_are_added_for_a_full_one_after_some_windows() -> None:
     found = follow([servers(0.85, 0.5)] * 4)
     assert [each.change for each in found] == [0, 0, 1, 0]
-    assert "memory at 0.85 of its limit" in found[2].why
-    assert "the last change was 10 s ago" not in found[2].why
+    assert "memory at 0.85 of its limit" in found[2].reason
+    assert "the last change was 10 s ago" not in found[2].reason
 
 
 def test_enough_servers_are_added_to_reach_the_goal() -> None:
     assert follow([servers(0.9, 0.9, 0.9)], patience=1)[0].add == 2  # 3 * 0.9 / 0.6 = 4.5
     assert follow([servers(0.9, 0.9, 0.9)], patience=1, max_servers=4)[0].add == 1
     assert follow([servers(0.9, 0.9, 0.9)], patience=1, max_servers=3)[0] == Decision(
-        why="memory at 0.90 of its limit, work at 0.10 of a step, with 3 servers"
+        reason="memory at 0.90 of its limit, work at 0.10 of a step, with 3 servers"
     )
 
 
@@ -101,7 +101,7 @@ def test_a_change_resets_the_patience() -> None:
 def test_after_a_change_there_is_a_pause() -> None:
     found = follow([servers(0.85, 0.5)] * 16, pause_seconds=100.0)
     assert [n for n, each in enumerate(found) if each.change] == [2, 12]
-    assert "but the last change was 90 s ago" in found[11].why
+    assert "but the last change was 90 s ago" in found[11].reason
 
 
 def test_bounds_are_kept_at_once() -> None:

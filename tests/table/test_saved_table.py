@@ -187,14 +187,14 @@ def test_servers_read_what_the_trainer_sees(tmp_path: Path) -> None:
         servers = served.embeddings.worker.servers
         chains = [[str(served.two / "tables" / str(table))] for table in (0, 1)]
         seen = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
-        servers.all("verify", chains, seen, patient=True)
+        servers.call_all("verify", chains, seen, patient=True)
         other = [[checksum_of(served.one / "tables/0")], seen[1]]
         for call in ("verify", "restore"):
             servers.attempt += call == "restore"
             with pytest.raises(
                 SnapshotError, match="holds other snapshots on this machine than the trainer sees there"
             ):
-                servers.all(call, chains, other, patient=True)
+                servers.call_all(call, chains, other, patient=True)
         served.close()
 
 

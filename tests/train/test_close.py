@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import satrap.run_context
-from cluster import ANYWHERE, DEADLINE_SECONDS, features, sharded_worker, running_servers
+from cluster import ANYWHERE, DEADLINE_SECONDS, features, running_servers, sharded_worker
 from forks import in_fork
 from loop import batches, job, loss_of, tables
 from remote_worker_parts import Net, source, working, write
@@ -217,12 +217,12 @@ def test_before_close_runs_while_connections_are_open(
         )
         monkeypatch.setattr(satrap.run_context, "_before_end", [])
         with embeddings:
-            embeddings.before_close(lambda: rows.append(len(embeddings.tables["item"])))
+            embeddings.run_before_close(lambda: rows.append(len(embeddings.tables["item"])))
             if raised is not None:
                 raise raised
     assert len(rows) == 1 - num_pending
     with pytest.raises(StreamError, match="closed") if num_pending else nullcontext():
-        satrap.run_context.end()
+        satrap.run_context.run_exit_hooks()
     assert len(rows) == 1 - num_pending
 
 
@@ -278,7 +278,7 @@ def service() -> Iterator[Service]:
 
 
 def test_a_call_outlives_the_callers_reference_to_its_client(service: Service) -> None:
-    pending = Client(Calls, service.address).begin("double", np.arange(3, dtype=np.uint64))
+    pending = Client(Calls, service.address).start("double", np.arange(3, dtype=np.uint64))
     gc.collect()
     np.testing.assert_array_equal(pending.result(), [0, 2, 4])
     del pending
@@ -290,7 +290,7 @@ def test_a_client_is_collected_with_its_last_call(service: Service) -> None:
     before = num_resources()
 
     def call() -> None:
-        pending = Client(Calls, service.address).begin("nothing")
+        pending = Client(Calls, service.address).start("nothing")
         pending.result()
         pending.itself = pending  # type: ignore[attr-defined]
 

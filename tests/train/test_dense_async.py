@@ -298,7 +298,7 @@ def test_migrations_lose_nothing() -> None:
                 loss_of(model, one).backward()
                 if number % 10 == 0:  # with a batch in flight
                     now = 1 if number == 10 else number // 10
-                    Migration(addresses[:now], addresses[: 1 + number // 10 % 3], breath=0.0).run()
+                    Migration(addresses[:now], addresses[: 1 + number // 10 % 3], pause_ratio=0.0).run()
                 optimizer.step()
             assert all(map(np.array_equal, expected, values_of(model)))
 

@@ -348,7 +348,7 @@ def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> No
     items = batches(7)
     first, second = (Iterable(items), items) if declared else (items, Iterable(items))
     embeddings, model, optimizer = job()
-    embeddings.follow(first)
+    embeddings.track_position(first)
     with embeddings.stream(first) as stream:
         for batch in stream:
             loss_of(model, batch).backward()

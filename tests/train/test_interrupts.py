@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, sharded_worker, running_servers
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, running_servers, sharded_worker
 from interrupts import Interrupts, no_hang
 from remote_worker_parts import send_through, working
 from rpc_parts import Calls, Served
@@ -124,7 +124,7 @@ class Loop:
 
     def _pause(self) -> None:
         """Do what a checkpoint does around its save."""
-        with self._embeddings.paused():
+        with self._embeddings.pause():
             pass
 
     def _next(self) -> Any:

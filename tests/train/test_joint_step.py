@@ -163,7 +163,7 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     embeddings, model, optimizer = job(staleness=1)
     weights: list[float] = []
     others = iter([8, 8, 8, 0])
-    joint = JointStepCallbacks(lambda own: JointStep.of([own, (next(others), 2, 0)], 0), weights.append)
+    joint = JointStepCallbacks(lambda own: JointStep.from_batches([own, (next(others), 2, 0)], 0), weights.append)
     inputs = PaddedBatches(iter([*batches(1), *batches(1, size=3)]), embeddings.features.names)
     stream = Stream(
         inputs,
@@ -214,7 +214,7 @@ def test_the_optimizer_weighs_dense_gradients_until_the_next_weight() -> None:
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any))
 def test_the_mean_of_weighted_means_is_the_mean(sizes: list[int]) -> None:
     batches = [(n, 3 if n else 0, 0 if n else -1) for n in sizes]
-    steps = [JointStep.of(batches, rank) for rank in range(len(sizes))]
+    steps = [JointStep.from_batches(batches, rank) for rank in range(len(sizes))]
     values = [np.arange(n) + 7.0 * rank for rank, n in enumerate(sizes)]
     means = [step.weight * each.mean() if len(each) else 0.0 for step, each in zip(steps, values, strict=True)]
     assert np.isclose(np.mean(means), np.concatenate(values).mean())
@@ -238,7 +238,7 @@ def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, .
     assert next(stream) is one
     padding = next(stream)
     assert describe(padding) == describe(None)
-    dense, found = JointStep.of([describe(padding), describe(one)], 0).padding()
+    dense, found = JointStep.from_batches([describe(padding), describe(one)], 0).padding()
     assert dense.shape == (2, 3) and not dense.any()
     assert (None if found is None else found.shape[1:]) == (None if label is None else label[1:])
     stream.stop()

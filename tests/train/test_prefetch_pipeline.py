@@ -136,9 +136,9 @@ def test_the_user_is_needed_when_only_a_step_opens_the_gate(mode: str) -> None:
     assert pipeline.next() == (1, 2)
     assert pipeline.needs_user()
     assert pipeline.next() == (2, 3), "returned before its lookup"
-    assert not pipeline.bring(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2]
+    assert not pipeline.wait_for_lookup(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2]
     pipeline.drop(1)
-    assert pipeline.bring(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2, 3]
+    assert pipeline.wait_for_lookup(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2, 3]
     pipeline.close()
     assert tables.applied == []
 
@@ -161,9 +161,9 @@ def test_all_batches_may_be_taken_before_the_first_step(
     assert tables.looked_up == [1 + i // accumulate for i in range(min(free, 20))]
     for first in range(0, 20, accumulate):
         steps = [step for _, step in got[first : first + accumulate]]
-        assert pipeline.bring(partial(looked_up, tables, first + len(steps)))
+        assert pipeline.wait_for_lookup(partial(looked_up, tables, first + len(steps)))
         if first + free + accumulate <= 20:
-            assert not pipeline.bring(partial(looked_up, tables, first + free + 1))
+            assert not pipeline.wait_for_lookup(partial(looked_up, tables, first + free + 1))
         pipeline.submit(tables.update(*steps))
     assert pipeline.drain()
     pipeline.close()
@@ -178,7 +178,7 @@ def test_the_last_batch_read_ahead_can_be_taken_back(mode: str) -> None:
     assert first is not None and second is not None and third is not None
     assert not pipeline.return_item(first) and not pipeline.return_item(second) and pipeline.return_item(third)
     pipeline.drop(1)
-    assert pipeline.bring(lambda: 2 in tables.looked_up)
+    assert pipeline.wait_for_lookup(lambda: 2 in tables.looked_up)
     pipeline.close()
 
 
@@ -327,7 +327,7 @@ def test_a_pause_waits_for_lookups_and_updates(concurrent: tuple[PrefetchPipelin
     inside, go_on = threading.Event(), threading.Event()
 
     def pause() -> None:
-        with pipeline.paused():
+        with pipeline.pause():
             inside.set()
             assert go_on.wait(DEADLINE_SECONDS)
             found.append((list(tables.inside), list(tables.applied)))
@@ -357,7 +357,7 @@ def test_of_two_errors_the_first_is_raised(concurrent: tuple[PrefetchPipeline[tu
     pipeline.submit(tables.update(2))
     pipeline.submit(tables.update(3))
     tables.hold_update.set()
-    wait_until("a refused update", lambda: pipeline.failed == 1)
+    wait_until("a refused update", lambda: pipeline.num_failed == 1)
     tables.hold_lookup.set()
     wait_until("the end of both", lambda: not threads_of_tables())
     with pytest.raises(NonFiniteError, match="bad gradient") as caught:
@@ -387,7 +387,7 @@ def test_an_error_of_a_lookup_waits_for_the_concurrent_update(
         with pytest.raises(NonFiniteError, match="bad gradient"):
             pipeline.finish()
     pipeline.finish()
-    assert tables.applied == ([1, 3] if refused else [1, 2, 3]) and pipeline.failed == refused
+    assert tables.applied == ([1, 3] if refused else [1, 2, 3]) and pipeline.num_failed == refused
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, batch, server_processes, one_table, sharded_worker, running_servers
-from faults import random_faults, killed_at_random, stop_and_go
+from cluster import DEADLINE_SECONDS, batch, one_table, running_servers, server_processes, sharded_worker
+from faults import killed_at_random, random_faults, stop_and_go
 from loop import batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.errors import CapacityError

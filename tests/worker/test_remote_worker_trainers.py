@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import DEADLINE_SECONDS, server_processes, running_servers
-from faults import random_faults, kill
+from cluster import DEADLINE_SECONDS, running_servers, server_processes
+from faults import kill, random_faults
 from loop import NUM_IDS
 from remote_worker_parts import KillableWorker, ending, working
 from trainers import Trainers, said

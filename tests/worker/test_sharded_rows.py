@@ -12,7 +12,7 @@ import pytest
 
 import satrap.server.server
 from bag_oracle import draw_bags, follow
-from cluster import ANYWHERE, IDS, batch, step_both, contents, features, one_table, sharded_worker, running_servers
+from cluster import ANYWHERE, IDS, batch, contents, features, one_table, running_servers, sharded_worker, step_both
 from satrap.config.job import Job
 from satrap.errors import (
     AttemptError,
@@ -222,7 +222,7 @@ def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
         asked = {1: (0, str(tmp_path / "a"), None, first)}
-        again = worker.servers.each("save", 0, asked, view=worker.servers.view)
+        again = worker.servers.call_servers("save", 0, asked, view=worker.servers.topology)
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
         assert table.save(tmp_path / "a") == first + 2, "a second save by the user is another one"
@@ -318,7 +318,7 @@ def test_a_restore_that_fails_leaves_a_server_that_can_be_restored(tmp_path: Pat
         next((tmp_path / "a").rglob("part-*.arrow")).write_bytes(b"")
         worker.servers.attempt += 1
         with pytest.raises(SnapshotError, match="has 0 bytes"):
-            worker.servers.all("restore", [[str(tmp_path / "a")]], [[checksum_of(tmp_path / "a")]])
+            worker.servers.call_all("restore", [[str(tmp_path / "a")]], [[checksum_of(tmp_path / "a")]])
         worker.tables.clear()
         worker.lookup(batch(range(4)), step=1)
         assert len(worker.tables["t"]) == 4

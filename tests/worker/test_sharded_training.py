@@ -77,7 +77,7 @@ def test_the_next_checkpoint_after_a_migration_is_whole(known: bool, tmp_path: P
             train(embeddings, model, optimizer, batches(2, seed=n))
             embeddings.drain()
             if n in (2, 4):
-                Migration(addresses[:2], addresses if n == 2 else addresses[1:], breath=0.0).run()
+                Migration(addresses[:2], addresses if n == 2 else addresses[1:], pause_ratio=0.0).run()
             if known:
                 assert len(embeddings.tables["item"]) > 0
             run.save()

@@ -20,12 +20,12 @@ from cluster import (
     DEADLINE_SECONDS,
     IDS,
     batch,
-    step_both,
     contents,
     features,
     one_table,
-    sharded_worker,
     running_servers,
+    sharded_worker,
+    step_both,
 )
 from loop import DIM, Net, batches, job, rows, train
 from satrap import Embeddings, _core

@@ -44,7 +44,7 @@ from satrap.config.durable import put_on_disk
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
-from satrap.run_context import current
+from satrap.run_context import current_context
 from satrap.table.snapshot.manifest import checksum
 from satrap.table.snapshot.saved_table import SavedTable
 from satrap.train.embeddings import Embeddings
@@ -86,7 +86,7 @@ class Checkpoint:
             raise CheckpointError(f"further has the reserved names {sorted(taken)}: use other names")
         for name, value in (("keep", keep), ("full_every", full_every)):
             _require_count(name, value)
-        path, context = os.fspath(path), current()
+        path, context = os.fspath(path), current_context()
         if context is not None and context.is_copy and "://" not in path and not os.path.isabs(path):
             raise CheckpointError(
                 f"path is {path!r}, but this script runs in a temporary copy of its folder, which is removed with the "
@@ -96,14 +96,14 @@ class Checkpoint:
         self._objects = {"model": unwrap(model), "optimizer": optimizer, **(further or {})}
         self._embeddings, self._data = embeddings, data
         self._keep, self._full_every = keep, full_every
-        embeddings.follow(data)
+        embeddings.track_position(data)
         self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
         self._layout = 0  # the tables' layout at that time
         self._since_full = 0
         self._saved_step = -1
         self._source: Mapping[str, Any] | None = None
-        if embeddings.apart:
-            embeddings.before_close(self._join_saves_until_end)
+        if embeddings.is_async:
+            embeddings.run_before_close(self._join_saves_until_end)
 
     def save(self, *, every_steps: int | None = None) -> bool:
         """Write a checkpoint; return whether one was written. every_steps: write only if the step is a multiple, once.
@@ -133,8 +133,8 @@ class Checkpoint:
 
     def _save_together(self, every_steps: int | None) -> bool:
         """Make one save of all trainers; return whether it completes this trainer's request."""
-        trainers, in_step = self._embeddings.trainers, not self._embeddings.apart
-        with self._embeddings.paused():
+        trainers, in_step = self._embeddings.trainers, not self._embeddings.is_async
+        with self._embeddings.pause():
             position = self._embeddings.position_of(self._data)
             request = [self._directory.name, self._embeddings.step, every_steps, position and position.to_dict()]
             # Once this returns, all trainers are paused.
@@ -162,19 +162,19 @@ class Checkpoint:
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
         with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
-            tables, layout = self._embeddings.tables, self._embeddings.tables.layout
+            tables, layout = self._embeddings.tables, self._embeddings.tables.map_version
             parent_crc32c = None if parent is None else self._directory.checksum_of(parent[0])
             if layout != self._layout or parent_crc32c is None:
                 parent = None  # rows have migrated, or the parent was removed
             try:
                 versions = self._save_tables(folder, parent)
             except SnapshotError as error:
-                unknown = isinstance(error, ChangesError) or tables.layout != layout
+                unknown = isinstance(error, ChangesError) or tables.map_version != layout
                 if parent is None or not unknown:
                     raise
                 # A server restarted, rows have migrated, or more rows were removed than the tables remember.
                 shutil.rmtree(folder / TABLES, ignore_errors=True)
-                parent, layout = None, tables.layout
+                parent, layout = None, tables.map_version
                 versions = self._save_tables(folder, None)
             save_state(folder / STATE, self._state([state_of(each) for each in randoms]))
             entry = CheckpointManifest(
@@ -227,7 +227,7 @@ class Checkpoint:
             self._embeddings.join_attempt()
             self._embeddings.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
             self._saved_step = newest.step
-        if (context := current()) is not None and context.rank == 0:  # started by `satrap run`
+        if (context := current_context()) is not None and context.rank == 0:  # started by `satrap run`
             print(f"launch {context.launch} continues after step {newest.step}, from {newest.where}", file=sys.stderr)
         return True
 
@@ -253,15 +253,15 @@ class Checkpoint:
         if older or any(each.offset is not None for each in known):
             why = "its release sharded the data differently" if older else "its positions are offsets in the data"
             raise CheckpointError(
-                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: {why}: resume it "
-                f"with {len(known)} trainers"
+                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: {why}: "
+                f"resume it with {len(known)} trainers"
             )
         return Position.after(known)
 
     def _restore_tables(self, chain: list[CheckpointManifest]) -> None:
         newest, tables = chain[-1], self._embeddings.tables
         folders = table_folders(chain)
-        self._layout = tables.layout
+        self._layout = tables.map_version
         changes_may_follow = tables.restore(folders)
         require_rows(chain, {name: len(table) for name, table in tables.items()})
         self._last = newest.folder.name, {name: tables[name].version for name in tables}
@@ -331,7 +331,7 @@ class Checkpoint:
         tables = self._embeddings.tables
         for i, name in enumerate(tables):
             path = folder / table_key(i)
-            saved = SavedTable.of(path, len(tables[name]))
+            saved = SavedTable.from_folder(path, len(tables[name]))
             rows = sum(part.rows for part in saved.parts)
             if is_full and rows != saved.rows:
                 raise SnapshotError(f"table {name!r} has {saved.rows} rows, and {path} holds {rows}: nothing was saved")

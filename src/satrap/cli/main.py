@@ -1,5 +1,5 @@
 """The commands of `satrap`. `run` runs a script on a cluster, and `scale` changes its number of servers; `keys`,
-`server`, `worker` and `move` are for a cluster that is managed by hand; `doctor` checks this machine.
+`server`, `worker` and `migrate` are for a cluster that is managed by hand; `doctor` checks this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -83,8 +83,8 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _keys(options.folder)
         case "scale":
             return _scale(options.folder, options.servers)
-        case "move":
-            return _move(options.now, options.wanted, options.keys)
+        case "migrate":
+            return _migrate(options.current, options.target, options.keys)
         case "worker":
             return _worker(options)
         case _:
@@ -163,13 +163,13 @@ def _scale(folder: Path, servers: int) -> Iterator[str]:
     yield f"requested {servers} server{'s'[: servers != 1]}; the output of the run reports the result"
 
 
-def _move(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:
+def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:
     from satrap.rpc import Keys
     from satrap.server.migration.coordinator import Migration
 
     result = Migration(current, target, keys=None if keys is None else Keys.read(keys)).run()
     yield (
-        f"moved {result.buckets} buckets ({result.rows:,} rows, {result.bytes / 2**20:,.0f} MiB) in "
+        f"migrated {result.buckets} buckets ({result.rows:,} rows, {result.bytes / 2**20:,.0f} MiB) in "
         f"{result.seconds:.1f} s; no bucket was frozen for more than {result.longest_frozen_seconds:.2f} s"
     )
 

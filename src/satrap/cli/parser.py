@@ -22,7 +22,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_server(commands)
     _add_worker(commands)
-    _add_move(commands)
+    _add_migrate(commands)
     _add_keys_and_doctor(commands)
     trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
     trainer.add_argument("--context", required=True)
@@ -214,24 +214,25 @@ def _add_threads(command: argparse.ArgumentParser) -> None:
     command.add_argument("--threads", type=int, metavar="N", help="threads for each call (default: number of cores)")
 
 
-def _add_move(commands: _Commands) -> None:
-    move = commands.add_parser(
-        "move",
-        help="move rows between servers that were started by hand",
-        description="Move rows between servers that were started by hand, while trainers use them. Afterwards the "
+def _add_migrate(commands: _Commands) -> None:
+    migrate = commands.add_parser(
+        "migrate",
+        help="migrate rows between servers that were started by hand",
+        description="Migrate rows between servers that were started by hand, while trainers use them. Afterwards the "
         "target servers own equal shares; the others are empty and may be stopped. If it is "
         "interrupted, run the same command again.",
     )
-    for option, which in (("--now", "all current servers"), ("--wanted", "the target servers")):
-        move.add_argument(
+    for option, name, which in (("--from", "current", "all current servers"), ("--to", "target", "the target servers")):
+        migrate.add_argument(
             option,
+            dest=name,
             nargs="+",
             action="extend",
             required=True,
             metavar="ADDRESS",
             help=f"addresses of {which}, in order",
         )
-    move.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    migrate.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
 
 
 def _add_keys_and_doctor(commands: _Commands) -> None:

@@ -98,10 +98,10 @@ class LabelColumn(Config):
             self._check_kind("missing", self.missing)
 
     def _check_kind(self, name: str, number: float) -> None:
-        if self.outside(np.array([number], np.float32))[0]:
-            raise ConfigError(f"label column {self.name!r}: {name} is {number:g}; expected {self.wanted}")
+        if self.find_invalid(np.array([number], np.float32))[0]:
+            raise ConfigError(f"label column {self.name!r}: {name} is {number:g}; expected {self.expected}")
 
-    def outside(self, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+    def find_invalid(self, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Return which numbers are not of the column's kind; NaN, which is a missing label, is of no kind."""
         match self.kind:
             case "binary":
@@ -113,7 +113,7 @@ class LabelColumn(Config):
         return np.asarray(~inside)
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         """The numbers of the column's kind, in words for messages, and what to declare for others."""
         match self.kind:
             case "binary":
@@ -123,14 +123,14 @@ class LabelColumn(Config):
         return "a finite label"
 
     @property
-    def texts(self) -> dict[str, float] | None:
+    def text_values(self) -> dict[str, float] | None:
         """The texts that stand for numbers, with the numbers; None: the column holds numbers."""
         if self.true is not None:
             return dict.fromkeys(self.true, 1.0)
         return None if self.values is None else dict(self.values)
 
     @property
-    def other(self) -> float | None:
+    def other_value(self) -> float | None:
         """The number that any other text stands for; None: another text is malformed."""
         return None if self.true is None else 0.0
 

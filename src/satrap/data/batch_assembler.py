@@ -26,10 +26,10 @@ from satrap.config.columns import Columns
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import concatenated
 from satrap.data.inputs import Inputs, Position
-from satrap.data.skipped_rows import SkippedRows
 from satrap.data.rank_split import EpochPlan, GroupShare, RowAssigner, RowRange, plan_epoch
 from satrap.data.read_ahead import ReadAhead
 from satrap.data.shuffle_order import LegacyTurn, legacy_share, legacy_turns, permutation
+from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import SourceError
 
 

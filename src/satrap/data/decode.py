@@ -210,7 +210,7 @@ class _Decoder:
     def label(self, column: LabelColumn, array: Any) -> NDArray[np.float32]:
         """Return the labels, as [n]."""
         array = self._decoded(array)
-        texts = column.texts
+        texts = column.text_values
         if texts is None:
             if not (_is_number(self.arrow, array.type) or self.arrow.types.is_null(array.type)):
                 self._refuse_type(
@@ -224,9 +224,9 @@ class _Decoder:
             self._fault(column.name, infinite, array, "a finite label")
         if column.above is not None:
             numbers = (numbers > np.float32(column.above)).astype(np.float32)
-        outside = column.outside(numbers) & ~missing
+        outside = column.find_invalid(numbers) & ~missing
         if outside.any():
-            self._fault(column.name, outside, array, column.wanted)
+            self._fault(column.name, outside, array, column.expected)
         if missing.any():
             self._missing_labels(column, missing)
             if not isinstance(column.missing, str):
@@ -238,10 +238,10 @@ class _Decoder:
             self._refuse_type(column.name, array.type, "texts, as label_true or its LabelColumn declares")
         array = array.cast(self.arrow.large_string())
         index = self.arrow.compute.index_in(array, value_set=self.arrow.array(list(texts), self.arrow.large_string()))
-        known = np.array([*texts.values(), np.nan if column.other is None else column.other], np.float32)
+        known = np.array([*texts.values(), np.nan if column.other_value is None else column.other_value], np.float32)
         numbers = known[_numpy(index.fill_null(len(texts)))]
         present = _numpy(array.is_valid())
-        if column.other is None:
+        if column.other_value is None:
             unknown = np.isnan(numbers)
             unknown &= present
             self._fault(column.name, unknown, array, "one of " + ", ".join(map(repr, texts)))

@@ -160,11 +160,13 @@ class _RowParser:
             case "label":
                 return f"the label, column {name!r}, is missing; add it, or declare LabelColumn(missing='drop')"
             case "label_text":
-                texts = next(label.texts for label in self._columns.label if label.name == name and label.texts)
+                texts = next(
+                    label.text_values for label in self._columns.label if label.name == name and label.text_values
+                )
                 return f"column {name!r} holds {text}; expected one of {', '.join(map(repr, texts))}"
             case "label_kind":
                 label = next(label for label in self._columns.label if label.name == name and label.above is None)
-                return f"column {name!r} holds {text}; expected {label.wanted}"
+                return f"column {name!r} holds {text}; expected {label.expected}"
         return f"column {name!r} holds {text}; {_HINTS[fault]}"
 
 
@@ -211,7 +213,7 @@ def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
     else:
         use.absent, use.missing = _VALUE, column.missing
     use.label_kind = _LABEL_KINDS[column.kind]
-    use.above, use.texts, use.other = column.above, list((column.texts or {}).items()), column.other
+    use.above, use.texts, use.other = column.above, list((column.text_values or {}).items()), column.other_value
     return use
 
 

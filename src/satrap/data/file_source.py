@@ -205,10 +205,10 @@ def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
     return {"files": [[PurePosixPath(file.path).name, file.size] for file in find_files(path, filesystem)]}
 
 
-def absolute(path: Any) -> Any:
+def make_absolute(path: Any) -> Any:
     """Return the same paths for a process with another working directory."""
     if isinstance(path, list | tuple):
-        return [absolute(each) for each in path]
+        return [make_absolute(each) for each in path]
     text = os.fsdecode(path)
     return text if URL.match(text) else os.path.abspath(os.path.expanduser(text))
 

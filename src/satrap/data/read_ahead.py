@@ -167,7 +167,7 @@ def _result(future: "Future[AssignedChunk]") -> AssignedChunk:
     with Uninterrupted() as held:
         while not future.done():
             wait([future], SLICE_SECONDS)
-            held.look()
+            held.check()
         return future.result()
 
 

@@ -12,7 +12,7 @@ from satrap.config.validation import require_mapping, suggest
 from satrap.data.arrow import Arrow
 from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
-from satrap.data.file_source import PermittedFiles, absolute
+from satrap.data.file_source import PermittedFiles, make_absolute
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 from satrap.errors import ConfigError
@@ -30,7 +30,7 @@ def is_portable(data: Any) -> bool:
 
 def source_to_dict(source: Any) -> dict[str, Any]:
     """Return a source that another process can read as plain JSON types, with absolute paths."""
-    result: dict[str, Any] = source.replace(path=absolute(source.path)).to_dict()
+    result: dict[str, Any] = source.replace(path=make_absolute(source.path)).to_dict()
     return result
 
 

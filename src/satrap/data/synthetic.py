@@ -118,7 +118,7 @@ class Clicks:
         """Yield all samples in order, 65536 at a time."""
         return self.batches(_BLOCK)
 
-    def best(self, num_samples: int | None = None) -> BestMetrics:
+    def best_metrics(self, num_samples: int | None = None) -> BestMetrics:
         """Return the metrics of the true probabilities on the first `num_samples` samples; None: on all."""
         size = self.num_samples if num_samples is None else num_samples
         _integer("num_samples", size, 0, self.num_samples)
@@ -129,7 +129,7 @@ class Clicks:
 
     def best_auc(self, num_samples: int | None = None) -> float:
         """Return the AUC of the true probabilities on the first samples: the best for any model. None: all samples."""
-        return self.best(num_samples).auc
+        return self.best_metrics(num_samples).auc
 
     def write_criteo(self, path: str | os.PathLike[str]) -> None:
         """Write Criteo's text: label, counts and ids between tabs.

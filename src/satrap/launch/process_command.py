@@ -35,7 +35,7 @@ class Script:
         if not self.path.is_file():
             raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; expected the path of a Python file")
 
-    def named(self) -> list[str]:
+    def named_paths(self) -> list[str]:
         """Returns the directories, files and URLs that the command line names: the script's directory and every
         argument that may be a path, including "--path=A,B" and globs, except the root directory."""
         words = [word.partition("=")[2] if word.startswith("-") else word for word in self.arguments]
@@ -102,7 +102,7 @@ class ProcessSpec:
         threads = [] if number is None else ["--threads", str(number)]
         shared = ["--shared", str(site.rows)] if role is Role.SERVER else []
         flag, paths = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
-        allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named(), *paths)]
+        allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named_paths(), *paths)]
         return [role.value, "--listen", site.listen, *shared, *keys, *threads, *allowed]
 
     def _run_context(self, site: LaunchSite) -> RunContext:

@@ -90,7 +90,7 @@ class Scaler:
                 step_seconds = (now - window_start) / num_steps if num_steps > 0 else 0.0
                 decision, history = decide(loads, step_seconds, limits, history, now)
                 if decision.change:
-                    self._events.put(ScaleRequested(len(addresses) + decision.change, decision.why))
+                    self._events.put(ScaleRequested(len(addresses) + decision.change, decision.reason))
             before, window_start = after, now
 
     def _read_loads(self, addresses: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from satrap.run_context import COLLECTIVE_TIMEOUT, RunContext, end, enter
+from satrap.run_context import COLLECTIVE_TIMEOUT, RunContext, enter_context, run_exit_hooks
 
 _SETTLE_SECONDS = 0.5
 
@@ -31,13 +31,13 @@ def run_trainer(context: RunContext, script: str, arguments: Sequence[str], list
         store = _rendezvous_store(context, context.rendezvous, listener)
         dist.init_process_group(backend, rank=context.rank, world_size=context.world_size, store=store)
         world_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    enter(context)
+    enter_context(context)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     try:
         _run_script(script)
         if context.world_size > 1 and dist.is_initialized():
-            end()
+            run_exit_hooks()
             dist.all_reduce(torch.zeros(1), group=world_group)  # the others may still need this trainer
     except KeyboardInterrupt:  # the run is stopping and reports that itself, so the traceback is of no interest
         raise SystemExit(130) from None

@@ -74,7 +74,7 @@ class Channel:
         until = time.monotonic() + seconds
         with Uninterrupted() as interrupts, self.lock:
             while not self.poll(_OUT, _CLOSE_CHECK_MS) and self.refusal is None and time.monotonic() < until:
-                interrupts.look()
+                interrupts.check()
 
     def require_open(self) -> None:
         if self._closed:
@@ -111,7 +111,7 @@ class Channel:
         """Waits for the answer, at most until the call's deadline or the time `until`."""
         with Uninterrupted() as interrupts:  # pyzmq can lose an interrupt, and a message must be received whole
             while pending.answer is None:
-                interrupts.look()
+                interrupts.check()
                 if not self._poll_once(pending, until):
                     return
 
@@ -251,7 +251,7 @@ class PendingCall:
         return self.answer is not None or self.schedule.is_expired(time.monotonic())
 
     def result(self) -> Any:
-        """Returns the method's result; raises its exception, or DeadlineError. Call it in the thread of `begin`."""
+        """Returns the method's result; raises its exception, or DeadlineError. Call it in the thread of `start`."""
         channel = self._channel
         self.wait(math.inf)
         if self.answer is None:

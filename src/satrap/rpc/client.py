@@ -1,8 +1,8 @@
 """The client: calls the methods of a Protocol in another process.
 
-Each thread that calls has its own DEALER socket, so no message passes between threads. `begin` sends a request and
-returns a `PendingCall`, so that one thread can call many servers and then collect the results; `call` does both. Replies
-are matched by call number; a reply to a call that has ended is ignored.
+Each thread that calls has its own DEALER socket, so no message passes between threads. `start` sends a request and
+returns a `PendingCall`, so that one thread can call many servers and then collect the results; `call` does both.
+Replies are matched by call number; a reply to a call that has ended is ignored.
 
 1. A call has a deadline. Until then an unanswered request is sent again every `retry_seconds`, as the same call.
 2. A request to a busy server is retried after a pause that doubles up to a limit.
@@ -89,13 +89,13 @@ class Client(Generic[P]):
         self._retry_seconds = _check_seconds("retry_seconds", retry_seconds)
         self._channels = Channels(address, keys)
         close_when_collected(self, self._channels.close)
-        self.call = self.within(self._deadline)
+        self.call = self.with_deadline(self._deadline)
 
-    def within(self, deadline: float) -> P:
+    def with_deadline(self, deadline: float) -> P:
         """Returns the Protocol's methods with another deadline in seconds: `client.within(5).lookup(ids)`."""
         return cast(P, _Calls(self, _check_seconds("deadline", deadline)))
 
-    def begin(
+    def start(
         self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
     ) -> PendingCall:
         """Sends a call of the method of that name. Its result is collected later, in this thread.
@@ -156,7 +156,7 @@ class _Calls:
 
 
 def _call(client: Client[Any], name: str, deadline: float, /, *arguments: Any, **named: Any) -> Any:
-    return client.begin(name, *arguments, deadline=deadline, **named).result()
+    return client.start(name, *arguments, deadline=deadline, **named).result()
 
 
 def _check_seconds(name: str, value: float) -> float:

@@ -96,7 +96,7 @@ class CallFence:
         if origin.step < self._fencing_token.number:
             raise ConfigError(
                 f"another migration is running: it holds fencing token {self._fencing_token.number}, this one "
-                f"{origin.step}; wait until it has ended, then run `satrap move` again"
+                f"{origin.step}; wait until it has ended, then run `satrap migrate` again"
             )
 
     def _attempt_error(self, state: ServerState, origin: Origin) -> AttemptError:

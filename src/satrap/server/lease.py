@@ -49,7 +49,7 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="satrap-lease", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Release the lease, at all servers that answer within a second."""
         if os.getpid() != self._process:
             return
@@ -73,7 +73,7 @@ class Lease:
         for client in self.clients:
             if client not in self._calls:
                 with suppress(SatrapError):
-                    self._calls[client] = client.begin("renew_lease", self.origin, process_id(), where, seconds)
+                    self._calls[client] = client.start("renew_lease", self.origin, process_id(), where, seconds)
         until = time.monotonic() + wait_seconds
         for client, call in list(self._calls.items()):
             with suppress(SatrapError):
@@ -98,7 +98,7 @@ class Leases:
                 self._until[process] = where, time.monotonic() + seconds
             self._until = {each: held for each, held in self._until.items() if held[1] > time.monotonic()}
 
-    def left(self) -> dict[str, list[str | float]]:
+    def remaining(self) -> dict[str, list[str | float]]:
         """Return for each process its location and the seconds until its lease expires."""
         now = time.monotonic()
         with self._lock:

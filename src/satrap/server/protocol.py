@@ -43,7 +43,7 @@ class ServerCalls(Protocol):
         """
         ...
 
-    def members(self, origin: Origin, than: int) -> dict[str, Any]:
+    def get_shard_map(self, origin: Origin, than: int) -> dict[str, Any]:
         """Return what this server knows: `version` of its shard map (0 if it has no job), `greeted` (whether there was
         a handshake since the process started), `turn` (the newest fencing token). If the version is higher than `than`,
         also the shard map as `members`, the `job` and its `state`: `attempt`, `restored` (whether a restore started
@@ -142,17 +142,17 @@ class ServerCalls(Protocol):
         """Check the table's invariants; AssertionError if one is broken."""
         ...
 
-    # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `move` is a random number
-    # that identifies one run of the migration's steps. The origin's step is the coordinator's fencing token: once a
-    # server has seen a newer token, it refuses all calls, hello included, that would change something under an older
-    # one.
+    # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `migration` is a random
+    # number that identifies one run of the migration's steps. The origin's step is the coordinator's fencing token:
+    # once a server has seen a newer token, it refuses all calls, hello included, that would change something under an
+    # older one.
 
     def take_fencing_token(self, origin: Origin, mover: int) -> None:
         """Take the origin's step as the newest fencing token, which the coordinator of that random number holds.
         Returns once no call under an older token is running."""
         ...
 
-    def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
+    def freeze(self, origin: Origin, migration: int, buckets: Numbers) -> None:
         """Refuse calls that would change these buckets (MovedError) until they have left or another migration starts.
         Returns once no such call is running. The origin names the shard map."""
         ...
@@ -170,14 +170,14 @@ class ServerCalls(Protocol):
         and pairs of a trainer and its oldest open step."""
         ...
 
-    def receive(self, origin: Origin, move: int, buckets: Numbers, state: dict[str, Any]) -> None:
+    def expect_buckets(self, origin: Origin, migration: int, buckets: Numbers, state: dict[str, Any]) -> None:
         """Expect these buckets from a server in that `state`, and discard what is here of them."""
         ...
 
     def import_rows(
         self,
         origin: Origin,
-        move: int,
+        migration: int,
         table: int,
         ids: Ids,
         steps: Numbers,
@@ -191,17 +191,17 @@ class ServerCalls(Protocol):
         ...
 
     def import_metadata(
-        self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
+        self, origin: Origin, migration: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
         """Insert what `export_metadata` returned, which completes the migration's buckets."""
         ...
 
-    def change(self, origin: Origin, members: dict[str, Any], server: int, move: int) -> None:
+    def install_map(self, origin: Origin, members: dict[str, Any], server: int, migration: int) -> None:
         """Adopt the next shard map, in which this server has the number `server`, -1 for none. NotReadyError unless the
-        outgoing buckets are frozen and the incoming ones complete, both by migration `move`."""
+        outgoing buckets are frozen and the incoming ones complete, both by this `migration`."""
         ...
 
-    def forget(self, origin: Origin) -> None:
+    def discard_buckets(self, origin: Origin) -> None:
         """Discard all buckets that other servers own, if the server is at the origin's shard map."""
         ...
 

@@ -89,7 +89,7 @@ class Server(MigrationCalls):
             if self._state is None:
                 if not commit:
                     lrs = [table.optimizer.lr for table in own_job.tables]
-                    return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.left()}
+                    return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.remaining()}
                 self._state = self._create_tables(own_job, shard_map, server)
             state = self._state
             self._require_same_job(state, own_job, shard_map, server, by_coordinator)
@@ -102,10 +102,10 @@ class Server(MigrationCalls):
             "attempt": state.engine.attempt,
             "latest_step": state.engine.latest_step,
             "lrs": [table.lr for table in state.tables.values()],
-            "leases": self._leases.left(),
+            "leases": self._leases.remaining(),
         }
 
-    def members(self, origin: Origin, than: int) -> dict[str, Any]:
+    def get_shard_map(self, origin: Origin, than: int) -> dict[str, Any]:
         with self._condition:
             state = self._state
             if state is None:

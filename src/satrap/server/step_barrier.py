@@ -47,8 +47,8 @@ class StepBarrier:
         pending = self._steps.setdefault(step, _Step(barrier_size))
         if pending.barrier_size != barrier_size or not 0 <= trainer < barrier_size:
             raise InputError(
-                f"step {step}: trainer {trainer} of {barrier_size}; expected one of {pending.barrier_size}: start all trainers "
-                "with the same world size and staleness"
+                f"step {step}: trainer {trainer} of {barrier_size}; expected one of {pending.barrier_size}: start all "
+                "trainers with the same world size and staleness"
             )
         future: Future[None] = Future()
         pending.waiting.append(future)

@@ -27,7 +27,7 @@ from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs
 from satrap.data.iterable import Iterable as Items
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
-from satrap.run_context import current
+from satrap.run_context import current_context
 from satrap.table.engine import open_engine
 from satrap.table.snapshot.directory import parts_in, parts_of, read_manifest
 from satrap.table.snapshot.manifest import FILE_NAME
@@ -109,7 +109,7 @@ class Reader:
         keys: path of the client.key file that `satrap keys` wrote; not needed for servers on this machine.
         num_threads: threads for table work; None: all cores.
         """
-        run = current()
+        run = current_context()
         if path is None and servers is None and run is not None:
             servers, keys = run.servers, run.keys if keys is None else keys
         if (path is None) == (servers is None):
@@ -131,7 +131,7 @@ class Reader:
         try:
             if features is not None:
                 self.features = _in_job_order(Features(features), self._rows.job)
-                self._worker = Worker(self.features, self._rows.of(self.features))
+                self._worker = Worker(self.features, self._rows.rows_for(self.features))
         except BaseException:
             self.close()
             raise
@@ -226,7 +226,7 @@ class _Rows(Protocol):
     @property
     def step(self) -> int: ...
 
-    def of(self, features: Features) -> Rows:
+    def rows_for(self, features: Features) -> Rows:
         """Return the rows of these features, whose tables are in the job's order."""
         ...
 
@@ -252,7 +252,7 @@ class _OnServers:
     def step(self) -> int:
         return self._servers.newest_step
 
-    def of(self, features: Features) -> Rows:
+    def rows_for(self, features: Features) -> Rows:
         from satrap.worker.sharded_rows import ShardedRows
 
         return ShardedRows(features, self._servers, num_threads=self._num_threads)
@@ -309,7 +309,7 @@ class _InFolder:
         self.tables: Mapping[str, Store] = found
         self.step = found.latest_step
 
-    def of(self, features: Features) -> Rows:
+    def rows_for(self, features: Features) -> Rows:
         return LocalRows(features, self._slots[0].engine, self.job.tables)
 
     def load_model(self, model: torch.nn.Module) -> None:

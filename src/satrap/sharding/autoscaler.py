@@ -84,7 +84,7 @@ class Decision:
     add: int = 0
     remove: tuple[str, ...] = ()
     """Addresses of the servers to remove."""
-    why: str = ""
+    reason: str = ""
 
     @property
     def change(self) -> int:
@@ -117,9 +117,9 @@ def decide(
     then = replace(past, same=same, change=found.change)
     outside = not bounds.min_servers <= len(servers) <= bounds.max_servers
     if not found.change or (same < bounds.patience and not outside):
-        return Decision(why=found.why), then
+        return Decision(reason=found.reason), then
     if now - past.changed_at < bounds.pause_seconds and not outside:
-        return Decision(why=f"{found.why}; but the last change was {now - past.changed_at:.0f} s ago"), then
+        return Decision(reason=f"{found.reason}; but the last change was {now - past.changed_at:.0f} s ago"), then
     return found, ScaleHistory(changed_at=now)
 
 
@@ -139,9 +139,9 @@ def _wanted(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLim
         wanted = have
     wanted = min(max(wanted, bounds.min_servers), bounds.max_servers)
     if wanted >= have:
-        return Decision(add=wanted - have, why=why)
+        return Decision(add=wanted - have, reason=why)
     least = sorted(servers, key=lambda each: each.rows)  # so that the fewest rows move
-    return Decision(remove=tuple(each.address for each in least[: have - wanted]), why=why)
+    return Decision(remove=tuple(each.address for each in least[: have - wanted]), reason=why)
 
 
 def _sign(number: int) -> int:

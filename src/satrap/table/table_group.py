@@ -85,7 +85,7 @@ class TableGroup(Mapping[str, Store]):
         )
 
     @property
-    def layout(self) -> int:
+    def map_version(self) -> int:
         """A number that changes when rows migrate to other servers, after which changes since an earlier save cannot be
         saved. Here no rows migrate."""
         return 0

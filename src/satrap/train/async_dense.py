@@ -201,7 +201,7 @@ class DenseParameters:
         long."""
         if self._step:
             nothing = (np.zeros(0, np.uint64), np.zeros(len(self._servers.job.tables) + 1, np.int64))
-            self._servers.all("lookup", *nothing, LAST_STEP, True, 0, step=self._step)
+            self._servers.call_all("lookup", *nothing, LAST_STEP, True, 0, step=self._step)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -223,11 +223,11 @@ class DenseParameters:
     ) -> list[tuple[_OwnedRows, Any]]:
         """Call the method on each server that owns some of the rows; return each server's rows with its reply."""
         while True:
-            view = self._servers.view
+            view = self._servers.topology
             groups = self._group_by_owner(rows, view)
             calls = {server: arguments(group) for server, group in groups.items()}
             try:
-                found = self._servers.each(method, step, calls, view=view)
+                found = self._servers.call_servers(method, step, calls, view=view)
             except MovedError:
                 continue  # retry with the newer view
             return [(group, found[server]) for server, group in groups.items()]
@@ -260,7 +260,7 @@ class DenseParameters:
         num_others = len(job) - len(self.tables)
         for table, (begin, end) in enumerate(pairwise(ends), num_others):
             buckets = _core.bucket_of(ids[begin:end], job[table].resolved_num_buckets)
-            owners[begin:end] = np.array(view.members.bucket_map.owners[table])[buckets]
+            owners[begin:end] = np.array(view.shard_map.bucket_map.owners[table])[buckets]
         groups = {}
         for server in np.unique(owners).tolist():
             mine = rows[owners == server]

@@ -50,11 +50,11 @@ class InFlightBatch:
         """Identifies the lookup in the update; None in evaluation, for padding, and before the lookup."""
         self.weight = 1.0
         """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_step`."""
-        self.used = False
+        self.is_used = False
         """Whether the rows were returned to the user."""
-        self.trains = False
+        self.is_training = False
         """Whether autograd was recording when the rows were returned."""
-        self.lost: str | None = None
+        self.drop_reason: str | None = None
         """Why the rows cannot be used any more; None if they can."""
         self._batch: Callable[[], object] = _never_released
 
@@ -76,12 +76,12 @@ class InFlightBatch:
     @property
     def is_released_unused(self) -> bool:
         """Whether the user released the batch and never used its rows: no loss will reach it."""
-        return not self.used and self._batch() is None
+        return not self.is_used and self._batch() is None
 
     @property
     def may_get_gradient(self) -> bool:
         """Whether a loss has reached the batch, or may: the user used it and still holds it."""
-        return self.has_gradient or (self.trains and self._batch() is not None)
+        return self.has_gradient or (self.is_training and self._batch() is not None)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -98,7 +98,7 @@ class InFlightBatch:
     @property
     def has_gradient(self) -> bool:
         """Whether any backward pass has reached the batch."""
-        return self.used and any(leaf.grad is not None for leaf in self.leaves)
+        return self.is_used and any(leaf.grad is not None for leaf in self.leaves)
 
     def forbid_gradients(self, why: str) -> None:
         """Make a later backward pass raise `why`: after the update or drop of a batch its gradient would be lost."""
@@ -109,10 +109,10 @@ class InFlightBatch:
         for leaf in self.leaves:
             leaf.register_hook(refuse)
 
-    def lose(self, why: str) -> None:
+    def drop(self, why: str) -> None:
         """Mark the batch as dropped: using its rows, or a backward pass to them, raises `why`."""
-        self.lost = why
-        if self.used:
+        self.drop_reason = why
+        if self.is_used:
             self.forbid_gradients(why)
 
 

@@ -28,7 +28,7 @@ from satrap.data.registry import is_portable
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.run_context import register_exit_hook, current
+from satrap.run_context import current_context, register_exit_hook
 from satrap.table.table_group import TableGroup
 from satrap.train.async_dense import DenseParameters, require_free_names
 from satrap.train.batch import Batch
@@ -91,14 +91,14 @@ class Embeddings(torch.nn.Module):
         self.features = Features(features)
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
-        self.apart = dense == "async"
+        self.is_async = dense == "async"
         """Whether trainers step without waiting for each other."""
         self._require_possible(dense, servers)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         rows = RowLocation(shared, servers, keys, wire, workers, as_flag("Embeddings", "take_over", take_over))
         self._open = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
-        self._worker = None if self.apart else self._open()
+        self._worker = None if self.is_async else self._open()
         self._dense: DenseParameters | None = None
         self._step = 0
         self._past_counters = Counters()  # totals of ended training streams
@@ -117,12 +117,12 @@ class Embeddings(torch.nn.Module):
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(f"staleness is {staleness!r}; expected an integer, 0 (synchronous) or more")
         check_choice("Embeddings", "dense", dense, ("sync", "async"))
-        if self.deterministic and (self.staleness > 0 or self.apart) and self.trainers.world_size > 1:
-            how = "dense='async'" if self.apart else f"staleness {self.staleness}"
+        if self.deterministic and (self.staleness > 0 or self.is_async) and self.trainers.world_size > 1:
+            how = "dense='async'" if self.is_async else f"staleness {self.staleness}"
             raise ConfigError(f"deterministic=True with {how} needs a single trainer; found several")
-        if self.apart:
+        if self.is_async:
             require_free_names(self.features.tables)
-            if servers is None and current() is None:
+            if servers is None and current_context() is None:
                 raise ConfigError("dense='async' without servers: pass servers=[...] to hold the dense parameters")
 
     @property
@@ -139,7 +139,7 @@ class Embeddings(torch.nn.Module):
         """The last step that was updated or dropped."""
         return self._step if self._training is None else self._training.last_step
 
-    def follow(self, data: Any) -> None:
+    def track_position(self, data: Any) -> None:
         """Start to track `position_of(data)`. For a checkpoint."""
         self._followed.setdefault(id(data), _Followed(data))
 
@@ -168,7 +168,7 @@ class Embeddings(torch.nn.Module):
         once."""
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")
-        self._optimizer = HybridOptimizer(dense, self, self._open_with(dense) if self.apart else None)
+        self._optimizer = HybridOptimizer(dense, self, self._open_with(dense) if self.is_async else None)
         return self._optimizer
 
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
@@ -177,7 +177,7 @@ class Embeddings(torch.nn.Module):
 
         compress: dtype in which DDP sends the gradients: "float16", on GPUs also "bfloat16"; None: unchanged.
         """
-        return model if self.apart else self.trainers.parallel(model, compress)
+        return model if self.is_async else self.trainers.wrap(model, compress)
 
     def _open_with(self, dense: torch.optim.Optimizer) -> DenseParameters:
         if self._dense is not None:
@@ -318,7 +318,7 @@ class Embeddings(torch.nn.Module):
         this."""
         if not isinstance(self.worker, LocalWorker):
             servers = self.worker.servers
-            servers.begin()
+            servers.begin_attempt()
             servers.attempt = self.trainers.broadcast_int(servers.attempt)
             servers.latest_step = self.trainers.broadcast_int(servers.latest_step)
 
@@ -327,7 +327,7 @@ class Embeddings(torch.nn.Module):
         checkpoint."""
         if isinstance(self.worker, LocalWorker):
             return
-        context, latest = current(), self.worker.servers.latest_step
+        context, latest = current_context(), self.worker.servers.latest_step
         if context is not None and context.launch > context.first_launch and self.step == 0:
             warnings.warn(
                 f"launch {context.launch} starts at step 0: found no checkpoint to resume, so all training since "
@@ -390,9 +390,9 @@ class Embeddings(torch.nn.Module):
         the process, are closed too, but may miss their last updates."""
         self._close(finish=True)
 
-    def before_close(self, work: Callable[[], None]) -> None:
+    def run_before_close(self, work: Callable[[], None]) -> None:
         """Run `work` before the connections close, or else at the end of the script. For a checkpoint in a run."""
-        if current() is not None:
+        if current_context() is not None:
             self._before_close.append(work)
             register_exit_hook(self._finish)
 
@@ -458,9 +458,9 @@ class Embeddings(torch.nn.Module):
             self._dense.refresh()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Apply every submitted update, then keep table work from running inside the context. For a checkpoint."""
-        with self._training.paused() if self._training is not None else nullcontext():
+        with self._training.pause() if self._training is not None else nullcontext():
             yield
 
     def split(self, block: Tensor) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class JointStep:
     _label_columns: int
 
     @classmethod
-    def of(cls, batches: Sequence[Sequence[int]], rank: int) -> "JointStep":
+    def from_batches(cls, batches: Sequence[Sequence[int]], rank: int) -> "JointStep":
         """Build the step from each trainer's batch, given as `describe` returns it."""
         total = sum(each[0] for each in batches)
         weight = len(batches) * batches[rank][0] / total if total else 0.0

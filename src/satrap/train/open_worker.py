@@ -12,7 +12,7 @@ from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, StreamError
-from satrap.run_context import current
+from satrap.run_context import current_context
 from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
@@ -46,7 +46,7 @@ def open_worker(
 
     dense: the tables of dense parameters if trainers do not wait for each other; None if they do.
     """
-    context = current()
+    context = current_context()
     if rows.servers is None and context is not None:
         rows = replace(rows, servers=context.servers, keys=context.keys if rows.keys is None else rows.keys)
     if rows.workers is None:
@@ -59,8 +59,8 @@ def open_worker(
             raise ConfigError(f"found {option} but no servers: leave it out, or pass servers=[...]")
         if trainers.world_size > 1:
             raise ConfigError(
-                f"found {trainers.world_size} trainers under torch.distributed but no servers, so each would train its own "
-                "tables: pass servers=[...] to share them"
+                f"found {trainers.world_size} trainers under torch.distributed but no servers, so each would train its "
+                "own tables: pass servers=[...] to share them"
             )
         return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
     if rows.shared is not None:
@@ -73,7 +73,7 @@ def open_worker(
     if staleness > MOST_STALENESS:
         raise ConfigError(f"staleness is {staleness}; expected at most {MOST_STALENESS} with servers")
     job = Job(tables=(*features.tables, *(dense or ())), seed=seed)
-    servers = _connect(job, rows, trainers, synchronous=staleness == 0 and dense is None)
+    servers = _connect_servers(job, rows, trainers, synchronous=staleness == 0 and dense is None)
     if not rows.workers:
         return ShardedWorker(features, servers, num_threads=num_threads)
     from satrap.rpc import Keys
@@ -88,14 +88,14 @@ def open_worker(
         raise
 
 
-def _connect(job: Job, rows: RowLocation, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
+def _connect_servers(job: Job, rows: RowLocation, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
     """Connect to the servers, in the attempt that trainer 0 starts. A lone trainer starts it only when it trains,
     restores or saves: until then it may read beside another process that trains."""
     from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
 
     assert rows.servers is not None
-    addresses, context = rows.servers, current()
+    addresses, context = rows.servers, current_context()
 
     def connect(attempt: int | None) -> ServerGroup:
         return ServerGroup(

@@ -128,7 +128,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         inverse = 1.0 if scale is None else 1.0 / float(scale.item())
         if not self._gradients_checked:
-            self._embeddings.trainers.require_same(p for group in self.dense.param_groups for p in group["params"])
+            self._embeddings.trainers.require_same_gradients(
+                p for group in self.dense.param_groups for p in group["params"]
+            )
             self._gradients_checked = True
         # First, so that a gradient refused in this call leaves the dense half unchanged; threads refuse it later.
         self._embeddings.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
@@ -150,8 +152,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             count = trainers.count(overflowed)
             if 0 < count < trainers.world_size:
                 raise StreamError(
-                    f"{count} of {trainers.world_size} trainers found an overflow in the gradients of their embeddings, "
-                    "but the GradScalers of the other trainers did not: use torch.distributed.fsdp."
+                    f"{count} of {trainers.world_size} trainers found an overflow in the gradients of their "
+                    "embeddings, but the GradScalers of the other trainers did not: use torch.distributed.fsdp."
                     "sharded_grad_scaler.ShardedGradScaler, and call its unscale_(optimizer) before its step(optimizer)"
                 )
         return overflowed

@@ -62,4 +62,4 @@ class State(Generic[Item]):
     closed: bool = False
     error: BaseException | None = None
     is_reported: bool = False  # whether the error was raised to the user
-    failed: int = 0  # batches whose update was refused
+    num_failed: int = 0  # batches whose update was refused

@@ -119,7 +119,7 @@ class PrefetchPipeline(Generic[Item]):
                 if self._threads or not self._do_one(held, is_needed=True):  # False: another thread has paused it
                     self._wait(held)
 
-    def bring(self, is_there: Callable[[], bool]) -> bool:
+    def wait_for_lookup(self, is_there: Callable[[], bool]) -> bool:
         """Wait until a batch that was returned before its lookup is looked up; return False if the user must step or
         drop another batch first."""
         with self._inside() as held:
@@ -208,12 +208,12 @@ class PrefetchPipeline(Generic[Item]):
                 self._run(Stage.UPDATE, held)
 
     @property
-    def failed(self) -> int:
+    def num_failed(self) -> int:
         """Number of batches whose update was refused."""
-        return self._state.failed
+        return self._state.num_failed
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Apply every submitted update, then keep table work from running inside the context."""
         self.drain()
         try:
@@ -262,7 +262,7 @@ class PrefetchPipeline(Generic[Item]):
                 "threads: start a stream in the fork, or start workers with 'spawn'"
             )
         with Uninterrupted() as held, self._changed:
-            if self._state.paused == threading.get_ident():  # `paused` exits, or an interrupt cut its exit short
+            if self._state.paused == threading.get_ident():  # `pause` exits, or an interrupt cut its exit short
                 self._state.paused = None
                 self._changed.notify_all()
             yield held
@@ -282,7 +282,7 @@ class PrefetchPipeline(Generic[Item]):
         start = time.perf_counter()
         self._changed.wait(SLICE_SECONDS)
         self.seconds.wait += time.perf_counter() - start
-        held.look()
+        held.check()
 
     # -- decisions; the lock is held ---------------------------------------------------------------------------------
 
@@ -338,20 +338,20 @@ class PrefetchPipeline(Generic[Item]):
 
     def _run(self, stage: Stage, held: Uninterrupted) -> None:
         state = self._state
-        held.look()
+        held.check()
         try:
             if stage is Stage.READ:
-                with held.let_in():
+                with held.allow():
                     inputs = self._read()
                 self._admit(inputs)
             elif stage is Stage.LOOKUP:
                 state.unfinished_lookup = lookup = state.unfinished_lookup or self._begin_look_up()
-                with held.let_in():
+                with held.allow():
                     item = self._timed_look_up(*lookup)
                 state.unfinished_lookup = None
                 self._looked_up(item, lookup[-1])
             else:
-                with held.let_in():
+                with held.allow():
                     self._apply(state.updates[0])
                 self._finish(state.updates.popleft())
         except BaseException as error:
@@ -398,7 +398,7 @@ class PrefetchPipeline(Generic[Item]):
     def _fail(self, stage: Stage, error: BaseException) -> None:
         error.add_note(f"in the {stage.value} stage of the stream, near step {self._gate.next_step}")
         if stage is Stage.UPDATE and isinstance(error, SatrapError):  # refused; other errors are retried
-            self._state.failed += len(self._state.updates.popleft().steps)
+            self._state.num_failed += len(self._state.updates.popleft().steps)
         if self._state.error is None or (self._state.is_reported and stage is Stage.UPDATE):
             self._state.error, self._state.is_reported = error, False
         else:

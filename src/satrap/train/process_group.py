@@ -84,7 +84,7 @@ class ProcessGroup:
         own = torch.tensor(batch, dtype=torch.int64)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=self._group)
-        return JointStep.of([each.tolist() for each in gathered], self.rank)
+        return JointStep.from_batches([each.tolist() for each in gathered], self.rank)
 
     def gather(self, data: bytes, *, patient: bool = False) -> list[bytes]:
         """Return each trainer's data, in the order of ranks. patient: allow a trainer to come much later than
@@ -101,7 +101,7 @@ class ProcessGroup:
         dist.all_gather(gathered, own, group=group)
         return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
-    def parallel(self, model: nn.Module, compress: Compress | None) -> nn.Module:
+    def wrap(self, model: nn.Module, compress: Compress | None) -> nn.Module:
         """Wrap the model so that several trainers average its gradients. compress: the dtype in which they are sent."""
         if compress is not None and compress not in _HOOKS:
             raise ConfigError(f"compress is {compress!r}; expected one of {', '.join(map(repr, _HOOKS))}, or None")
@@ -116,7 +116,7 @@ class ProcessGroup:
             parallel.register_comm_hook(None, _HOOKS[compress])
         return parallel
 
-    def require_same(self, parameters: Iterable[Tensor]) -> None:
+    def require_same_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Raise StreamError unless all trainers have the same gradients, as they must before each steps its own
         copy."""
         if self._group is None:

@@ -140,7 +140,7 @@ class Stream(Iterator[Batch]):
     def counters(self) -> Counters:
         """Return the counters of this stream so far."""
         seconds = self.seconds
-        failed = {"batches/failed": self._pipeline.failed} if self._pipeline.failed else {}
+        failed = {"batches/failed": self._pipeline.num_failed} if self._pipeline.num_failed else {}
         return Counters(
             staleness=self.staleness_seen,
             stages={"read": seconds.read, "lookup": seconds.lookup, "update": seconds.update, "wait": seconds.wait},
@@ -271,10 +271,10 @@ class Stream(Iterator[Batch]):
             self._drop(passed[:1], "unused", f"step {self._last_stepped} was stepped before it")
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Apply every submitted update, then keep table work from running inside the context."""
         self.drain()
-        with self._pipeline.paused():
+        with self._pipeline.pause():
             yield
 
     def close(self, why: str = "this stream was closed") -> None:
@@ -311,10 +311,10 @@ class Stream(Iterator[Batch]):
     def _use(self, held: InFlightBatch) -> None:
         """Prepare the rows of a batch for their first use; look them up now if the batch was returned before its
         lookup."""
-        if held.lost is not None:
-            raise StreamError(held.lost)
+        if held.drop_reason is not None:
+            raise StreamError(held.drop_reason)
         if self._ahead:  # which may contain this batch
-            while not self._pipeline.bring(held.is_looked_up):
+            while not self._pipeline.wait_for_lookup(held.is_looked_up):
                 self._collect()
                 self._make_room(held)
             self._collect()
@@ -322,7 +322,7 @@ class Stream(Iterator[Batch]):
         with Uninterrupted():
             self._weigh(held)
             self._look_up.hand_over(held)
-            held.used, held.trains = True, torch.is_grad_enabled()
+            held.is_used, held.is_training = True, torch.is_grad_enabled()
             self._hold(self._held)
 
     def _weigh(self, held: InFlightBatch) -> None:
@@ -340,7 +340,7 @@ class Stream(Iterator[Batch]):
 
     def _awaiting_backward(self) -> InFlightBatch | None:
         """Return the first batch that is used and that no backward pass has reached."""
-        return next((each for each in self._held if each.used and not each.has_gradient), None)
+        return next((each for each in self._held if each.is_used and not each.has_gradient), None)
 
     def _collect(self) -> None:
         """Hold the batches that were returned before their lookup and are looked up by now."""
@@ -379,7 +379,7 @@ class Stream(Iterator[Batch]):
             if not first.is_released_unused:
                 return
             if not self._held:
-                if not self._pipeline.bring(first.is_looked_up):
+                if not self._pipeline.wait_for_lookup(first.is_looked_up):
                     return
             elif self._pipeline.needs_user():
                 self._drop([first], "unused", "it was released unused")
@@ -391,7 +391,9 @@ class Stream(Iterator[Batch]):
         self._ended = True
         skipped_rows = self._skipped_rows()
         if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
-            warnings.warn(f"{skipped_rows.total:,} samples of the source were not trained on: {skipped_rows}", stacklevel=3)
+            warnings.warn(
+                f"{skipped_rows.total:,} samples of the source were not trained on: {skipped_rows}", stacklevel=3
+            )
         self._pipeline.drain()
         self._collect()
         self._drop([held for held in self._held if held.is_released_unused], "unused", "it was released unused")
@@ -410,13 +412,13 @@ class Stream(Iterator[Batch]):
     def _drop_all(self, why: str) -> None:
         """Drop all batches when the stream is closed."""
         self._collect()
-        used = [held for held in self._held if held.used]
+        used = [held for held in self._held if held.is_used]
         self._settle(used, "closed", why)
         self._settle(self._held, "unused", why)
         while self._ahead:
             held = self._ahead.popleft()
             self.dropped["unused"] += not held.is_padding
-            held.lose(f"step {held.step}: its batch was dropped: {why}")
+            held.drop(f"step {held.step}: its batch was dropped: {why}")
 
     def _drop(self, batches: list[InFlightBatch], cause: str, why: str | None = None) -> None:
         """Drop batches. why: the reason, for the error of a later backward pass."""
@@ -431,7 +433,7 @@ class Stream(Iterator[Batch]):
                 self.dropped[cause] += 1
                 self._dropped_tickets.append(batch.ticket)
             self._pipeline.drop(batch.step)
-            batch.lose(f"step {batch.step}: its batch was dropped: {why or _DROP_REASONS[cause]}")
+            batch.drop(f"step {batch.step}: its batch was dropped: {why or _DROP_REASONS[cause]}")
         self._forget(batches)
         for step in {batch.step for batch in batches} - self._stepped:
             whole = self._ended or self._num_returned[step] == self._gate.accumulate
@@ -483,4 +485,4 @@ class Stream(Iterator[Batch]):
     def _hold(self, held: list[InFlightBatch]) -> None:
         self._held = held
         if self._ended_because is None:
-            self._on_hold([leaf for each in held if each.used for leaf in each.leaves])
+            self._on_hold([leaf for each in held if each.is_used for leaf in each.leaves])

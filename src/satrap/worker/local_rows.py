@@ -56,7 +56,7 @@ class LocalRows:
             self._bags, values, offsets, weights, batch_size, *at, block, sequences, first_epoch
         )
 
-    def made(self, ticket: object) -> bool:
+    def owns_ticket(self, ticket: object) -> bool:
         return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
 
     def update(

@@ -36,13 +36,13 @@ class ReaderServers(ServerGroup):
         """The latest step that the run has looked up or updated."""
         retries = RetryState(time.monotonic() + self._deadline)
         while True:
-            view = self.view
-            answers = self.all("members", 0)
+            view = self.topology
+            answers = self.call_all("get_shard_map", 0)
             jobless = next((server for server, each in enumerate(answers) if not each["version"]), None)
             if jobless is None:
                 return max(int(each["state"]["latest_step"]) for each in answers)
             with suppress(MovedError):
-                where = view.members.addresses[jobless]
+                where = view.shard_map.addresses[jobless]
                 error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
                 self._handshake_again(view, jobless, error, retries)
 
@@ -51,16 +51,16 @@ class ReaderServers(ServerGroup):
 
     def _refresh(self, view: Topology, server: int) -> bool:
         """Treat any map of a later attempt as newer: the run has started over."""
-        if view is not self.view:
+        if view is not self.topology:
             return True
-        answer = view.clients[server].call.members(Origin(), 0)
+        answer = view.clients[server].call.get_shard_map(Origin(), 0)
         if answer["version"]:
             newest, members = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
             with self._lock:
-                if newest >= self._newest and members != self.view.members:
+                if newest >= self._newest and members != self.topology.shard_map:
                     self._adopt(members)
                 self._newest = max(newest, self._newest)
-        return view is not self.view
+        return view is not self.topology
 
     def _handshake_again(self, view: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Wait for a restarted server until a trainer has made a handshake with it."""
@@ -78,7 +78,7 @@ def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -
     for address in addresses:
         try:
             with Client(ServerCalls, address, keys, deadline=deadline / len(addresses)) as client:
-                answer: dict[str, Any] = client.call.members(Origin(), 0)
+                answer: dict[str, Any] = client.call.get_shard_map(Origin(), 0)
         except RpcError as error:
             failed[address] = error
             continue

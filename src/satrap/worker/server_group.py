@@ -47,7 +47,7 @@ _LEASE_HELD = (
 class Topology:
     """The servers of a job as they are known at one moment."""
 
-    members: ShardMap
+    shard_map: ShardMap
     clients: tuple[Client[ServerCalls], ...]
     owners: NDArray[np.uint32]
     """The owner of every bucket, one table after the other."""
@@ -95,7 +95,7 @@ class ServerGroup:
         wire: how rows and gradients cross the network. "float32": unchanged. "float16": scaled by row and rounded, in
             half the bytes, with an error of at most 2^-11 of the row's largest magnitude (core/kernels/fp16_codec.hpp).
         attempt: that of the run, if another process started it. None: this process starts the next one, now or, without
-            `begin`, when `begin` is called; until then it may only read.
+            `begin`, when `begin_attempt` is called; until then it may only read.
         launch: how often a supervisor has launched the trainers. Its attempts are higher than those of all earlier
             launches. 0: there is no supervisor.
         take_over: whether an attempt may start while another process trains in the previous one.
@@ -106,7 +106,7 @@ class ServerGroup:
         check_addresses(addresses)
         check_choice("ServerGroup", "wire", wire, WIRES)
         self.job, self.trainer, self.barrier_size, self.wire = job, trainer, barrier_size, wire
-        self.skipped = [0] * len(job.tables)
+        self.num_skipped = [0] * len(job.tables)
         """For each table, the number of this process's gradients that were not finite and were left out."""
         self._client_options: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
         self._deadline = deadline
@@ -115,7 +115,7 @@ class ServerGroup:
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
         first = ShardMap.first([table.resolved_num_buckets for table in job.tables], addresses)
-        self.view = self._topology_of(first)
+        self.topology = self._topology_of(first)
         """The current topology. Calls that belong together must use the same one."""
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
@@ -123,15 +123,15 @@ class ServerGroup:
         try:
             self._connect()
             if attempt is None and begin:
-                self.begin()
+                self.begin_attempt()
         except BaseException:
             self.close()
             raise
 
     def _connect(self) -> None:
-        while any(self._refresh(self.view, server) for server in range(len(self.view))):
+        while any(self._refresh(self.topology, server) for server in range(len(self.topology))):
             pass  # the newer map may have fewer servers
-        self.reach()  # all servers, before one is assigned to this job
+        self.require_reachable()  # all servers, before one is assigned to this job
         self._record(self._handshake_all())
 
     def _record(self, answers: list[dict[str, Any]]) -> None:
@@ -141,7 +141,7 @@ class ServerGroup:
         self.newest_attempt: int = max(each["attempt"] for each in answers)
         """The newest attempt as of the handshake."""
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         """Start the next attempt, unless this process is in one; the servers refuse the newest one's trainer from then
         on. AttemptError if that trainer holds a lease, unless this launch is later."""
         if self.attempt != NO_ATTEMPT:
@@ -157,16 +157,16 @@ class ServerGroup:
             self._wait_for_leases(answers)
         self.attempt = 1 + max(newest, launch * LAUNCH_ATTEMPTS)
         try:
-            self.all("begin_attempt")
+            self.call_all("begin_attempt")
         except BaseException:
             self.attempt = NO_ATTEMPT
             raise
-        self._lease = Lease(self.view.clients, self.origin(0))
-        close_when_collected(self, self._lease.end)
+        self._lease = Lease(self.topology.clients, self.origin(0))
+        close_when_collected(self, self._lease.release)
 
-    def begin_next(self) -> None:
+    def begin_next_attempt(self) -> None:
         """Advance to the next attempt, which a restore starts."""
-        self.begin()
+        self.begin_attempt()
         self.attempt += 1
         if self._lease is not None:
             self._lease.origin = self.origin(0)
@@ -188,18 +188,18 @@ class ServerGroup:
             time.sleep(_POLL_SECONDS)
             answers = self._handshake_all(commit=False)
 
-    def reach(self) -> None:
+    def require_reachable(self) -> None:
         """Raise unless every server answers within a call's deadline and belongs to this job."""
         self._handshake_all(commit=False)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the servers in the current topology."""
-        return self.view.members.addresses
+        return self.topology.shard_map.addresses
 
     def origin(self, step: int, view: Topology | None = None) -> Origin:
         """Return the origin of a call by this process."""
-        version = (view or self.view).members.version
+        version = (view or self.topology).shard_map.version
         return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=version)
 
     def claim(self, step: int, ticket: object) -> None:
@@ -221,7 +221,7 @@ class ServerGroup:
             while len(self._claims) > _CLAIMS:
                 self._claims.popitem(last=False)
 
-    def each(
+    def call_servers(
         self,
         method: str,
         step: int,
@@ -244,10 +244,10 @@ class ServerGroup:
         """
         origin = self.origin(step, view)
 
-        def begin(server: int) -> PendingCall:
-            return view.clients[server].begin(method, origin, *arguments[server], patient=patient)
+        def start(server: int) -> PendingCall:
+            return view.clients[server].start(method, origin, *arguments[server], patient=patient)
 
-        pending = {server: begin(server) for server in arguments}
+        pending = {server: start(server) for server in arguments}
         retries = {server: RetryState(time.monotonic() + self._deadline) for server in arguments}
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
@@ -259,7 +259,7 @@ class ServerGroup:
                 try:
                     if self._collect(view, server, call, retries[server], answers):
                         continue
-                    pending[server] = begin(server)
+                    pending[server] = start(server)
                 except SatrapError as error:
                     failed[server] = error
                     if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
@@ -269,13 +269,13 @@ class ServerGroup:
             raise self._failure(view, failed, patient)
         return answers
 
-    def all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
-        """Return the answers of all servers, under one map. See `each`."""
+    def call_all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
+        """Return the answers of all servers, under one map. See `call_servers`."""
         while True:
-            view = self.view
+            view = self.topology
             asked = dict.fromkeys(range(len(view)), arguments)
             try:
-                answers = self.each(method, step, asked, view=view, patient=patient)
+                answers = self.call_servers(method, step, asked, view=view, patient=patient)
             except MovedError:
                 continue  # repeat with the newer topology
             return [answers[server] for server in asked]
@@ -283,7 +283,7 @@ class ServerGroup:
     def close(self) -> None:
         """Release the lease and close the connections."""
         if self._lease is not None:
-            self._lease.end()
+            self._lease.release()
         for client in self._clients.values():
             client.close()
 
@@ -321,7 +321,7 @@ class ServerGroup:
         first = next(iter(own.values()))
         if not patient or isinstance(first, MovedError):
             return first
-        combined = type(first)("; ".join(f"{view.members.addresses[server]}: {each}" for server, each in own.items()))
+        combined = type(first)("; ".join(f"{view.shard_map.addresses[server]}: {each}" for server, each in own.items()))
         combined.__cause__ = first
         return combined
 
@@ -332,28 +332,28 @@ class ServerGroup:
         if time.monotonic() > retries.until:
             raise DeadlineError(
                 f"{view.clients[server].address}: buckets were migrating for {self._deadline:g} s ({error}): the "
-                "process that migrates them may have stopped: run `satrap move` again with the same lists"
+                "process that migrates them may have stopped: run `satrap migrate` again with the same lists"
             ) from error
         time.sleep(retries.pause)
         retries.pause = min(2 * retries.pause, MAX_PAUSE)
 
     def _refresh(self, view: Topology, server: int) -> bool:
         """Ask the server for its shard map, and return whether there is a newer topology than `view`."""
-        if view is not self.view:
+        if view is not self.topology:
             return True
-        answer = view.clients[server].call.members(Origin(), max(1, view.members.version))
-        if answer["version"] <= max(1, view.members.version):
+        answer = view.clients[server].call.get_shard_map(Origin(), max(1, view.shard_map.version))
+        if answer["version"] <= max(1, view.shard_map.version):
             return False
         newest = ShardMap.from_dict(answer["members"])
         with self._lock:
-            if self.view.members.version < newest.version:
+            if self.topology.shard_map.version < newest.version:
                 self._adopt(newest)
         return True
 
     def _adopt(self, members: ShardMap) -> None:
-        self.view = self._topology_of(members)
+        self.topology = self._topology_of(members)
         if self._lease is not None:
-            self._lease.clients = self.view.clients
+            self._lease.clients = self.topology.clients
 
     def _ask_other_servers(self, view: Topology, silent: int, error: DeadlineError) -> None:
         """Raise MovedError if another server knows a newer map: the silent one may have been removed."""
@@ -372,14 +372,14 @@ class ServerGroup:
     def _handshake_all(self, *, commit: bool = True) -> list[dict[str, Any]]:
         """Make a handshake with each server of one topology, and return the answers."""
         while True:
-            view = self.view
+            view = self.topology
             try:
                 return [self._handshake(view, server, commit=commit) for server in range(len(view))]
             except MovedError:
                 continue
 
     def _handshake(self, view: Topology, server: int, *, commit: bool = True) -> dict[str, Any]:
-        job, members = self.job.to_dict(), view.members.to_dict()
+        job, members = self.job.to_dict(), view.shard_map.to_dict()
         retries = RetryState(time.monotonic() + self._deadline)
         while True:
             try:

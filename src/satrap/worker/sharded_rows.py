@@ -46,7 +46,7 @@ class ShardedTicket:
     """The ticket's number at the servers; 0 if they have none."""
     sums: tuple[_core.Sums, Topology] | None = None
     """Sums of a started update, and the topology they are split for: an interrupted update resumes with them."""
-    skipped: list[int] = field(default_factory=list)
+    num_skipped: list[int] = field(default_factory=list)
     """For each table, the number of gradients in the update that were not finite and were left out."""
     used: bool = False
 
@@ -97,13 +97,13 @@ class ShardedRows:
         sequences: list[Floats],
     ) -> ShardedTicket | None:
         self.settle()
-        view = self._servers.view
+        view = self._servers.topology
         split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
         at = self._advance_step(step) if train else 0
         number = next(self._numbers) if train else 0
         arguments = oldest_open or at, train, number, self._servers.wire, first_epoch
         while (answers := self._lookup_on_servers(split, view, at, arguments)) is None:
-            view = self._servers.view
+            view = self._servers.topology
             self._split.reshard(split, view.owners, len(view))
         rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(view))]
         self._split.fill(split, rows, block, sequences)
@@ -122,7 +122,7 @@ class ShardedRows:
             if split.num_floats(server)
         }
         try:
-            return self._servers.each("lookup", step, arguments_by_server, view=view)
+            return self._servers.call_servers("lookup", step, arguments_by_server, view=view)
         except MovedError:
             return None
 
@@ -134,10 +134,10 @@ class ShardedRows:
         batch_size: int,
     ) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up; its update sends the ids."""
-        view = self._servers.view
+        view = self._servers.topology
         return ShardedTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
 
-    def made(self, ticket: object) -> bool:
+    def owns_ticket(self, ticket: object) -> bool:
         return isinstance(ticket, ShardedTicket) and self._split.made(ticket.split)
 
     def update(
@@ -154,7 +154,7 @@ class ShardedRows:
             rates[table] = lr
         self._servers.claim(step, tickets[0])
         while True:
-            view = self._servers.view
+            view = self._servers.topology
             with Uninterrupted():
                 sums = self._sums(tickets, gradients, scale, view)
             number = tickets[0].number if sums.same_ids else 0
@@ -183,13 +183,13 @@ class ShardedRows:
             sums = self._split.sums(given, gradients, scale, view.owners, len(view))
             with self._lock:
                 for table, count in enumerate(sums.skipped):
-                    self._servers.skipped[table] += count
+                    self._servers.num_skipped[table] += count
         elif known[1] is view:
             return known[0]
         else:
             sums = self._split.reshard_sums(known[0], view.owners, len(view))
         for ticket in tickets:
-            ticket.sums, ticket.skipped = (sums, view), list(sums.skipped)
+            ticket.sums, ticket.num_skipped = (sums, view), list(sums.skipped)
         return sums
 
     def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: Topology) -> None:
@@ -205,9 +205,9 @@ class ShardedRows:
             for server in range(len(view))
             if len(sums.ids(server)) or self._servers.barrier_size
         }
-        answers = self._servers.each("update", step, arguments_by_server, view=view)
+        answers = self._servers.call_servers("update", step, arguments_by_server, view=view)
         lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]
-        self._servers.each("update", step, {server: arguments(server, 0) for server in lost}, view=view)
+        self._servers.call_servers("update", step, {server: arguments(server, 0) for server in lost}, view=view)
 
     def drop(self, ticket: ShardedTicket) -> None:
         if ticket.used:
@@ -229,7 +229,7 @@ class ShardedRows:
         for step in list(self._skipped_steps):  # two threads may send the same part: servers ignore the duplicate
             offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
             nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.barrier_size)
-            self._servers.all("update", *nothing, step=step)
+            self._servers.call_all("update", *nothing, step=step)
             with self._lock:
                 if step in self._skipped_steps:
                     self._skipped_steps.remove(step)
@@ -248,14 +248,14 @@ class ShardedRows:
 
     def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
-        view = self._servers.view
+        view = self._servers.topology
         holders = [
             server
             for server in range(len(view))
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
         with suppress(MovedError):  # the servers forgot all tickets when the map changed
-            self._servers.each("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
+            self._servers.call_servers("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
 
     def _advance_step(self, step: int | None) -> int:
         with self._lock:

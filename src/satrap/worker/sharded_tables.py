@@ -37,8 +37,8 @@ class ShardedTable:
 
     def stats(self) -> dict[str, int]:
         """Return `Store.stats` summed over the servers; "skipped" counts this process's, which no server knows."""
-        total: Counter[str] = Counter(skipped=self._servers.skipped[self._number])
-        for stats in self._servers.all("stats", self._number):
+        total: Counter[str] = Counter(skipped=self._servers.num_skipped[self._number])
+        for stats in self._servers.call_all("stats", self._number):
             total.update(stats)
         return dict(total)
 
@@ -69,14 +69,14 @@ class ShardedTable:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
         while True:
-            view = self._servers.view
-            owners = np.array(view.members.bucket_map.owners[self._number], np.uint32)
+            view = self._servers.topology
+            owners = np.array(view.shard_map.bucket_map.owners[self._number], np.uint32)
             owner = owners[_core.bucket_of(unsigned_ids, self.table.resolved_num_buckets)]
             order = np.argsort(owner, kind="stable")
             parts = np.split(unsigned_ids[order], np.searchsorted(owner[order], np.arange(1, len(view))))
             arguments_by_server = {server: arguments(part) for server, part in enumerate(parts)}
             try:
-                found = self._servers.each(method, 0, arguments_by_server, view=view)
+                found = self._servers.call_servers(method, 0, arguments_by_server, view=view)
                 break
             except MovedError:
                 continue
@@ -98,18 +98,18 @@ class ShardedTable:
     def set_lr(self, lr: float) -> None:
         """Set the table's learning rate, as `Store.set_lr` does."""
         rate = array_args.as_lr(f"table {self.table.name!r}", lr, self.table.optimizer)
-        self._servers.begin()
-        self._servers.all("set_lr", self._number, rate)
+        self._servers.begin_attempt()
+        self._servers.call_all("set_lr", self._number, rate)
         self._servers.lrs[self._number] = rate
 
     def check(self) -> None:
         """Check the table's invariants on all servers, as `Store.check` does."""
-        self._servers.all("check", self._number, patient=True)
+        self._servers.call_all("check", self._number, patient=True)
 
     @property
     def version(self) -> int:
         """The version of the last save, as in `Store.version`; servers save together."""
-        return int(max(self._servers.all("version", self._number)))
+        return int(max(self._servers.call_all("version", self._number)))
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Save as `Store.save` does: each server writes its part into the folder, which all machines must share."""
@@ -121,8 +121,8 @@ class ShardedTable:
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
         folder = os.path.abspath(path)
-        self._servers.begin()
-        self._servers.reach()  # all servers, before one of them writes
+        self._servers.begin_attempt()
+        self._servers.require_reachable()  # all servers, before one of them writes
         versions = self._save_parts(folder, since)
         while len(set(versions)) != 1:
             versions = self._save_parts(folder, since)
@@ -137,15 +137,15 @@ class ShardedTable:
         """Let each server save its part, and return their versions. If they are none or differ, the save must be
         repeated: buckets moved meanwhile, so that some were not saved, or a server answered with the version of an
         earlier save."""
-        view = self._servers.view
+        view = self._servers.topology
         servers = range(len(view))
         try:
-            versions = self._servers.each("version", 0, dict.fromkeys(servers, (self._number,)), view=view)
+            versions = self._servers.call_servers("version", 0, dict.fromkeys(servers, (self._number,)), view=view)
             version = 1 + max(versions.values())  # servers that joined later have lower versions
             arguments_by_server = dict.fromkeys(servers, (self._number, folder, since, version))
-            answers = self._servers.each("save", 0, arguments_by_server, view=view, patient=True)
+            answers = self._servers.call_servers("save", 0, arguments_by_server, view=view, patient=True)
         except MovedError:
-            if len(self._servers.view) != len(view):
+            if len(self._servers.topology) != len(view):
                 for server in servers:
                     shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
             return []
@@ -169,13 +169,13 @@ class ShardedTables(Mapping[str, ShardedTable]):
         return len(self._tables)
 
     @property
-    def layout(self) -> int:
+    def map_version(self) -> int:
         """The version of the bucket map, as in `Tables.layout`."""
-        return self._servers.view.members.version
+        return self._servers.topology.shard_map.version
 
     def require_permitted(self, folder: str | os.PathLike[str]) -> None:
         """Raise ConfigError unless all servers may write checkpoints below the folder."""
-        self._servers.all("require_permitted", os.path.abspath(folder))
+        self._servers.call_all("require_permitted", os.path.abspath(folder))
 
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
         """Restore as `Tables.restore` does. The tables may have been used; their rows are discarded."""
@@ -183,18 +183,18 @@ class ShardedTables(Mapping[str, ShardedTable]):
             raise InputError(f"folders are of {sorted(folders)}; expected one list for each of {sorted(self._tables)}")
         chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
         checksums = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
-        self._servers.begin()
-        self._servers.reach()
-        self._servers.all("verify", chains, checksums, patient=True)  # on all servers, before one is changed
+        self._servers.begin_attempt()
+        self._servers.require_reachable()
+        self._servers.call_all("verify", chains, checksums, patient=True)  # on all servers, before one is changed
         return self._replace_rows(chains, checksums)
 
     def clear(self) -> None:
         """Replace all tables by empty ones."""
-        self._servers.reach()
+        self._servers.require_reachable()
         self._replace_rows([], [])
 
     def _replace_rows(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
-        self._servers.begin_next()  # so that a duplicate of the restore is known as such
-        may_follow = all(self._servers.all("restore", chains, checksums, patient=True))
+        self._servers.begin_next_attempt()  # so that a duplicate of the restore is known as such
+        may_follow = all(self._servers.call_all("restore", chains, checksums, patient=True))
         self._servers.latest_step = 0
         return may_follow

@@ -85,7 +85,7 @@ class Rows(Protocol):
         first_epoch: whether to count sightings in tables that count only those of the first epoch."""
         ...
 
-    def made(self, ticket: object) -> bool:
+    def owns_ticket(self, ticket: object) -> bool:
         """Return whether the ticket comes from a lookup of this object."""
         ...
 
@@ -257,7 +257,7 @@ class Worker:
     def _require_ticket(self, where: str, ticket: Any) -> Ticket:
         if not hasattr(ticket, "used"):
             raise InputError(f"{where}: a ticket is a {type(ticket).__name__}; expected one that lookup returned")
-        if not self._rows.made(ticket):
+        if not self._rows.owns_ticket(ticket):
             raise TicketError(f"{where}: a ticket comes from another store; pass it to the worker that returned it")
         own: Ticket = ticket
         return own

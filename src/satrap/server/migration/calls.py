@@ -26,13 +26,13 @@ class MigrationCalls(CallFence):
             if token.number == self._fencing_token.number and token != self._fencing_token:
                 raise ConfigError(
                     f"another migration is running: it holds fencing token {token.number}, too; wait until it has "
-                    "ended, then run `satrap move` again"
+                    "ended, then run `satrap migrate` again"
                 )
             if (server_state := self._state) is not None:
                 server_state.adopt(server_state.shard_map, server_state.number, token)
             self._fencing_token = token
 
-    def freeze(self, origin: Origin, move: int, buckets: Numbers) -> None:
+    def freeze(self, origin: Origin, migration: int, buckets: Numbers) -> None:
         with self._exclusive():
             server_state = self._require_state()
             self._require_fencing_token(origin)
@@ -40,7 +40,7 @@ class MigrationCalls(CallFence):
             server_state.participant.check_buckets(buckets)
             if not server_state.owned()[buckets].all():
                 raise InputError("freeze: expected buckets of this server, found some that another server owns")
-            server_state.participant.freeze(move, buckets, time.monotonic())
+            server_state.participant.freeze(migration, buckets, time.monotonic())
 
     def export_rows(
         self, origin: Origin, buckets: Numbers, table: int, begin: int
@@ -65,7 +65,7 @@ class MigrationCalls(CallFence):
         oldest = [number for pair in found.oldest_open.items() for number in pair]
         return np.array(found.trainers, np.uint32), found.windows, found.counters, np.array(oldest, np.uint32)
 
-    def receive(self, origin: Origin, move: int, buckets: Numbers, state: dict[str, Any]) -> None:
+    def expect_buckets(self, origin: Origin, migration: int, buckets: Numbers, state: dict[str, Any]) -> None:
         with self._condition:
             server_state = self._require_state()
             self._require_fencing_token(origin)
@@ -77,7 +77,7 @@ class MigrationCalls(CallFence):
                     server_state.engine.begin_attempt(state["attempt"])
                 if server_state.restored is None and state["restored"]:
                     server_state.restored = 0, False  # by the same restore, whose call may still arrive
-            server_state.participant.receive(move, buckets, state["attempt"])
+            server_state.participant.expect_buckets(migration, buckets, state["attempt"])
             server_state.engine.reach_step(state["latest_step"])
             for t, (version, line) in enumerate(zip(state["versions"], state["expire_before"], strict=True)):
                 server_state.engine.reach_table(t, version, line)
@@ -85,7 +85,7 @@ class MigrationCalls(CallFence):
     def import_rows(
         self,
         origin: Origin,
-        move: int,
+        migration: int,
         table: int,
         ids: Ids,
         steps: Numbers,
@@ -97,23 +97,23 @@ class MigrationCalls(CallFence):
     ) -> None:
         with self._admit(None) as server_state:  # keeps the map from changing meanwhile
             server_state.store(table)
-            server_state.participant.require_move(move)
+            server_state.participant.require_migration(migration)
             server_state.participant.import_chunk(
                 table, BucketChunk(ids, steps, values, state, sighted, sighted_at, counts)
             )
 
     def import_metadata(
-        self, origin: Origin, move: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
+        self, origin: Origin, migration: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
         pairs = dict(zip(oldest_open[::2].tolist(), oldest_open[1::2].tolist(), strict=True))
         with self._condition:
             server_state = self._require_state()
-            server_state.participant.require_move(move)
+            server_state.participant.require_migration(migration)
             server_state.participant.import_metadata(
                 BucketMetadata(trainers.tolist(), windows, counters, pairs), server_state.oldest_open
             )
 
-    def change(self, origin: Origin, members: dict[str, Any], server: int, move: int) -> None:
+    def install_map(self, origin: Origin, members: dict[str, Any], server: int, migration: int) -> None:
         after = ShardMap.from_dict(members)
         with self._exclusive():
             server_state = self._require_state()
@@ -129,7 +129,7 @@ class MigrationCalls(CallFence):
             outgoing, incoming = (
                 np.flatnonzero(each).astype(np.uint32) for each in (owned & ~owned_after, owned_after & ~owned)
             )
-            server_state.participant.require_ready(move, outgoing, incoming)
+            server_state.participant.require_ready(migration, outgoing, incoming)
             server_state.engine.hand_over(outgoing)
             server_state.engine.take_over(incoming, not owned.any())
             server_state.adopt(after, server, self._fencing_token)
@@ -138,14 +138,14 @@ class MigrationCalls(CallFence):
                 lambda: MovedError(f"the call's bucket map was replaced by map {after.version}: take it and call again")
             )
 
-    def forget(self, origin: Origin) -> None:
+    def discard_buckets(self, origin: Origin) -> None:
         with self._condition:
             buckets = np.flatnonzero(~self._require_state().owned()).astype(np.uint32)
         for bucket in buckets.reshape(-1, 1):  # one at a time, so that other calls run in between
             with self._condition:
                 server_state = self._require_state()
                 self._require_fencing_token(origin)
-                if origin.map_version != server_state.shard_map.version or server_state.participant.incoming_move:
+                if origin.map_version != server_state.shard_map.version or server_state.participant.incoming_migration:
                     return  # the call is late: the map has changed since
                 server_state.engine.forget(bucket)
 

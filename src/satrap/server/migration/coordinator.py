@@ -1,8 +1,8 @@
 """Migrates buckets between servers while training continues. Makes only calls to the servers, and may be killed
 anytime.
 
-`Migration(now, wanted).run()` makes the servers at `wanted` the owners of all buckets, in equal shares, and removes the
-others. It passes through shard maps of consecutive versions. Each of them, except the first and the last, transfers
+`Migration(current, target).run()` makes the servers at `target` the owners of all buckets, in equal shares, and removes
+the others. It passes through shard maps of consecutive versions. Each of them, except the first and the last, transfers
 some buckets of one server (the source) to another (the target):
 
  1. the source freezes the buckets: it refuses calls that would change them, and their callers retry
@@ -63,26 +63,26 @@ class Migration:
 
     def __init__(
         self,
-        now: Sequence[str],
-        wanted: Sequence[str],
+        current: Sequence[str],
+        target: Sequence[str],
         *,
         keys: Keys | None = None,
         deadline: float = 120.0,
         group_bytes: int = 8 << 20,
-        breath: float = 1.0,
+        pause_ratio: float = 1.0,
     ) -> None:
-        """now: addresses of all current servers of the job.
-        wanted: addresses of all servers after the migration, in order; new ones are running and have no job.
+        """current: addresses of all current servers of the job.
+        target: addresses of all servers after the migration, in order; new ones are running and have no job.
         keys: the client's.
         deadline: seconds after which a server that does not answer, or is not ready, is an error; run again then.
         group_bytes: approximate size of the rows that are frozen at a time.
-        breath: how long to pause after each group of buckets, as a multiple of the time that the group took.
+        pause_ratio: how long to pause after each group of buckets, as a multiple of the time that the group took.
         """
-        check_addresses(now)
-        check_addresses(wanted)
-        self._current, self._target = tuple(now), tuple(wanted)
+        check_addresses(current)
+        check_addresses(target)
+        self._current, self._target = tuple(current), tuple(target)
         self._keys, self._deadline, self._group_bytes = keys, deadline, group_bytes
-        self._pause_ratio = check_number("Migration", "breath", breath, 0.0)
+        self._pause_ratio = check_number("Migration", "pause_ratio", pause_ratio, 0.0)
         self._clients: dict[str, Client[ServerCalls]] = {}
         self._fencing_token = 0
         self._num_buckets = self._num_rows = self._num_bytes = 0
@@ -135,7 +135,7 @@ class Migration:
         answers: dict[str, Any] = {}
         new = list(dict.fromkeys((*self._current, *self._target)))
         while new:
-            answers |= {address: self._call(address).members(Origin(), 0) for address in new}
+            answers |= {address: self._call(address).get_shard_map(Origin(), 0) for address in new}
             newest = max(answers.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
                 raise NotReadyError(
@@ -201,47 +201,57 @@ class Migration:
             address for address in answers if address in before.addresses and answers[address].version < after.version
         ]
         start_time = time.monotonic()
-        move = 1 + secrets.randbits(62)
+        migration = 1 + secrets.randbits(62)
         moves = {pair: np.array(b, np.uint32) for pair, b in before.changes(after).items() if pair[1] in behind}
         for (source, target), buckets in moves.items():
-            self._copy_rows(before, after, source, target, buckets, move, frozen=source in behind)
+            self._copy_rows(before, after, source, target, buckets, migration, frozen=source in behind)
         for source in dict.fromkeys(source for source, _ in moves):
-            self._install_map(source, after, move)
+            self._install_map(source, after, migration)
         for (source, target), buckets in moves.items():
             trainers, windows, counters, oldest = self._call(source).export_metadata(Origin(), buckets)
-            self._call(target).import_metadata(Origin(), move, trainers, windows, counters, oldest)
+            self._call(target).import_metadata(Origin(), migration, trainers, windows, counters, oldest)
         targets = [target for _, target in moves]
         for address in dict.fromkeys((*targets, *behind)):
-            self._install_map(address, after, move)
+            self._install_map(address, after, migration)
         if moves:
             self._longest_freeze = max(self._longest_freeze, time.monotonic() - start_time)
             self._num_buckets += sum(map(len, moves.values()))
         for address in answers:
             if address in before.addresses:
-                self._call(address).forget(self._origin(after.version))
+                self._call(address).discard_buckets(self._origin(after.version))
 
     def _copy_rows(
-        self, before: ShardMap, after: ShardMap, source: str, target: str, buckets: Numbers, move: int, *, frozen: bool
+        self,
+        before: ShardMap,
+        after: ShardMap,
+        source: str,
+        target: str,
+        buckets: Numbers,
+        migration: int,
+        *,
+        frozen: bool,
     ) -> None:
         """Do 1 and 2."""
         if frozen:
-            self._call(source).freeze(self._origin(before.version), move, buckets)
-        state = self._call(source).members(Origin(), 0)["state"]
-        self._call(target).receive(self._origin(), move, buckets, state)
+            self._call(source).freeze(self._origin(before.version), migration, buckets)
+        state = self._call(source).get_shard_map(Origin(), 0)["state"]
+        self._call(target).expect_buckets(self._origin(), migration, buckets, state)
         for table in range(len(state["versions"])):
             begin, total = 0, 1
             while begin < total:
                 ids, steps, values, floats, seen, seen_at, counts, total = self._call(source).export_rows(
                     Origin(), buckets, table, begin
                 )
-                self._call(target).import_rows(Origin(), move, table, ids, steps, values, floats, seen, seen_at, counts)
+                self._call(target).import_rows(
+                    Origin(), migration, table, ids, steps, values, floats, seen, seen_at, counts
+                )
                 begin += max(1, len(ids))
                 self._num_rows += len(ids)
                 self._num_bytes += values.nbytes + floats.nbytes
 
     def _query(self, address: str) -> "_ServerAnswer":
         """Return what a server knows. Repeats the handshake with a restarted server of the job."""
-        answer = self._call(address).members(Origin(), 0)
+        answer = self._call(address).get_shard_map(Origin(), 0)
         if not answer["version"]:
             return _ServerAnswer(0, None, {})
         members = ShardMap.from_dict(answer["members"])
@@ -263,14 +273,16 @@ class Migration:
                     Origin(attempt=state["attempt"], map_version=after.version), table, float(lr)
                 )
 
-    def _install_map(self, address: str, after: ShardMap, move: int) -> None:
+    def _install_map(self, address: str, after: ShardMap, migration: int) -> None:
         number = after.number(address)
-        self._call(address).change(self._origin(), after.to_dict(), NO_MEMBER if number is None else number, move)
+        self._call(address).install_map(
+            self._origin(), after.to_dict(), NO_MEMBER if number is None else number, migration
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _ServerAnswer:
-    """The answer of a server to `members`; version 0 if it has no job."""
+    """The answer of a server to `get_shard_map`; version 0 if it has no job."""
 
     version: int
     found: ShardMap | None

@@ -55,9 +55,9 @@ class MigrationParticipant:
     job: Job
     engine: Engine
     outgoing: Buckets = field(default_factory=lambda: _NONE)
-    outgoing_move: int = 0
+    outgoing_migration: int = 0
     incoming: Buckets = field(default_factory=lambda: _NONE)
-    incoming_move: int = 0
+    incoming_migration: int = 0
     incoming_attempt: int = 0
     is_complete: bool = False
     _until: float = 0.0
@@ -74,11 +74,11 @@ class MigrationParticipant:
 
     # -- outgoing buckets --------------------------------------------------------------------------------------------
 
-    def freeze(self, move: int, buckets: Buckets, now: float) -> None:
+    def freeze(self, migration: int, buckets: Buckets, now: float) -> None:
         """Keep these buckets unchanged until they leave, are thawed, or the coordinator is silent for too long."""
         self.thaw()
         self.engine.freeze(buckets, True)
-        self.outgoing, self.outgoing_move = buckets, move
+        self.outgoing, self.outgoing_migration = buckets, migration
         self.renew(now)
 
     def renew(self, now: float) -> None:
@@ -88,13 +88,13 @@ class MigrationParticipant:
     def thaw_if_abandoned(self, now: float) -> None:
         """Thaw the buckets if the coordinator has been silent for too long, so that training continues. A coordinator
         that returns starts over."""
-        if self.outgoing_move and now > self._until:
+        if self.outgoing_migration and now > self._until:
             self.thaw()
 
     def thaw(self) -> None:
         """Make the frozen buckets usable again."""
         self.engine.freeze(self.outgoing, False)
-        self.outgoing, self.outgoing_move, self._cached_columns = _NONE, 0, None
+        self.outgoing, self.outgoing_migration, self._cached_columns = _NONE, 0, None
 
     def chunk(self, buckets: Buckets, table: int, begin: int) -> tuple[BucketChunk, int]:
         """Return the rows of a table from row `begin` on, as many as fit into an answer, and the number of all rows."""
@@ -142,18 +142,23 @@ class MigrationParticipant:
 
     # -- incoming buckets --------------------------------------------------------------------------------------------
 
-    def receive(self, move: int, buckets: Buckets, attempt: int) -> None:
+    def expect_buckets(self, migration: int, buckets: Buckets, attempt: int) -> None:
         """Make room for these buckets, from a server in that attempt. A duplicate must not empty them again."""
-        if move == self.incoming_move:
+        if migration == self.incoming_migration:
             return
         if attempt < self.engine.attempt:
             raise AttemptError(f"found rows of attempt {attempt}; expected the server's, {self.engine.attempt}")
         self.engine.forget(buckets)
-        self.incoming, self.incoming_move, self.incoming_attempt, self.is_complete = buckets, move, attempt, False
+        self.incoming, self.incoming_migration, self.incoming_attempt, self.is_complete = (
+            buckets,
+            migration,
+            attempt,
+            False,
+        )
 
-    def require_move(self, move: int) -> None:
+    def require_migration(self, migration: int) -> None:
         """Raise NotReadyError unless rows of that migration are expected."""
-        if move == 0 or move != self.incoming_move:
+        if migration == 0 or migration != self.incoming_migration:
             raise NotReadyError(f"found rows of migration {move}, which this server does not expect: start over")
 
     def import_chunk(self, table: int, chunk: BucketChunk) -> None:
@@ -175,14 +180,14 @@ class MigrationParticipant:
 
     # -- the change of the map ---------------------------------------------------------------------------------------
 
-    def require_ready(self, move: int, outgoing: Buckets, incoming: Buckets) -> None:
+    def require_ready(self, migration: int, outgoing: Buckets, incoming: Buckets) -> None:
         """Raise NotReadyError unless these buckets may leave and arrive now."""
-        frozen = set(self.outgoing.tolist()) if move == self.outgoing_move else set()
+        frozen = set(self.outgoing.tolist()) if migration == self.outgoing_migration else set()
         if not set(outgoing.tolist()) <= frozen:
             raise NotReadyError(
                 "expected frozen outgoing buckets, found some in use: the server may have been restarted"
             )
-        received = set(self.incoming.tolist()) if move == self.incoming_move and self.is_complete else set()
+        received = set(self.incoming.tolist()) if migration == self.incoming_migration and self.is_complete else set()
         if not set(incoming.tolist()) <= received:
             raise NotReadyError("expected complete incoming buckets, found others: the server may have been restarted")
         if len(incoming) and self.incoming_attempt < self.engine.attempt:
@@ -193,7 +198,7 @@ class MigrationParticipant:
     def end(self) -> None:
         """Forget the migration after the change of the map."""
         self.outgoing = self.incoming = _NONE
-        self.outgoing_move = self.incoming_move = 0
+        self.outgoing_migration = self.incoming_migration = 0
         self.is_complete, self._cached_columns = False, None
 
 

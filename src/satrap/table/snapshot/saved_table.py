@@ -32,7 +32,7 @@ class SavedPart:
     """Checksum of all bytes of its manifest, which holds the checksums of the other files."""
 
     @classmethod
-    def of(cls, path: Path, folder: str = "") -> Self:
+    def from_folder(cls, path: Path, folder: str = "") -> Self:
         """Reads the record of the snapshot in a folder."""
         manifest = read_manifest(path)
         number = checksum((path / FILE_NAME).read_bytes())
@@ -52,7 +52,7 @@ class SavedTable:
     """The snapshots, in the order of their servers."""
 
     @classmethod
-    def of(cls, folder: Path, rows: int) -> Self:
+    def from_folder(cls, folder: Path, rows: int) -> Self:
         """Reads the record of the snapshots in a folder, of a table with that many rows."""
         return cls(rows=rows, parts=saved_parts(folder))
 
@@ -92,7 +92,7 @@ class SavedTable:
 def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
     """Reads which snapshots a table's folder holds; raises unless all parts of one save are there."""
     paths = parts_of(folder)
-    return tuple(SavedPart.of(path, "" if path == folder else path.name) for path in paths)
+    return tuple(SavedPart.from_folder(path, "" if path == folder else path.name) for path in paths)
 
 
 def checksum_of(folder: Path) -> int:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
-from satrap.data.skipped_rows import SkippedRows
 from satrap.data.registry import source_to_dict
+from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Keys
@@ -59,7 +59,7 @@ class WorkerConnection:
         self._spec = spec.to_dict()
         self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
         self.call = self._client.call
-        self.best_effort = self._client.within(_BEST_EFFORT_SECONDS)
+        self.best_effort = self._client.with_deadline(_BEST_EFFORT_SECONDS)
         self._streams: dict[int, RemoteBatches] = {}
         self._numbers = itertools.count(1)
         self._handshake_lock = threading.Lock()
@@ -69,7 +69,7 @@ class WorkerConnection:
             self._client.close()
             raise
 
-    def ask(self, call: Callable[[], _R]) -> _R:
+    def call_with_retry(self, call: Callable[[], _R]) -> _R:
         """Return the call's result. Repeats the call after a handshake if the worker was restarted."""
         lost: NotReadyError | None = None
         for _ in range(_MAX_HANDSHAKES):
@@ -91,14 +91,14 @@ class WorkerConnection:
                 for stream, batches in list(self._streams.items()):
                     self._open(stream, batches)
 
-    def begin(self, batches: "RemoteBatches") -> int:
+    def open_stream(self, batches: "RemoteBatches") -> int:
         """Open a stream of these batches, and return its number."""
         stream = next(self._numbers)
         self._streams[stream] = batches
         try:
-            self.ask(lambda: self._open(stream, batches))
+            self.call_with_retry(lambda: self._open(stream, batches))
         except BaseException:
-            self.end(stream)
+            self.close_stream(stream)
             raise
         return stream
 
@@ -113,7 +113,7 @@ class WorkerConnection:
         except SourceError as error:
             raise SourceError(f"the worker at {self.address} cannot read the source: {error}") from error
 
-    def end(self, stream: int) -> None:
+    def close_stream(self, stream: int) -> None:
         """Close a stream. A worker that cannot be reached forgets it with the attempt."""
         if self._streams.pop(stream, None) is not None:
             with suppress(SatrapError):
@@ -178,7 +178,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         self._skipped_rows = SkippedRows()
         self._ended = False
         self._lock = threading.Lock()
-        self.stream = connection.begin(self)
+        self.stream = connection.open_stream(self)
         """The number by which the worker knows this stream."""
 
     @property
@@ -202,7 +202,9 @@ class RemoteBatches(Iterator[RemoteInputs]):
             return ReadStart(number=first, position=position, skipped_rows=skipped_rows, **self._share)
 
     def __len__(self) -> int:
-        found = self.connection.ask(lambda: self.connection.call.length(self.connection.servers.origin(0), self.stream))
+        found = self.connection.call_with_retry(
+            lambda: self.connection.call.length(self.connection.servers.origin(0), self.stream)
+        )
         if "batches" not in found:
             raise TypeError(found["why"])
         return int(found["batches"])
@@ -213,7 +215,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         number = self._last + 1
         description: dict[str, Any] = {"found": "nothing"}
         while description["found"] == "nothing":
-            description, dense, label, extra = self.connection.ask(
+            description, dense, label, extra = self.connection.call_with_retry(
                 lambda: self.connection.call.read(self.connection.servers.origin(0), self.stream, number, self.settled)
             )
         skipped_rows = SkippedRows.from_list(description["skipped_rows"])
@@ -257,7 +259,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def close(self) -> None:
         """Stop reading."""
         self._ended = True
-        self.connection.end(self.stream)
+        self.connection.close_stream(self.stream)
 
 
 class RemoteRows:
@@ -268,7 +270,7 @@ class RemoteRows:
     def __init__(self, features: Features, sharded: ShardedRows, connection: WorkerConnection) -> None:
         self.num_threads = sharded.num_threads
         self.lookup, self.empty, self.skip, self.settle = sharded.lookup, sharded.empty, sharded.skip, sharded.settle
-        self.cut = [0 for feature in features.values() if feature.max_length is not None]
+        self.num_truncated = [0 for feature in features.values() if feature.max_length is not None]
         """For each sequence, the number of ids beyond its length in batches that the worker read."""
         self._names = [table.name for table in features.tables]
         self._sharded, self._connection = sharded, connection
@@ -280,18 +282,18 @@ class RemoteRows:
 
     @property
     def truncated(self) -> list[int]:
-        return [sharded + far for sharded, far in zip(self._sharded.truncated, self.cut, strict=True)]
+        return [sharded + far for sharded, far in zip(self._sharded.truncated, self.num_truncated, strict=True)]
 
-    def count(self, cut: list[int]) -> None:
+    def add_truncated(self, cut: list[int]) -> None:
         """Add to the numbers of ids beyond the sequences' lengths."""
         with self._lock:
-            self.cut = [before + more for before, more in zip(self.cut, cut, strict=True)]
+            self.num_truncated = [before + more for before, more in zip(self.num_truncated, cut, strict=True)]
 
-    def made(self, ticket: object) -> bool:
+    def owns_ticket(self, ticket: object) -> bool:
         return (
             ticket.batches.connection is self._connection
             if isinstance(ticket, RemoteTicket)
-            else self._sharded.made(ticket)
+            else self._sharded.owns_ticket(ticket)
         )
 
     def update(
@@ -319,13 +321,13 @@ class RemoteRows:
 
         def call() -> list[int]:
             for i in range(len(tickets) - 1):
-                self._connection.call.bring(origin, stream, numbers[i], present[i], flat[i])
+                self._connection.call.send_gradients(origin, stream, numbers[i], present[i], flat[i])
             return self._connection.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
 
-        skipped = self._connection.ask(call)
+        skipped = self._connection.call_with_retry(call)
         with Uninterrupted(), self._lock:
             for table, count in enumerate(skipped):
-                servers.skipped[table] += count
+                servers.num_skipped[table] += count
             for ticket in tickets:
                 ticket.used = True
                 batches.settle(ticket.number)
@@ -365,7 +367,7 @@ class RemoteWorker(ShardedWorker):
             servers=servers.addresses,
             wire=servers.wire,
             barrier_size=servers.barrier_size,
-            further=servers.job.tables[len(features.tables) :],
+            extra_tables=servers.job.tables[len(features.tables) :],
         )
         self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
         self._remote_rows = RemoteRows(features, self._sharded_rows, self.connection)
@@ -385,7 +387,9 @@ class RemoteWorker(ShardedWorker):
     def signature(self, source: Any) -> dict[str, Any]:
         """Return `Source.signature` of a declared source: the worker sees its files, this machine may not."""
         description = source_to_dict(source)
-        return self.connection.ask(lambda: self.connection.call.signature(self.servers.origin(0), description))
+        return self.connection.call_with_retry(
+            lambda: self.connection.call.signature(self.servers.origin(0), description)
+        )
 
     def lookup(
         self,
@@ -402,10 +406,10 @@ class RemoteWorker(ShardedWorker):
         self.settle()
         origin, batches, number = self.servers.origin(step or 0), inputs.batches, inputs.number
         since = oldest_open or step or 0
-        rows, sequences, masks, cut = self.connection.ask(
+        rows, sequences, masks, cut = self.connection.call_with_retry(
             lambda: self.connection.call.lookup(origin, batches.stream, number, batches.settled, since, train)
         )
-        self._remote_rows.count(cut)
+        self._remote_rows.add_truncated(cut)
         batches.looked_up(number, train)
         n = inputs.batch_size
         if block is None:

@@ -54,7 +54,7 @@ class WorkerCalls(Protocol):
         """Return the block, the sequences, their masks, and for each sequence the number of ids beyond its length."""
         ...
 
-    def bring(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> None:
+    def send_gradients(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> None:
         """Keep the gradients of a batch until the update that ends with a later batch."""
         ...
 
@@ -68,7 +68,8 @@ class WorkerCalls(Protocol):
         lrs: dict[str, float],
         scale: float,
     ) -> list[int]:
-        """Apply one optimizer step with these batches. The gradients are the last batch's; `bring` sent the others'.
+        """Apply one optimizer step with these batches. The gradients are those of the last batch;
+        `send_gradients` sent those of the others.
 
         present: whether there is a gradient for the block and for each sequence.
         Returns for each table how many gradients were not finite and were left out.

@@ -182,7 +182,9 @@ class WorkerService:
 
         return self._submit(origin, stream, work)
 
-    def bring(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> "Future[None]":
+    def send_gradients(
+        self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats
+    ) -> "Future[None]":
         def work(session: _TrainerSession, reader: BatchReader) -> None:
             held = _require_batch(reader, number)
             with held.lock:
@@ -306,7 +308,7 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
         sequences.append(of_sequences)
         tickets.append(each.ticket)
     worker.update(tickets, blocks, sequences, step=step, lrs=lrs, scale=scale)
-    answer = tickets[0].skipped
+    answer = tickets[0].num_skipped
     for each in batches:
         each.inputs = each.ticket = each.gradients = None
         each.answer = answer

@@ -26,7 +26,7 @@ class WorkerSpec:
     """How rows and gradients cross to and from the servers."""
     barrier_size: int
     """How many trainers' updates form one step; 0: each update is a step."""
-    further: tuple[Table, ...] = ()
+    extra_tables: tuple[Table, ...] = ()
     """Tables that the servers have in addition to the features'."""
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class WorkerSpec:
     @property
     def job(self) -> Job:
         """What the servers and the worker must agree on."""
-        return Job(tables=(*self.features.tables, *self.further), seed=self.seed)
+        return Job(tables=(*self.features.tables, *self.extra_tables), seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return this spec as plain JSON types."""
@@ -48,7 +48,7 @@ class WorkerSpec:
             "servers": list(self.servers),
             "wire": self.wire,
             "together": self.barrier_size,
-            "further": [table.to_dict() for table in self.further],
+            "further": [table.to_dict() for table in self.extra_tables],
         }
 
     @classmethod

@@ -37,8 +37,8 @@ class InFlightBatch:
     """A batch as its stream tracks it, until it is updated or dropped."""
 
     __slots__ = (
-        *("_batch", "dense", "embeddings", "inputs", "label", "lost", "sequences", "step", "ticket"),
-        *("trains", "used", "weight"),
+        *("_batch", "dense", "drop_reason", "embeddings", "inputs", "is_training", "is_used", "label", "sequences"),
+        *("step", "ticket", "weight"),
     )
 
     def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None) -> None:

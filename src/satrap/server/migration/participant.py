@@ -159,7 +159,7 @@ class MigrationParticipant:
     def require_migration(self, migration: int) -> None:
         """Raise NotReadyError unless rows of that migration are expected."""
         if migration == 0 or migration != self.incoming_migration:
-            raise NotReadyError(f"found rows of migration {move}, which this server does not expect: start over")
+            raise NotReadyError(f"found rows of migration {migration}, which this server does not expect: start over")
 
     def import_chunk(self, table: int, chunk: BucketChunk) -> None:
         """Insert rows and sightings into the table. A duplicate has no effect."""

@@ -368,7 +368,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
             ConfigError,
             "UnevenSource: rank is 2; expected an integer from 0 to 1",
         ),
-        (lambda data: data.batches(["a"], world_size=0), ConfigError, "UnevenSource: world is 0"),
+        (lambda data: data.batches(["a"], world_size=0), ConfigError, "UnevenSource: world_size is 0"),
         (
             lambda data: data.batches(["a"], position=(0, 0, 0)),
             InputError,

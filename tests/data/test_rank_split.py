@@ -103,7 +103,7 @@ def test_positions_of_older_releases_continue_as_there() -> None:
             sizes=sizes, guess=1, batch_size=4, shuffle=case["shuffle"], shuffle_blocks=3, seed=5, rows_known=True
         )
         position = Position.from_dict(case["position"])
-        rest = data.batches(["a"], position=position, rank=case["rank"], world_size=case["world_size"])
+        rest = data.batches(["a"], position=position, rank=case["rank"], world_size=case["world"])
         assert [inputs.values.tolist() for inputs in rest] == case["rest"]
     assert len(cases) == 30
 

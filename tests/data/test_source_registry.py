@@ -123,7 +123,7 @@ def test_invalid_declarations_are_refused(call: Any, found: str) -> None:
 
 
 def worker_spec(of: Features, **changes: Any) -> WorkerSpec:
-    fields: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "together": 2}
+    fields: Mapping[str, Any] = {"seed": 3, "servers": ("tcp://a:1",), "wire": "float32", "barrier_size": 2}
     return WorkerSpec(features=of, **{**fields, **changes})
 
 

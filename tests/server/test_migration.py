@@ -167,7 +167,7 @@ def trainers(num_trainers: int, addresses: list[str], barrier_size: int) -> Iter
         yield workers
 
 
-@pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
+@pytest.mark.parametrize("barrier_size", [0, 3], ids=["stale", "synchronous"])
 def test_several_trainers(seed: int, barrier_size: int) -> None:
     """Updates are exact, so their order does not matter."""
     with running_servers(3) as services:
@@ -179,7 +179,7 @@ def test_several_trainers(seed: int, barrier_size: int) -> None:
             assert len(tour.done) == len(TOUR)
 
 
-@pytest.mark.parametrize("together", [0, 3], ids=["stale", "synchronous"])
+@pytest.mark.parametrize("barrier_size", [0, 3], ids=["stale", "synchronous"])
 def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, seed: int, barrier_size: int) -> None:
     with killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over):
         addresses = [each.address for each in servers]

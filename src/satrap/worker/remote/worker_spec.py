@@ -47,7 +47,7 @@ class WorkerSpec:
             "seed": self.seed,
             "servers": list(self.servers),
             "wire": self.wire,
-            "together": self.barrier_size,
+            "barrier_size": self.barrier_size,
             "further": [table.to_dict() for table in self.extra_tables],
         }
 

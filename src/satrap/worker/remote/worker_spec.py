@@ -32,7 +32,7 @@ class WorkerSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.features, Features):
             raise ConfigError(f"WorkerSpec: features is a {type(self.features).__name__}; expected Features")
-        check_integer("WorkerSpec", "together", self.barrier_size, 0, 2**32 - 1)
+        check_integer("WorkerSpec", "barrier_size", self.barrier_size, 0, 2**32 - 1)
         set_field(self, "servers", tuple(self.servers))
 
     @property
@@ -67,7 +67,7 @@ class WorkerSpec:
         """Return the differences from `other`, except those of the tables: "feature 'history', pooling: ..."."""
         found = [
             f"{name}: {mine!r} here, {its!r} there"
-            for name in ("servers", "wire", "together")
+            for name in ("servers", "wire", "barrier_size")
             if (mine := getattr(self, name)) != (its := getattr(other, name))
         ]
         if self.features.names != other.features.names:

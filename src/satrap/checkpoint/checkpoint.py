@@ -102,7 +102,7 @@ class Checkpoint:
         self._since_full = 0
         self._saved_step = -1
         self._source: Mapping[str, Any] | None = None
-        if embeddings.is_async:
+        if not embeddings.is_joint:
             embeddings.run_before_close(self._join_saves_until_end)
 
     def save(self, *, every_steps: int | None = None) -> bool:
@@ -133,7 +133,7 @@ class Checkpoint:
 
     def _save_together(self, every_steps: int | None) -> bool:
         """Make one save of all trainers; return whether it completes this trainer's request."""
-        trainers, in_step = self._embeddings.trainers, not self._embeddings.is_async
+        trainers, is_joint = self._embeddings.trainers, self._embeddings.is_joint
         with self._embeddings.pause():
             position = self._embeddings.position_of(self._data)
             request = [self._directory.name, self._embeddings.step, every_steps, position and position.to_dict()]
@@ -142,8 +142,8 @@ class Checkpoint:
             directories, steps, intervals, positions = zip(*map(json.loads, gathered), strict=True)
             if set(intervals) == {_ENDED}:
                 return True
-            requests = set(intervals) if in_step else set(intervals) - {None, _ENDED}
-            if len(set(directories)) > 1 or len(requests) > 1 or (in_step and len(set(steps)) > 1):
+            requests = set(intervals) if is_joint else set(intervals) - {None, _ENDED}
+            if len(set(directories)) > 1 or len(requests) > 1 or (is_joint and len(set(steps)) > 1):
                 raise CheckpointError(
                     f"the trainers save into {list(directories)} at steps {list(steps)} with every_steps "
                     f"{list(intervals)}; expected the same values on all trainers"

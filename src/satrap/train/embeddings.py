@@ -30,15 +30,15 @@ from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.run_context import current_context, register_exit_hook
 from satrap.table.table_group import TableGroup
-from satrap.train.async_dense import DenseParameters, require_free_names
+from satrap.train.async_dense import AsyncDense
 from satrap.train.batch import Batch
 from satrap.train.batch_lookup import BatchLookup
-from satrap.train.joint_step import PaddedBatches
+from satrap.train.dense_strategy import DenseStrategy, SyncDense
 from satrap.train.open_worker import RowLocation, open_worker
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
-from satrap.train.stream import JointStepCallbacks, Stream
+from satrap.train.stream import Stream
 from satrap.train.torch_threads import spare_cores
 from satrap.worker.local_rows import LocalWorker
 
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from satrap.worker.remote.client import RemoteWorker
     from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
+
+
+_STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "async": AsyncDense}
 
 
 class Embeddings(torch.nn.Module):
@@ -91,15 +94,15 @@ class Embeddings(torch.nn.Module):
         self.features = Features(features)
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
-        self.is_async = dense == "async"
-        """Whether trainers step without waiting for each other."""
-        self._require_possible(dense, servers)
+        check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
+        self._strategy = _STRATEGIES[dense]
+        self._require_possible(dense, servers is not None or current_context() is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         rows = RowLocation(shared, servers, keys, wire, workers, as_flag("Embeddings", "take_over", take_over))
         self._open = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
-        self._worker = None if self.is_async else self._open()
-        self._dense: DenseParameters | None = None
+        self._worker = self._open() if self._strategy.is_joint else None
+        self._dense = DenseStrategy()  # until there is an optimizer
         self._step = 0
         self._past_counters = Counters()  # totals of ended training streams
         self._followed: dict[int, _Followed] = {}  # by id(): a list can be a source, and is not hashable
@@ -111,19 +114,18 @@ class Embeddings(torch.nn.Module):
         self._before_close: list[Callable[[], None]] = []
         self._closed = self._has_warned = False
 
-    def _require_possible(self, dense: str, servers: Sequence[str] | None) -> None:
+    def _require_possible(self, dense: str, has_servers: bool) -> None:
         """Raise ConfigError if an option is invalid or conflicts with another."""
         staleness: Any = self.staleness
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(f"staleness is {staleness!r}; expected an integer, 0 (synchronous) or more")
-        check_choice("Embeddings", "dense", dense, ("sync", "async"))
-        if self.deterministic and (self.staleness > 0 or self.is_async) and self.trainers.world_size > 1:
-            how = "dense='async'" if self.is_async else f"staleness {self.staleness}"
-            raise ConfigError(f"deterministic=True with {how} needs a single trainer; found several")
-        if self.is_async:
-            require_free_names(self.features.tables)
-            if servers is None and current_context() is None:
-                raise ConfigError("dense='async' without servers: pass servers=[...] to hold the dense parameters")
+        repeats = self.staleness == 0 and self._strategy.is_joint
+        if self.deterministic and not repeats and self.trainers.world_size > 1:
+            raise ConfigError(
+                f"deterministic=True with dense={dense!r} and staleness {staleness} needs a single trainer; found "
+                "several"
+            )
+        self._strategy.require_possible(self.features, has_servers=has_servers)
 
     @property
     def worker(self) -> "LocalWorker | ShardedWorker":
@@ -133,6 +135,11 @@ class Embeddings(torch.nn.Module):
         if self._worker is None:
             raise StreamError("dense='async': the dense parameters have no tables yet: call optimizer(...) first")
         return self._worker
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether all trainers take each step together."""
+        return self._strategy.is_joint
 
     @property
     def step(self) -> int:
@@ -168,7 +175,14 @@ class Embeddings(torch.nn.Module):
         once."""
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")
-        self._optimizer = HybridOptimizer(dense, self, self._open_with(dense) if self.is_async else None)
+        strategy = self._strategy(dense, self.trainers)
+        if strategy.tables:
+            if self._worker is not None:
+                raise ConfigError("dense='async': optimizer(...) was already called, and cannot be called again")
+            self._worker = self._open(strategy.tables)
+            assert not isinstance(self._worker, LocalWorker)
+            strategy.connect(self._worker.servers)
+        self._optimizer, self._dense = HybridOptimizer(dense, self, strategy), strategy
         return self._optimizer
 
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
@@ -177,17 +191,7 @@ class Embeddings(torch.nn.Module):
 
         compress: dtype in which DDP sends the gradients: "float16", on GPUs also "bfloat16"; None: unchanged.
         """
-        return model if self.is_async else self.trainers.wrap(model, compress)
-
-    def _open_with(self, dense: torch.optim.Optimizer) -> DenseParameters:
-        if self._dense is not None:
-            raise ConfigError("dense='async': optimizer(...) was already called, and cannot be called again")
-        found = DenseParameters(dense)
-        worker = self._open(dense=found.tables)
-        assert not isinstance(worker, LocalWorker)
-        found.connect(worker.servers, self.trainers)
-        self._worker, self._dense = worker, found
-        return found
+        return self.trainers.wrap(model, compress) if self._strategy.is_joint else model
 
     def stream(
         self,
@@ -212,7 +216,7 @@ class Embeddings(torch.nn.Module):
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; expected an integer, 1 or more")
         train = self.training if train is None else train
-        if train and (self._dense is None or self._dense.start is None):
+        if train and self._dense.joins_attempt:
             self.join_attempt()
         self._require_same_rows()
         target = torch.device("cpu" if device is None else device)
@@ -236,16 +240,12 @@ class Embeddings(torch.nn.Module):
             )
         self._leave_stream()
         self._require_own_rows()
-        if self._dense is not None:
-            self._dense.begin()
+        self._dense.begin()
         followed = self._followed.get(id(data))
         position = followed.position if followed is not None and followed.resume else None
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
-        inputs = self._batches(data, position, **share)
-        is_joint = several and self._dense is None
-        if is_joint:
-            inputs = PaddedBatches(inputs, self.features.names)
+        inputs = self._dense.batches(self._batches(data, position, **share), self.features.names)
         gate = StalenessGate(
             self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step
         )
@@ -260,7 +260,6 @@ class Embeddings(torch.nn.Module):
                 overlap=overlap,
                 on_hold=self._optimizer.hold,
                 position=position,
-                joint=JointStepCallbacks(self.trainers.joint_step, self._optimizer.weigh) if is_joint else None,
                 dense=self._dense,
             )
             if followed is not None:
@@ -282,7 +281,7 @@ class Embeddings(torch.nn.Module):
 
     def _evaluation(self, data: Any, target: torch.device, overlap: bool) -> Stream:
         inputs = self._batches(data, None)
-        if self._dense is not None:
+        if not self._strategy.is_joint:
             self.drain()
         if not any(len(store) for store in self.tables.values()):
             warnings.warn("the embeddings are evaluated, but no table has a row yet", stacklevel=3)
@@ -430,11 +429,6 @@ class Embeddings(torch.nn.Module):
             self._require_same_rows()
         scale /= self.trainers.world_size  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
-        if not taken and self._dense is not None and self._dense.has_gradients():
-            raise StreamError(
-                "dense='async': optimizer.step() found gradients of dense parameters, but no batch that a loss has "
-                "reached: the servers identify a step by its batches"
-            )
         if not taken and not self.training:
             raise StreamError(
                 "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
@@ -454,8 +448,7 @@ class Embeddings(torch.nn.Module):
 
     def refresh(self) -> None:
         """With dense="async", fetch the latest dense parameters from the servers."""
-        if self._dense is not None:
-            self._dense.refresh()
+        self._dense.refresh()
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from satrap import Inputs
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
 from satrap.train.dense_strategy import SyncDense
+from satrap.train.embeddings import session_of
 from satrap.train.joint_step import PADDING_ROWS, JointBatches, JointStep, describe
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
@@ -180,7 +181,7 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
         overlap=False,
         on_hold=optimizer.hold,
     )
-    embeddings._training = stream
+    session_of(embeddings)._training = stream
     whole, short = next(stream), next(stream)
     loss = loss_of(model, whole)
     with pytest.raises(StreamError, match=r"step 2: its batch has 3 samples, and that of step 1, .* has 8; several"):

@@ -17,34 +17,15 @@ GradScaler reads `_step_supports_amp_scaling` and then always calls step(), with
 overflow: an overflowed step changes neither half, and its batches are dropped and counted.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from satrap.config.features import Features
 from satrap.errors import ConfigError
 from satrap.train.dense_strategy import DenseStrategy
-
-
-class Trained(Protocol):
-    """The part of `Embeddings` that the optimizer uses."""
-
-    features: Features
-
-    def update(self, lrs: Mapping[str, float], scale: float) -> None:
-        """Send the collected gradients to the tables."""
-
-    def drop_batches_with_gradients(self, cause: str) -> None:
-        """Drop the batches that a backward pass has reached."""
-
-    def get_extra_state(self) -> Tensor:
-        """Return a state that identifies the current rows."""
-        ...
-
-    def require_rows(self, state: Any) -> None:
-        """Raise StreamError if the state identifies other rows."""
+from satrap.train.session import TrainingSession
 
 
 class HybridOptimizer(torch.optim.Optimizer):
@@ -56,7 +37,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, dense: torch.optim.Optimizer, embeddings: Trained, strategy: DenseStrategy) -> None:
+    def __init__(self, dense: torch.optim.Optimizer, session: TrainingSession, strategy: DenseStrategy) -> None:
         if isinstance(dense, HybridOptimizer | torch.optim.LBFGS):
             raise ConfigError(
                 f"the dense optimizer is {type(dense).__name__}; expected a torch optimizer that steps once per call"
@@ -64,11 +45,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__init__(dense.param_groups, dense.defaults)  # the same dicts: a scheduler's lr reaches both
         self.dense = dense
         self.state = dense.state
-        self._embeddings, self._strategy = embeddings, strategy
+        self._session, self._strategy = session, strategy
         cycled = {name: dense.defaults[name] for name in ("betas", "momentum") if name in dense.defaults}
         self._tables: list[dict[str, Any]] = [
-            {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled
-            for table in embeddings.features.tables
+            {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled for table in session.features.tables
         ]
         self.param_groups.extend(self._tables)
 
@@ -99,26 +79,26 @@ class HybridOptimizer(torch.optim.Optimizer):
         if found is not None:
             self._strategy.require_same_overflow(overflowed := found.item() != 0)
             if overflowed:
-                self._embeddings.drop_batches_with_gradients("overflow")
+                self._session.drop_batches_with_gradients("overflow")
                 return loss
         scale: Tensor | None = getattr(self, "grad_scale", None)
         inverse = 1.0 if scale is None else 1.0 / float(scale.item())
         self._strategy.require_same_gradients()
         # First, so that a gradient refused in this call leaves the dense half unchanged; threads refuse it later.
-        self._embeddings.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
+        self._session.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
         self._strategy.step(inverse)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the dense gradients. Batches that a backward pass has reached and no step took are dropped."""
         self.dense.zero_grad(set_to_none)
-        self._embeddings.drop_batches_with_gradients("zero_grad")
+        self._session.drop_batches_with_gradients("zero_grad")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dense optimizer's state and the tables' learning rates. Rows are saved by a `Checkpoint`; the
         state only identifies them, and loading it with other rows is an error."""
         lrs = {group["table"]: group["lr"] for group in self._tables}
-        rows = self._embeddings.get_extra_state()
+        rows = self._session.rows_state()
         own = {"type": type(self.dense).__name__, "dense": self.dense.state_dict(), "lr": lrs, "rows": rows}
         return own | self._strategy.state_dict()
 
@@ -137,7 +117,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 "the same optimizer as before, or use another folder"
             )
         if "rows" in state_dict:  # a checkpoint leaves them out and restores the rows itself
-            self._embeddings.require_rows(state_dict["rows"])
+            self._session.require_rows(state_dict["rows"])
         self._strategy.load_state_dict(state_dict)
         self.dense.load_state_dict(state_dict["dense"])
         self.param_groups[:] = [*self.dense.param_groups, *self._tables]

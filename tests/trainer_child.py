@@ -16,7 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
-from satrap import CSV, Checkpoint, Embeddings, IdColumn, Parquet
+from satrap import CSV, Checkpoint, Deployment, Embeddings, IdColumn, Parquet
 from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -25,9 +25,9 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    where = {"servers": job["servers"], "workers": job.get("workers")}
+    where = Deployment(job["servers"], workers=job.get("workers"))
     features = counting_tables() if job.get("counted") else tables()
-    embeddings = Embeddings(features, num_threads=1, staleness=job["staleness"], **where)
+    embeddings = Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where)
     model = DistributedDataParallel(Net())
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     scaler = scaler_of(job.get("scaler"))

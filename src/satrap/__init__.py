@@ -55,6 +55,7 @@ from satrap.errors import (
 from satrap.monitor.progress import Progress
 from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
 from satrap.table.store import Store
+from satrap.train.deployment import Deployment
 
 if TYPE_CHECKING:
     from satrap import models
@@ -109,6 +110,7 @@ __all__ = [
     "Criteo",
     "DeadlineError",
     "DenseColumn",
+    "Deployment",
     "Embeddings",
     "Feature",
     "ForkError",

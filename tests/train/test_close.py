@@ -24,7 +24,7 @@ from forks import in_fork
 from loop import batches, job, loss_of, tables
 from remote_worker_parts import Net, source, working, write
 from rpc_parts import Calls, Served, wait_until
-from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
+from satrap import Deployment, Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
 from satrap.rpc import Client, Service
@@ -90,9 +90,8 @@ def test_a_worker_stops_reading_for_a_trainer_that_exits_early(tmp_path: Path, c
     path = write(tmp_path / "a.parquet", 12)
     with running_servers(1) as services, working() as workers:
         of = features()
-        embeddings = Embeddings(
-            dict(of), staleness=1, num_threads=1, servers=[services[0].address], workers=[workers[0].address]
-        )
+        where = Deployment([services[0].address], workers=[workers[0].address])
+        embeddings = Embeddings(dict(of), staleness=1, num_threads=1, deployment=where)
         model = Net(1 + of.total_dim + 5)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in embeddings.stream(source(path)):
@@ -362,9 +361,9 @@ def test_a_process_exits_while_its_threads_call(tmp_path: Path) -> None:
         "def ask():\n"
         "    with contextlib.ExitStack() as stack:\n"
         "        clients = [stack.enter_context(Client(ServerCalls, sys.argv[1])) for _ in range(8)]\n"
-        "        clients[0].begin('members', Origin(), 0, deadline=0.3).wait(0)\n"
+        "        clients[0].begin('get_shard_map', Origin(), 0, deadline=0.3).wait(0)\n"
         "        began.release()\n"
-        "        clients[0].call.members(Origin(), 0)\n"
+        "        clients[0].call.get_shard_map(Origin(), 0)\n"
         "began = threading.Semaphore(0)\n"
         "for _ in range(8):\n"
         "    threading.Thread(target=ask, daemon=True).start()\n"

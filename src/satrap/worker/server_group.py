@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.1
 _FIRST_PAUSE, MAX_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
 _LEASE_HELD = (
     "{where} is training on these servers and would be replaced: read its rows with satrap.Reader(servers=...), wait "
-    "until it has ended, or pass satrap.Embeddings(..., take_over=True) to end its training"
+    "until it has ended, or pass satrap.Deployment(..., take_over=True) to end its training"
 )
 
 

@@ -61,7 +61,7 @@ class CheckpointManifest:
         path = f"{where}/{MANIFEST}"
         try:
             content = json.loads(data)
-            body = {key: value for key, value in content.items() if key != "crc32c"}
+            body = _without(content, "crc32c")
             version = content["format_version"]
             if content["format"] != _FORMAT or version not in (_FORMAT_VERSION, _UNBOUND_VERSION):
                 raise CheckpointError(
@@ -86,7 +86,7 @@ class CheckpointManifest:
                 ),
                 source=content["source"],
                 tables=tuple(table["name"] for table in tables) if has_snapshots else tuple(tables),
-                saved=tuple(SavedTable.from_dict(table) for table in tables) if has_snapshots else None,
+                saved=tuple(SavedTable.from_dict(_without(each, "name")) for each in tables) if has_snapshots else None,
                 state_crc32c=content["state_crc32c"],
             )
         except CheckpointError:
@@ -457,6 +457,10 @@ def _parent(data: bytes) -> str | None:
         parent = json.loads(data)["parent"]
         return parent if isinstance(parent, str) else str(parent["name"])
     return None
+
+
+def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key != name}
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

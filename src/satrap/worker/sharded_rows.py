@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.cores import thread_count
@@ -28,7 +27,7 @@ from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import Floats, Worker, native_features
+from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, native_features
 
 _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
@@ -83,25 +82,14 @@ class ShardedRows:
     def empty(self, lines: int, floats: int) -> Floats:
         return np.asarray(self._split.empty(lines, floats))
 
-    def lookup(
-        self,
-        values: NDArray[np.uint64],
-        offsets: NDArray[np.int64] | None,
-        weights: Floats | None,
-        batch_size: int,
-        step: int | None,
-        oldest_open: int | None,
-        train: bool,
-        first_epoch: bool,
-        block: Floats,
-        sequences: list[Floats],
-    ) -> ShardedTicket | None:
+    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> ShardedTicket | None:
         self.settle()
         view = self._servers.topology
-        split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
-        at = self._advance_step(step) if train else 0
+        split = self._split_ids(request, view)
+        train = request.train
+        at = self._advance_step(request.step) if train else 0
         number = next(self._numbers) if train else 0
-        arguments = oldest_open or at, train, number, self._servers.wire, first_epoch
+        arguments = request.oldest_open or at, train, number, self._servers.wire, request.first_epoch
         while (answers := self._lookup_on_servers(split, view, at, arguments)) is None:
             view = self._servers.topology
             self._split.reshard(split, view.owners, len(view))
@@ -126,16 +114,14 @@ class ShardedRows:
         except MovedError:
             return None
 
-    def reissue(
-        self,
-        values: NDArray[np.uint64],
-        offsets: NDArray[np.int64] | None,
-        weights: Floats | None,
-        batch_size: int,
-    ) -> ShardedTicket:
+    def _split_ids(self, request: BagRequest, view: Topology) -> _core.SplitTicket:
+        return self._split.lookup(
+            request.values, request.offsets, request.weights, request.batch_size, view.owners, len(view)
+        )
+
+    def reissue(self, request: BagRequest) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up; its update sends the ids."""
-        view = self._servers.topology
-        return ShardedTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
+        return ShardedTicket(self._split_ids(request, self._servers.topology), 0)
 
     def owns_ticket(self, ticket: object) -> bool:
         return isinstance(ticket, ShardedTicket) and self._split.made(ticket.split)
@@ -143,7 +129,7 @@ class ShardedRows:
     def update(
         self,
         tickets: Sequence[ShardedTicket],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         step: int,
         lrs: list[tuple[int, float]],
         scale: float,
@@ -172,7 +158,7 @@ class ShardedRows:
     def _sums(
         self,
         tickets: Sequence[ShardedTicket],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         scale: float,
         view: Topology,
     ) -> _core.Sums:
@@ -285,5 +271,4 @@ class ShardedWorker(Worker):
 
     def renew(self, inputs: Inputs) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up."""
-        values, offsets, weights = self._validate(inputs)
-        return self._sharded_rows.reissue(values, offsets, weights, inputs.batch_size)
+        return self._sharded_rows.reissue(self._request(inputs))

@@ -32,7 +32,7 @@ from satrap.worker.remote.protocol import WorkerCalls, as_one, columns_from_byte
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
-from satrap.worker.worker import Floats, LookupResult
+from satrap.worker.worker import LookupResult, TicketGradients
 
 DEADLINE_SECONDS = 150.0
 """Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
@@ -299,7 +299,7 @@ class RemoteRows:
     def update(
         self,
         tickets: Sequence[Any],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         step: int,
         lrs: list[tuple[int, float]],
         scale: float,

@@ -140,7 +140,7 @@ def test_worker_specs_differ_field_by_field() -> None:
     other = worker_spec(Features({"id": table, "bag": table.sequence(2)}), wire="float16", barrier_size=0)
     assert one.differences(other) == [
         "wire: 'float32' here, 'float16' there",
-        "together: 2 here, 0 there",
+        "barrier_size: 2 here, 0 there",
         "feature 'bag', pooling: 'mean' here, 'none' there",
         "feature 'bag', max_length: None here, 2 there",
         "feature 'bag', keep: None here, 'last' there",

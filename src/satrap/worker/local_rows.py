@@ -78,6 +78,8 @@ class LocalRows:
 class LocalWorker(Worker):
     """A worker that owns the tables of its features."""
 
+    servers: None = None
+
     def __init__(
         self,
         features: Features,

@@ -202,6 +202,11 @@ class ServerGroup:
         version = (view or self.topology).shard_map.version
         return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=version)
 
+    def add_skipped(self, counts: Sequence[int]) -> None:
+        """Add to `num_skipped`."""
+        with self._lock:
+            self.num_skipped = [sum(each) for each in zip(self.num_skipped, counts, strict=True)]
+
     def claim(self, step: int, ticket: object) -> None:
         """Reserve the step's update for this ticket, before it is sent; InputError if another ticket's was sent before.
 

@@ -43,6 +43,7 @@ class ShardedTicket:
     split: _core.SplitTicket
     number: int
     """The ticket's number at the servers; 0 if they have none."""
+    owner: "ShardedRows"
     sums: tuple[_core.Sums, Topology] | None = None
     """Sums of a started update, and the topology they are split for: an interrupted update resumes with them."""
     num_skipped: list[int] = field(default_factory=list)
@@ -96,7 +97,7 @@ class ShardedRows:
         rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(view))]
         self._split.fill(split, rows, block, sequences)
         if train:
-            return ShardedTicket(split, number)
+            return ShardedTicket(split, number, self)
         self._split.drop(split)
         return None
 
@@ -121,10 +122,10 @@ class ShardedRows:
 
     def reissue(self, request: BagRequest) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up; its update sends the ids."""
-        return ShardedTicket(self._split_ids(request, self._servers.topology), 0)
+        return ShardedTicket(self._split_ids(request, self._servers.topology), 0, self)
 
     def owns_ticket(self, ticket: object) -> bool:
-        return isinstance(ticket, ShardedTicket) and self._split.made(ticket.split)
+        return getattr(ticket, "owner", None) is self
 
     def update(
         self,
@@ -167,9 +168,7 @@ class ShardedRows:
         if known is None:
             given = [ticket.split for ticket in tickets]
             sums = self._split.sums(given, gradients, scale, view.owners, len(view))
-            with self._lock:
-                for table, count in enumerate(sums.skipped):
-                    self._servers.num_skipped[table] += count
+            self._servers.add_skipped(sums.skipped)
         elif known[1] is view:
             return known[0]
         else:
@@ -252,6 +251,8 @@ class ShardedRows:
 
 class ShardedWorker(Worker):
     """A worker over tables on servers."""
+
+    servers: ServerGroup
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> None:
         """servers: of a job whose first tables are those of the features."""

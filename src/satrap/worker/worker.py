@@ -11,9 +11,9 @@ for "mean" and by its square root for "sqrtn". The gradients of one id are summe
 ticket, feature after feature, sample after sample. Then the table's optimizer updates the row, once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,9 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 from satrap.config import array_args
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Table
-from satrap.data.inputs import Inputs
+from satrap.data.inputs import Inputs, Position
+from satrap.data.iterable import Iterable as Items
 from satrap.errors import InputError, TicketError
 from satrap.table.engine import resolve_step
+
+if TYPE_CHECKING:
+    from satrap.worker.server_group import ServerGroup
 
 _WHERE = "lookup of a batch"
 _UPDATE = "update of a batch"
@@ -141,6 +145,9 @@ class LookupResult:
 class Worker:
     """Looks up and updates the features of a model, over rows here or on servers."""
 
+    servers: "ServerGroup | None" = None
+    """The servers of the rows; None if the rows are in this process."""
+
     def __init__(self, features: Features, rows: Rows) -> None:
         """rows: of the tables of these features."""
         self.features = features
@@ -167,6 +174,23 @@ class Worker:
     def truncated(self) -> dict[str, int]:
         """For each sequence, the number of ids beyond its max_length so far, which were not looked up."""
         return dict(zip((sequence.name for sequence in self._sequences), self._rows.truncated, strict=True))
+
+    def can_read(self, source: Any) -> bool:
+        """Return whether another process reads the source for this worker, so that its batches have no ids here."""
+        return False
+
+    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
+        """Return the batches of a source, or of an iterable without columns, after the position.
+
+        share: the trainer's `rank` and the `world_size`, of several."""
+        declared = source if hasattr(source, "batches") else Items(source)
+        found: Iterator[Inputs] = declared.batches(self.features, position=position, **share)
+        return found
+
+    def signature(self, source: Any) -> Mapping[str, Any] | None:
+        """Return `Source.signature`; None if the source has none."""
+        found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
+        return found
 
     def lookup(
         self,

@@ -56,7 +56,7 @@ class WorkerSpec:
         """Return the spec that `to_dict` wrote."""
         given = known_keys(cls, "WorkerSpec", data)
         given["features"] = Features.from_dict(given["features"])
-        given["extra_tables"] = tuple(Table.from_dict(table) for table in given.get("further", ()))
+        given["extra_tables"] = tuple(Table.from_dict(table) for table in given.get("extra_tables", ()))
         if not isinstance(given["servers"], list):
             raise ConfigError(
                 f"WorkerSpec: servers is a {type(given['servers']).__name__}; expected a list of addresses"

@@ -223,13 +223,13 @@ class DenseParameters:
     ) -> list[tuple[_OwnedRows, Any]]:
         """Call the method on each server that owns some of the rows; return each server's rows with its reply."""
         while True:
-            view = self._servers.topology
-            groups = self._group_by_owner(rows, view)
+            topology = self._servers.topology
+            groups = self._group_by_owner(rows, topology)
             calls = {server: arguments(group) for server, group in groups.items()}
             try:
-                found = self._servers.call_servers(method, step, calls, view=view)
+                found = self._servers.call_servers(method, step, calls, topology=topology)
             except MovedError:
-                continue  # retry with the newer view
+                continue  # retry with the newer topology
             return [(group, found[server]) for server, group in groups.items()]
 
     @torch.no_grad()
@@ -245,14 +245,14 @@ class DenseParameters:
         self._versions = [each._version for each in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """Return each parameter's view of [rows, DIM]."""
+        """Return each parameter's topology of [rows, DIM]."""
         flat = values.view(-1)
         return [
             flat[first * DIM : first * DIM + each.numel()].view(each.shape)
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
 
-    def _group_by_owner(self, rows: NDArray[np.int64], view: "Topology") -> dict[int, _OwnedRows]:
+    def _group_by_owner(self, rows: NDArray[np.int64], topology: "Topology") -> dict[int, _OwnedRows]:
         """Group rows, in ascending order, by the server that owns them. The id of a row is its number."""
         ids, job = rows.astype(np.uint64), self._servers.job.tables
         ends = np.searchsorted(rows, self._group_first)
@@ -260,7 +260,7 @@ class DenseParameters:
         num_others = len(job) - len(self.tables)
         for table, (begin, end) in enumerate(pairwise(ends), num_others):
             buckets = _core.bucket_of(ids[begin:end], job[table].resolved_num_buckets)
-            owners[begin:end] = np.array(view.shard_map.bucket_map.owners[table])[buckets]
+            owners[begin:end] = np.array(topology.shard_map.bucket_map.owners[table])[buckets]
         groups = {}
         for server in np.unique(owners).tolist():
             mine = rows[owners == server]

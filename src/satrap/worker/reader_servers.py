@@ -25,46 +25,46 @@ class ReaderServers(ServerGroup):
         """addresses: of one or more servers of the run. keys: the client's."""
         check_addresses(addresses)
         found = _ask_for_job(addresses, keys, deadline)
-        members, state = ShardMap.from_dict(found["members"]), found["state"]
-        self._newest = state["attempt"], members.version
-        super().__init__(Job.from_dict(found["job"]), members.addresses, begin=False, keys=keys, deadline=deadline)
+        shard_map, state = ShardMap.from_dict(found["members"]), found["state"]
+        self._newest = state["attempt"], shard_map.version
+        super().__init__(Job.from_dict(found["job"]), shard_map.addresses, begin=False, keys=keys, deadline=deadline)
         self.latest_step, self.lrs = state["latest_step"], state["lrs"]
-        self._adopt(members)
+        self._adopt(shard_map)
 
     @property
     def newest_step(self) -> int:
         """The latest step that the run has looked up or updated."""
         retries = RetryState(time.monotonic() + self._deadline)
         while True:
-            view = self.topology
+            topology = self.topology
             answers = self.call_all("get_shard_map", 0)
             jobless = next((server for server, each in enumerate(answers) if not each["version"]), None)
             if jobless is None:
                 return max(int(each["state"]["latest_step"]) for each in answers)
             with suppress(MovedError):
-                where = view.shard_map.addresses[jobless]
+                where = topology.shard_map.addresses[jobless]
                 error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
-                self._handshake_again(view, jobless, error, retries)
+                self._handshake_again(topology, jobless, error, retries)
 
     def _connect(self) -> None:
         """Do nothing: a reader makes no handshake."""
 
-    def _refresh(self, view: Topology, server: int) -> bool:
+    def _refresh(self, topology: Topology, server: int) -> bool:
         """Treat any map of a later attempt as newer: the run has started over."""
-        if view is not self.topology:
+        if topology is not self.topology:
             return True
-        answer = view.clients[server].call.get_shard_map(Origin(), 0)
+        answer = topology.clients[server].call.get_shard_map(Origin(), 0)
         if answer["version"]:
-            newest, members = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
+            newest, shard_map = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
             with self._lock:
-                if newest >= self._newest and members != self.topology.shard_map:
-                    self._adopt(members)
+                if newest >= self._newest and shard_map != self.topology.shard_map:
+                    self._adopt(shard_map)
                 self._newest = max(newest, self._newest)
-        return view is not self.topology
+        return topology is not self.topology
 
-    def _handshake_again(self, view: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
+    def _handshake_again(self, topology: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Wait for a restarted server until a trainer has made a handshake with it."""
-        if self._refresh(view, server):
+        if self._refresh(topology, server):
             raise MovedError("the run has started over: call again") from error
         if time.monotonic() > retries.until:
             raise error

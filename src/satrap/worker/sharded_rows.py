@@ -85,16 +85,16 @@ class ShardedRows:
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> ShardedTicket | None:
         self.settle()
-        view = self._servers.topology
-        split = self._split_ids(request, view)
+        topology = self._servers.topology
+        split = self._split_ids(request, topology)
         train = request.train
         at = self._advance_step(request.step) if train else 0
         number = next(self._numbers) if train else 0
         arguments = request.oldest_open or at, train, number, self._servers.wire, request.first_epoch
-        while (answers := self._lookup_on_servers(split, view, at, arguments)) is None:
-            view = self._servers.topology
-            self._split.reshard(split, view.owners, len(view))
-        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(view))]
+        while (answers := self._lookup_on_servers(split, topology, at, arguments)) is None:
+            topology = self._servers.topology
+            self._split.reshard(split, topology.owners, len(topology))
+        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(topology))]
         self._split.fill(split, rows, block, sequences)
         if train:
             return ShardedTicket(split, number, self)
@@ -102,22 +102,22 @@ class ShardedRows:
         return None
 
     def _lookup_on_servers(
-        self, split: _core.SplitTicket, view: Topology, step: int, arguments: tuple[Any, ...]
+        self, split: _core.SplitTicket, topology: Topology, step: int, arguments: tuple[Any, ...]
     ) -> dict[int, Any] | None:
         """Return the servers' answers; None if there is a newer topology. how: arguments besides the ids."""
         arguments_by_server = {
             server: (split.ids(server), split.offsets(server), *arguments)
-            for server in range(len(view))
+            for server in range(len(topology))
             if split.num_floats(server)
         }
         try:
-            return self._servers.call_servers("lookup", step, arguments_by_server, view=view)
+            return self._servers.call_servers("lookup", step, arguments_by_server, topology=topology)
         except MovedError:
             return None
 
-    def _split_ids(self, request: BagRequest, view: Topology) -> _core.SplitTicket:
+    def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
         return self._split.lookup(
-            request.values, request.offsets, request.weights, request.batch_size, view.owners, len(view)
+            request.values, request.offsets, request.weights, request.batch_size, topology.owners, len(topology)
         )
 
     def reissue(self, request: BagRequest) -> ShardedTicket:
@@ -141,12 +141,12 @@ class ShardedRows:
             rates[table] = lr
         self._servers.claim(step, tickets[0])
         while True:
-            view = self._servers.topology
+            topology = self._servers.topology
             with Uninterrupted():
-                sums = self._sums(tickets, gradients, scale, view)
+                sums = self._sums(tickets, gradients, scale, topology)
             number = tickets[0].number if sums.same_ids else 0
             try:
-                self._send(sums, number, self._advance_step(step), rates, view)
+                self._send(sums, number, self._advance_step(step), rates, topology)
                 break
             except MovedError:
                 continue  # sent to the new owners with ids: each bucket knows whether it has applied the step
@@ -161,23 +161,23 @@ class ShardedRows:
         tickets: Sequence[ShardedTicket],
         gradients: list[TicketGradients],
         scale: float,
-        view: Topology,
+        topology: Topology,
     ) -> _core.Sums:
         """Return the sums for the topology's servers, computed once: an update that was started resumes with them."""
         known = tickets[0].sums
         if known is None:
             given = [ticket.split for ticket in tickets]
-            sums = self._split.sums(given, gradients, scale, view.owners, len(view))
+            sums = self._split.sums(given, gradients, scale, topology.owners, len(topology))
             self._servers.add_skipped(sums.skipped)
-        elif known[1] is view:
+        elif known[1] is topology:
             return known[0]
         else:
-            sums = self._split.reshard_sums(known[0], view.owners, len(view))
+            sums = self._split.reshard_sums(known[0], topology.owners, len(topology))
         for ticket in tickets:
-            ticket.sums, ticket.num_skipped = (sums, view), list(sums.skipped)
+            ticket.sums, ticket.num_skipped = (sums, topology), list(sums.skipped)
         return sums
 
-    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: Topology) -> None:
+    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], topology: Topology) -> None:
         """number: the ticket's, if the servers may have it; otherwise 0."""
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
@@ -187,12 +187,12 @@ class ShardedRows:
 
         arguments_by_server = {
             server: arguments(server, number if len(sums.ids(server)) else 0)
-            for server in range(len(view))
+            for server in range(len(topology))
             if len(sums.ids(server)) or self._servers.barrier_size
         }
-        answers = self._servers.call_servers("update", step, arguments_by_server, view=view)
+        answers = self._servers.call_servers("update", step, arguments_by_server, topology=topology)
         lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]
-        self._servers.call_servers("update", step, {server: arguments(server, 0) for server in lost}, view=view)
+        self._servers.call_servers("update", step, {server: arguments(server, 0) for server in lost}, topology=topology)
 
     def drop(self, ticket: ShardedTicket) -> None:
         if ticket.used:
@@ -233,14 +233,14 @@ class ShardedRows:
 
     def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
-        view = self._servers.topology
+        topology = self._servers.topology
         holders = [
             server
-            for server in range(len(view))
+            for server in range(len(topology))
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
         with suppress(MovedError):  # the servers forgot all tickets when the map changed
-            self._servers.call_servers("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
+            self._servers.call_servers("drop", 0, dict.fromkeys(holders, (numbers,)), topology=topology)
 
     def _advance_step(self, step: int | None) -> int:
         with self._lock:

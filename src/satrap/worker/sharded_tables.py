@@ -69,14 +69,14 @@ class ShardedTable:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
         while True:
-            view = self._servers.topology
-            owners = np.array(view.shard_map.bucket_map.owners[self._number], np.uint32)
+            topology = self._servers.topology
+            owners = np.array(topology.shard_map.bucket_map.owners[self._number], np.uint32)
             owner = owners[_core.bucket_of(unsigned_ids, self.table.resolved_num_buckets)]
             order = np.argsort(owner, kind="stable")
-            parts = np.split(unsigned_ids[order], np.searchsorted(owner[order], np.arange(1, len(view))))
+            parts = np.split(unsigned_ids[order], np.searchsorted(owner[order], np.arange(1, len(topology))))
             arguments_by_server = {server: arguments(part) for server, part in enumerate(parts)}
             try:
-                found = self._servers.call_servers(method, 0, arguments_by_server, view=view)
+                found = self._servers.call_servers(method, 0, arguments_by_server, topology=topology)
                 break
             except MovedError:
                 continue
@@ -137,17 +137,19 @@ class ShardedTable:
         """Let each server save its part, and return their versions. If they are none or differ, the save must be
         repeated: buckets moved meanwhile, so that some were not saved, or a server answered with the version of an
         earlier save."""
-        view = self._servers.topology
-        servers = range(len(view))
+        topology = self._servers.topology
+        servers = range(len(topology))
         try:
-            versions = self._servers.call_servers("version", 0, dict.fromkeys(servers, (self._number,)), view=view)
+            versions = self._servers.call_servers(
+                "version", 0, dict.fromkeys(servers, (self._number,)), topology=topology
+            )
             version = 1 + max(versions.values())  # servers that joined later have lower versions
             arguments_by_server = dict.fromkeys(servers, (self._number, folder, since, version))
-            answers = self._servers.call_servers("save", 0, arguments_by_server, view=view, patient=True)
+            answers = self._servers.call_servers("save", 0, arguments_by_server, topology=topology, patient=True)
         except MovedError:
-            if len(self._servers.topology) != len(view):
+            if len(self._servers.topology) != len(topology):
                 for server in servers:
-                    shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
+                    shutil.rmtree(Path(folder) / part_name(server, len(topology)), ignore_errors=True)
             return []
         return [answers[server] for server in servers]
 

@@ -7,15 +7,14 @@ a server restarts, a call waits for it until the deadline.
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from satrap.config.job import Job
-from satrap.errors import MovedError, NotReadyError, RpcError
+from satrap.errors import NotReadyError, RpcError
 from satrap.rpc import Client, Keys, Origin
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.shard_map import ShardMap, check_addresses
-from satrap.worker.server_group import MAX_PAUSE, RetryState, ServerGroup, Topology
+from satrap.worker.server_group import RetryState, ServerGroup, Topology
 
 
 class ReaderServers(ServerGroup):
@@ -35,16 +34,19 @@ class ReaderServers(ServerGroup):
     def newest_step(self) -> int:
         """The latest step that the run has looked up or updated."""
         retries = RetryState(time.monotonic() + self._deadline)
-        while True:
-            topology = self.topology
-            answers = self.call_all("get_shard_map", 0)
-            jobless = next((server for server, each in enumerate(answers) if not each["version"]), None)
-            if jobless is None:
-                return max(int(each["state"]["latest_step"]) for each in answers)
-            with suppress(MovedError):
+
+        def ask(topology: Topology) -> int:
+            calls = dict.fromkeys(range(len(topology)), (0,))
+            while True:
+                answers = self.call_servers("get_shard_map", 0, calls, topology=topology)
+                jobless = next((server for server, each in answers.items() if not each["version"]), None)
+                if jobless is None:
+                    return max(int(each["state"]["latest_step"]) for each in answers.values())
                 where = topology.shard_map.addresses[jobless]
                 error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
                 self._handshake_again(topology, jobless, error, retries)
+
+        return self.follow(ask)
 
     def _connect(self) -> None:
         """Do nothing: a reader makes no handshake."""
@@ -64,12 +66,7 @@ class ReaderServers(ServerGroup):
 
     def _handshake_again(self, topology: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Wait for a restarted server until a trainer has made a handshake with it."""
-        if self._refresh(topology, server):
-            raise MovedError("the run has started over: call again") from error
-        if time.monotonic() > retries.until:
-            raise error
-        time.sleep(retries.pause)
-        retries.pause = min(2 * retries.pause, MAX_PAUSE)
+        self._pause(topology, server, error, retries)
 
 
 def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:

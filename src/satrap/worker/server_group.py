@@ -4,18 +4,17 @@ A call is sent to all servers that it concerns before the first answer is waited
 `satrap.rpc` has retried until the deadline then.
 
 Servers join and leave, and buckets move between them, while calls are in flight. A `Topology` is what is known at one
-moment. A caller whose call was refused because its topology is outdated repeats its work for the newest one,
-`ServerGroup.topology`.
+moment. Calls that are refused because their topology is outdated are repeated for the newest one: `ServerGroup.follow`.
 """
 
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,10 @@ from satrap.config.job import Job
 from satrap.config.validation import check_choice
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.rpc import Client, Keys, Origin, PendingCall
+from satrap.rpc import Backoff, Client, Keys, Origin, PendingCall
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
+from satrap.sharding.owner_split import OwnedIds, split_by_owner
 from satrap.sharding.shard_map import ShardMap, check_addresses
 
 LAUNCH_ATTEMPTS = 1 << 16
@@ -36,11 +36,12 @@ LAUNCH_ATTEMPTS = 1 << 16
 _CLAIMS = 2 * _core.WINDOW_STEPS  # steps whose update is remembered; the servers refuse older ones themselves
 _MAX_HANDSHAKES = 8  # handshakes with one server in one call: one for each restart
 _POLL_SECONDS = 0.1
-_FIRST_PAUSE, MAX_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
+_PAUSES = 0.001, 0.05  # the first and the longest between two questions whether buckets have arrived
 _LEASE_HELD = (
     "{where} is training on these servers and would be replaced: read its rows with satrap.Reader(servers=...), wait "
     "until it has ended, or pass satrap.Embeddings(..., take_over=True) to end its training"
 )
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +63,8 @@ class RetryState:
 
     until: float
     """When to give up."""
-    pause: float = _FIRST_PAUSE
     handshakes: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(*_PAUSES))
 
 
 class ServerGroup:
@@ -106,6 +107,7 @@ class ServerGroup:
         check_addresses(addresses)
         check_choice("ServerGroup", "wire", wire, WIRES)
         self.job, self.trainer, self.barrier_size, self.wire = job, trainer, barrier_size, wire
+        self._num_buckets = [table.resolved_num_buckets for table in job.tables]
         self.num_skipped = [0] * len(job.tables)
         """For each table, the number of this process's gradients that were not finite and were left out."""
         self._client_options: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
@@ -114,8 +116,7 @@ class ServerGroup:
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
-        first = ShardMap.first([table.resolved_num_buckets for table in job.tables], addresses)
-        self.topology = self._topology_of(first)
+        self.topology = self._topology_of(ShardMap.first(self._num_buckets, addresses))
         """The current topology. Calls that belong together must use the same one."""
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
@@ -226,6 +227,45 @@ class ServerGroup:
             while len(self._claims) > _CLAIMS:
                 self._claims.popitem(last=False)
 
+    def follow(self, work: Callable[[Topology], _R]) -> _R:
+        """Return the result of `work` for the current topology; repeat it for the newer one after a MovedError. What a
+        server has done already, it does not do twice."""
+        while True:
+            try:
+                return work(self.topology)
+            except MovedError:
+                continue
+
+    def call_owners(
+        self,
+        method: str,
+        step: int,
+        ids: NDArray[np.uint64],
+        offsets: NDArray[np.int64],
+        arguments: Callable[[OwnedIds], tuple[Any, ...]],
+    ) -> list[tuple[OwnedIds, Any]]:
+        """Call each server that owns some of the ids, and return its ids and its answer. See `split_by_owner`.
+
+        arguments: returns those of the call to the owner of these ids."""
+
+        def call(topology: Topology) -> list[tuple[OwnedIds, Any]]:
+            parts = split_by_owner(ids, offsets, topology.owners, self._num_buckets)
+            calls = {server: arguments(part) for server, part in parts.items()}
+            answers = self.call_servers(method, step, calls, topology=topology)
+            return [(part, answers[server]) for server, part in parts.items()]
+
+        return self.follow(call)
+
+    def call_all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
+        """Return the answers of all servers, under one map. See `call_servers`."""
+
+        def call(topology: Topology) -> list[Any]:
+            calls = dict.fromkeys(range(len(topology)), arguments)
+            answers = self.call_servers(method, step, calls, topology=topology, patient=patient)
+            return [answers[server] for server in calls]
+
+        return self.follow(call)
+
     def call_servers(
         self,
         method: str,
@@ -242,8 +282,7 @@ class ServerGroup:
         servers have answered, so that none is still working, or once one of them has exceeded its deadline.
 
         step: 0 if the call belongs to none.
-        topology: that for which the arguments were computed. MovedError if there is a newer one: the caller repeats all
-            calls with that. What a server has done already, it does not do twice.
+        topology: that for which the arguments were computed. MovedError if there is a newer one; see `follow`.
         patient: servers may take any time, and only silence for a call's deadline is an error; errors name their
             servers.
         """
@@ -253,7 +292,8 @@ class ServerGroup:
             return topology.clients[server].start(method, origin, *arguments[server], patient=patient)
 
         pending = {server: start(server) for server in arguments}
-        retries = {server: RetryState(time.monotonic() + self._deadline) for server in arguments}
+        until = time.monotonic() + self._deadline
+        retries: defaultdict[int, RetryState] = defaultdict(lambda: RetryState(until))
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         while pending:
@@ -262,7 +302,7 @@ class ServerGroup:
                     continue
                 del pending[server]
                 try:
-                    if self._collect(topology, server, call, retries[server], answers):
+                    if self._collect(topology, server, call, retries, answers):
                         continue
                     pending[server] = start(server)
                 except SatrapError as error:
@@ -274,17 +314,6 @@ class ServerGroup:
             raise self._failure(topology, failed, patient)
         return answers
 
-    def call_all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
-        """Return the answers of all servers, under one map. See `call_servers`."""
-        while True:
-            topology = self.topology
-            asked = dict.fromkeys(range(len(topology)), arguments)
-            try:
-                answers = self.call_servers(method, step, asked, topology=topology, patient=patient)
-            except MovedError:
-                continue  # repeat with the newer topology
-            return [answers[server] for server in asked]
-
     def close(self) -> None:
         """Release the lease and close the connections."""
         if self._lease is not None:
@@ -295,7 +324,12 @@ class ServerGroup:
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _collect(
-        self, topology: Topology, server: int, call: PendingCall, retries: RetryState, answers: dict[int, Any]
+        self,
+        topology: Topology,
+        server: int,
+        call: PendingCall,
+        retries: defaultdict[int, RetryState],
+        answers: dict[int, Any],
     ) -> bool:
         """Record a server's answer; return False if it must be called again."""
         try:
@@ -303,10 +337,10 @@ class ServerGroup:
         except TicketError as error:
             answers[server] = error
         except MovedError as error:
-            self._wait_for_migration(topology, server, error, retries)
+            self._wait_for_migration(topology, server, error, retries[server])
             return False
         except NotReadyError as error:
-            self._handshake_again(topology, server, error, retries)
+            self._handshake_again(topology, server, error, retries[server])
             return False
         except DeadlineError as error:
             self._ask_other_servers(topology, server, error)
@@ -333,16 +367,20 @@ class ServerGroup:
         return combined
 
     def _wait_for_migration(self, topology: Topology, server: int, error: MovedError, retries: RetryState) -> None:
-        """Pause, longer each time; raises the error if there is a newer topology."""
+        late = DeadlineError(
+            f"{topology.clients[server].address}: buckets were migrating for {self._deadline:g} s ({error}): the "
+            "process that migrates them may have stopped: run `satrap migrate` again with the same lists"
+        )
+        self._pause(topology, server, late, retries)
+
+    def _pause(self, topology: Topology, server: int, late: SatrapError, retries: RetryState) -> None:
+        """Pause before a retry, longer each time. MovedError if there is a newer topology, `late` after the
+        deadline."""
         if self._refresh(topology, server):
-            raise error
+            raise MovedError(f"there is a newer bucket map than {topology.shard_map.version}: take it and call again")
         if time.monotonic() > retries.until:
-            raise DeadlineError(
-                f"{topology.clients[server].address}: buckets were migrating for {self._deadline:g} s ({error}): the "
-                "process that migrates them may have stopped: run `satrap migrate` again with the same lists"
-            ) from error
-        time.sleep(retries.pause)
-        retries.pause = min(2 * retries.pause, MAX_PAUSE)
+            raise late
+        time.sleep(retries.backoff.next_pause())
 
     def _refresh(self, topology: Topology, server: int) -> bool:
         """Ask the server for its shard map, and return whether there is a newer topology than `topology`."""
@@ -378,12 +416,9 @@ class ServerGroup:
 
     def _handshake_all(self, *, commit: bool = True) -> list[dict[str, Any]]:
         """Make a handshake with each server of one topology, and return the answers."""
-        while True:
-            topology = self.topology
-            try:
-                return [self._handshake(topology, server, commit=commit) for server in range(len(topology))]
-            except MovedError:
-                continue
+        return self.follow(
+            lambda topology: [self._handshake(topology, server, commit=commit) for server in range(len(topology))]
+        )
 
     def _handshake(self, topology: Topology, server: int, *, commit: bool = True) -> dict[str, Any]:
         job, shard_map = self.job.to_dict(), topology.shard_map.to_dict()

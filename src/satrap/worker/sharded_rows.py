@@ -90,30 +90,27 @@ class ShardedRows:
         train = request.train
         at = self._advance_step(request.step) if train else 0
         number = next(self._numbers) if train else 0
-        arguments = request.oldest_open or at, train, number, self._servers.wire, request.first_epoch
-        while (answers := self._lookup_on_servers(split, topology, at, arguments)) is None:
-            topology = self._servers.topology
-            self._split.reshard(split, topology.owners, len(topology))
-        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(topology))]
+        rest = request.oldest_open or at, train, number, self._servers.wire, request.first_epoch
+
+        def call(newest: Topology) -> dict[int, Any]:
+            nonlocal topology
+            if newest is not topology:
+                self._split.reshard(split, newest.owners, len(newest))
+                topology = newest
+            calls = {
+                server: (split.ids(server), split.offsets(server), *rest)
+                for server in range(len(newest))
+                if split.num_floats(server)
+            }
+            return self._servers.call_servers("lookup", at, calls, topology=newest)
+
+        answers = self._servers.follow(call)
+        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(split.num_servers)]
         self._split.fill(split, rows, block, sequences)
         if train:
             return ShardedTicket(split, number, self)
         self._split.drop(split)
         return None
-
-    def _lookup_on_servers(
-        self, split: _core.SplitTicket, topology: Topology, step: int, arguments: tuple[Any, ...]
-    ) -> dict[int, Any] | None:
-        """Return the servers' answers; None if there is a newer topology. how: arguments besides the ids."""
-        arguments_by_server = {
-            server: (split.ids(server), split.offsets(server), *arguments)
-            for server in range(len(topology))
-            if split.num_floats(server)
-        }
-        try:
-            return self._servers.call_servers("lookup", step, arguments_by_server, topology=topology)
-        except MovedError:
-            return None
 
     def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
         return self._split.lookup(
@@ -140,16 +137,15 @@ class ShardedRows:
         for table, lr in lrs:
             rates[table] = lr
         self._servers.claim(step, tickets[0])
-        while True:
-            topology = self._servers.topology
+
+        def send(topology: Topology) -> _core.Sums:
             with Uninterrupted():
                 sums = self._sums(tickets, gradients, scale, topology)
-            number = tickets[0].number if sums.same_ids else 0
-            try:
-                self._send(sums, number, self._advance_step(step), rates, topology)
-                break
-            except MovedError:
-                continue  # sent to the new owners with ids: each bucket knows whether it has applied the step
+            number = tickets[0].number if sums.same_ids else 0  # new owners get ids
+            self._send(sums, number, self._advance_step(step), rates, topology)
+            return sums
+
+        sums = self._servers.follow(send)
         with Uninterrupted():
             for ticket in tickets:
                 ticket.sums, ticket.used = None, True

@@ -34,13 +34,13 @@ import numpy as np
 from satrap.config.job import Job
 from satrap.config.validation import check_number
 from satrap.errors import AttemptError, DeadlineError, NotReadyError
-from satrap.rpc import Client, Keys, Origin
+from satrap.rpc import Backoff, Client, Keys, Origin
 from satrap.server.protocol import Numbers, ServerCalls
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap, check_addresses
 
 T = TypeVar("T")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # between retries
+_PAUSES = 0.01, 0.5  # between retries: the first and the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Migration:
 
     def _retry(self, what: str, do: Callable[[], T]) -> T:
         """Retry `do` from the start whenever a server was not ready or was replaced, until the deadline."""
-        until, pause = time.monotonic() + self._deadline, _FIRST_PAUSE
+        until, backoff = time.monotonic() + self._deadline, Backoff(*_PAUSES)
         while True:
             try:
                 return do()
@@ -183,8 +183,7 @@ class Migration:
                         f"{what} was not reached within {self._deadline:g} s, the deadline ({error}): run the "
                         "migration again"
                     ) from error
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(backoff.next_pause())
 
     # -- one change of the map ---------------------------------------------------------------------------------------
 

@@ -23,8 +23,6 @@ from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice
 from satrap.data.inputs import Inputs, Position
-from satrap.data.iterable import Iterable as Items
-from satrap.data.registry import is_portable
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
@@ -40,10 +38,9 @@ from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import JointStepCallbacks, Stream
 from satrap.train.torch_threads import spare_cores
-from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
-    from satrap.worker.remote.client import RemoteWorker
+    from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
 
@@ -184,7 +181,7 @@ class Embeddings(torch.nn.Module):
             raise ConfigError("dense='async': optimizer(...) was already called, and cannot be called again")
         found = DenseParameters(dense)
         worker = self._open(dense=found.tables)
-        assert not isinstance(worker, LocalWorker)
+        assert worker.servers is not None
         found.connect(worker.servers, self.trainers)
         self._worker, self._dense = worker, found
         return found
@@ -217,9 +214,7 @@ class Embeddings(torch.nn.Module):
         self._require_same_rows()
         target = torch.device("cpu" if device is None else device)
         if overlap is None:
-            overlap = (
-                target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self._remote(data) is not None
-            )
+            overlap = target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self.worker.can_read(data)
             self._warn_of_no_core(train and not overlap)
         if not train:
             return self._evaluation(data, target, overlap)
@@ -242,7 +237,7 @@ class Embeddings(torch.nn.Module):
         position = followed.position if followed is not None and followed.resume else None
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
-        inputs = self._batches(data, position, **share)
+        inputs = self.worker.batches(data, position, **share)
         is_joint = several and self._dense is None
         if is_joint:
             inputs = PaddedBatches(inputs, self.features.names)
@@ -281,7 +276,7 @@ class Embeddings(torch.nn.Module):
         )
 
     def _evaluation(self, data: Any, target: torch.device, overlap: bool) -> Stream:
-        inputs = self._batches(data, None)
+        inputs = self.worker.batches(data)
         if self._dense is not None:
             self.drain()
         if not any(len(store) for store in self.tables.values()):
@@ -316,8 +311,7 @@ class Embeddings(torch.nn.Module):
     def join_attempt(self) -> None:
         """Join the attempt that trainer 0 has started at the servers; a lone trainer starts it now. All trainers call
         this."""
-        if not isinstance(self.worker, LocalWorker):
-            servers = self.worker.servers
+        if (servers := self.worker.servers) is not None:
             servers.begin_attempt()
             servers.attempt = self.trainers.broadcast_int(servers.attempt)
             servers.latest_step = self.trainers.broadcast_int(servers.latest_step)
@@ -325,7 +319,7 @@ class Embeddings(torch.nn.Module):
     def _require_own_rows(self) -> None:
         """Raise StreamError if the servers hold rows of an earlier run; remove those of a launch that left no
         checkpoint."""
-        if isinstance(self.worker, LocalWorker):
+        if self.worker.servers is None:
             return
         context, latest = current_context(), self.worker.servers.latest_step
         if context is not None and context.launch > context.first_launch and self.step == 0:
@@ -346,25 +340,7 @@ class Embeddings(torch.nn.Module):
 
     def signature_of(self, data: Any) -> Mapping[str, Any] | None:
         """Return what a position in the source depends on; None if the source has no signature. For a checkpoint."""
-        if (worker := self._remote(data)) is not None:
-            return worker.signature(data)
-        signature = getattr(data, "signature", None)
-        return None if signature is None else signature()
-
-    def _remote(self, data: Any) -> "RemoteWorker | None":
-        """Return the worker in another process, if there is one and it can read the data."""
-        if isinstance(self.worker, LocalWorker):
-            return None
-        from satrap.worker.remote.client import RemoteWorker
-
-        return self.worker if isinstance(self.worker, RemoteWorker) and is_portable(data) else None
-
-    def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
-        if (worker := self._remote(data)) is not None:
-            return worker.batches(data, position, **share)
-        source = data if hasattr(data, "batches") else Items(data)
-        found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
-        return found
+        return self.worker.signature(data)
 
     def _leave_stream(self, why: str = "another training stream started, or a checkpoint was resumed") -> None:
         """End the training stream before another starts; submitted updates are applied."""

@@ -463,11 +463,6 @@ class Embeddings(torch.nn.Module):
         with self._training.pause() if self._training is not None else nullcontext():
             yield
 
-    def split(self, block: Tensor) -> dict[str, Tensor]:
-        """Split a batch's embeddings into the parts of the pooled features, each [batch, dim], by name."""
-        pooled = self.features.pooled
-        return dict(zip(pooled, block.split(list(pooled.values()), dim=1), strict=True))
-
     def forward(self, inputs: Inputs) -> Batch:
         """Look up one batch without training, on the CPU: for serving, outside any stream."""
         return BatchLookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(None)

@@ -17,10 +17,10 @@ checkpoint.json last, without which the checkpoint does not count.
 
 import copy
 import json
+import logging
 import os
 import random
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +51,7 @@ from satrap.train.embeddings import Embeddings
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import unwrap
 
+_LOG = logging.getLogger("satrap.checkpoint")
 _ENDED = 0  # in place of every_steps: the trainer is at the end of its script
 
 
@@ -156,7 +157,7 @@ class Checkpoint:
                 if every_steps != _ENDED:
                     raise
                 # The trainer that requested the save raises, and may continue.
-                print(f"no checkpoint was saved: {error}", file=sys.stderr)
+                _LOG.error("no checkpoint was saved: %s", error)
         return every_steps in requests or (every_steps is None and not requests)
 
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
@@ -227,8 +228,9 @@ class Checkpoint:
             self._embeddings.join_attempt()
             self._embeddings.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
             self._saved_step = newest.step
-        if (context := current_context()) is not None and context.rank == 0:  # started by `satrap run`
-            print(f"launch {context.launch} continues after step {newest.step}, from {newest.where}", file=sys.stderr)
+        if trainers.rank == 0:
+            launch = "" if (context := current_context()) is None else f"launch {context.launch} "
+            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where)
         return True
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:

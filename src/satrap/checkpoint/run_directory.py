@@ -10,9 +10,9 @@ checkpoints beyond `keep`.
 """
 
 import json
+import logging
 import secrets
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from satrap.table.snapshot.manifest import FILE_NAME, Manifest, checksum
 from satrap.table.snapshot.saved_table import SavedTable
 
 MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
+_LOG = logging.getLogger("satrap.checkpoint")
 _FORMAT, _FORMAT_VERSION, _UNBOUND_VERSION = "satrap-checkpoint", 3, 2
 _LOCK_SECONDS = 60.0
 
@@ -179,10 +180,10 @@ def require_rows(chain: Sequence[CheckpointManifest], found: Mapping[str, int]) 
                 "saved: do not use these rows; use an older checkpoint, and report this"
             )
     if any(entry.saved is None for entry in chain):
-        warnings.warn(
-            f"{newest.where} was saved by an older release of Satrap, which did not record which tables, parts and "
-            "parents belong together: this was not checked. The next full save records it",
-            stacklevel=3,
+        _LOG.warning(
+            "%s was saved by an older release of Satrap, which did not record which tables, parts and parents belong "
+            "together: this was not checked. The next full save records it",
+            newest.where,
         )
 
 
@@ -300,10 +301,7 @@ class RunDirectory:
                 self._storage.remove(name, MANIFEST)
         except (OSError, SatrapError) as error:
             why = f"{error.strerror or error} at {error.filename}" if isinstance(error, OSError) else str(error)
-            warnings.warn(
-                f"{self._storage.url}: old checkpoints could not be removed: {why}; the next save retries",
-                stacklevel=2,
-            )
+            _LOG.warning("%s: old checkpoints could not be removed: %s; the next save retries", self._storage.url, why)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -359,11 +357,10 @@ class RunDirectory:
     def _warn_of_skipped(self, catalog: Catalog) -> None:
         for name in set(catalog.skipped) - self._warned_about - self._announced:
             self._warned_about.add(name)
-            warnings.warn(
+            _LOG.warning(
                 f"{self._storage.url}/{name} has no complete {MANIFEST}: its save or its copy was cut short. It is "
                 f"skipped; {catalog.newest or 'no checkpoint'} is the newest before it. "
-                f"{'The next save removes it' if name in catalog.removed_later else 'Complete it, or remove it'}",
-                stacklevel=4,
+                f"{'The next save removes it' if name in catalog.removed_later else 'Complete it, or remove it'}"
             )
 
     # -- ownership ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ state_dict only records the step and the tables' versions, so that a stream refu
 one checkpoint and rows of another.
 """
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from satrap.worker.remote.client import RemoteWorker
     from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
+
+_LOG = logging.getLogger("satrap.train")
 
 
 class Embeddings(torch.nn.Module):
@@ -329,10 +332,10 @@ class Embeddings(torch.nn.Module):
             return
         context, latest = current_context(), self.worker.servers.latest_step
         if context is not None and context.launch > context.first_launch and self.step == 0:
-            warnings.warn(
-                f"launch {context.launch} starts at step 0: found no checkpoint to resume, so all training since "
-                f"launch {context.first_launch} is lost",
-                stacklevel=3,
+            _LOG.warning(
+                "launch %d starts at step 0: found no checkpoint to resume, so all training since launch %d is lost",
+                context.launch,
+                context.first_launch,
             )
         if latest > self.step == 0 and context is not None:
             # An earlier launch ended without a checkpoint: the run starts again.

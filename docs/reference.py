@@ -39,6 +39,7 @@ GROUPS = {
     ],
     "Evaluation": [
         *("train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Evaluation"),
+        "train.validation.Validation",
         *("serving.reader.Reader", "serving.reader.ReaderTable"),
     ],
     "Sources": [

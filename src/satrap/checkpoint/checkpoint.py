@@ -106,8 +106,14 @@ class Checkpoint:
         if embeddings.is_async:
             embeddings.run_before_close(self._join_saves_until_end)
 
-    def save(self, *, every_steps: int | None = None) -> bool:
+    @property
+    def best(self) -> str | None:
+        """Name of the checkpoint that was last saved as the best, or None if there is none."""
+        return self._directory.best_name()
+
+    def save(self, *, every_steps: int | None = None, best: bool = False) -> bool:
         """Write a checkpoint; return whether one was written. every_steps: write only if the step is a multiple, once.
+        best: it is the best of the run so far, and kept beyond `keep` until another one is saved as the best.
 
         Several trainers all call this at the same step, and trainer 0 writes. With dense="async" trainers may call it
         at different steps; a trainer that calls it without every_steps joins the other trainers' saves until all
@@ -122,7 +128,7 @@ class Checkpoint:
                 self._embeddings.tables.require_permitted(self._directory.local)
             self._saved_step = max(0, self._saved_step)
             return False
-        while not self._save_together(every_steps):
+        while not self._save_together(every_steps, best):
             pass
         self._saved_step = step
         return True
@@ -132,15 +138,15 @@ class Checkpoint:
         while not self._save_together(_ENDED):
             pass
 
-    def _save_together(self, every_steps: int | None) -> bool:
+    def _save_together(self, every_steps: int | None, best: bool = False) -> bool:
         """Make one save of all trainers; return whether it completes this trainer's request."""
         trainers, in_step = self._embeddings.trainers, not self._embeddings.is_async
         with self._embeddings.pause():
             position = self._embeddings.position_of(self._data)
-            request = [self._directory.name, self._embeddings.step, every_steps, position and position.to_dict()]
+            request = [self._directory.name, self._embeddings.step, every_steps, position and position.to_dict(), best]
             # Once this returns, all trainers are paused.
             gathered = trainers.gather(json.dumps(request).encode(), patient=True)
-            directories, steps, intervals, positions = zip(*map(json.loads, gathered), strict=True)
+            directories, steps, intervals, positions, bests = zip(*map(json.loads, gathered), strict=True)
             if set(intervals) == {_ENDED}:
                 return True
             requests = set(intervals) if in_step else set(intervals) - {None, _ENDED}
@@ -152,7 +158,7 @@ class Checkpoint:
             self._embeddings.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
             try:
-                trainers.run_first(lambda: self._write(max(steps), positions, randoms), CheckpointError)
+                trainers.run_first(lambda: self._write(max(steps), positions, randoms, any(bests)), CheckpointError)
             except Exception as error:
                 if every_steps != _ENDED:
                     raise
@@ -160,7 +166,7 @@ class Checkpoint:
                 _LOG.error("no checkpoint was saved: %s", error)
         return every_steps in requests or (every_steps is None and not requests)
 
-    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
+    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
         with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             tables, layout = self._embeddings.tables, self._embeddings.tables.map_version
@@ -190,6 +196,7 @@ class Checkpoint:
                 tables=tuple(self._embeddings.tables),
                 saved=self._saved_tables(folder, is_full=parent is None),
                 state_crc32c=checksum((folder / STATE).read_bytes()),
+                is_best=is_best,
             )
             (folder / MANIFEST).write_bytes(entry.to_json())
             for file in (STATE, MANIFEST):

@@ -55,6 +55,8 @@ class CheckpointManifest:
     saved: tuple[SavedTable, ...] | None
     """Snapshots of the tables, in the order of `tables`; None if an older release did not record them."""
     state_crc32c: int
+    is_best: bool = False
+    """Whether it was the best of its run when it was saved: it is kept until there is a better one."""
 
     @classmethod
     def parse(cls, data: bytes, folder: Path, where: str) -> "CheckpointManifest":
@@ -89,6 +91,7 @@ class CheckpointManifest:
                 tables=tuple(table["name"] for table in tables) if has_snapshots else tuple(tables),
                 saved=tuple(SavedTable.from_dict(table) for table in tables) if has_snapshots else None,
                 state_crc32c=content["state_crc32c"],
+                is_best=content.get("is_best", False),
             )
         except CheckpointError:
             raise
@@ -112,6 +115,8 @@ class CheckpointManifest:
             ],
             "state_crc32c": self.state_crc32c,
         }
+        if self.is_best:
+            body["is_best"] = True
         return _canonical(body | {"crc32c": checksum(_canonical(body))})
 
     def require_name(self, name: str) -> None:
@@ -197,6 +202,7 @@ class RunDirectory:
         self._previous_writer: str | None = None  # the previous writer, the only one from which this process takes over
         self._announced: set[str] = set()  # names under which this process has written
         self._known_parents: dict[str, str | None] = {}  # parent of each version known to be complete
+        self._known_best: set[str] = set()  # versions that were the best of the run when they were saved
         self._warned_about: set[str] = set()
 
     @property
@@ -273,6 +279,11 @@ class RunDirectory:
         with self._read_errors():
             return self._scan(None).newest
 
+    def best_name(self) -> str | None:
+        """Return the name of the version that was last saved as the best, or None if there is none."""
+        with self._read_errors():
+            return self._scan(None).best
+
     @contextmanager
     def newest(self) -> Iterator[list[CheckpointManifest]]:
         """Yield the newest checkpoint and its parents, oldest first, in local folders; empty if there is none."""
@@ -318,11 +329,12 @@ class RunDirectory:
                 continue
             data = self._read(name)
             if data is not None and (self._storage.is_atomic or _is_json(data)):
-                parents[name] = _parent(data)
+                parents[name], is_best = _parent_and_best(data)
+                self._known_best |= {name} if is_best else set()
             elif name in listed:
                 torn.append(name)
         self._known_parents = parents
-        return Catalog(parents, torn, used)
+        return Catalog(parents, torn, used, self._known_best)
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -448,12 +460,14 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-def _parent(data: bytes) -> str | None:
-    """Return the parent's name, or None if the file is damaged: removing such a checkpoint is up to the user."""
+def _parent_and_best(data: bytes) -> tuple[str | None, bool]:
+    """Return the parent's name, and whether the version was the best; (None, False) if the file is damaged: removing
+    such a checkpoint is up to the user."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
-        parent = json.loads(data)["parent"]
-        return parent if isinstance(parent, str) else str(parent["name"])
-    return None
+        content = json.loads(data)
+        parent, is_best = content["parent"], content.get("is_best") is True
+        return parent["name"] if isinstance(parent, dict) else parent, is_best
+    return None, False
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
 
-
 _STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "async": AsyncDense}
 
 
@@ -90,7 +89,7 @@ class Embeddings(torch.nn.Module):
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
-        self._strategy = _STRATEGIES[dense]
+        self.dense, self._strategy = dense, _STRATEGIES[dense]
         self._require_possible(dense, servers is not None or current_context() is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
@@ -239,11 +238,6 @@ class Embeddings(torch.nn.Module):
     def drain(self) -> None:
         """Wait until every submitted update is applied. With dense="async", then fetch the latest dense parameters."""
         self._session.drain()
-
-    def split(self, block: Tensor) -> dict[str, Tensor]:
-        """Split a batch's embeddings into the parts of the pooled features, each [batch, dim], by name."""
-        pooled = self.features.pooled
-        return dict(zip(pooled, block.split(list(pooled.values()), dim=1), strict=True))
 
     def forward(self, inputs: Inputs) -> Batch:
         """Look up one batch without training, on the CPU: for serving, outside any stream."""

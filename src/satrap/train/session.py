@@ -3,6 +3,7 @@
 `Embeddings` is the part that users call; `HybridOptimizer` and `Checkpoint` use the session.
 """
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ from satrap.train.stream import Stream
 if TYPE_CHECKING:
     from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import ShardedWorker
+
+_LOG = logging.getLogger("satrap.train")
 
 
 class TrainingSession:
@@ -97,10 +100,10 @@ class TrainingSession:
             return
         context, latest = current_context(), self.worker.servers.latest_step
         if context is not None and context.launch > context.first_launch and self.step == 0:
-            warnings.warn(
-                f"launch {context.launch} starts at step 0: found no checkpoint to resume, so all training since "
-                f"launch {context.first_launch} is lost",
-                stacklevel=4,
+            _LOG.warning(
+                "launch %d starts at step 0: found no checkpoint to resume, so all training since launch %d is lost",
+                context.launch,
+                context.first_launch,
             )
         if latest > self.step == 0 and context is not None:
             # An earlier launch ended without a checkpoint: the run starts again.

@@ -45,6 +45,7 @@ GROUPS = {
     ],
     "Evaluation": [
         *("train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Evaluation"),
+        "train.validation.Validation",
         *("serving.reader.Reader", "serving.reader.ReaderTable"),
     ],
     "Sources": [
@@ -82,7 +83,7 @@ RETURNED = {
     "HybridOptimizer": "Returned by `Embeddings.optimizer`.",
     "ProcessGroup": "The type of `Embeddings.trainers`.",
     "ReaderTable": "The type of the values of `Reader.tables`.",
-    "Sequence": "The type of the values of `Batch.sequences`.",
+    "Sequence": "`batch[name]` of a feature without pooling.",
     "ShardedTable": "The type of the values of `Embeddings.tables` over servers.",
     "ShardedTables": "The type of `Embeddings.tables` over servers.",
     "StoredRows": "Returned by `read` of a table.",
@@ -93,6 +94,7 @@ RETURNED = {
 PROTOCOLS = {
     "__call__": "may be called",
     "__enter__": "is a context manager",
+    "__contains__": "supports `in`",
     "__getitem__": "is indexed",
     "__iter__": "is iterated over",
     "__len__": "has a length",

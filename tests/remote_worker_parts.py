@@ -133,7 +133,7 @@ class Net(torch.nn.Module):
         self.layer = torch.nn.Linear(width, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        sequences = [batch.sequences[name] for name in ("path", "padded")]
+        sequences = [batch[name] for name in ("path", "padded")]
         pooled = torch.stack([(each.values * each.mask.unsqueeze(2)).sum(1) for each in sequences]).sum(0)
         out: torch.Tensor = self.layer(torch.cat([batch.dense, batch.embeddings, pooled], 1)).squeeze(1)
         return out

@@ -57,7 +57,7 @@ def objects() -> dict[str, Any]:
     embeddings.eval()
     found = {
         "Batch": batch,
-        "Sequence": batch.sequences["last"],
+        "Sequence": batch["last"],
         "Counters": counters,
         "Embeddings": embeddings,
         "Evaluation": satrap.evaluate(model, embeddings.stream([inputs]), score=lambda batch: torch.zeros(6)),
@@ -173,7 +173,7 @@ def is_of_satrap(name: str) -> bool:
 def test_a_signature_names_types_and_defaults(sections: dict[str, str]) -> None:
     call = re.search(r"```py\n(Embeddings\(.*?)```", sections["Embeddings"], re.DOTALL)
     assert call is not None
-    for text in ("features: Mapping[str, Feature | Table],", "staleness: int = 0,", "Literal['float32', 'float16']"):
+    for text in ("features: Mapping[str, Feature | Table],", "staleness: int = 0,", "dense: Literal['sync', 'async'] = 'sync'"):
         assert text in call[1]
     assert "- `step: int`" in sections["Embeddings"] and "- `dense: Tensor`" in sections["Batch"]
 

@@ -361,7 +361,7 @@ def test_a_process_exits_while_its_threads_call(tmp_path: Path) -> None:
         "def ask():\n"
         "    with contextlib.ExitStack() as stack:\n"
         "        clients = [stack.enter_context(Client(ServerCalls, sys.argv[1])) for _ in range(8)]\n"
-        "        clients[0].begin('get_shard_map', Origin(), 0, deadline=0.3).wait(0)\n"
+        "        clients[0].start('get_shard_map', Origin(), 0, deadline=0.3).wait(0)\n"
         "        began.release()\n"
         "        clients[0].call.get_shard_map(Origin(), 0)\n"
         "began = threading.Semaphore(0)\n"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
 from rpc_parts import wait_until
-from satrap import Adagrad, ConfigError, Constant, Embeddings, Inputs, Iterable, Position, StreamError, Table
+from satrap import ConfigError, Embeddings, Inputs, Iterable, Position, StreamError
 from satrap.train.embeddings import session_of
 
 
@@ -391,14 +391,6 @@ def test_the_optimizer_is_a_torch_optimizer(closure: bool) -> None:
     optimizer.param_groups[-1]["lr"] = 7.0
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[-1]["lr"] == pytest.approx(0.1)
-
-
-def test_split_names_the_parts_of_a_block() -> None:
-    embeddings = Embeddings(
-        {"a": Table("a", dim=2, initial=Constant(1.0)), "b": Table("b", dim=3, optimizer=Adagrad())}
-    )
-    parts = embeddings.split(torch.arange(10.0).view(2, 5))
-    assert {name: tuple(part.shape) for name, part in parts.items()} == {"a": (2, 2), "b": (2, 3)}
 
 
 def test_control_c_stops_a_run_at_once() -> None:

@@ -222,7 +222,7 @@ def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
         asked = {1: (0, str(tmp_path / "a"), None, first)}
-        again = worker.servers.call_servers("save", 0, asked, view=worker.servers.topology)
+        again = worker.servers.call_servers("save", 0, asked, topology=worker.servers.topology)
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
         assert table.save(tmp_path / "a") == first + 2, "a second save by the user is another one"

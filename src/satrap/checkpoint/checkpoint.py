@@ -17,10 +17,10 @@ checkpoint.json last, without which the checkpoint does not count.
 
 import copy
 import json
+import logging
 import os
 import random
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +51,7 @@ from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import unwrap
 
+_LOG = logging.getLogger("satrap.checkpoint")
 _ENDED = 0  # in place of every_steps: the trainer is at the end of its script
 
 
@@ -105,8 +106,14 @@ class Checkpoint:
         if not self._session.dense.is_joint:
             self._session.run_before_close(self._join_saves_until_end)
 
-    def save(self, *, every_steps: int | None = None) -> bool:
+    @property
+    def best(self) -> str | None:
+        """Name of the checkpoint that was last saved as the best, or None if there is none."""
+        return self._directory.best_name()
+
+    def save(self, *, every_steps: int | None = None, best: bool = False) -> bool:
         """Write a checkpoint; return whether one was written. every_steps: write only if the step is a multiple, once.
+        best: it is the best of the run so far, and kept beyond `keep` until another one is saved as the best.
 
         Several trainers all call this at the same step, and trainer 0 writes. With dense="async" trainers may call it
         at different steps; a trainer that calls it without every_steps joins the other trainers' saves until all
@@ -121,7 +128,7 @@ class Checkpoint:
                 self._session.worker.tables.require_permitted(self._directory.local)
             self._saved_step = max(0, self._saved_step)
             return False
-        while not self._save_together(every_steps):
+        while not self._save_together(every_steps, best):
             pass
         self._saved_step = step
         return True
@@ -131,15 +138,15 @@ class Checkpoint:
         while not self._save_together(_ENDED):
             pass
 
-    def _save_together(self, every_steps: int | None) -> bool:
+    def _save_together(self, every_steps: int | None, best: bool = False) -> bool:
         """Make one save of all trainers; return whether it completes this trainer's request."""
         trainers, is_joint = self._session.trainers, self._session.dense.is_joint
         with self._session.pause():
             position = self._session.position_of(self._data)
-            request = [self._directory.name, self._session.step, every_steps, position and position.to_dict()]
+            request = [self._directory.name, self._session.step, every_steps, position and position.to_dict(), best]
             # Once this returns, all trainers are paused.
             gathered = trainers.gather(json.dumps(request).encode(), patient=True)
-            directories, steps, intervals, positions = zip(*map(json.loads, gathered), strict=True)
+            directories, steps, intervals, positions, bests = zip(*map(json.loads, gathered), strict=True)
             if set(intervals) == {_ENDED}:
                 return True
             requests = set(intervals) if is_joint else set(intervals) - {None, _ENDED}
@@ -151,15 +158,15 @@ class Checkpoint:
             self._session.dense.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
             try:
-                trainers.run_first(lambda: self._write(max(steps), positions, randoms), CheckpointError)
+                trainers.run_first(lambda: self._write(max(steps), positions, randoms, any(bests)), CheckpointError)
             except Exception as error:
                 if every_steps != _ENDED:
                     raise
                 # The trainer that requested the save raises, and may continue.
-                print(f"no checkpoint was saved: {error}", file=sys.stderr)
+                _LOG.error("no checkpoint was saved: %s", error)
         return every_steps in requests or (every_steps is None and not requests)
 
-    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
+    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
         with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             tables, layout = self._session.worker.tables, self._session.worker.tables.map_version
@@ -189,6 +196,7 @@ class Checkpoint:
                 tables=tuple(self._session.worker.tables),
                 saved=self._saved_tables(folder, is_full=parent is None),
                 state_crc32c=checksum((folder / STATE).read_bytes()),
+                is_best=is_best,
             )
             (folder / MANIFEST).write_bytes(entry.to_json())
             for file in (STATE, MANIFEST):
@@ -227,8 +235,9 @@ class Checkpoint:
             self._session.join_attempt()
             self._session.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
             self._saved_step = newest.step
-        if (context := current_context()) is not None and context.rank == 0:  # started by `satrap run`
-            print(f"launch {context.launch} continues after step {newest.step}, from {newest.where}", file=sys.stderr)
+        if trainers.rank == 0:
+            launch = "" if (context := current_context()) is None else f"launch {context.launch} "
+            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where)
         return True
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:

@@ -22,7 +22,6 @@ import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,16 +29,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import LAST_STEP, Table, Zeros
-from satrap.errors import ConfigError, MovedError, NonFiniteError, StreamError
+from satrap.errors import ConfigError, NonFiniteError, StreamError
 from satrap.train.async_optimizer import table_optimizer
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from satrap.worker.server_group import ServerGroup, Topology
+    from satrap.sharding.owner_split import OwnedIds
+    from satrap.worker.server_group import ServerGroup
 
 DIM = 1024
 """Numbers in a row; docs/design/003-cluster.md has the measurement."""
@@ -56,15 +55,6 @@ class _Gradients:
     """Gradients of all rows, [rows, DIM], on the device of the parameters."""
     lrs: list[float]
     """Learning rate of each param group."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _OwnedRows:
-    """The rows that one server owns."""
-
-    rows: NDArray[np.int64]
-    ids: NDArray[np.uint64]
-    offsets: NDArray[np.int64]
 
 
 class AsyncDense(DenseStrategy):
@@ -216,8 +206,8 @@ class AsyncDense(DenseStrategy):
             raise NonFiniteError(f"step {step}: the gradient of dense parameter {number} holds NaN or infinity")
         lrs = [*self._servers.lrs[: -len(self.tables)], *gradients.lrs]
 
-        def arguments(group: _OwnedRows) -> tuple[Any, ...]:
-            return 0, group.ids, group.offsets, values[group.rows].reshape(-1), lrs, 0
+        def arguments(part: "OwnedIds") -> tuple[Any, ...]:
+            return 0, part.ids, part.offsets, values[gradients.rows[part.positions]].reshape(-1), lrs, 0
 
         self._call_owners("update", step, gradients.rows, arguments)
 
@@ -238,28 +228,22 @@ class AsyncDense(DenseStrategy):
         """Return the current parameters: initial values plus rows."""
         assert self._start is not None
 
-        def arguments(group: _OwnedRows) -> tuple[Any, ...]:
-            return group.ids, group.offsets, oldest_open, train, 0
+        def arguments(part: "OwnedIds") -> tuple[Any, ...]:
+            return part.ids, part.offsets, oldest_open, train, 0
 
         values = np.empty(self._start.shape, np.float32)
-        for group, found in self._call_owners("lookup", step, np.arange(self._first[-1]), arguments):
-            values[group.rows] = found[0].reshape(-1, DIM)
+        for part, found in self._call_owners("lookup", step, np.arange(self._first[-1]), arguments):
+            values[part.positions] = found[0].reshape(-1, DIM)
         values += self._start.numpy()
         return values
 
     def _call_owners(
-        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[[_OwnedRows], tuple[Any, ...]]
-    ) -> list[tuple[_OwnedRows, Any]]:
-        """Call the method on each server that owns some of the rows; return each server's rows with its reply."""
-        while True:
-            view = self._servers.topology
-            groups = self._group_by_owner(rows, view)
-            calls = {server: arguments(group) for server, group in groups.items()}
-            try:
-                found = self._servers.call_servers(method, step, calls, view=view)
-            except MovedError:
-                continue  # retry with the newer view
-            return [(group, found[server]) for server, group in groups.items()]
+        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[["OwnedIds"], tuple[Any, ...]]
+    ) -> list[tuple["OwnedIds", Any]]:
+        """Call the method on each owner of the rows, in ascending order. The id of a row is its number."""
+        num_others = len(self._servers.job.tables) - len(self.tables)
+        offsets = np.concatenate([np.zeros(num_others, np.int64), np.searchsorted(rows, self._group_first)])
+        return self._servers.call_owners(method, step, rows.astype(np.uint64), offsets, arguments)
 
     @torch.no_grad()
     def _write(self, values: Tensor) -> None:
@@ -274,28 +258,12 @@ class AsyncDense(DenseStrategy):
         self._versions = [each._version for each in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """Return each parameter's view of [rows, DIM]."""
+        """Return each parameter's topology of [rows, DIM]."""
         flat = values.view(-1)
         return [
             flat[first * DIM : first * DIM + each.numel()].view(each.shape)
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
-
-    def _group_by_owner(self, rows: NDArray[np.int64], view: "Topology") -> dict[int, _OwnedRows]:
-        """Group rows, in ascending order, by the server that owns them. The id of a row is its number."""
-        ids, job = rows.astype(np.uint64), self._servers.job.tables
-        ends = np.searchsorted(rows, self._group_first)
-        owners = np.empty(len(rows), np.int64)
-        num_others = len(job) - len(self.tables)
-        for table, (begin, end) in enumerate(pairwise(ends), num_others):
-            buckets = _core.bucket_of(ids[begin:end], job[table].resolved_num_buckets)
-            owners[begin:end] = np.array(view.shard_map.bucket_map.owners[table])[buckets]
-        groups = {}
-        for server in np.unique(owners).tolist():
-            mine = rows[owners == server]
-            offsets = np.concatenate([np.zeros(num_others, np.int64), np.searchsorted(mine, self._group_first)])
-            groups[server] = _OwnedRows(mine, mine.astype(np.uint64), offsets.astype(np.int64))
-        return groups
 
 
 def _without_lr(optimizer: Any) -> dict[str, Any]:

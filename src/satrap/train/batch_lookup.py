@@ -70,7 +70,8 @@ class BatchLookup:
         """Return a batch without its rows."""
         dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
         label = None if inputs.label is None else self._to_device(inputs.label)
-        return InFlightBatch(inputs, step if self._train else 0, self._to_device(dense), label)
+        step = step if self._train else 0
+        return InFlightBatch(inputs, step, self._to_device(dense), label, self._worker.features)
 
     def _pad(self, batch: InFlightBatch) -> InFlightBatch:
         """Set the rows of a padding batch to zeros."""

@@ -34,12 +34,11 @@ from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.session import TrainingSession
 from satrap.train.stream import Stream
 from satrap.train.torch_threads import spare_cores
-from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
+    from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
-
 
 _STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "async": AsyncDense}
 
@@ -75,7 +74,7 @@ class Embeddings(torch.nn.Module):
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
-        self._strategy = _STRATEGIES[dense]
+        self.dense, self._strategy = dense, _STRATEGIES[dense]
         if not isinstance(deployment, Deployment | None):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
         rows = (deployment or Deployment()).in_context()
@@ -170,8 +169,7 @@ class Embeddings(torch.nn.Module):
         session.require_expected_rows()
         target = torch.device("cpu" if device is None else device)
         if overlap is None:
-            is_remote = session.remote_worker(data) is not None
-            overlap = target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or is_remote
+            overlap = target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self.worker.can_read(data)
             self._warn_of_no_core(train and not overlap)
         return (
             session.train_on(data, target, accumulate, overlap) if train else session.evaluate_on(data, target, overlap)
@@ -227,11 +225,6 @@ class Embeddings(torch.nn.Module):
     def drain(self) -> None:
         """Wait until every submitted update is applied. With dense="async", then fetch the latest dense parameters."""
         self._session.drain()
-
-    def split(self, block: Tensor) -> dict[str, Tensor]:
-        """Split a batch's embeddings into the parts of the pooled features, each [batch, dim], by name."""
-        pooled = self.features.pooled
-        return dict(zip(pooled, block.split(list(pooled.values()), dim=1), strict=True))
 
     def forward(self, inputs: Inputs) -> Batch:
         """Look up one batch without training, on the CPU: for serving, outside any stream."""

@@ -3,6 +3,7 @@
 `Embeddings` is the part that users call; `HybridOptimizer` and `Checkpoint` use the session.
 """
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +16,7 @@ from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.tables import Table
-from satrap.data.inputs import Inputs, Position
-from satrap.data.iterable import Iterable as Items
-from satrap.data.registry import is_portable
+from satrap.data.inputs import Position
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
@@ -26,11 +25,12 @@ from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
-from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
-    from satrap.worker.remote.client import RemoteWorker
+    from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import ShardedWorker
+
+_LOG = logging.getLogger("satrap.train")
 
 
 class TrainingSession:
@@ -73,7 +73,7 @@ class TrainingSession:
         if self._worker is not None:
             raise ConfigError("dense='async': optimizer(...) was already called, and cannot be called again")
         self._worker = self._open_worker(dense.tables)
-        if not isinstance(self._worker, LocalWorker):
+        if self._worker.servers is not None:
             dense.connect(self._worker.servers)
 
     @property
@@ -85,19 +85,10 @@ class TrainingSession:
             raise StreamError("dense='async': the dense parameters have no tables yet: call optimizer(...) first")
         return self._worker
 
-    def remote_worker(self, data: Any) -> "RemoteWorker | None":
-        """Return the worker in another process, if there is one and it can read the data."""
-        if isinstance(self.worker, LocalWorker):
-            return None
-        from satrap.worker.remote.client import RemoteWorker
-
-        return self.worker if isinstance(self.worker, RemoteWorker) and is_portable(data) else None
-
     def join_attempt(self) -> None:
         """Join the attempt that trainer 0 has started at the servers; a lone trainer starts it now. All trainers call
         this."""
-        if not isinstance(self.worker, LocalWorker):
-            servers = self.worker.servers
+        if (servers := self.worker.servers) is not None:
             servers.begin_attempt()
             servers.attempt = self.trainers.broadcast_int(servers.attempt)
             servers.latest_step = self.trainers.broadcast_int(servers.latest_step)
@@ -105,14 +96,14 @@ class TrainingSession:
     def _require_own_rows(self) -> None:
         """Raise StreamError if the servers hold rows of an earlier run; remove those of a launch that left no
         checkpoint."""
-        if isinstance(self.worker, LocalWorker):
+        if self.worker.servers is None:
             return
         context, latest = current_context(), self.worker.servers.latest_step
         if context is not None and context.launch > context.first_launch and self.step == 0:
-            warnings.warn(
-                f"launch {context.launch} starts at step 0: found no checkpoint to resume, so all training since "
-                f"launch {context.first_launch} is lost",
-                stacklevel=4,
+            _LOG.warning(
+                "launch %d starts at step 0: found no checkpoint to resume, so all training since launch %d is lost",
+                context.launch,
+                context.first_launch,
             )
         if latest > self.step == 0 and context is not None:
             # An earlier launch ended without a checkpoint: the run starts again.
@@ -171,10 +162,7 @@ class TrainingSession:
 
     def signature_of(self, data: Any) -> Mapping[str, Any] | None:
         """Return what a position in the source depends on; None if the source has no signature."""
-        if (worker := self.remote_worker(data)) is not None:
-            return worker.signature(data)
-        signature = getattr(data, "signature", None)
-        return None if signature is None else signature()
+        return self.worker.signature(data)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -195,7 +183,7 @@ class TrainingSession:
         position = tracked.position if tracked is not None and tracked.resume else None
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
-        inputs = self.dense.batches(self._batches(data, position, **share), self.features.names)
+        inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
         gate = StalenessGate(
             self._staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
@@ -218,7 +206,7 @@ class TrainingSession:
 
     def evaluate_on(self, data: Any, device: torch.device, overlap: bool) -> Stream:
         """Start a stream that changes no table."""
-        inputs = self._batches(data, None)
+        inputs = self.worker.batches(data)
         if self.dense.tables:
             self.drain()
         if not any(len(store) for store in self.worker.tables.values()):
@@ -226,13 +214,6 @@ class TrainingSession:
         stream = Stream.evaluation(inputs, self.worker, device, overlap=overlap)
         self._evaluations.add(stream)
         return stream
-
-    def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
-        if (worker := self.remote_worker(data)) is not None:
-            return worker.batches(data, position, **share)
-        source = data if hasattr(data, "batches") else Items(data)
-        found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
-        return found
 
     def _leave_stream(self, why: str = "another training stream started, or a checkpoint was resumed") -> None:
         """End the training stream before another starts; submitted updates are applied."""

@@ -20,7 +20,7 @@ all threads; with a device, or with staleness and cores that torch leaves free, 
 network.
 """
 
-import warnings
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -46,6 +46,7 @@ from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
 from satrap.worker.worker import Ticket, Worker
 
+_LOG = logging.getLogger("satrap.train")
 _NO_LOADER = (
     "a torch DataLoader cannot read a stream: its batches are complete, and their gradients return to this "
     "process; use embeddings.stream(satrap.Iterable(loader)) and iterate over the stream itself"
@@ -379,9 +380,7 @@ class Stream(Iterator[Batch]):
         self._ended = True
         skipped_rows = self._skipped_rows()
         if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
-            warnings.warn(
-                f"{skipped_rows.total:,} samples of the source were not trained on: {skipped_rows}", stacklevel=3
-            )
+            _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped_rows.total:,}", skipped_rows)
         self._pipeline.drain()
         self._collect()
         self._drop([held for held in self._held if held.is_released_unused], "unused", "it was released unused")

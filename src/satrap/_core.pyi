@@ -96,6 +96,9 @@ class Engine:
 
     def lookup(self, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, oldest_open: int, train: bool, out: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], ticket: bool, first_epoch: bool = True) -> Ticket: ...
 
+    def num_floats(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_ids: int) -> int:
+        """The number of floats in the rows of so many ids."""
+
     def prepare(self, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Ticket: ...
 
     def update(self, ticket: Ticket, gradients: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)], step: int, lrs: Sequence[float], trainer: int | None = None) -> None:

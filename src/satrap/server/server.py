@@ -26,7 +26,7 @@ from satrap.rpc import Origin
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
-from satrap.server.state import PendingLookup, ServerState, count_floats, decode_gradients
+from satrap.server.state import PendingLookup, ServerState, decode_gradients
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
@@ -145,7 +145,7 @@ class Server(MigrationCalls):
         check_choice("lookup", "wire", wire, WIRES)
         with self._admit(origin, reads=not train) as state:
             engine = state.engine
-            rows = engine.empty(1, count_floats(state.job, ids, offsets))
+            rows = engine.empty(1, engine.num_floats(offsets, len(ids)))
             steps = (origin.step, self._oldest_open(state, origin, oldest_open)) if train else (0, 0)
             native_ticket = engine.lookup(ids, offsets, *steps, train, rows, train and ticket != 0, first_epoch)
             if native_ticket is not None:
@@ -170,7 +170,7 @@ class Server(MigrationCalls):
                 raise InputError(f"update: expected a ticket or ids, found ticket {ticket} and {len(ids)} ids")
             kept = None if ticket == 0 else self._take_ticket(state, origin.trainer, ticket)
             gradients = decode_gradients(state.engine, offsets if kept is None else kept.offsets, gradients, coded)
-            if kept is None and len(gradients) != count_floats(state.job, ids, offsets):
+            if kept is None and len(gradients) != state.engine.num_floats(offsets, len(ids)):
                 raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; expected their rows' floats")
             if barrier_size == 0:
                 used = state.engine.prepare(ids, offsets) if kept is None else kept.ticket

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
-from satrap.config.array_args import as_flag
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
-from satrap.config.validation import check_choice
+from satrap.config.validation import check_choice, check_flag
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError
 from satrap.monitor.report import Counters
@@ -93,7 +92,7 @@ class Embeddings(torch.nn.Module):
         self._require_possible(dense, servers is not None or current_context() is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
-        rows = RowLocation(shared, servers, keys, wire, workers, as_flag("Embeddings", "take_over", take_over))
+        rows = RowLocation(shared, servers, keys, wire, workers, check_flag("Embeddings", "take_over", take_over))
         self._session = TrainingSession(
             self.features,
             self.trainers,

@@ -58,8 +58,6 @@ class ShardedTicket:
 class ShardedRows:
     """Implements `satrap.worker.worker.Rows` on a group of servers."""
 
-    remote = True
-
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
         self.num_threads = thread_count(num_threads)

@@ -12,19 +12,11 @@
 
 #include "base/checksum.hpp"
 #include "bindings/bindings_fp16.hpp"
-#include "bindings/named_config.hpp"
 
 namespace {
 
 using Steps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
-    if (named.empty()) refuse("no table was given; expected at least one");
-    std::vector<TableConfig> configs;
-    for (const NamedConfig& config : named) configs.push_back(config.resolve());
-    return configs;
-}
 
 // Returns a copy: another thread may write to the caller's array, and the checked values must be the ones used.
 std::vector<std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
@@ -227,10 +219,10 @@ void translate(const std::exception_ptr& p, void*) {
     }
 }
 
-std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads,
+std::shared_ptr<Engine> make_engine(std::vector<TableConfig> tables, std::uint64_t seed, unsigned num_threads,
                                     const std::string& simd, const std::string& shared_path,
                                     const nb::bytes& shared_config, bool complete) {
-    std::vector<TableConfig> tables = resolve_all(configs);
+    require_tables(tables.size());
     Options options = Options{seed, checked_threads(num_threads), simd};
     std::unique_ptr<Arena> arena;
     if (shared_path.empty())
@@ -246,9 +238,9 @@ std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std
     }
 }
 
-std::shared_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs,
-                                      std::uint64_t seed, unsigned num_threads, const std::string& simd) {
-    std::vector<TableConfig> tables = resolve_all(configs);
+std::shared_ptr<Engine> attach_engine(const std::string& path, std::vector<TableConfig> tables, std::uint64_t seed,
+                                      unsigned num_threads, const std::string& simd) {
+    require_tables(tables.size());
     Options options = Options{seed, checked_threads(num_threads), simd};
     auto arena = SharedArena::attach(path, tables.size());
     nb::gil_scoped_release release;
@@ -338,9 +330,9 @@ void bind_steps(nb::class_<Engine>& engine) {
 void bind_engine(nb::module_& m) {
     nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its interface to one table.");
     engine
-        .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
+        .def(nb::new_(&make_engine), "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
              "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
-        .def_static("attach", &attach_engine, "path"_a, "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
+        .def_static("attach", &attach_engine, "path"_a, "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
         .def_static(
             "shared_unfinished", [](const std::string& path) { return SharedArena::unfinished(path); }, "path"_a,
             nb::call_guard<nb::gil_scoped_release>())

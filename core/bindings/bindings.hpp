@@ -6,7 +6,9 @@
 #include <nanobind/stl/string.h>
 
 #include <array>
+#include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "base/errors.hpp"
 #include "base/pooled_block.hpp"
@@ -31,6 +33,18 @@ using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }
 
+// Names of an enum's values, as Python spells them.
+template <typename Choice> using Choices = std::initializer_list<std::pair<const char*, Choice>>;
+
+template <typename Choice> Choice choose(const std::string& field, const std::string& found, Choices<Choice> known) {
+    std::string names;
+    for (const auto& [name, value] : known) {
+        if (found == name) return value;
+        names += (names.empty() ? "'" : ", '") + std::string(name) + "'";
+    }
+    refuse(field + "='" + found + "' is not known; expected one of " + names);
+}
+
 inline void require_size(const char* what, std::size_t found, std::size_t expected) {
     if (found != expected)
         refuse(std::string(what) + " holds " + std::to_string(found) + " elements, expected " +
@@ -41,6 +55,10 @@ inline void require_step(const char* what, std::uint64_t step) {
     if (step < 1 || step > kLastStep)
         refuse(std::string(what) + "=" + std::to_string(step) + ", expected 1.." + std::to_string(kLastStep) +
                " (a batch number)");
+}
+
+inline void require_tables(std::size_t count) {
+    if (count == 0) refuse("no table was given; expected at least one");
 }
 
 inline unsigned checked_threads(unsigned num_threads) {

@@ -13,7 +13,6 @@
 
 #include "base/float_mode.hpp"
 #include "bindings/bindings.hpp"
-#include "bindings/named_config.hpp"
 
 // (name, table, pooling, weighted, max_length or 0, whether a sequence keeps its last ids, the id that is padding)
 using NamedFeature =

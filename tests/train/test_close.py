@@ -29,6 +29,7 @@ from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
 from satrap.rpc import Client, Service
 from satrap.run_context import RunContext
+from satrap.train.embeddings import session_of
 
 SECONDS = 30.0  # for all rounds together
 OWN_THREADS = {"satrap-lease", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}
@@ -217,7 +218,7 @@ def test_before_close_runs_while_connections_are_open(
         )
         monkeypatch.setattr(satrap.run_context, "_before_end", [])
         with embeddings:
-            embeddings.run_before_close(lambda: rows.append(len(embeddings.tables["item"])))
+            session_of(embeddings).run_before_close(lambda: rows.append(len(embeddings.tables["item"])))
             if raised is not None:
                 raise raised
     assert len(rows) == 1 - num_pending

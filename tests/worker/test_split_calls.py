@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from forks import expect_refusal, in_fork
 from satrap import _core
+from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.errors import InputError, NonFiniteError, TicketError
+from satrap.table.engine import native_config
 from satrap.worker.local_rows import LocalWorker
 from splits import (
     BIG_FEATURES,
@@ -89,20 +91,18 @@ def test_bad_lookups(options: dict[str, Any], words: str) -> None:
 
 def test_bad_descriptions() -> None:
     plain: Any = [("a", 0, "sum", False, 0, False, None)]
+    table = [native_config(Table("t", dim=4))]
     for tables, features, words in (
         ([], plain, "no table was given"),
-        ([("t", 0, 1, "raise")], plain, "table 't': dim=0"),
-        ([("t", 4, 3, "raise")], plain, "table 't': num_buckets=3, expected a power of two"),
-        ([("t", 4, 1, "warn")], plain, "on_nonfinite='warn' is not known"),
-        ([("t", 4, 1, "raise")], [], "no feature was given"),
-        ([("t", 4, 1, "raise")], [("a", 1, "sum", False, 0, False, None)], "feature 'a': table 1 of 1"),
+        (table, [], "no feature was given"),
+        (table, [("a", 1, "sum", False, 0, False, None)], "feature 'a': table 1 of 1"),
     ):
         with pytest.raises(InputError, match=words):
             _core.Split(tables, features, 1)
     with pytest.raises(InputError, match="num_threads=0"):
-        _core.Split([("t", 4, 1, "raise")], plain, 0)
+        _core.Split(table, plain, 0)
     with pytest.raises(InputError, match="simd='mmx' is not available"):
-        _core.Split([("t", 4, 1, "raise")], plain, 1, "mmx")
+        _core.Split(table, plain, 1, "mmx")
 
 
 def test_bad_rows_leave_the_ticket_unchanged() -> None:
@@ -207,7 +207,8 @@ def test_arrays_live_as_long_as_they_are_referenced(rng: np.random.Generator) ->
         size = inputs.batch_size
         return ticket, (np.ones((size, BIG_FEATURES.total_dim), np.float32), [np.ones((size, 48), np.float32)])
 
-    gc.collect()
+    while gc.collect():  # finalizers of earlier tests leave more
+        pass
     gc.disable()
     try:
         ticket, gradients = look_up(split)

@@ -25,6 +25,7 @@ from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
+from satrap.table.engine import native_config
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
 from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, native_features
@@ -59,7 +60,7 @@ class ShardedRows:
     """Implements `satrap.worker.worker.Rows` on a group of servers."""
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
-        tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in servers.job.tables]
+        tables = [native_config(table) for table in servers.job.tables]
         self.num_threads = thread_count(num_threads)
         self._split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
         self._servers = servers

@@ -76,8 +76,6 @@ class Rows(Protocol):
 
     num_threads: int
     """Threads of one call in this process."""
-    remote: bool
-    """Whether the rows are in other processes, so that a call waits for a network."""
 
     @property
     def latest_step(self) -> int:
@@ -164,11 +162,6 @@ class Worker:
     def num_threads(self) -> int:
         """Threads of one call on the tables."""
         return self._rows.num_threads
-
-    @property
-    def remote(self) -> bool:
-        """Whether the rows are in other processes."""
-        return self._rows.remote
 
     @property
     def truncated(self) -> dict[str, int]:

@@ -18,21 +18,6 @@ namespace {
 using Steps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Returns a copy: another thread may write to the caller's array, and the checked values must be the ones used.
-std::vector<std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
-    require_size("offsets", offsets.size(), engine.num_tables() + 1);
-    std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
-    if (at[0] != 0 || at[engine.num_tables()] != static_cast<std::int64_t>(ids.size()))
-        refuse("offsets run from " + std::to_string(at[0]) + " to " + std::to_string(at[engine.num_tables()]) +
-               ", expected 0 to the number of ids, " + std::to_string(ids.size()));
-    for (std::size_t t = 0; t < engine.num_tables(); ++t)
-        if (at[t] > at[t + 1])
-            refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
-                   std::to_string(t));
-    require_few(ids.size());
-    return at;
-}
-
 std::size_t checked_table(const Engine& engine, std::size_t t) {
     if (t >= engine.num_tables()) refuse("table " + std::to_string(t) + " of " + std::to_string(engine.num_tables()));
     return t;
@@ -47,7 +32,7 @@ Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) 
 std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
                                std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
                                bool first_epoch) {
-    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
+    const std::vector<std::int64_t> at = checked_offsets(offsets, engine.num_tables(), ids.size());
     require_size("out", out.size(), engine.out_size(at));
     const LookupStep when = checked_step(step, oldest_open, train, ticket, first_epoch);
     const std::uint64_t* id_data = ids.data();
@@ -57,10 +42,14 @@ std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& of
 }
 
 std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& offsets) {
-    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
+    const std::vector<std::int64_t> at = checked_offsets(offsets, engine.num_tables(), ids.size());
     const std::uint64_t* id_data = ids.data();
     nb::gil_scoped_release release;
     return engine.prepare(id_data, at);
+}
+
+std::size_t num_floats(const Engine& engine, const Offsets& offsets, std::size_t num_ids) {
+    return engine.out_size(checked_offsets(offsets, engine.num_tables(), num_ids));
 }
 
 std::uint32_t checked_trainer(std::uint32_t trainer) {
@@ -333,9 +322,7 @@ void bind_engine(nb::module_& m) {
         .def(nb::new_(&make_engine), "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
              "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
         .def_static("attach", &attach_engine, "path"_a, "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
-        .def_static(
-            "shared_unfinished", [](const std::string& path) { return SharedArena::unfinished(path); }, "path"_a,
-            nb::call_guard<nb::gil_scoped_release>())
+        .def_static("shared_unfinished", &SharedArena::unfinished, "path"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_static(
             "shared_config",
             [](const std::string& path) {
@@ -351,6 +338,7 @@ void bind_engine(nb::module_& m) {
              "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
         .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
              "first_epoch"_a = true)
+        .def("num_floats", &num_floats, "offsets"_a, "num_ids"_a, "The number of floats in the rows of so many ids.")
         .def("prepare", &prepare, "ids"_a, "offsets"_a)
         .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(),
              "With a trainer: skips buckets that have already applied its update of this step.")

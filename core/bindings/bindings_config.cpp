@@ -99,7 +99,7 @@ void require_valid(const std::string& where, const TableConfig& config) {
                " rows for each of num_buckets=" + std::to_string(config.num_buckets));
 }
 
-TableConfig read_table(const nb::dict& table) {
+TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table) {
     TableConfig config;
     Fields("table: ", table).read("name", config.name);
     const std::string where = "table '" + config.name + "': ";
@@ -127,7 +127,6 @@ TableConfig read_table(const nb::dict& table) {
 
 void bind_config(nb::module_& m) {
     nb::class_<TableConfig>(m, "TableConfig", "A table's configuration in the core.")
-        .def(nb::new_(&read_table), "table"_a, nb::sig("def __init__(self, table: dict[str, typing.Any]) -> None"),
-             "table: what satrap.Table.to_dict() returns, with its num_buckets.")
+        .def(nb::new_(&read_table), "table"_a, "table: what satrap.Table.to_dict() returns, with its num_buckets.")
         .def_prop_ro("state_dim", &TableConfig::state_dim, "Number of floats of optimizer state in a row.");
 }

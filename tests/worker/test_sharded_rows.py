@@ -339,7 +339,7 @@ def test_a_server_without_its_rows_is_detected() -> None:
     with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         worker.lookup(batch(range(4)), step=1)
         services[0].close()
-        told = "of attempt 1; expected the server's, 0: the server was restarted without its rows; resume"
+        told = "of attempt 1; expected the server's, 0: the server was restarted without its rows; start"
         with Service(Server(), ServerCalls, services[0].address), pytest.raises(AttemptError, match=told):
             worker.lookup(batch(range(4)), step=2)
 

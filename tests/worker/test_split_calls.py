@@ -73,11 +73,11 @@ BAD_LOOKUPS: list[tuple[dict[str, Any], str]] = [
     ({"num_servers": 0}, r"num_servers=0, expected 1\.\.65535"),
     ({"num_servers": 65536}, r"num_servers=65536, expected 1\.\.65535"),
     ({"batch_size": 3}, "offsets holds 9 elements, expected 13"),
-    ({"weights": None}, "a feature is weighted and no weights were passed"),
+    ({"weights": None}, "feature 'seen' is weighted and there are no weights"),
     ({"weights": np.full(9, np.nan, np.float32)}, "the weight of id 3 in sample 0 of feature 'seen' is nan"),
-    ({"values": GOOD["values"][1:]}, "offsets run from 0 to 9, expected 0 to the number of ids, 8"),
+    ({"values": GOOD["values"][1:]}, "offsets run from 0 to 9; expected 0 to the number of ids, 8"),
     ({"offsets": np.array([0, 1, 2, 4, 3, 7, 7, 8, 9])}, "offsets fall from 4 to 3 at sample 1 of feature 'seen'"),
-    ({"offsets": None}, "values without offsets holds 9 elements, expected 8"),
+    ({"offsets": None}, "9 ids without offsets; expected 8, one for each"),
 ]
 
 

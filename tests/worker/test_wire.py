@@ -166,7 +166,7 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
         split.encode_rows(offsets, floats[1:])
     for cuts, words in (
         ([0, 3], "offsets holds 2 elements, expected 3"),
-        ([1, 2, 3], "offsets begin at 1, expected 0"),
+        ([1, 2, 3], "offsets run from 1 to 3; expected 0 to the number of ids, 3"),
         ([0, 3, 2], "offsets fall from 3 to 2 at table 1"),
         ([0, 0, 2**30], "a call of 1073741824 ids"),
     ):

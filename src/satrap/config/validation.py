@@ -127,9 +127,9 @@ def check_id(where: str, name: str, value: object) -> int:
     return check_integer(where, name, value, -(2**63), 2**64 - 1) % 2**64
 
 
-def check_flag(where: str, name: str, value: object) -> bool:
+def check_flag(where: str, name: str, value: object, error: type[SatrapError] = ConfigError) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}: {name} is {describe(value)}; expected True or False")
+        raise error(f"{where}: {name} is {describe(value)}; expected True or False")
     return value
 
 

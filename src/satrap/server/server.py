@@ -7,11 +7,14 @@ with TicketError and the worker sends the ids. The windows of each bucket record
 (core/table/applied_steps.hpp): a duplicate of an update, before or after a restart, has no effect.
 """
 
+import mmap
 import os
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from satrap.rpc import Origin
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
-from satrap.server.state import PendingLookup, ServerState, count_floats, decode_gradients
+from satrap.server.state import PendingLookup, ServerState, decode_gradients
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
@@ -57,7 +60,7 @@ class Server(MigrationCalls):
         self._leases = Leases()
         super().__init__()
         # A file that is incomplete or has no shard map is left from a kill during hello or restore, which is retried.
-        if shared is not None and Path(shared).exists() and not remove_unfinished(shared):
+        if shared is not None and os.path.exists(shared) and not remove_unfinished(shared):
             note = shared_note(shared)
             if note.keys() != {"server", "num_servers"}:
                 raise ConfigError(
@@ -69,8 +72,8 @@ class Server(MigrationCalls):
             self._state, self._fencing_token = ServerState.recover(job, TableGroup.in_engine(slots), slots[0].engine)
             if self._state is None:
                 self._remove_rows()
-        elif shared is not None and not os.access(Path(shared).absolute().parent, os.W_OK):
-            raise ConfigError(f"shared is {os.fspath(shared)!r}; expected a file in a writable folder")
+        elif shared is not None:
+            _require_creatable(os.fspath(shared))
 
     def hello(
         self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
@@ -145,7 +148,7 @@ class Server(MigrationCalls):
         check_choice("lookup", "wire", wire, WIRES)
         with self._admit(origin, reads=not train) as state:
             engine = state.engine
-            rows = engine.empty(1, count_floats(state.job, ids, offsets))
+            rows = engine.empty(1, engine.num_floats(offsets, len(ids)))
             steps = (origin.step, self._oldest_open(state, origin, oldest_open)) if train else (0, 0)
             native_ticket = engine.lookup(ids, offsets, *steps, train, rows, train and ticket != 0, first_epoch)
             if native_ticket is not None:
@@ -170,7 +173,7 @@ class Server(MigrationCalls):
                 raise InputError(f"update: expected a ticket or ids, found ticket {ticket} and {len(ids)} ids")
             kept = None if ticket == 0 else self._take_ticket(state, origin.trainer, ticket)
             gradients = decode_gradients(state.engine, offsets if kept is None else kept.offsets, gradients, coded)
-            if kept is None and len(gradients) != count_floats(state.job, ids, offsets):
+            if kept is None and len(gradients) != state.engine.num_floats(offsets, len(ids)):
                 raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; expected their rows' floats")
             if barrier_size == 0:
                 used = state.engine.prepare(ids, offsets) if kept is None else kept.ticket
@@ -394,3 +397,20 @@ class Server(MigrationCalls):
         if kept is None:
             raise TicketError(f"trainer {trainer} has no ticket {number} here: send the ids")
         return kept
+
+
+def _require_creatable(path: str) -> None:
+    """Raise ConfigError unless a shared-memory file can be created at the path, in whose folder one is created now."""
+    try:
+        if not path:
+            raise ValueError("the path is empty")
+        with suppress(FileNotFoundError):
+            os.lstat(path)  # raises if the name is too long
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))) as file:
+            file.truncate(mmap.PAGESIZE)
+            mmap.mmap(file.fileno(), mmap.PAGESIZE).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"shared is {path!r}, and no shared-memory file can be created there: "
+            f"{getattr(error, 'strerror', error)}; expected a file in a writable folder, such as /dev/shm/rows"
+        ) from None

@@ -131,13 +131,3 @@ def decode_gradients(engine: Engine, offsets: Offsets, gradients: Floats | None,
     if coded is not None or gradients is None:
         raise InputError("update: expected gradients in one of the two forms, found both or none")
     return gradients
-
-
-def count_floats(job: Job, ids: Ids, offsets: Offsets) -> int:
-    """Return the number of floats in the rows of `ids`. Raises InputError if `offsets` does not split them by table."""
-    at = offsets.tolist() if len(offsets) == len(job.tables) + 1 else []  # a list is faster for so few numbers
-    if not at or at[0] != 0 or at[-1] != len(ids) or at != sorted(at):
-        raise InputError(
-            f"{len(ids)} ids with {len(offsets)} offsets; expected {len(job.tables) + 1}, from 0 to the number of ids"
-        )
-    return sum((end - begin) * table.dim for begin, end, table in zip(at, at[1:], job.tables, strict=False))

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
-from satrap.config.array_args import as_flag, as_out, as_step
+from satrap.config.array_args import as_out, as_step
 from satrap.config.cores import thread_count
 from satrap.config.tables import LAST_STEP, Constant, ScaledUniform, Table, Uniform, Zeros
-from satrap.config.validation import check_integer, is_path
+from satrap.config.validation import check_choice, check_flag, check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 
 _SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that attach() needs no configuration
@@ -151,7 +151,8 @@ def look_up(
     with_ticket: bool,
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], _core.Ticket]:
     """Looks rows up for a store or a table group. shape: of the result."""
-    train, with_ticket = as_flag(where, "train", train), as_flag(where, "with_ticket", with_ticket)
+    check_flag(where, "train", train, InputError)
+    check_flag(where, "with_ticket", with_ticket, InputError)
     if with_ticket and not train:
         raise InputError(
             f"{where}: with_ticket=True and train=False; such a batch is never updated: leave one of them out"
@@ -203,10 +204,8 @@ def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slo
     ]
 
 
-def _simd(simd: object) -> str:
-    known = ["auto", *_core.simd_paths()]
-    if not isinstance(simd, str) or simd not in known:
-        raise ConfigError(f"simd is {simd!r}; this machine has {', '.join(map(repr, known))}")
+def _simd(simd: str) -> str:
+    check_choice("store", "simd", simd, ("auto", *_core.simd_paths()))
     return simd
 
 

@@ -103,7 +103,7 @@ class Stream(Iterator[Batch]):
         self._ended = self._finished = False
         self._ended_because: str | None = None  # why no other batch will come
         self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
-        remote = train and worker.remote  # an evaluation has no updates
+        remote = train and worker.servers is not None  # an evaluation has no updates
         with Uninterrupted():
             self._pipeline: PrefetchPipeline[InFlightBatch] = PrefetchPipeline(
                 inputs, gate, self._look_up, read_ahead=self._look_up.read_ahead, overlap=overlap, remote=remote

@@ -17,8 +17,6 @@ from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, na
 class LocalRows:
     """Implements `satrap.worker.worker.Rows` on one engine."""
 
-    remote = False
-
     def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
         """engine: of these tables."""
         self.num_threads = int(engine.num_threads)

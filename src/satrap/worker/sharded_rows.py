@@ -59,8 +59,6 @@ class ShardedTicket:
 class ShardedRows:
     """Implements `satrap.worker.worker.Rows` on a group of servers."""
 
-    remote = True
-
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [native_config(table) for table in servers.job.tables]
         self.num_threads = thread_count(num_threads)

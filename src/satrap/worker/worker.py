@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from satrap.config import array_args
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Table
+from satrap.config.validation import check_flag
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import Iterable as Items
 from satrap.errors import InputError, TicketError
@@ -75,8 +76,6 @@ class Rows(Protocol):
 
     num_threads: int
     """Threads of one call in this process."""
-    remote: bool
-    """Whether the rows are in other processes, so that a call waits for a network."""
 
     @property
     def latest_step(self) -> int:
@@ -152,7 +151,6 @@ class Worker:
         """rows: of the tables of these features."""
         self.features = features
         self._rows = rows
-        self._weighted = [name for name, feature in features.items() if feature.weighted]
         self._sequences = [
             _Sequence(name, index, feature)
             for index, (name, feature) in enumerate(features.items())
@@ -164,11 +162,6 @@ class Worker:
     def num_threads(self) -> int:
         """Threads of one call on the tables."""
         return self._rows.num_threads
-
-    @property
-    def remote(self) -> bool:
-        """Whether the rows are in other processes."""
-        return self._rows.remote
 
     @property
     def truncated(self) -> dict[str, int]:
@@ -296,29 +289,13 @@ class Worker:
         if inputs.names != self.features.names:
             raise InputError(f"{_WHERE}: {_name_differences(inputs.names, self.features.names)}")
         batch_size = array_args.as_step(_WHERE, "batch_size", inputs.batch_size, low=0, high=2**30 - 1)
-        num_bags = len(self.features) * batch_size
         values = array_args.as_ids(_WHERE, inputs.values)
-        offsets = None if inputs.offsets is None else array_args.as_bag_offsets(_WHERE, inputs.offsets, num_bags)
-        if offsets is None and len(values) != num_bags:
-            raise InputError(
-                f"{_WHERE}: {len(values)} ids without offsets; expected {num_bags}, one for each of "
-                f"{len(self.features)} features and {batch_size} samples, or offsets"
-            )
-        if offsets is not None and (offsets[0] != 0 or offsets[-1] != len(values)):
-            raise InputError(
-                f"{_WHERE}: offsets run from {offsets[0]} to {offsets[-1]}; "
-                f"expected 0 to the number of ids, {len(values)}"
-            )
-        if inputs.weights is None and self._weighted:
-            raise InputError(f"{_WHERE}: feature {self._weighted[0]!r} is weighted and there are no weights")
-        if inputs.weights is not None and not self._weighted:
-            raise InputError(
-                f"{_WHERE}: there are weights and no feature is weighted: declare one, table.bag(..., weighted=True), "
-                "or leave the weights out"
-            )
-        weights = None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights, len(values))
-        if not isinstance(train, bool):
-            raise InputError(f"{_WHERE}: train is {train!r} ({type(train).__name__}); expected True or False")
+        meaning = "features * batch_size + 1, or None if every bag holds one id"
+        offsets = inputs.offsets
+        if offsets is not None:
+            offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
+        weights = None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
+        check_flag(_WHERE, "train", train, InputError)
         step, oldest_open = resolve_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
         return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)

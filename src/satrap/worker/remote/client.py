@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ DEADLINE_SECONDS = 150.0
 the call itself."""
 _BEST_EFFORT_SECONDS = 2.0  # deadline of a call that only frees memory
 _MAX_HANDSHAKES = 100  # handshakes in one call: if these do not help, more will not
+_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
@@ -69,7 +70,7 @@ class WorkerConnection:
             self._client.close()
             raise
 
-    def call_with_retry(self, call: Callable[[], _R]) -> _R:
+    def call_with_retry(self, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return the call's result. Repeats the call after a handshake if the worker was restarted."""
         lost: NotReadyError | None = None
         for _ in range(_MAX_HANDSHAKES):
@@ -77,7 +78,7 @@ class WorkerConnection:
                 if lost is not None:
                     self.handshake()
                 with self._name_worker_in_errors():
-                    return call()
+                    return call(*args, **kwargs)
             except NotReadyError as error:
                 lost = error
         assert lost is not None
@@ -96,7 +97,7 @@ class WorkerConnection:
         stream = next(self._numbers)
         self._streams[stream] = batches
         try:
-            self.call_with_retry(lambda: self._open(stream, batches))
+            self.call_with_retry(self._open, stream, batches)
         except BaseException:
             self.close_stream(stream)
             raise
@@ -202,9 +203,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
             return ReadStart(number=first, position=position, skipped_rows=skipped_rows, **self._share)
 
     def __len__(self) -> int:
-        found = self.connection.call_with_retry(
-            lambda: self.connection.call.length(self.connection.servers.origin(0), self.stream)
-        )
+        connection = self.connection
+        found = connection.call_with_retry(connection.call.length, connection.servers.origin(0), self.stream)
         if "batches" not in found:
             raise TypeError(found["why"])
         return int(found["batches"])
@@ -212,11 +212,11 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def __next__(self) -> RemoteInputs:
         if self._ended:
             raise StopIteration
-        number = self._last + 1
+        number, connection = self._last + 1, self.connection
         description: dict[str, Any] = {"found": "nothing"}
         while description["found"] == "nothing":
-            description, dense, label, extra = self.connection.call_with_retry(
-                lambda: self.connection.call.read(self.connection.servers.origin(0), self.stream, number, self.settled)
+            description, dense, label, extra = connection.call_with_retry(
+                connection.call.read, connection.servers.origin(0), self.stream, number, self.settled
             )
         skipped_rows = SkippedRows.from_list(description["skipped_rows"])
         if description["found"] == "end":
@@ -251,10 +251,9 @@ class RemoteBatches(Iterator[RemoteInputs]):
 
     def lookup(self, number: int, step: int, oldest_open: int, train: bool) -> tuple[Floats, Floats, Flags, list[int]]:
         """Look up a batch, and return what `WorkerCalls.lookup` does. Without training the batch is settled."""
-        origin = self.connection.servers.origin(step)
-        found = self.connection.call_with_retry(
-            lambda: self.connection.call.lookup(origin, self.stream, number, self.settled, oldest_open, train)
-        )
+        connection = self.connection
+        at = connection.servers.origin(step), self.stream, number, self.settled
+        found = connection.call_with_retry(connection.call.lookup, *at, oldest_open, train)
         if train:
             self._tickets.add(number)
         elif number not in self._tickets:
@@ -310,8 +309,6 @@ class RemoteBatches(Iterator[RemoteInputs]):
 
 class RemoteRows:
     """Implements `satrap.worker.worker.Rows` on servers, for tickets of batches that the worker read and of others."""
-
-    remote = True
 
     def __init__(self, sharded: ShardedRows, connection: WorkerConnection, num_sequences: int) -> None:
         self.num_threads = sharded.num_threads
@@ -399,10 +396,8 @@ class RemoteWorker(ShardedWorker):
         """Return `Source.signature`: the worker sees the files of a declared source, this machine may not."""
         if not self.can_read(source):
             return super().signature(source)
-        description = source_to_dict(source)
-        return self.connection.call_with_retry(
-            lambda: self.connection.call.signature(self.servers.origin(0), description)
-        )
+        connection = self.connection
+        return connection.call_with_retry(connection.call.signature, self.servers.origin(0), source_to_dict(source))
 
     def lookup(
         self,

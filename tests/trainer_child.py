@@ -37,7 +37,9 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     validation = Validation(model, embeddings, batches(3, seed=9), patience=job.get("patience"))
     began = run is not None and run.resume()
-    for _ in range(job["epochs"]):
+    for epoch in range(job["epochs"]):
+        if epoch and job.get("again"):
+            assert run is not None and run.resume(job["again"])
         with embeddings.stream(data, overlap=job["overlap"], accumulate=job["accumulate"]) as stream:
             for number, batch in enumerate(list(stream) if job.get("ahead") else stream, 1):
                 if batch.step == job["until"]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice, kind_of
-from satrap.data.inputs import Inputs
+from satrap.data.inputs import Inputs, as_inputs
 from satrap.errors import ConfigError
 from satrap.monitor.report import Counters
 from satrap.table.table_group import TableGroup
@@ -226,9 +226,14 @@ class Embeddings(torch.nn.Module):
         """Wait until every submitted update is applied. With dense="async", then fetch the latest dense parameters."""
         self._session.drain()
 
-    def forward(self, inputs: Inputs) -> Batch:
-        """Look up one batch without training, on the CPU: for serving, outside any stream."""
-        return BatchLookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(None)
+    def forward(self, inputs: Inputs | Mapping[str, Any]) -> Batch:
+        """Look up one batch without training, on the CPU: for serving or a quick look, outside any stream.
+
+        inputs: `Inputs`, or by feature an array with one id per sample, or (ids, offsets), where sample s has
+            ids[offsets[s] : offsets[s + 1]].
+        """
+        look_up = BatchLookup(self.worker, torch.device("cpu"), train=False, overlap=False)
+        return look_up(as_inputs(self.features, inputs), 0, 0).hand_over(None)
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""

@@ -98,20 +98,19 @@ class LocalWorker(Worker):
             raise ConfigError(
                 f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
             )
-        self._open = partial(open_engine, features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
-        self._shared = shared
-        slots = self._open()
-        self.tables = TableGroup.in_engine(slots, self._renew)
-        self._local_rows = LocalRows(features, slots[0].engine, features.tables)
-        super().__init__(features, self._local_rows)
+        create = partial(open_engine, features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
+        slots = create()
+        rows = LocalRows(features, slots[0].engine, features.tables)
 
-    def _renew(self) -> list[Slot]:
-        """Replace the engine by an empty one, for a restore."""
-        if self._shared is not None:
-            Path(self._shared).unlink(missing_ok=True)
-        slots = self._open()
-        self._local_rows.use(slots[0].engine)
-        return slots
+        def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
+            if shared is not None:
+                Path(shared).unlink(missing_ok=True)
+            slots = create()
+            rows.use(slots[0].engine)
+            return slots
+
+        self.tables = TableGroup.in_engine(slots, renew)
+        super().__init__(features, rows)
 
     def close(self) -> None:
         """Do nothing: the rows are freed with the last reference to them."""

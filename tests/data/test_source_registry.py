@@ -25,7 +25,7 @@ from satrap import (
     Embeddings,
     Frame,
     IdColumn,
-    Iterable,
+    IterableSource,
     LabelColumn,
     Parquet,
 )
@@ -91,7 +91,7 @@ class UserSource(Parquet):
         Parquet("a", filesystem=pyarrow.fs.LocalFileSystem()),
         UserSource("a"),
         Frame({"a": [1]}),
-        Iterable([]),
+        IterableSource([]),
         [],
         None,
     ],

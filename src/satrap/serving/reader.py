@@ -25,7 +25,7 @@ from satrap.config.job import Job
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs
-from satrap.data.iterable import Iterable as Items
+from satrap.data.iterable import IterableSource
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
 from satrap.run_context import current_context
 from satrap.table.engine import open_engine
@@ -181,7 +181,7 @@ class Reader:
         overlap: read and look up batches concurrently with the dense network.
         """
         worker, place = self._feature_worker(), torch.device("cpu" if device is None else device)
-        source = data if hasattr(data, "batches") else Items(data)
+        source = data if hasattr(data, "batches") else IterableSource(data)
         inputs: Iterator[Inputs] = source.batches(worker.features, position=None)
         stream = Stream.evaluation(inputs, worker, place, overlap=overlap)
         self._streams.add(stream)

@@ -23,7 +23,7 @@ from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice
 from satrap.data.inputs import Inputs, Position
-from satrap.data.iterable import Iterable as Items
+from satrap.data.iterable import IterableSource
 from satrap.data.registry import is_portable
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
@@ -200,7 +200,7 @@ class Embeddings(torch.nn.Module):
     ) -> Stream:
         """Return the batches of a source with their rows looked up, as tensors on the device.
 
-        data: a source, or any iterable that `satrap.Iterable` takes without columns: of `Inputs`, or of (dense,
+        data: a source, or any iterable that `satrap.IterableSource` takes without columns: of `Inputs`, or of (dense,
             KeyedJaggedTensor, label). Several trainers each train on a shard of its samples and end together: every
             sample is trained on, and in the last step, where some trainers have fewer samples or none, all samples have
             equal weight. With dense="async" each trainer ends with its own shard.
@@ -362,7 +362,7 @@ class Embeddings(torch.nn.Module):
     def _batches(self, data: Any, position: Position | None, **share: int) -> Iterator[Inputs]:
         if (worker := self._remote(data)) is not None:
             return worker.batches(data, position, **share)
-        source = data if hasattr(data, "batches") else Items(data)
+        source = data if hasattr(data, "batches") else IterableSource(data)
         found: Iterator[Inputs] = source.batches(self.features, position=position, **share)
         return found
 

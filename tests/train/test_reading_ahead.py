@@ -199,7 +199,7 @@ def test_a_batch_of_a_closed_stream_says_so(overlap: bool) -> None:
     with pytest.raises(StreamError, match="step 1: its batch was dropped: this stream ended when another training"):
         loss.backward()
     with pytest.raises(StreamError, match="step 2: its batch was dropped: this stream ended when another training"):
-        _ = second.sequences
+        _ = second["history"]
     assert embeddings.counters().lost == {"batches/closed": 1, "batches/unused": 1} and embeddings.step == 3
 
 
@@ -288,7 +288,7 @@ def test_a_data_loader_around_a_stream_is_refused(options: dict[str, Any], sized
     embeddings, _, _ = job()
     data: list[Inputs] = batches(4)
     stream = embeddings.stream(data if sized else (each for each in data))
-    with pytest.raises((StreamError, TypeError), match=r"satrap\.Iterable\(loader\)"):
+    with pytest.raises((StreamError, TypeError), match=r"satrap\.IterableSource\(loader\)"):
         next(iter(DataLoader(stream, **options)))  # type: ignore[arg-type]
     stream.close()
 
@@ -307,7 +307,7 @@ def test_a_data_loader_worker_refuses_a_stream() -> None:
     embeddings, _, _ = job()
     with embeddings.stream(batches(4), overlap=False) as stream:
         reader = iter(DataLoader(Wrapped(stream), batch_size=None, num_workers=1))
-        with pytest.raises(StreamError, match=r"satrap\.Iterable\(loader\)"):
+        with pytest.raises(StreamError, match=r"satrap\.IterableSource\(loader\)"):
             next(reader)
         reader._shutdown_workers()  # type: ignore[attr-defined]  # what it does when it is collected, but now
 

@@ -167,7 +167,8 @@ class _EpochReader:
         if start.block > len(self.plan):
             raise SourceError(
                 f"position {start} is at block {start.block} and rank {assembler.rank} of {assembler.world_size} reads "
-                f"{len(self.plan)} in an epoch: the source or its settings changed since the position was saved"
+                f"{len(self.plan)} in an epoch: the source or its settings changed since the position was saved; "
+                "declare the source as it was, or start without the position"
             )
 
     def batches(self) -> Iterator[Inputs]:

@@ -254,7 +254,10 @@ def _expand(path: str, filesystem: Any) -> list[File]:
         if matcher.match(each[len(base) :]) and not (hidden and not _names_hidden(inner[len(base) :])):
             found.append(File(storage, each, size))
     if not found:
-        raise SourceError(f"{path}: {'the folder holds' if glob is None else 'the glob matches'} no file")
+        raise SourceError(
+            f"{path}: {'the folder holds' if glob is None else 'the glob matches'} no file; expected at least one "
+            "whose name begins with neither '.' nor '_'"
+        )
     return found
 
 

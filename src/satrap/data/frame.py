@@ -137,7 +137,9 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
         if isinstance(error, SourceError):
             raise
         kind = type(value).__name__
-        raise SourceError(f"{where}: column {name!r} is a {kind} that cannot be read ({error})") from error
+        raise SourceError(
+            f"{where}: column {name!r} is a {kind} that cannot be read ({error}); expected values of one type"
+        ) from error
 
 
 def _inferred(arrow: Any, values: Any) -> Any:

@@ -14,6 +14,7 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Adam, Table
 from satrap.data.inputs import Inputs
+from satrap.table.engine import native_config
 from satrap.table.table_group import TableGroup
 from satrap.worker.worker import native_features
 
@@ -23,7 +24,7 @@ SEED = 5
 
 
 def make_split(features: Features, *, num_threads: int = 1, simd: str = "auto") -> _core.Split:
-    tables = [(each.name, each.dim, each.resolved_num_buckets, each.on_nonfinite) for each in features.tables]
+    tables = [native_config(table) for table in features.tables]
     return _core.Split(tables, native_features(features, features.tables), num_threads, simd)
 
 

@@ -2,6 +2,7 @@
 // A row is [values | state]; values are `dim` numbers of `dtype`, state is `state_dim()` floats.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -29,9 +30,8 @@ struct OptimizerConfig {
     double weight_decay = 0.0;
     double initial_accumulator_value = 0.0;
     double eps = 1e-10;
-    double beta1 = 0.9;
-    double beta2 = 0.999;
-    double ftrl_beta = 1.0;
+    std::array<double, 2> betas = {0.9, 0.999}; // Adam
+    double beta = 1.0;                          // Ftrl
     double l1 = 0.0;
     double l2 = 0.0;
 };

@@ -12,34 +12,11 @@
 
 #include "base/checksum.hpp"
 #include "bindings/bindings_fp16.hpp"
-#include "bindings/named_config.hpp"
 
 namespace {
 
 using Steps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-std::vector<TableConfig> resolve_all(const std::vector<NamedConfig>& named) {
-    if (named.empty()) refuse("no table was given; expected at least one");
-    std::vector<TableConfig> configs;
-    for (const NamedConfig& config : named) configs.push_back(config.resolve());
-    return configs;
-}
-
-// Returns a copy: another thread may write to the caller's array, and the checked values must be the ones used.
-std::vector<std::int64_t> checked_offsets(const Engine& engine, const Ids& ids, const Offsets& offsets) {
-    require_size("offsets", offsets.size(), engine.num_tables() + 1);
-    std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
-    if (at[0] != 0 || at[engine.num_tables()] != static_cast<std::int64_t>(ids.size()))
-        refuse("offsets run from " + std::to_string(at[0]) + " to " + std::to_string(at[engine.num_tables()]) +
-               ", expected 0 to the number of ids, " + std::to_string(ids.size()));
-    for (std::size_t t = 0; t < engine.num_tables(); ++t)
-        if (at[t] > at[t + 1])
-            refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
-                   std::to_string(t));
-    require_few(ids.size());
-    return at;
-}
 
 std::size_t checked_table(const Engine& engine, std::size_t t) {
     if (t >= engine.num_tables()) refuse("table " + std::to_string(t) + " of " + std::to_string(engine.num_tables()));
@@ -55,7 +32,7 @@ Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) 
 std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
                                std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
                                bool first_epoch) {
-    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
+    const std::vector<std::int64_t> at = checked_offsets(offsets, engine.num_tables(), ids.size());
     require_size("out", out.size(), engine.out_size(at));
     const LookupStep when = checked_step(step, oldest_open, train, ticket, first_epoch);
     const std::uint64_t* id_data = ids.data();
@@ -65,10 +42,14 @@ std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& of
 }
 
 std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& offsets) {
-    const std::vector<std::int64_t> at = checked_offsets(engine, ids, offsets);
+    const std::vector<std::int64_t> at = checked_offsets(offsets, engine.num_tables(), ids.size());
     const std::uint64_t* id_data = ids.data();
     nb::gil_scoped_release release;
     return engine.prepare(id_data, at);
+}
+
+std::size_t num_floats(const Engine& engine, const Offsets& offsets, std::size_t num_ids) {
+    return engine.out_size(checked_offsets(offsets, engine.num_tables(), num_ids));
 }
 
 std::uint32_t checked_trainer(std::uint32_t trainer) {
@@ -227,10 +208,10 @@ void translate(const std::exception_ptr& p, void*) {
     }
 }
 
-std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std::uint64_t seed, unsigned num_threads,
+std::shared_ptr<Engine> make_engine(std::vector<TableConfig> tables, std::uint64_t seed, unsigned num_threads,
                                     const std::string& simd, const std::string& shared_path,
                                     const nb::bytes& shared_config, bool complete) {
-    std::vector<TableConfig> tables = resolve_all(configs);
+    require_tables(tables.size());
     Options options = Options{seed, checked_threads(num_threads), simd};
     std::unique_ptr<Arena> arena;
     if (shared_path.empty())
@@ -246,9 +227,9 @@ std::shared_ptr<Engine> make_engine(const std::vector<NamedConfig>& configs, std
     }
 }
 
-std::shared_ptr<Engine> attach_engine(const std::string& path, const std::vector<NamedConfig>& configs,
-                                      std::uint64_t seed, unsigned num_threads, const std::string& simd) {
-    std::vector<TableConfig> tables = resolve_all(configs);
+std::shared_ptr<Engine> attach_engine(const std::string& path, std::vector<TableConfig> tables, std::uint64_t seed,
+                                      unsigned num_threads, const std::string& simd) {
+    require_tables(tables.size());
     Options options = Options{seed, checked_threads(num_threads), simd};
     auto arena = SharedArena::attach(path, tables.size());
     nb::gil_scoped_release release;
@@ -338,12 +319,10 @@ void bind_steps(nb::class_<Engine>& engine) {
 void bind_engine(nb::module_& m) {
     nb::class_<Engine> engine(m, "Engine", "Many tables in one memory; satrap.Store is its interface to one table.");
     engine
-        .def(nb::new_(&make_engine), "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
+        .def(nb::new_(&make_engine), "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
              "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
-        .def_static("attach", &attach_engine, "path"_a, "configs"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
-        .def_static(
-            "shared_unfinished", [](const std::string& path) { return SharedArena::unfinished(path); }, "path"_a,
-            nb::call_guard<nb::gil_scoped_release>())
+        .def_static("attach", &attach_engine, "path"_a, "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
+        .def_static("shared_unfinished", &SharedArena::unfinished, "path"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_static(
             "shared_config",
             [](const std::string& path) {
@@ -359,6 +338,7 @@ void bind_engine(nb::module_& m) {
              "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
         .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
              "first_epoch"_a = true)
+        .def("num_floats", &num_floats, "offsets"_a, "num_ids"_a, "The number of floats in the rows of so many ids.")
         .def("prepare", &prepare, "ids"_a, "offsets"_a)
         .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(),
              "With a trainer: skips buckets that have already applied its update of this step.")

@@ -6,7 +6,10 @@
 #include <nanobind/stl/string.h>
 
 #include <array>
+#include <initializer_list>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/errors.hpp"
 #include "base/pooled_block.hpp"
@@ -31,6 +34,18 @@ using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }
 
+// Names of an enum's values, as Python spells them.
+template <typename Choice> using Choices = std::initializer_list<std::pair<const char*, Choice>>;
+
+template <typename Choice> Choice choose(const std::string& field, const std::string& found, Choices<Choice> known) {
+    std::string names;
+    for (const auto& [name, value] : known) {
+        if (found == name) return value;
+        names += (names.empty() ? "'" : ", '") + std::string(name) + "'";
+    }
+    refuse(field + "='" + found + "' is not known; expected one of " + names);
+}
+
 inline void require_size(const char* what, std::size_t found, std::size_t expected) {
     if (found != expected)
         refuse(std::string(what) + " holds " + std::to_string(found) + " elements, expected " +
@@ -43,6 +58,16 @@ inline void require_step(const char* what, std::uint64_t step) {
                " (a batch number)");
 }
 
+inline void require_tables(std::size_t count) {
+    if (count == 0) refuse("no table was given; expected at least one");
+}
+
+inline void require_ends(std::int64_t first, std::int64_t last, std::size_t num_ids) {
+    if (first != 0 || last != static_cast<std::int64_t>(num_ids))
+        refuse("offsets run from " + std::to_string(first) + " to " + std::to_string(last) +
+               "; expected 0 to the number of ids, " + std::to_string(num_ids));
+}
+
 inline unsigned checked_threads(unsigned num_threads) {
     if (num_threads < 1 || num_threads > 1024)
         refuse("num_threads=" + std::to_string(num_threads) + ", expected 1..1024");
@@ -52,6 +77,20 @@ inline unsigned checked_threads(unsigned num_threads) {
 // The ids of a call are numbered in 32 bits, with room to double.
 inline void require_few(std::size_t num_ids) {
     if (num_ids >= 0x40000000U) refuse("a call of " + std::to_string(num_ids) + " ids; at most 2^30-1 fit, split it");
+}
+
+// Returns a copy of the offsets at which the ids of tables begin: another thread may write to the caller's array, and
+// the checked values must be the ones used.
+inline std::vector<std::int64_t> checked_offsets(const Offsets& offsets, std::size_t num_tables, std::size_t num_ids) {
+    require_size("offsets", offsets.size(), num_tables + 1);
+    std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
+    require_ends(at.front(), at.back(), num_ids);
+    for (std::size_t t = 0; t < num_tables; ++t)
+        if (at[t] > at[t + 1])
+            refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
+                   std::to_string(t) + "; expected each at least the one before");
+    require_few(num_ids);
+    return at;
 }
 
 // Checks the steps of a lookup.

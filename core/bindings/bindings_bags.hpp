@@ -7,13 +7,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 #include <utility>
 
 #include "base/float_mode.hpp"
 #include "bindings/bindings.hpp"
-#include "bindings/named_config.hpp"
 
 // (name, table, pooling, weighted, max_length or 0, whether a sequence keeps its last ids, the id that is padding)
 using NamedFeature =
@@ -67,17 +67,22 @@ inline BagInputs checked_inputs(const Bags& bags, const Ids& values, const std::
     if (offsets) {
         require_size("offsets", offsets->size(), num_bags + 1);
         std::memcpy(copy.reserve(num_bags + 1), offsets->data(), (num_bags + 1) * sizeof(std::int64_t));
-        const std::int64_t first = copy[0], last = copy[num_bags];
-        if (first != 0 || last != static_cast<std::int64_t>(values.size()))
-            refuse("offsets run from " + std::to_string(first) + " to " + std::to_string(last) +
-                   ", expected 0 to the number of ids, " + std::to_string(values.size()));
-    } else {
-        require_size("values without offsets", values.size(), num_bags);
+        require_ends(copy[0], copy[num_bags], values.size());
+    } else if (values.size() != num_bags) {
+        refuse(std::to_string(values.size()) + " ids without offsets; expected " + std::to_string(num_bags) +
+               ", one for each of " + std::to_string(bags.features.size()) + " features and " +
+               std::to_string(batch_size) + " samples, or offsets");
     }
-    if (weights) require_size("weights", weights->size(), values.size());
-    if (weights.has_value() != bags.any_weighted)
-        refuse(weights ? "weights were passed and no feature is weighted"
-                       : "a feature is weighted and no weights were passed");
+    if (weights && weights->size() != values.size())
+        refuse(std::to_string(weights->size()) + " weights; expected " + std::to_string(values.size()) +
+               ", one for each id");
+    if (weights && !bags.any_weighted)
+        refuse("there are weights and no feature is weighted: declare one, table.bag(..., weighted=True), or leave the "
+               "weights out");
+    if (!weights && bags.any_weighted) {
+        const auto weighted = std::ranges::find_if(bags.features, &BagFeature::weighted);
+        refuse("feature '" + weighted->name + "' is weighted and there are no weights");
+    }
     return {values.data(), offsets ? copy.data() : nullptr, weights ? weights->data() : nullptr, batch_size, num_bags};
 }
 

@@ -1,57 +1,132 @@
-// The Python binding of a table's configuration: the flat attributes of satrap._core.TableConfig.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
+// The Python binding of a table's configuration: reads the dict that satrap.Table.to_dict() returns, field by field, by
+// the names that Python uses. A field that the core does not know is refused.
+#include <nanobind/stl/array.h>
 
-#include "bindings/named_config.hpp"
+#include "bindings/bindings.hpp"
 
-namespace nb = nanobind;
-using namespace satrap;
+namespace {
+
+class Fields {
+  public:
+    Fields(std::string where, const nb::handle& fields)
+        : where_(std::move(where)), left_(nb::steal<nb::dict>(PyDict_Copy(fields.ptr()))) {
+        if (!left_.is_valid()) throw nb::python_error();
+    }
+
+    template <typename Value> void read(const char* name, Value& value) {
+        const nb::object found = take(name);
+        if (!found.is_none() && !nb::try_cast(found, value))
+            refuse(where_ + name + " is " + nb::repr(found).c_str() + ", which the core cannot hold");
+    }
+
+    template <typename Choice> void choose(const char* name, Choice& value, Choices<Choice> known) {
+        std::string found;
+        read(name, found);
+        value = ::choose(where_ + name, found, known);
+    }
+
+    // The fields of a part, such as the optimizer.
+    Fields part(const char* name) {
+        const nb::object found = take(name);
+        if (!nb::isinstance<nb::dict>(found))
+            refuse(where_ + name + " is " + nb::repr(found).c_str() + "; expected a dict");
+        return Fields(where_ + name + ": ", found);
+    }
+
+    void require_all_read() const {
+        if (left_.size() != 0) refuse(where_ + "the core knows no field " + nb::repr(left_.keys()[0]).c_str());
+    }
+
+  private:
+    nb::object take(const char* name) { return left_.attr("pop")(name, nb::none()); }
+
+    std::string where_;
+    nb::dict left_;
+};
+
+void read_optimizer(Fields fields, OptimizerConfig& optimizer) {
+    fields.choose("type", optimizer.kind,
+                  {{"SGD", OptimizerKind::sgd},
+                   {"Adagrad", OptimizerKind::adagrad},
+                   {"RowWiseAdagrad", OptimizerKind::rowwise_adagrad},
+                   {"Adam", OptimizerKind::adam},
+                   {"AdamW", OptimizerKind::adamw},
+                   {"Ftrl", OptimizerKind::ftrl}});
+    fields.read("lr", optimizer.lr);
+    fields.read("momentum", optimizer.momentum);
+    fields.read("nesterov", optimizer.nesterov);
+    fields.read("weight_decay", optimizer.weight_decay);
+    fields.read("initial_accumulator_value", optimizer.initial_accumulator_value);
+    fields.read("eps", optimizer.eps);
+    fields.read("betas", optimizer.betas);
+    fields.read("beta", optimizer.beta);
+    fields.read("l1", optimizer.l1);
+    fields.read("l2", optimizer.l2);
+    fields.require_all_read();
+}
+
+void read_initial(Fields fields, TableConfig& config) {
+    fields.choose(
+        "type", config.initial,
+        {{"Uniform", InitialKind::uniform}, {"Normal", InitialKind::normal}, {"Constant", InitialKind::constant}});
+    for (const char* name : {"low", "mean", "value"}) fields.read(name, config.initial_a);
+    for (const char* name : {"high", "std"}) fields.read(name, config.initial_b);
+    fields.require_all_read();
+}
+
+void read_admission(Fields fields, TableConfig& config) {
+    fields.choose("type", config.admission,
+                  {{"Always", AdmissionKind::always},
+                   {"Probability", AdmissionKind::probability},
+                   {"MinCount", AdmissionKind::min_count}});
+    fields.read("p", config.probability);
+    fields.read("n", config.min_count);
+    fields.read("window", config.window);
+    fields.read("first_epoch_only", config.first_epoch_only);
+    fields.require_all_read();
+}
+
+void require_valid(const std::string& where, const TableConfig& config) {
+    if (config.dim < 1 || config.dim > 65536)
+        refuse(where + "dim=" + std::to_string(config.dim) + ", expected 1..65536");
+    if (!std::has_single_bit(config.num_buckets) || config.num_buckets > 65536)
+        refuse(where + "num_buckets=" + std::to_string(config.num_buckets) + ", expected a power of two up to 65536");
+    if (config.capacity != 0 && config.capacity < config.num_buckets)
+        refuse(where + "capacity=" + std::to_string(config.capacity) +
+               " is below num_buckets=" + std::to_string(config.num_buckets));
+    if (config.capacity != 0 && (config.capacity - 1) / config.num_buckets >= kMostBucketRows)
+        refuse(where + "capacity=" + std::to_string(config.capacity) + " is above " + std::to_string(kMostBucketRows) +
+               " rows for each of num_buckets=" + std::to_string(config.num_buckets));
+}
+
+TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table) {
+    TableConfig config;
+    Fields("table: ", table).read("name", config.name);
+    const std::string where = "table '" + config.name + "': ";
+    Fields fields(where, table);
+    fields.read("name", config.name);
+    fields.read("dim", config.dim);
+    read_optimizer(fields.part("optimizer"), config.optimizer);
+    read_initial(fields.part("initial"), config);
+    fields.choose("dtype", config.dtype,
+                  {{"float32", Dtype::float32}, {"float16", Dtype::float16}, {"bfloat16", Dtype::bfloat16}});
+    read_admission(fields.part("admission"), config);
+    fields.read("capacity", config.capacity);
+    fields.choose("on_full", config.on_full,
+                  {{"evict", OnFull::evict}, {"raise", OnFull::raise}, {"grow", OnFull::grow}});
+    fields.read("expire_after", config.expire_after);
+    fields.choose("absent", config.absent, {{"initial", Absent::initial}, {"zeros", Absent::zeros}});
+    fields.choose("on_nonfinite", config.on_nonfinite, {{"raise", OnNonfinite::raise}, {"skip", OnNonfinite::skip}});
+    fields.read("num_buckets", config.num_buckets);
+    fields.require_all_read();
+    require_valid(where, config);
+    return config;
+}
+
+} // namespace
 
 void bind_config(nb::module_& m) {
-    nb::class_<NamedConfig> config(m, "TableConfig", "One table's configuration, flat; made from a satrap.Table.");
-    config.def(nb::init<>())
-        .def_rw("name", &NamedConfig::name)
-        .def_rw("dtype", &NamedConfig::dtype)
-        .def_rw("optimizer", &NamedConfig::optimizer)
-        .def_rw("initial", &NamedConfig::initial)
-        .def_rw("admission", &NamedConfig::admission)
-        .def_rw("on_full", &NamedConfig::on_full)
-        .def_rw("absent", &NamedConfig::absent)
-        .def_rw("on_nonfinite", &NamedConfig::on_nonfinite);
-    auto field = [&](const char* name, auto member) {
-        using Value = std::remove_reference_t<decltype(std::declval<TableConfig&>().*member)>;
-        config.def_prop_rw(
-            name, [member](const NamedConfig& c) { return c.values.*member; },
-            [member](NamedConfig& c, Value v) { c.values.*member = v; });
-    };
-    field("dim", &TableConfig::dim);
-    field("initial_a", &TableConfig::initial_a);
-    field("initial_b", &TableConfig::initial_b);
-    field("probability", &TableConfig::probability);
-    field("min_count", &TableConfig::min_count);
-    field("first_epoch_only", &TableConfig::first_epoch_only);
-    field("window", &TableConfig::window);
-    field("capacity", &TableConfig::capacity);
-    field("expire_after", &TableConfig::expire_after);
-    field("num_buckets", &TableConfig::num_buckets);
-    auto optimizer = [&](const char* name, auto member) {
-        using Value = std::remove_reference_t<decltype(std::declval<OptimizerConfig&>().*member)>;
-        config.def_prop_rw(
-            name, [member](const NamedConfig& c) { return c.values.optimizer.*member; },
-            [member](NamedConfig& c, Value v) { c.values.optimizer.*member = v; });
-    };
-    optimizer("lr", &OptimizerConfig::lr);
-    optimizer("momentum", &OptimizerConfig::momentum);
-    optimizer("nesterov", &OptimizerConfig::nesterov);
-    optimizer("weight_decay", &OptimizerConfig::weight_decay);
-    optimizer("initial_accumulator_value", &OptimizerConfig::initial_accumulator_value);
-    optimizer("eps", &OptimizerConfig::eps);
-    optimizer("beta1", &OptimizerConfig::beta1);
-    optimizer("beta2", &OptimizerConfig::beta2);
-    optimizer("ftrl_beta", &OptimizerConfig::ftrl_beta);
-    optimizer("l1", &OptimizerConfig::l1);
-    optimizer("l2", &OptimizerConfig::l2);
-    config.def_prop_ro(
-        "state_dim", [](const NamedConfig& c) { return c.resolve().state_dim(); },
-        "Number of floats of optimizer state in a row.");
+    nb::class_<TableConfig>(m, "TableConfig", "A table's configuration in the core.")
+        .def(nb::new_(&read_table), "table"_a, "table: what satrap.Table.to_dict() returns, with its num_buckets.")
+        .def_prop_ro("state_dim", &TableConfig::state_dim, "Number of floats of optimizer state in a row.");
 }

@@ -8,17 +8,9 @@
 
 using Message = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Returns a copy, as for a lookup.
 inline std::vector<std::int64_t> checked_rows(const Fp16Codec& wire, const Offsets& offsets) {
-    require_size("offsets", offsets.size(), wire.num_tables() + 1);
-    std::vector<std::int64_t> at(offsets.data(), offsets.data() + offsets.size());
-    if (at[0] != 0) refuse("offsets begin at " + std::to_string(at[0]) + ", expected 0");
-    for (std::size_t t = 0; t + 1 < at.size(); ++t)
-        if (at[t] > at[t + 1])
-            refuse("offsets fall from " + std::to_string(at[t]) + " to " + std::to_string(at[t + 1]) + " at table " +
-                   std::to_string(t));
-    require_few(static_cast<std::size_t>(at.back()));
-    return at;
+    const std::size_t last = offsets.size() == 0 ? 0 : static_cast<std::size_t>(offsets.data()[offsets.size() - 1]);
+    return checked_offsets(offsets, wire.num_tables(), last);
 }
 
 inline Array<std::uint8_t> wire_message(const Fp16Codec& wire, const std::shared_ptr<BlockPool>& blocks,

@@ -10,25 +10,12 @@
 
 namespace {
 
-// (name, dim, num_buckets, on_nonfinite)
-using NamedTable = std::tuple<std::string, std::uint32_t, std::uint32_t, std::string>;
 using Owners = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-std::shared_ptr<Split> make_split(const std::vector<NamedTable>& named, const std::vector<NamedFeature>& features,
+std::shared_ptr<Split> make_split(const std::vector<TableConfig>& tables, const std::vector<NamedFeature>& features,
                                   unsigned num_threads, const std::string& simd) {
-    if (named.empty()) refuse("no table was given; expected at least one");
-    std::vector<SplitTable> tables;
-    std::vector<std::uint32_t> dims;
-    for (const auto& [name, dim, num_buckets, on_nonfinite] : named) {
-        NamedConfig config;
-        config.name = name;
-        config.on_nonfinite = on_nonfinite;
-        config.values.dim = dim;
-        config.values.num_buckets = num_buckets;
-        tables.push_back({name, dim, num_buckets, config.resolve().on_nonfinite});
-        dims.push_back(dim);
-    }
-    return Split::owned(std::make_unique<Split>(std::move(tables), checked_features(dims, features),
+    require_tables(tables.size());
+    return Split::owned(std::make_unique<Split>(tables, checked_features(dims_of(tables), features),
                                                 checked_threads(num_threads), simd));
 }
 

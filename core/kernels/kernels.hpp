@@ -42,12 +42,12 @@ struct StepScalars {
                 .step = step,
                 .table_key = table_key,
                 .lr = lr,
-                .beta1 = o.beta1,
-                .beta2 = o.beta2,
+                .beta1 = o.betas[0],
+                .beta2 = o.betas[1],
                 .momentum = static_cast<float>(o.momentum),
                 .weight_decay = static_cast<float>(o.weight_decay),
                 .eps = static_cast<float>(o.eps),
-                .ftrl_beta = static_cast<float>(o.ftrl_beta),
+                .ftrl_beta = static_cast<float>(o.beta),
                 .l1 = static_cast<float>(o.l1),
                 .l2 = static_cast<float>(o.l2)};
     }
@@ -84,7 +84,7 @@ struct InitialScalars {
                 .a = config.initial_a,
                 .b = config.initial_b,
                 .initial_accumulator_value = static_cast<float>(o.initial_accumulator_value),
-                .ftrl_decay = static_cast<float>(o.ftrl_beta / o.lr + o.l2),
+                .ftrl_decay = static_cast<float>(o.beta / o.lr + o.l2),
                 .ftrl_l1 = static_cast<float>(o.l1)};
     }
     InitialKind kind;

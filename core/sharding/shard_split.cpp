@@ -6,17 +6,17 @@
 
 namespace satrap {
 
-Split::Split(std::vector<SplitTable> tables, std::vector<BagFeature> features, unsigned num_threads,
+Split::Split(const std::vector<TableConfig>& tables, std::vector<BagFeature> features, unsigned num_threads,
              const std::string& simd)
     : identity_(next_identity()), kernels_(&kernels_named(simd)), dims_(dims_of(tables)),
       bags_(std::make_shared<Bags>(std::move(features), tables.size(), identity_)), scheduler_(num_threads),
       codec_(dims_, *kernels_, scheduler_.pool()) {
     map_.first.push_back(0);
     own_summations_.reserve(tables.size()); // so that pointers to them stay valid
-    for (SplitTable& table : tables) {
+    for (const TableConfig& table : tables) {
         map_.first.push_back(map_.first.back() + table.num_buckets);
-        map_.bits.push_back(static_cast<std::uint8_t>(std::countr_zero(table.num_buckets)));
-        own_summations_.emplace_back(std::move(table.name), table.dim, table.on_nonfinite, *kernels_);
+        map_.bits.push_back(static_cast<std::uint8_t>(table.bucket_bits()));
+        own_summations_.emplace_back(table.name, table.dim, table.on_nonfinite, *kernels_);
         summations_.push_back(&own_summations_.back());
     }
 }

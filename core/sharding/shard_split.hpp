@@ -21,13 +21,6 @@
 
 namespace satrap {
 
-struct SplitTable {
-    std::string name; // for messages
-    std::uint32_t dim;
-    std::uint32_t num_buckets; // a power of two
-    OnNonfinite on_nonfinite;
-};
-
 struct SplitTicket {
     Ticket ticket;
     std::unique_ptr<BagPlan> plan; // released when the ticket is filled
@@ -45,7 +38,7 @@ struct Sums {
 
 class Split {
   public:
-    Split(std::vector<SplitTable> tables, std::vector<BagFeature> features, unsigned num_threads,
+    Split(const std::vector<TableConfig>& tables, std::vector<BagFeature> features, unsigned num_threads,
           const std::string& simd);
     // See Engine::owned.
     static std::shared_ptr<Split> owned(std::unique_ptr<Split> split);

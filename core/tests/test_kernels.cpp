@@ -33,8 +33,8 @@ TableConfig draw_config(Random& random, OptimizerKind kind, Dtype dtype, std::ui
     if (random.chance(0.6)) o.momentum = random.real(0.1f, 0.9f), o.nesterov = random.chance(0.5);
     o.initial_accumulator_value = random.chance(0.5) ? 0.0 : random.real(0.0f, 1.0f);
     o.eps = random.chance(0.5) ? 1e-8 : 1e-3;
-    o.beta1 = random.real(0.5f, 0.95f);
-    o.beta2 = random.real(0.9f, 0.9999f);
+    o.betas[0] = random.real(0.5f, 0.95f);
+    o.betas[1] = random.real(0.9f, 0.9999f);
     o.l1 = random.chance(0.5) ? 0.0 : random.real(0.0f, 0.5f);
     o.l2 = random.chance(0.5) ? 0.0 : random.real(0.0f, 0.5f);
     config.initial = std::vector{InitialKind::uniform, InitialKind::normal, InitialKind::constant}[random.below(3)];
@@ -126,10 +126,10 @@ void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<dou
         case OptimizerKind::adam:
         case OptimizerKind::adamw:
             if (o.kind == OptimizerKind::adamw) p[i] *= 1 - o.lr * o.weight_decay;
-            s[i] = o.beta1 * s[i] + (1 - o.beta1) * g;
-            s[dim + i] = o.beta2 * s[dim + i] + (1 - o.beta2) * g * g;
-            p[i] -= o.lr * (s[i] / (1 - std::pow(o.beta1, t))) /
-                    (std::sqrt(s[dim + i] / (1 - std::pow(o.beta2, t))) + o.eps);
+            s[i] = o.betas[0] * s[i] + (1 - o.betas[0]) * g;
+            s[dim + i] = o.betas[1] * s[dim + i] + (1 - o.betas[1]) * g * g;
+            p[i] -= o.lr * (s[i] / (1 - std::pow(o.betas[0], t))) /
+                    (std::sqrt(s[dim + i] / (1 - std::pow(o.betas[1], t))) + o.eps);
             break;
         case OptimizerKind::ftrl: {
             const double n = s[dim + i] + g * g;
@@ -137,7 +137,7 @@ void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<dou
             s[dim + i] = n;
             p[i] = std::fabs(s[i]) <= o.l1
                        ? 0
-                       : -(s[i] - std::copysign(o.l1, s[i])) / ((o.ftrl_beta + std::sqrt(n)) / o.lr + o.l2);
+                       : -(s[i] - std::copysign(o.l1, s[i])) / ((o.beta + std::sqrt(n)) / o.lr + o.l2);
             break;
         }
         }

@@ -21,10 +21,7 @@ struct Servers {
 
     Servers(Random& random, const Model& model, std::uint32_t num_servers, unsigned threads = 1,
             const std::string& simd = "auto") {
-        std::vector<SplitTable> tables;
-        for (const TableConfig& each : model.tables)
-            tables.push_back({each.name, each.dim, each.num_buckets, each.on_nonfinite});
-        split = Split::owned(std::make_unique<Split>(std::move(tables), model.features, threads, simd));
+        split = Split::owned(std::make_unique<Split>(model.tables, model.features, threads, simd));
         while (engines.size() < num_servers) engines.push_back(testing::make_engine(model.tables));
         draw_owners(random);
     }

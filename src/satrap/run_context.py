@@ -4,12 +4,11 @@ A script is the same alone and on a cluster. Alone there is no context; in a run
 workers and keys unless it names its own. Values only; the trainer's main program sets them before the script starts.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
 
-from satrap.config.validation import check_integer, known_keys, set_field
+from satrap.config.validation import Serializable, check_integer, set_field
 from satrap.errors import ConfigError
 
 MAX_LAUNCHES = 2**16 - 2
@@ -19,7 +18,7 @@ COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunContext:
+class RunContext(Serializable):
     """The context of one trainer."""
 
     rank: int
@@ -55,15 +54,6 @@ class RunContext:
             raise ConfigError(
                 f"RunContext: {self.world_size} trainers need a rendezvous, and there is none; give its URL"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the context as plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Returns the context that `to_dict` wrote."""
-        return cls(**known_keys(cls, "RunContext", data))
 
 
 _here: RunContext | None = None

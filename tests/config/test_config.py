@@ -209,12 +209,45 @@ def test_the_state_of_a_row_is_known_without_a_table_of_it(optimizer: tables.Opt
 
 
 def test_the_core_refuses_more_rows_than_it_can_number() -> None:
-    native = native_config(Table("t", dim=1))
-    native.num_buckets, native.capacity = 2, 2**33 - 3
+    fields = Table("t", dim=1, num_buckets=2, capacity=2**33 - 4).to_dict()
     with pytest.raises(InputError, match="table 't': capacity=8589934589 is above 4294967294 rows for each of num_b"):
-        _core.Engine([native], 0, 1)
-    native.capacity -= 1
-    assert _core.Engine([native], 0, 1).num_rows(0) == 0
+        _core.TableConfig(fields | {"capacity": 2**33 - 3})
+    assert _core.Engine([_core.TableConfig(fields)], 0, 1).num_rows(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dim": 0}, "table 't': dim=0, expected 1..65536"),
+        ({"dim": "four"}, "table 't': dim is 'four', which the core cannot hold"),
+        ({"name": None, "dim": 2**32}, "table '': dim is 4294967296, which the core cannot hold"),
+        ({"num_buckets": 3}, "table 't': num_buckets=3, expected a power of two up to 65536"),
+        ({"on_nonfinite": "warn"}, "table 't': on_nonfinite='warn' is not known; expected one of 'raise', 'skip'"),
+        ({"optimizer": "sgd"}, "table 't': optimizer is 'sgd'; expected a dict"),
+        (
+            {"optimizer": {"type": "SGD", "lr": 0.1, "damping": 0.5}},
+            "table 't': optimizer: the .* 'damping'",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "betas": [0.9]}},
+            r"table 't': optimizer: betas is \[0.9\], which the",
+        ),
+        ({"colour": "red"}, "table 't': the core knows no field 'colour'"),
+    ],
+)
+def test_the_core_refuses_a_configuration_that_it_cannot_hold(changed: dict[str, Any], message: str) -> None:
+    fields = Table("t", dim=1, num_buckets=2).to_dict()
+    with pytest.raises(InputError, match=f"^{message}"):
+        _core.TableConfig(fields | changed)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), Adagrad(), RowWiseAdagrad(), Adam(), AdamW(), Ftrl()])
+@pytest.mark.parametrize("initial", [Uniform(), Normal(), Zeros(), Constant(1.0), ScaledUniform()])
+@pytest.mark.parametrize("admission", [Always(), Probability(0.5), MinCount(2)])
+def test_the_core_reads_every_field(
+    optimizer: tables.Optimizer, initial: tables.Initial, admission: tables.Admission
+) -> None:
+    native_config(Table("t", dim=3, optimizer=optimizer, initial=initial, admission=admission))
 
 
 # What is accepted

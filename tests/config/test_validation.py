@@ -2,9 +2,93 @@
 
 from __future__ import annotations
 
-import numpy as np
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from satrap.config.validation import LARGEST_FLOAT32, flat, kind_of, suggest
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from satrap.config.validation import LARGEST_FLOAT32, Config, Serializable, flat, kind_of, suggest
+from satrap.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Point(Serializable):
+    x: float
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Circle(Config):
+    radius: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Square(Config):
+    side: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing(Serializable):
+    points: tuple[Point, ...]
+    shape: Circle | Square
+    named: Mapping[str, str | Point]
+    best: Point | None = None
+    layers: tuple[tuple[int, ...], ...] = ()
+
+
+points = st.builds(Point, st.integers(), st.none() | st.text())
+drawings = st.builds(
+    Drawing,
+    st.lists(points).map(tuple),
+    st.builds(Circle, st.integers()) | st.builds(Square, st.integers()),
+    st.dictionaries(st.text(), st.text() | points),
+    st.none() | points,
+    st.lists(st.lists(st.integers()).map(tuple)).map(tuple),
+)
+DRAWING: dict[str, Any] = {"points": [{"x": 1.0}], "shape": {"type": "Circle"}, "named": {}}
+
+
+@given(drawings)
+def test_an_object_survives_its_form(drawing: Drawing) -> None:
+    assert Drawing.from_dict(json.loads(json.dumps(drawing.to_dict()))) == drawing
+
+
+def test_a_class_is_named_where_several_may_stand() -> None:
+    assert Circle(2).to_dict() == {"type": "Circle", "radius": 2}
+    assert Point(0.5).to_dict() == {"x": 0.5, "name": None}
+    assert Drawing.from_dict(DRAWING) == Drawing((Point(1.0),), Circle(), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"points": {"x": 1.0}}, r"Drawing: points is {'x': 1.0} \(dict\); expected a list"),
+        ({"points": [3]}, r"Drawing: points: found 3 \(int\); expected a dict, as to_dict\(\) returns"),
+        ({"points": [{"name": "a"}]}, "Point: the key 'x' is missing; add it"),
+        ({"points": [{"x": 1.0, "nam": "a"}]}, "Point: unknown key 'nam'; the nearest known one is 'name'"),
+        ({"shape": {"radius": 1}}, "Drawing: shape: the key 'type' is missing; add it, one of Circle, Square"),
+        ({"shape": {"type": "Sqare"}}, "Drawing: shape: type is 'Sqare'; the nearest known one is 'Square'"),
+        ({"shape": None}, r"Drawing: shape: found None \(NoneType\); expected a dict"),
+        ({"best": "first"}, r"Drawing: best: found 'first' \(str\); expected a dict"),
+        ({"layers": [[1], 2]}, r"Drawing: layers is 2 \(int\); expected a list"),
+    ],
+)
+def test_a_form_that_is_not_the_objects(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Drawing.from_dict(DRAWING | changes)
+
+
+def test_what_has_no_form_is_refused() -> None:
+    options: dict[str, Any] = {"x": [np.zeros(1)]}
+    with pytest.raises(
+        ConfigError, match=r"^Point: x is array\(\[0\.\]\) \(ndarray\), which has no form in plain JSON"
+    ):
+        Point(**options).to_dict()
 
 
 def test_kinds_have_their_article() -> None:

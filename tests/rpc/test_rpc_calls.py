@@ -361,7 +361,7 @@ def test_no_call_is_overlooked(num_threads: int) -> None:
 
 def test_a_pending_call_stays_in_its_thread(shared: Client[Calls]) -> None:
     pending = shared.start("nothing")
-    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread than begin"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread than start"):
         pool.submit(pending.result).result()
     assert pending.result() is None
 

@@ -157,7 +157,7 @@ def test_every_call_of_the_engine_is_refused(store: Store) -> None:
     """A new method must be added to `engine_calls`, unless it works on no rows."""
     engine, home = store._engine, os.getpid()
     calls = engine_calls(engine)
-    of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads"}
+    of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads", "num_floats"}
     assert {name for name in dir(engine) if not name.startswith("_")} - of_no_rows == set(calls)
 
     def body() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
 from rpc_parts import wait_until
 from satrap import ConfigError, Embeddings, Inputs, Iterable, Position, StreamError
+from satrap.train.embeddings import session_of
 
 
 @pytest.mark.parametrize(
@@ -348,16 +349,16 @@ def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> No
     items = batches(7)
     first, second = (Iterable(items), items) if declared else (items, Iterable(items))
     embeddings, model, optimizer = job()
-    embeddings.track_position(first)
+    session_of(embeddings).track_position(first)
     with embeddings.stream(first) as stream:
         for batch in stream:
             loss_of(model, batch).backward()
             optimizer.step()
             if batch.step == 4:
                 break
-    position = embeddings.position_of(first)
+    position = session_of(embeddings).position_of(first)
     again, model, _ = job()
-    again.resume_at(4, second, position)
+    session_of(again).resume_at(4, second, position)
     rest = [batch.inputs for batch in again.stream(second)]
     assert [inputs.values.tolist() for inputs in rest] == [inputs.values.tolist() for inputs in items[4:]]
     assert [inputs.position for inputs in rest] == [Position(0, 0, i, i * BATCH, end=1) for i in (5, 6, 7)]

@@ -117,7 +117,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_several_asynchronous_trainers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings, model, _ = job()
-    embeddings.is_async, embeddings.trainers.world_size = True, 2
+    embeddings.dense, embeddings.trainers.world_size = "async", 2
     with pytest.raises(ConfigError, match=r"Validation: trainers with dense='async' .*expected a single trainer"):
         Validation(model, embeddings, VALID)
 

@@ -41,6 +41,7 @@ from satrap.rpc import Service
 from satrap.rpc.keys import Keys, create_keys
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
+from satrap.train.embeddings import session_of
 from satrap.worker.remote.client import RemoteWorker, WorkerConnection
 from satrap.worker.server_group import ServerGroup
 
@@ -337,7 +338,7 @@ def test_a_replaced_trainer_reads_no_more(tmp_path: Path) -> None:
             with pytest.raises(AttemptError, match="this process was replaced"):
                 train(old, data)
             new[0].tables.clear()  # type: ignore[union-attr]
-            new[0].resume_at(0, data, None)
+            session_of(new[0]).resume_at(0, data, None)
             with running() as alone:
                 assert len(seen) == len(train(new, data)) == len(train(alone, data))
             assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers

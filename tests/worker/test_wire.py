@@ -34,6 +34,7 @@ from satrap.config.tables import Adagrad, Table
 from satrap.errors import ConfigError, InputError
 from satrap.rpc import Client, Origin
 from satrap.server.protocol import ServerCalls
+from satrap.table.engine import native_config
 from satrap.table.table_group import TableGroup
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.server_group import ServerGroup
@@ -45,7 +46,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def make_split(dims: list[int], *, num_threads: int = 1, simd: str = "auto") -> _core.Split:
-    tables = [(f"t{t}", dim, 1, "raise") for t, dim in enumerate(dims)]
+    tables = [native_config(Table(f"t{t}", dim=dim, num_buckets=1)) for t, dim in enumerate(dims)]
     return _core.Split(tables, [("f", 0, "sum", False, 0, False, None)], num_threads, simd)
 
 
@@ -165,7 +166,7 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
         split.encode_rows(offsets, floats[1:])
     for cuts, words in (
         ([0, 3], "offsets holds 2 elements, expected 3"),
-        ([1, 2, 3], "offsets begin at 1, expected 0"),
+        ([1, 2, 3], "offsets run from 1 to 3; expected 0 to the number of ids, 3"),
         ([0, 3, 2], "offsets fall from 3 to 2 at table 1"),
         ([0, 0, 2**30], "a call of 1073741824 ids"),
     ):

@@ -109,7 +109,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
     (with_(offsets=None), "9 ids without offsets; expected 8, one for each of 4 features and 2 samples, or offsets"),
     (with_(weights=None), "feature 'seen' is weighted and there are no weights"),
     (with_(weights=np.ones(9)), r"weights are float64 of shape \(9,\); expected float32"),
-    (with_(weights=np.ones(8, np.float32)), r"weights are float32 of shape \(8,\); expected .*\(9,\), one for each id"),
+    (with_(weights=np.ones(8, np.float32)), "8 weights; expected 9, one for each id"),
     (with_(weights=[1.0] * 9), "weights is a list"),
     (
         with_(weights=np.array([1, 1, 1, np.nan, 1, 1, 1, 1, 1], np.float32)),

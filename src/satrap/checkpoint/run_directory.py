@@ -64,7 +64,7 @@ class CheckpointManifest:
         path = f"{where}/{MANIFEST}"
         try:
             content = json.loads(data)
-            body = {key: value for key, value in content.items() if key != "crc32c"}
+            body = _without(content, "crc32c")
             version = content["format_version"]
             if content["format"] != _FORMAT or version not in (_FORMAT_VERSION, _UNBOUND_VERSION):
                 raise CheckpointError(
@@ -89,7 +89,7 @@ class CheckpointManifest:
                 ),
                 source=content["source"],
                 tables=tuple(table["name"] for table in tables) if has_snapshots else tuple(tables),
-                saved=tuple(SavedTable.from_dict(table) for table in tables) if has_snapshots else None,
+                saved=tuple(SavedTable.from_dict(_without(each, "name")) for each in tables) if has_snapshots else None,
                 state_crc32c=content["state_crc32c"],
                 is_best=content.get("is_best", False),
             )
@@ -468,6 +468,10 @@ def _parent_and_best(data: bytes) -> tuple[str | None, bool]:
         parent, is_best = content["parent"], content.get("is_best") is True
         return parent["name"] if isinstance(parent, dict) else parent, is_best
     return None, False
+
+
+def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key != name}
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

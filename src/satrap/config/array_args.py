@@ -3,7 +3,8 @@
 NumPy arrays are used without a copy. So is any CPU object that NumPy can read without interpreting it: a torch tensor,
 an object with `__array__`, a buffer, DLPack; torch itself is never imported. Lists are refused: they have no dtype, and
 a guessed one turns large ids into floats. Arrays that are not C-contiguous are copied, except `out`. `where` names the
-table in the errors. Of an array's values only offsets are checked here; the core checks gradients for NaN.
+table in the errors. The core checks the values of arrays: that
+offsets rise, that gradients and weights are finite.
 """
 
 import numbers
@@ -35,40 +36,23 @@ def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
     return np.require(array, requirements=("C", "A")).view(np.uint64)
 
 
-def as_offsets(where: str, offsets: object, num_tables: int, num_ids: int | None) -> NDArray[np.int64]:
-    """Returns the offsets, where each table's ids begin: int64 [tables + 1], never falling, from 0 to the number of ids
-    if it is known."""
+def as_offsets(where: str, offsets: object, size: int, meaning: str) -> NDArray[np.int64]:
+    """Returns the offsets, int64 [size], where tables or bags begin. There may be many, so the core checks their
+    values."""
     array = _as_array(where, "offsets", offsets, "an int64 array")
-    if array.dtype != np.int64 or array.shape != (num_tables + 1,):
+    if array.dtype != np.int64 or array.shape != (size,):
         raise InputError(
-            f"{where}: offsets are {array.dtype} of shape {array.shape}; expected int64 of shape ({num_tables + 1},): "
-            "one more than there are tables"
-        )
-    array = np.require(array, requirements=("C", "A"))
-    if array[0] != 0 or num_ids not in (None, array[-1]) or np.any(array[1:] < array[:-1]):
-        end = "the number of ids" if num_ids is None else f"the number of ids, {num_ids}"
-        raise InputError(f"{where}: offsets must rise from 0 to {end}; found {array}")
-    return array
-
-
-def as_bag_offsets(where: str, offsets: object, num_bags: int) -> NDArray[np.int64]:
-    """Returns the offsets, where each bag begins: int64 [bags + 1]. There are many, so the core checks their values."""
-    array = _as_array(where, "offsets", offsets, "an int64 array")
-    if array.dtype != np.int64 or array.shape != (num_bags + 1,):
-        raise InputError(
-            f"{where}: offsets are {array.dtype} of shape {array.shape}; expected int64 of shape ({num_bags + 1},): "
-            "features * batch_size + 1, or None if every bag holds one id"
+            f"{where}: offsets are {array.dtype} of shape {array.shape}; expected int64 of shape ({size},): {meaning}"
         )
     return np.require(array, requirements=("C", "A"))
 
 
-def as_weights(where: str, weights: object, num_ids: int) -> NDArray[np.float32]:
-    """Returns the weights, one for each id: float32 [n]."""
+def as_weights(where: str, weights: object) -> NDArray[np.float32]:
+    """Returns the weights of ids: float32 [n]."""
     array = _as_array(where, "weights", weights, "a float32 array")
-    if array.dtype != np.float32 or array.shape != (num_ids,):
+    if array.dtype != np.float32 or array.ndim != 1:
         raise InputError(
-            f"{where}: weights are {array.dtype} of shape {array.shape}; expected float32 of shape ({num_ids},), "
-            "one for each id"
+            f"{where}: weights are {array.dtype} of shape {array.shape}; expected float32 of one dimension"
         )
     return np.require(array, requirements=("C", "A"))
 
@@ -111,13 +95,6 @@ def as_step(where: str, name: str, step: object, low: int = 1, high: int = LAST_
     return check_integer(where, name, step, low, high, InputError)
 
 
-def as_flag(where: str, name: str, value: object) -> bool:
-    """Returns True or False; refuses values that are merely truthy or falsy."""
-    if not isinstance(value, bool):
-        raise InputError(f"{where}: {name} is {value!r} ({type(value).__name__}); expected True or False")
-    return value
-
-
 def as_scale(where: str, scale: object) -> float:
     """Returns the factor that all gradients of an update are multiplied by."""
     expected = "a number above 0 that float32 can hold"
@@ -131,7 +108,7 @@ def as_scale(where: str, scale: object) -> float:
 
 def as_lr(where: str, lr: object, optimizer: Optimizer) -> float:
     """Returns a learning rate that this optimizer can take."""
-    above = isinstance(optimizer, Ftrl)  # Ftrl's formula divides by lr
+    above = isinstance(optimizer, Ftrl)
     expected = f"a number {'above' if above else 'of at least'} 0 that float32 can hold"
     if above:
         expected += f", at least {SMALLEST_FTRL_LR:.3g}, because Ftrl divides by it"

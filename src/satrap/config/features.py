@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from satrap.config.tables import Feature, Table
-from satrap.config.validation import check_name, describe, require_mapping
+from satrap.config.validation import Serializable, check_name, describe, require_mapping
 from satrap.errors import ConfigError
 
 __all__ = ["Feature", "Features"]
 
 
-class Features(Mapping[str, Feature]):
+class Features(Serializable, Mapping[str, Feature]):
     """Features by name: tables in order of first appearance, and within a table the user's order.
 
     A block of pooled rows has one line for each sample: feature f is block[:, columns[f] : columns[f] + dims[f]].

@@ -4,17 +4,16 @@ Pure. A job travels as JSON in the first call to a server and is compared field 
 one number get an error that names it, instead of training together.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from satrap.config.tables import Ftrl, Table
-from satrap.config.validation import check_integer, check_kind, flat, known_keys, set_field
+from satrap.config.validation import Serializable, check_integer, check_kind, flat, set_field
 from satrap.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Serializable):
     """The tables and the seed of a run."""
 
     tables: tuple[Table, ...]
@@ -30,19 +29,6 @@ class Job:
         names = [table.name for table in self.tables]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"Job: tables are {names}; expected at least one, each with its own name")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns this job as plain JSON types."""
-        return {"seed": self.seed, "tables": [table.to_dict() for table in self.tables]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Returns the job that `to_dict` wrote."""
-        values = known_keys(cls, "Job", data)
-        if not isinstance(values["tables"], list):
-            raise ConfigError(f"Job: tables is a {type(values['tables']).__name__}; expected a list of tables")
-        values["tables"] = tuple(Table.from_dict(table) for table in values["tables"])
-        return cls(**values)
 
     def differences(self, other: "Job") -> list[str]:
         """Returns how this job differs from `other`, field by field: "table 'item', dim: 16 here, 32 there".

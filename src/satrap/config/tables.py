@@ -8,11 +8,12 @@ object of them and refuses unknown keys, naming a near one.
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from satrap.config.validation import (
     LARGEST_FLOAT32,
     Config,
+    Serializable,
     check_choice,
     check_flag,
     check_id,
@@ -22,10 +23,6 @@ from satrap.config.validation import (
     check_number,
     check_numbers,
     describe,
-    fields_to_dict,
-    kind_from_dict,
-    known_keys,
-    require_mapping,
     set_field,
 )
 from satrap.errors import ConfigError
@@ -293,7 +290,7 @@ Keep = Literal["last", "first"]
 
 
 @dataclass(frozen=True, slots=True)
-class Table(Config):
+class Table(Serializable):
     """One embedding table: what a row holds, how it starts, learns and expires.
 
     name: the table's name in messages; a seed of its initial values: another name gives other rows.
@@ -363,20 +360,10 @@ class Table(Config):
         """Returns a feature of this table that keeps a sample's rows in order: its last, or first, `max_length`."""
         return Feature(self, "none", max_length=max_length, keep=keep, padding_id=padding_id)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns this table as plain JSON types."""
-        return fields_to_dict(self)
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Returns the table that `to_dict` wrote. Missing fields take their defaults."""
-        name = require_mapping("Table", data).get("name")
-        where = f"table {name!r}" if isinstance(name, str) else "Table"
-        values = known_keys(cls, where, data)
-        for key, kinds in _KINDS.items():
-            if key in values:
-                values[key] = kind_from_dict(f"{where}: {key}", values[key], kinds)
-        return cls(**values)
+    def _where(cls, data: Mapping[str, Any]) -> str:
+        name = data.get("name")
+        return f"table {name!r}" if isinstance(name, str) else "Table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,14 +414,6 @@ class Feature(Config):
                 f"{where}: weighted is True and pooling 'none', which sums nothing: leave weighted out, "
                 "and multiply the rows in the model"
             )
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Returns the feature that `to_dict` wrote. Missing fields take their defaults."""
-        values = dict(require_mapping("Feature", data))
-        if "table" in values:
-            values["table"] = Table.from_dict(values["table"])
-        return super(Feature, cls).from_dict(values)
 
 
 _KINDS: dict[str, tuple[type[Config], ...]] = {

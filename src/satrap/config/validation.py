@@ -1,33 +1,65 @@
 """The basis of the configuration classes: the checks of a field's value, and the plain-dict form of an object.
 
-It knows no class in particular. A check takes the owner of the value ("table 'item'"), the field's name and the value;
-it returns the value in its own type, or raises ConfigError with what was found and what was expected. Integers of calls
-are checked by the same rule; their error is InputError.
+It knows no class in particular: `Serializable` reads the fields of a dataclass and their types. A check takes the owner
+of the value ("table 'item'"), the field's name and the value; it returns the value in its own type, or raises
+ConfigError with what was found and what was expected. Integers of calls are checked by the same rule; their error is
+InputError.
 """
 
 import difflib
 import math
 import numbers
+import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, Self
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from satrap.errors import ConfigError, SatrapError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
 """The core computes in float32, where a larger number would become infinite."""
 _MAX_NAME_BYTES = 255
+_PLAIN = (int, str, float, bool, NoneType)
 
 
-class Config:
-    """The dict form that all configuration classes share."""
+class Serializable:
+    """A dataclass with a form in plain JSON types: its fields by name. A field's type says how to read its form."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns this object as plain JSON types; `{"type": class name, field: value, ...}`."""
-        return {"type": type(self).__name__} | fields_to_dict(self)
+        """Returns this object as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
+        values = {name: getattr(self, name) for name in _types(type(self))}
+        return {name: value if type(value) in _PLAIN else _to_json(self, name, value) for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Returns the object that `to_dict` wrote. Missing fields take their defaults."""
+        where = cls._where(require_mapping(cls.__name__, data))
+        values, types = known_keys(cls, where, data), _types(cls)
+        for name, value in values.items():
+            if types[name] not in _PLAIN:
+                values[name] = _from_json(f"{where}: {name}", types[name], value)
+        return cls(**values)
+
+    @classmethod
+    def _where(cls, data: Mapping[str, Any]) -> str:
+        """Returns what errors call the object that `data` describes."""
+        return cls.__name__
+
+
+class Config(Serializable):
+    """A dataclass whose form also names its class, since several classes may stand in one place:
+    `{"type": class name, field: value, ...}`."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns this object as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
+        return {"type": type(self).__name__} | super().to_dict()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -36,7 +68,7 @@ class Config:
         kind = given.pop("type", cls.__name__)
         if kind != cls.__name__:
             raise ConfigError(f"{cls.__name__}: type is {kind!r}; expected {cls.__name__!r}, or leave it out")
-        return cls(**known_keys(cls, cls.__name__, given))
+        return super().from_dict(given)
 
 
 def set_field(config: object, name: str, value: object) -> None:
@@ -95,9 +127,9 @@ def check_id(where: str, name: str, value: object) -> int:
     return check_integer(where, name, value, -(2**63), 2**64 - 1) % 2**64
 
 
-def check_flag(where: str, name: str, value: object) -> bool:
+def check_flag(where: str, name: str, value: object, error: type[SatrapError] = ConfigError) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}: {name} is {describe(value)}; expected True or False")
+        raise error(f"{where}: {name} is {describe(value)}; expected True or False")
     return value
 
 
@@ -110,7 +142,7 @@ def check_name(where: str, name: object, example: str) -> str:
     return name
 
 
-def check_kind(where: str, name: str, value: object, kinds: tuple[type[Config], ...]) -> None:
+def check_kind(where: str, name: str, value: object, kinds: Sequence[type[Serializable]]) -> None:
     if isinstance(value, type) and value in kinds:
         raise ConfigError(f"{where}: {name} is the class {value.__name__}; expected an object: {value.__name__}(...)")
     if type(value) not in kinds:
@@ -123,14 +155,54 @@ def check_choice(where: str, name: str, value: object, choices: tuple[str, ...])
         raise ConfigError(f"{where}: {name} is {describe(value)}; expected one of {', '.join(map(repr, choices))}")
 
 
-def fields_to_dict(config: Any) -> dict[str, Any]:
-    return {each.name: _plain(getattr(config, each.name)) for each in fields(config)}
+def _types(cls: Any) -> dict[str, Any]:
+    """Returns the type of each field."""
+    return _cached_types(cls)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Config):
+@cache
+def _cached_types(cls: Any) -> dict[str, Any]:
+    types = get_type_hints(cls)
+    return {each.name: types[each.name] for each in fields(cls) if each.init}
+
+
+def _to_json(owner: object, name: str, value: Any) -> Any:
+    if isinstance(value, Serializable):
         return value.to_dict()
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(owner, name, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(owner, name, each) for each in value]
+    if isinstance(value, _PLAIN):
+        return value
+    raise ConfigError(
+        f"{type(owner).__name__}: {name} is {describe(value)}, which has no form in plain JSON types; "
+        "expected paths or URLs"
+    )
+
+
+def _from_json(where: str, kind: Any, value: Any) -> Any:
+    """Returns the value of a field of type `kind` from its form. Other values are left to the class to
+    check."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if value is None and NoneType in kinds:
+        return None
+    classes = [each for each in kinds if isinstance(each, type) and issubclass(each, Serializable)]
+    if classes and (isinstance(value, Mapping) or len(classes) + (NoneType in kinds) == len(kinds)):
+        content = require_mapping(where, value)
+        return classes[0].from_dict(content) if len(classes) == 1 else kind_from_dict(where, content, classes)
+    for each in kinds:
+        origin, arguments = get_origin(each), get_args(each)
+        if origin is Mapping and isinstance(value, Mapping):
+            return {key: _from_json(where, arguments[1], item) for key, item in value.items()}
+        if origin is Sequence or ... in arguments:
+            if isinstance(value, list | tuple):
+                return tuple(_from_json(where, arguments[0], item) for item in value)
+            if len(kinds) == 1:
+                raise ConfigError(f"{where} is {describe(value)}; expected a list")
+    return value
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -149,7 +221,7 @@ def require_mapping(where: str, data: object) -> Mapping[str, Any]:
 
 def known_keys(cls: Any, where: str, data: object) -> dict[str, Any]:
     """Returns `data` as keyword arguments of `cls`; raises unless every key is known and every required one present."""
-    known, given = [each.name for each in fields(cls)], dict(require_mapping(where, data))
+    known, given = list(_types(cls)), dict(require_mapping(where, data))
     for key in given:
         if key in known:
             continue
@@ -157,12 +229,12 @@ def known_keys(cls: Any, where: str, data: object) -> dict[str, Any]:
             raise ConfigError(f"{where}: unknown key {key!r}; {cls.__name__} has none: remove it")
         raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
     for each in fields(cls):
-        if each.name not in given and each.default is MISSING and each.default_factory is MISSING:
+        if each.init and each.name not in given and each.default is MISSING and each.default_factory is MISSING:
             raise ConfigError(f"{where}: the key {each.name!r} is missing; add it")
     return given
 
 
-def kind_from_dict(where: str, data: object, kinds: tuple[type[Config], ...]) -> Config:
+def kind_from_dict(where: str, data: object, kinds: Sequence[type[Serializable]]) -> Serializable:
     by_name = {kind.__name__: kind for kind in kinds}
     found = require_mapping(where, data).get("type")
     if found is None:

@@ -11,13 +11,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.config.validation import check_integer, known_keys, set_field
+from satrap.config.validation import Serializable, check_integer, set_field
 
 _MAX_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Position:
+class Position(Serializable):
     """How far a loader has read. A loader that starts at a batch's position continues with the next batch."""
 
     epoch: int
@@ -44,19 +44,12 @@ class Position:
             set_field(self, name, check_integer("Position", name, getattr(self, name), 0, _MAX_COUNT))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return this position as plain JSON types."""
-        result: dict[str, Any] = {"epoch": self.epoch, "block": self.block, "batch": self.batch, "sample": self.sample}
-        result |= {name: value for name in ("end", "rows") if (value := getattr(self, name))}
-        if self.before:
-            result["before"] = [[each.to_dict() for each in positions] for positions in self.before]
-        return result if self.offset is None else result | {"offset": self.offset}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the position that `to_dict` wrote."""
-        fields = known_keys(cls, "Position", data)
-        before = tuple(tuple(cls.from_dict(each) for each in positions) for positions in fields.get("before", ()))
-        return cls(**fields | {"before": before})
+        """Return this position as plain JSON types, without fields of later releases that say nothing."""
+        form = super(Position, self).to_dict()
+        for name, nothing in (("end", 0), ("rows", 0), ("before", []), ("offset", None)):
+            if form[name] == nothing:
+                del form[name]
+        return form
 
     @property
     def is_of_older_release(self) -> bool:

@@ -5,7 +5,6 @@ A source of files is a frozen declaration: it holds no data and no open file, so
 """
 
 import dataclasses
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +20,6 @@ from satrap.config.validation import (
     check_name,
     describe,
     known_keys,
-    require_mapping,
     set_field,
 )
 from satrap.data.batch_assembler import BatchAssembler, Batches
@@ -37,7 +35,7 @@ _BLOCK_SETTINGS = ("block_rows", "block_bytes", "newlines_in_values", "skip_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source(ABC):
+class Source(Config, ABC):
     """A declaration of training data. The ids of a feature are read from the column of the same name."""
 
     dense: str | DenseColumn | Sequence[str | DenseColumn] = ()
@@ -136,32 +134,6 @@ class Source(ABC):
         """The id() of the source on which `replace` was first called; its own id(), if `replace` did not create it."""
         return getattr(self, "_origin", id(self))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return this declaration as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
-        return {"type": type(self).__name__} | {
-            each.name: _to_json(f"{type(self).__name__}: {each.name}", getattr(self, each.name))
-            for each in dataclasses.fields(self)
-            if each.init
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the source that `to_dict` wrote. Missing fields take their defaults."""
-        fields = dict(require_mapping(cls.__name__, data))
-        kind = fields.pop("type", cls.__name__)
-        if kind != cls.__name__:
-            raise ConfigError(f"{cls.__name__}: type is {kind!r}; expected {cls.__name__!r}, or leave it out")
-        known_keys(cls, cls.__name__, fields)
-        for name, column in (("dense", DenseColumn), ("label", LabelColumn)):
-            if name in fields:
-                each = fields[name]
-                fields[name] = (
-                    [_column_of(column, one) for one in each] if isinstance(each, list) else _column_of(column, each)
-                )
-        if isinstance(fields.get("ids"), Mapping):
-            fields["ids"] = {feature: _column_of(IdColumn, each) for feature, each in fields["ids"].items()}
-        return cls(**fields)
-
     def signature(self) -> dict[str, Any]:
         """Return the settings that a position depends on, as plain JSON types.
 
@@ -233,25 +205,6 @@ class Source(ABC):
 
         position: where reading starts, for data that resumes by its own offsets.
         """
-
-
-def _to_json(where: str, value: Any) -> Any:
-    if isinstance(value, Config):
-        return value.to_dict()
-    if isinstance(value, os.PathLike):
-        return os.fsdecode(value)
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(where, each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(where, each) for each in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(f"{where} is {describe(value)}, which has no form in plain JSON types; expected paths or URLs")
-
-
-def _column_of(kind: type[Config], column: Any) -> Any:
-    """Return a column in its own class, or the text that names it."""
-    return kind.from_dict(column) if isinstance(column, Mapping) else column
 
 
 def _as_columns(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:

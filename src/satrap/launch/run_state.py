@@ -6,17 +6,17 @@ launch and knows which files in shared memory are left over.
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from satrap.config.validation import check_integer, known_keys, set_field
+from satrap.config.validation import Serializable, check_integer, set_field
 from satrap.errors import ConfigError
 from satrap.run_context import MAX_LAUNCHES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class RunState(Serializable):
     """The addresses and the launch of a run."""
 
     name: str
@@ -46,7 +46,7 @@ class RunState:
         new = path.with_name(f".{path.name}.new")
         try:
             with open(new, "w") as file:
-                json.dump(asdict(self), file, indent=1)
+                json.dump(self.to_dict(), file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, path)
@@ -65,8 +65,7 @@ class RunState:
     def read(cls, path: Path) -> Self | None:
         """Returns the state in the file; None if there is no file."""
         try:
-            data: Any = json.loads(path.read_bytes())
-            return cls(**known_keys(cls, "RunState", data))
+            return cls.from_dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, ConfigError) as error:

@@ -87,7 +87,7 @@ class Channel:
         if os.getpid() != self._process:
             raise ForkError(f"{method} was started in process {self._process} and this is its fork {os.getpid()}")
         if threading.get_ident() != self._thread:
-            raise InputError(f"{method}: result() was called in another thread than begin(); call both in one thread")
+            raise InputError(f"{method}: result() was called in another thread than start(); call both in one thread")
 
     def try_send(self, pending: "PendingCall", now: float) -> None:
         """Sends the request if there is a connection with room for it; otherwise leaves it due."""

@@ -88,12 +88,12 @@ class ServerState:
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
-    def adopt(self, members: ShardMap, number: int, token: FencingToken) -> None:
+    def adopt(self, shard_map: ShardMap, number: int, token: FencingToken) -> None:
         """Adopt a shard map and this server's number in it, and store both with the fencing token. Call exclusively."""
-        changed = self.shard_map.version != members.version
-        stored = {"members": members.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
+        changed = self.shard_map.version != shard_map.version
+        stored = {"members": shard_map.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
         self.engine.set_note(json.dumps(stored).encode())
-        self.shard_map, self.number = members, number
+        self.shard_map, self.number = shard_map, number
         self._set_owners()
         if changed:
             self.tickets.clear()
@@ -131,13 +131,3 @@ def decode_gradients(engine: Engine, offsets: Offsets, gradients: Floats | None,
     if coded is not None or gradients is None:
         raise InputError("update: expected gradients in one of the two forms, found both or none")
     return gradients
-
-
-def count_floats(job: Job, ids: Ids, offsets: Offsets) -> int:
-    """Return the number of floats in the rows of `ids`. Raises InputError if `offsets` does not split them by table."""
-    at = offsets.tolist() if len(offsets) == len(job.tables) + 1 else []  # a list is faster for so few numbers
-    if not at or at[0] != 0 or at[-1] != len(ids) or at != sorted(at):
-        raise InputError(
-            f"{len(ids)} ids with {len(offsets)} offsets; expected {len(job.tables) + 1}, from 0 to the number of ids"
-        )
-    return sum((end - begin) * table.dim for begin, end, table in zip(at, at[1:], job.tables, strict=False))

@@ -7,16 +7,16 @@ version.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from satrap.config.validation import check_integer, known_keys
+from satrap.config.validation import Serializable, check_integer
 from satrap.errors import ConfigError
 
 MOST_SERVERS = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketMap:
+class BucketMap(Serializable):
     """The owner of every bucket of every table."""
 
     version: int
@@ -30,9 +30,9 @@ class BucketMap:
         check_integer("BucketMap", "version", self.version, 1, 2**32 - 1)
         check_integer("BucketMap", "num_servers", self.num_servers, 1, MOST_SERVERS)
         for t, table in enumerate(self.owners):
-            wrong = [owner for owner in table if not 0 <= owner < self.num_servers]
+            wrong = [owner for owner in table if type(owner) is not int or not 0 <= owner < self.num_servers]
             if wrong or not table:
-                found = f"server {wrong[0]}" if wrong else "no bucket"
+                found = f"server {wrong[0]!r}" if wrong else "no bucket"
                 raise ConfigError(f"bucket map: table {t} names {found}; expected servers 0..{self.num_servers - 1}")
 
     @classmethod
@@ -85,21 +85,6 @@ class BucketMap:
             owners.append(tuple(flat[at : at + len(table)]))
             at += len(table)
         return type(self)(version=self.version + 1, num_servers=num_servers, owners=tuple(owners))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return this map as plain JSON types."""
-        return {"version": self.version, "num_servers": self.num_servers, "owners": [list(t) for t in self.owners]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the map that `to_dict` wrote."""
-        given = known_keys(cls, "BucketMap", data)
-        owners = given.pop("owners", None)
-        if not isinstance(owners, list) or not all(
-            isinstance(table, list) and all(type(owner) is int for owner in table) for table in owners
-        ):
-            raise ConfigError(f"bucket map: owners is a {type(owners).__name__}; expected a list of lists of servers")
-        return cls(owners=tuple(map(tuple, owners)), **given)
 
 
 def _even_shares(own: Sequence[Sequence[int]], num_buckets: Sequence[int]) -> list[list[int]]:

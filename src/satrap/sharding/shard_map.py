@@ -6,9 +6,9 @@ may change; its address does not.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from satrap.config.validation import known_keys, require_mapping
+from satrap.config.validation import Serializable
 from satrap.errors import ConfigError
 from satrap.sharding.bucket_map import BucketMap
 
@@ -17,7 +17,7 @@ NO_MEMBER = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardMap:
+class ShardMap(Serializable):
     """The bucket map of a job and the addresses of its servers."""
 
     bucket_map: BucketMap
@@ -73,19 +73,6 @@ class ShardMap:
             if pair[0] != pair[1]:
                 found.setdefault(pair, []).append(bucket)
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return this map as plain JSON types."""
-        return {"bucket_map": self.bucket_map.to_dict(), "addresses": list(self.addresses)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the map that `to_dict` wrote."""
-        given = known_keys(cls, "ShardMap", require_mapping("ShardMap", data))
-        if not isinstance(given.get("addresses"), list):
-            raise ConfigError(f"ShardMap: addresses is {given.get('addresses')!r}; expected a list of addresses")
-        bucket_map = BucketMap.from_dict(require_mapping("bucket_map", given.get("bucket_map")))
-        return cls(bucket_map=bucket_map, addresses=tuple(given["addresses"]))
 
 
 def check_addresses(addresses: object) -> None:

@@ -1,43 +1,26 @@
 """From tables to the native engine: creates or attaches the `_core.Engine` that holds the rows of some tables.
 
-Takes `Table` configurations and a store's settings, checks the settings, and flattens each table into the names that
-the core knows. A `Slot` identifies one table of an engine for `store` and `snapshot`. Training lookups are numbered
-here, because all tables of an engine share their steps. `look_up` and `update` are the calls that one table and many
-have in common; their ids, offsets and gradients were checked before. Nothing here saves.
+Takes `Table` configurations and a store's settings, and checks the settings. A `Slot` identifies one table of an engine
+for `store` and `snapshot`. Training lookups are numbered here, because all tables of an engine share their steps.
+`look_up` and `update` are the calls that one table and many have in common; their ids, offsets and gradients were
+checked before. Nothing here saves.
 """
 
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
-from satrap.config.array_args import as_flag, as_out, as_step
+from satrap.config.array_args import as_out, as_step
 from satrap.config.cores import thread_count
-from satrap.config.tables import (
-    LAST_STEP,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Always,
-    Constant,
-    Ftrl,
-    MinCount,
-    Normal,
-    Probability,
-    RowWiseAdagrad,
-    ScaledUniform,
-    Table,
-    Uniform,
-    Zeros,
-)
-from satrap.config.validation import check_integer, is_path
+from satrap.config.tables import LAST_STEP, Constant, ScaledUniform, Table, Uniform, Zeros
+from satrap.config.validation import check_choice, check_flag, check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 
 _SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that attach() needs no configuration
@@ -168,7 +151,8 @@ def look_up(
     with_ticket: bool,
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], _core.Ticket]:
     """Looks rows up for a store or a table group. shape: of the result."""
-    train, with_ticket = as_flag(where, "train", train), as_flag(where, "with_ticket", with_ticket)
+    check_flag(where, "train", train, InputError)
+    check_flag(where, "with_ticket", with_ticket, InputError)
     if with_ticket and not train:
         raise InputError(
             f"{where}: with_ticket=True and train=False; such a batch is never updated: leave one of them out"
@@ -203,59 +187,15 @@ def update(
 
 
 def native_config(table: Table) -> _core.TableConfig:
-    """Returns the table's configuration in the core's names."""
-    config = _core.TableConfig()
-    config.name, config.dim, config.dtype = table.name, table.dim, table.dtype
-    config.capacity, config.on_full = table.capacity or 0, table.on_full
-    config.expire_after = table.expire_after or 0
-    config.absent, config.on_nonfinite = table.absent, table.on_nonfinite
-    config.num_buckets = table.resolved_num_buckets
-    _set_optimizer(config, table)
-    _set_initial(config, table)
-    match table.admission:
-        case Always():
-            config.admission = "always"
-        case Probability(p=p):
-            config.admission, config.probability = "probability", p
-        case MinCount(n=n, window=window, first_epoch_only=first_epoch_only):
-            config.admission, config.min_count, config.window = "min_count", n, window
-            config.first_epoch_only = first_epoch_only
-    return config
-
-
-def _set_optimizer(config: _core.TableConfig, table: Table) -> None:
-    optimizer = table.optimizer
-    config.lr = optimizer.lr
-    match optimizer:
-        case SGD():
-            config.optimizer, config.momentum, config.nesterov = "sgd", optimizer.momentum, optimizer.nesterov
-            config.weight_decay = optimizer.weight_decay
-        case Adagrad() | RowWiseAdagrad():
-            config.optimizer = "adagrad" if isinstance(optimizer, Adagrad) else "rowwise_adagrad"
-            config.weight_decay, config.eps = optimizer.weight_decay, optimizer.eps
-            config.initial_accumulator_value = optimizer.initial_accumulator_value
-        case Adam() | AdamW():
-            config.optimizer = "adam" if isinstance(optimizer, Adam) else "adamw"
-            config.weight_decay, config.eps = optimizer.weight_decay, optimizer.eps
-            config.beta1, config.beta2 = optimizer.betas
-        case Ftrl():
-            config.optimizer, config.ftrl_beta = "ftrl", optimizer.beta
-            config.l1, config.l2 = optimizer.l1, optimizer.l2
-
-
-def _set_initial(config: _core.TableConfig, table: Table) -> None:
-    match table.initial:
-        case Uniform(low=low, high=high):
-            config.initial, config.initial_a, config.initial_b = "uniform", low, high
+    """Returns the table's configuration in the core."""
+    initial = table.initial
+    match initial:
+        case Zeros():
+            initial = Constant(0.0)
         case ScaledUniform():
             bound = 1.0 / math.sqrt(table.dim)
-            config.initial, config.initial_a, config.initial_b = "uniform", -bound, bound
-        case Normal(mean=mean, std=std):
-            config.initial, config.initial_a, config.initial_b = "normal", mean, std
-        case Constant(value=value):
-            config.initial, config.initial_a, config.initial_b = "constant", value, 0.0
-        case Zeros():
-            config.initial, config.initial_a, config.initial_b = "constant", 0.0, 0.0
+            initial = Uniform(low=-bound, high=bound)
+    return _core.TableConfig(replace(table, initial=initial, num_buckets=table.resolved_num_buckets).to_dict())
 
 
 def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:
@@ -264,10 +204,8 @@ def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slo
     ]
 
 
-def _simd(simd: object) -> str:
-    known = ["auto", *_core.simd_paths()]
-    if not isinstance(simd, str) or simd not in known:
-        raise ConfigError(f"simd is {simd!r}; this machine has {', '.join(map(repr, known))}")
+def _simd(simd: str) -> str:
+    check_choice("store", "simd", simd, ("auto", *_core.simd_paths()))
     return simd
 
 

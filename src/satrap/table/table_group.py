@@ -173,13 +173,13 @@ class TableGroup(Mapping[str, Store]):
         The other options are those of `Store.lookup`; `out` is flat too.
         """
         id_array = array_args.as_ids(self._where, ids)
-        offset_array = array_args.as_offsets(self._where, offsets, len(self), len(id_array))
+        offset_array = self._offsets(offsets)
         return look_up(
             self._where,
             self._engine,
             id_array,
             offset_array,
-            (int(np.dot(np.diff(offset_array), self._dims)),),
+            (self._engine.num_floats(offset_array, len(id_array)),),
             train=train,
             step=step,
             oldest_open=oldest_open,
@@ -190,7 +190,7 @@ class TableGroup(Mapping[str, Store]):
     def prepare(self, ids: ArrayLike, offsets: ArrayLike) -> Ticket:
         """Returns a ticket for an update of ids that were looked up without one."""
         id_array = array_args.as_ids(self._where, ids)
-        return self._engine.prepare(id_array, array_args.as_offsets(self._where, offsets, len(self), len(id_array)))
+        return self._engine.prepare(id_array, self._offsets(offsets))
 
     def update(
         self,
@@ -210,6 +210,9 @@ class TableGroup(Mapping[str, Store]):
         gradient_array = array_args.as_gradients(self._where, gradients, None)
         update(self._where, self._engine, ticket, gradient_array, step, self._lrs({} if lrs is None else lrs))
 
+    def _offsets(self, offsets: ArrayLike) -> NDArray[np.int64]:
+        return array_args.as_offsets(self._where, offsets, len(self) + 1, "one more than there are tables")
+
     def _lrs(self, lrs: Mapping[str, float]) -> list[float]:
         if not isinstance(lrs, Mapping):
             raise InputError(f"{self._where}: lrs is a {type(lrs).__name__}; expected a dict from a table's name to lr")
@@ -227,10 +230,11 @@ class TableGroup(Mapping[str, Store]):
         """Each table's part of a lookup's result, or of gradients like it, as a view [n, dim]."""
         if not isinstance(flat, np.ndarray) or flat.ndim != 1:
             raise InputError(f"{self._where}: flat is a {type(flat).__name__}; expected an array of one dimension")
-        ends = np.cumsum(np.diff(array_args.as_offsets(self._where, offsets, len(self), None)) * self._dims)
-        if ends[-1] != len(flat):
+        offset_array = self._offsets(offsets)
+        expected = self._engine.num_floats(offset_array, int(offset_array[-1]))
+        if len(flat) != expected:
             raise InputError(
-                f"{self._where}: flat holds {len(flat)} floats; expected the {ends[-1]} of a lookup with these offsets"
+                f"{self._where}: flat holds {len(flat)} floats; expected the {expected} of a lookup with these offsets"
             )
-        parts = np.split(flat, ends[:-1])
+        parts = np.split(flat, np.cumsum(np.diff(offset_array) * self._dims)[:-1])
         return [part.reshape(-1, dim) for part, dim in zip(parts, self._dims, strict=True)]

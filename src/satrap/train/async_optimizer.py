@@ -5,6 +5,7 @@ does not depend on the value of a parameter have an equivalent: weight decay has
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ import torch
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Optimizer
 from satrap.errors import ConfigError
 
-_TABLE_OPTIMIZERS: dict[type[torch.optim.Optimizer], tuple[type[SGD | Adagrad | Adam | AdamW], tuple[str, ...]]] = {
-    torch.optim.SGD: (SGD, ("lr", "momentum", "nesterov")),
-    torch.optim.Adagrad: (Adagrad, ("lr", "initial_accumulator_value", "eps")),
-    torch.optim.Adam: (Adam, ("lr", "betas", "eps")),
-    torch.optim.AdamW: (AdamW, ("lr", "betas", "eps")),
+_TABLE_OPTIMIZERS: dict[type[torch.optim.Optimizer], type[SGD | Adagrad | Adam | AdamW]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: Adagrad,
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
 }
 _REQUIRED = {"weight_decay": 0.0, "dampening": 0.0, "lr_decay": 0.0, "amsgrad": False, "maximize": False}
 
@@ -33,9 +34,8 @@ def table_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
                 f"dense='async': {kind.__name__} has {name}={group[name]!r}, which tables do not support for dense "
                 f"parameters: set {name}={required!r}, or dense='sync'"
             )
-    table_kind, names = _TABLE_OPTIMIZERS[kind]
-    options = {name: _plain(group[name]) for name in names}
-    return table_kind(**options, weight_decay=0.0)
+    table_kind = _TABLE_OPTIMIZERS[kind]
+    return table_kind(**{option.name: _plain(group[option.name]) for option in fields(table_kind)})
 
 
 def _plain(value: Any) -> Any:

@@ -65,7 +65,7 @@ class Validation:
         check_choice("Validation", "metric", metric, _METRICS)
         if patience is not None:
             check_integer("Validation", "patience", patience, 1, _MAX_COUNT)
-        if embeddings.is_async and embeddings.trainers.world_size > 1:
+        if embeddings.dense == "async" and embeddings.trainers.world_size > 1:
             raise ConfigError(
                 "Validation: trainers with dense='async' are at different steps and cannot evaluate together; expected "
                 "a single trainer: evaluate with a Reader beside the run instead"

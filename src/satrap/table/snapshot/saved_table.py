@@ -4,20 +4,21 @@ A folder of another checkpoint, or of another server, is as whole as the one tha
 only this record tells the two apart.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from satrap.errors import InputError, SnapshotError
+from satrap.config.validation import Serializable
+from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.table.snapshot.directory import part_name, parts_of, read_manifest
 from satrap.table.snapshot.manifest import FILE_NAME, Manifest, checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedPart:
+class SavedPart(Serializable):
     """One snapshot: of the whole table, or of one server's buckets."""
 
     folder: str
@@ -43,7 +44,7 @@ class SavedPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTable:
+class SavedTable(Serializable):
     """One table of a checkpoint."""
 
     rows: int
@@ -73,20 +74,13 @@ class SavedTable:
                     "use an older one"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns this as plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Reads what `to_dict` wrote; raises ValueError, KeyError or TypeError if it is anything else."""
-        parts = tuple(SavedPart(**part) for part in data["parts"])
-        numbers = [data["rows"], *(number for part in parts for number in (part.version, part.rows, part.crc32c))]
-        if not parts or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"a table has {len(parts)} parts and the numbers {numbers}")
-        if [part.folder for part in parts] not in ([""], [part_name(i, len(parts)) for i in range(len(parts))]):
-            raise ValueError(f"a table has the parts {[part.folder for part in parts]}")
-        return cls(rows=data["rows"], parts=parts)
+    def __post_init__(self) -> None:
+        numbers = [self.rows, *(number for part in self.parts for number in (part.version, part.rows, part.crc32c))]
+        if not self.parts or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ConfigError(f"a table has {len(self.parts)} parts and the numbers {numbers}")
+        folders = [part.folder for part in self.parts]
+        if folders not in ([""], [part_name(i, len(folders)) for i in range(len(folders))]):
+            raise ConfigError(f"a table has the parts {folders}")
 
 
 def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
@@ -97,7 +91,7 @@ def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
 
 def checksum_of(folder: Path) -> int:
     """Returns a number that differs where `saved_parts` does, to compare what two machines see."""
-    return checksum(repr([asdict(part) for part in saved_parts(folder)]).encode())
+    return checksum(repr([part.to_dict() for part in saved_parts(folder)]).encode())
 
 
 def require_same_snapshots(folders: Sequence[Sequence[str]], checksums: Sequence[Sequence[int]]) -> None:

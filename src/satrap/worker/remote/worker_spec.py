@@ -3,19 +3,17 @@
 Pure. It travels as JSON and is compared field by field.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
-from satrap.config.validation import check_integer, flat, known_keys, set_field
+from satrap.config.validation import Serializable, check_integer, flat, set_field
 from satrap.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
+class WorkerSpec(Serializable):
     """The configuration of one trainer's session at a worker."""
 
     features: Features
@@ -39,29 +37,6 @@ class WorkerSpec:
     def job(self) -> Job:
         """What the servers and the worker must agree on."""
         return Job(tables=(*self.features.tables, *self.extra_tables), seed=self.seed)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return this spec as plain JSON types."""
-        return {
-            "features": self.features.to_dict(),
-            "seed": self.seed,
-            "servers": list(self.servers),
-            "wire": self.wire,
-            "barrier_size": self.barrier_size,
-            "extra_tables": [table.to_dict() for table in self.extra_tables],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the spec that `to_dict` wrote."""
-        given = known_keys(cls, "WorkerSpec", data)
-        given["features"] = Features.from_dict(given["features"])
-        given["extra_tables"] = tuple(Table.from_dict(table) for table in given.get("further", ()))
-        if not isinstance(given["servers"], list):
-            raise ConfigError(
-                f"WorkerSpec: servers is a {type(given['servers']).__name__}; expected a list of addresses"
-            )
-        return cls(**given)
 
     def differences(self, other: "WorkerSpec") -> list[str]:
         """Return the differences from `other`, except those of the tables: "feature 'history', pooling: ..."."""

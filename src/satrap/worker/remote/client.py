@@ -169,7 +169,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def __init__(
         self, connection: WorkerConnection, features: Features, source: Any, position: Position | None, **share: int
     ):
-        """share: the trainer's `rank`, and the `world_size` size."""
+        """share: the trainer's `rank` and the `world_size`, of several."""
         self.connection, self.source = connection, source_to_dict(source)
         self._features, self._position, self._share = features, position, share
         self._last = 0  # the number of the last batch that arrived

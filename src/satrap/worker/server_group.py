@@ -40,7 +40,7 @@ _CALL_AGAIN = object()
 _PAUSES = 0.001, 0.05  # the first and the longest between two questions whether buckets have arrived
 _LEASE_HELD = (
     "{where} is training on these servers and would be replaced: read its rows with satrap.Reader(servers=...), wait "
-    "until it has ended, or pass satrap.Embeddings(..., take_over=True) to end its training"
+    "until it has ended, or pass satrap.Deployment(..., take_over=True) to end its training"
 )
 _R = TypeVar("_R")
 

@@ -39,6 +39,7 @@ GROUPS = {
     ],
     "Evaluation": [
         *("train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Evaluation"),
+        "train.validation.Validation",
         *("serving.reader.Reader", "serving.reader.ReaderTable"),
     ],
     "Sources": [
@@ -56,19 +57,16 @@ GROUPS = {
 }
 """The sections of the page and what each describes: the public names, and the types of what public calls return."""
 INTERNAL = {
-    "Embeddings": (
-        "apart before_close drop_reached extra_repr follow get_extra_state join_attempt paused position_of "
-        "require_rows resume_at set_extra_state signature_of update worker"
-    ),
-    "HybridOptimizer": "hold weigh",
-    "LabelColumn": "other outside texts wanted",
+    "Embeddings": "extra_repr get_extra_state set_extra_state worker",
+    "HybridOptimizer": "hold",
+    "LabelColumn": "expected find_invalid other_value text_values",
     "Position": "after is_of_older_release",
-    "ProcessGroup": "all count run_first broadcast_int gather joint_step parallel require_same broadcast_",
-    "ShardedTables": "layout require_permitted restore",
+    "ProcessGroup": "all count run_first broadcast_int gather joint_step require_same_gradients wrap broadcast_",
+    "ShardedTables": "map_version require_permitted restore",
     "Source": "origin",
     "Store": "fill forget_saves in_engine save_part",
-    "Stream": "drop evaluation paused update",
-    "TableGroup": "in_engine layout require_permitted restore verify",
+    "Stream": "drop evaluation pause update",
+    "TableGroup": "in_engine map_version require_permitted restore verify",
 }
 """Public members that other packages of Satrap call and users do not, by class."""
 RETURNED = {
@@ -79,7 +77,7 @@ RETURNED = {
     "HybridOptimizer": "Returned by `Embeddings.optimizer`.",
     "ProcessGroup": "The type of `Embeddings.trainers`.",
     "ReaderTable": "The type of the values of `Reader.tables`.",
-    "Sequence": "The type of the values of `Batch.sequences`.",
+    "Sequence": "`batch[name]` of a feature without pooling.",
     "ShardedTable": "The type of the values of `Embeddings.tables` over servers.",
     "ShardedTables": "The type of `Embeddings.tables` over servers.",
     "StoredRows": "Returned by `read` of a table.",
@@ -90,6 +88,7 @@ RETURNED = {
 PROTOCOLS = {
     "__call__": "may be called",
     "__enter__": "is a context manager",
+    "__contains__": "supports `in`",
     "__getitem__": "is indexed",
     "__iter__": "is iterated over",
     "__len__": "has a length",

@@ -2,12 +2,13 @@
 
 `pytest --seed N` repeats a run's random draws (hypothesis has its own `--hypothesis-seed`); without it each run draws
 a new seed and prints it in the header. `open_store` makes stores and calls `check()` on each when the test ends. No
-test may leave a thread, a child process or a warning behind.
+test may leave a thread, a child process or a warning behind, the log's included.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import threading
@@ -22,6 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from logged import Records
 from satrap.config.tables import Table
 from satrap.table.store import Store
 
@@ -140,3 +142,16 @@ def nothing_leaks() -> Iterator[None]:
         left[0].join(0.1)
     assert not _children() - children, f"leaked processes: {_children() - children}"
     assert os.getcwd() == directory
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_logged() -> Iterator[None]:
+    """Fails a test that causes a warning in Satrap's log and does not expect it with `logged`."""
+    logger, handler = logging.getLogger("satrap"), Records()
+    handler.setLevel(logging.WARNING)
+    # How soon a server that was killed listens again depends on the machine.
+    handler.addFilter(lambda record: record.name != "satrap.rpc")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not handler.records, handler.messages

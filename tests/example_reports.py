@@ -1,4 +1,6 @@
-"""Two example reports: one with every field, one with only the required fields."""
+"""Example reports: one of training with every field, one with an evaluation, one with only the required fields."""
+
+from dataclasses import replace
 
 from satrap.monitor.report import Report
 
@@ -18,4 +20,5 @@ FULL = Report(
     stages={"lookup": 0.0021, "dense": 0.0402},
     lost={"batches/overflow": 2, "rows/malformed": 1500},
 )
+EVALUATED = replace(FULL, validation={"auc": 0.79, "log_loss": 0.43211}, is_best=True)
 BARE = Report(step=3, samples=30, seconds=3725.0, samples_per_second=0.0)

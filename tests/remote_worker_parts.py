@@ -20,6 +20,7 @@ from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features
 from faults import kill, random_faults
 from satrap import Embeddings, Feature, Parquet, Table
 from satrap.rpc import Service
+from satrap.train.embeddings import session_of
 from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.remote.protocol import WorkerCalls
 from satrap.worker.remote.service import WorkerService
@@ -131,7 +132,7 @@ class Net(torch.nn.Module):
         self.layer = torch.nn.Linear(width, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        sequences = [batch.sequences[name] for name in ("path", "padded")]
+        sequences = [batch[name] for name in ("path", "padded")]
         pooled = torch.stack([(each.values * each.mask.unsqueeze(2)).sum(1) for each in sequences]).sum(0)
         out: torch.Tensor = self.layer(torch.cat([batch.dense, batch.embeddings, pooled], 1)).squeeze(1)
         return out
@@ -166,7 +167,7 @@ def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLIN
     assert isinstance(near, ShardedWorker)
     near.servers.begin_attempt()
     how: dict[str, Any] = {"deadline": deadline, "retry_seconds": 0.03}
-    embeddings._worker = RemoteWorker(embeddings.features, near.servers, address, num_threads=1, **how)
+    session_of(embeddings)._worker = RemoteWorker(embeddings.features, near.servers, address, num_threads=1, **how)
 
 
 def train(

@@ -3,6 +3,7 @@ result as one line of JSON. Each line of its input is a job as JSON: rank, world
 
 With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are
 integers, so that rows are exact in any order of updates. With "tells" a trainer also prints a line at its third step.
+With "patience" it evaluates every second step.
 """
 
 import json
@@ -16,7 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
-from satrap import CSV, Checkpoint, Embeddings, IdColumn, Parquet
+from satrap import CSV, Checkpoint, Embeddings, IdColumn, Parquet, Validation
 from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -34,6 +35,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     seen = []
     data = data_of(job)
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
+    validation = Validation(model, embeddings, batches(3, seed=9), patience=job.get("patience"))
     began = run is not None and run.resume()
     for _ in range(job["epochs"]):
         with embeddings.stream(data, overlap=job["overlap"], accumulate=job["accumulate"]) as stream:
@@ -57,26 +59,33 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
                     scaler.step(optimizer)
                     scaler.update()
                     optimizer.zero_grad()
+                if job.get("patience"):
+                    validation.step(every_steps=2, checkpoint=run)
+                    if validation.is_over:
+                        break
                 if run is not None:
                     run.save(every_steps=2)
         if run is not None and job["until"] is None:
             run.save()
     embeddings.drain()
     dist.barrier()
-    ids = np.arange(NUM_IDS, dtype=np.uint64)
-    found = {
-        "seen": seen,
-        "resumed": began,
-        "lost": embeddings.counters().lost,
-        "scale": scaler.get_scale(),
-        "dense": [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()],
-        "rows": {name: table.read(ids).values.tolist() for name, table in embeddings.tables.items()},
-        "updated": {name: table.stats()["updated"] for name, table in embeddings.tables.items()},
-    }
+    found = {"seen": seen, "resumed": began, "scale": scaler.get_scale(), "validation": validation.state_dict()}
+    found |= {"metrics": validation.metrics, "best": None if run is None else run.best}
+    found |= state_of(embeddings, model)
     dist.barrier()
     close(embeddings)
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
+
+
+def state_of(embeddings: Embeddings, model: torch.nn.Module) -> dict[str, Any]:
+    ids = np.arange(NUM_IDS, dtype=np.uint64)
+    return {
+        "lost": embeddings.counters().lost,
+        "dense": [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()],
+        "rows": {name: table.read(ids).values.tolist() for name, table in embeddings.tables.items()},
+        "updated": {name: table.stats()["updated"] for name, table in embeddings.tables.items()},
+    }
 
 
 def data_of(job: dict[str, Any]) -> Any:

@@ -64,12 +64,14 @@ if TYPE_CHECKING:
     from satrap.train.batch import Batch
     from satrap.train.embeddings import Embeddings
     from satrap.train.evaluation import auc, evaluate
+    from satrap.train.validation import Validation
 
 _LATER = {
     "Batch": "train.batch",
     "Checkpoint": "checkpoint.checkpoint",
     "Embeddings": "train.embeddings",
     "Reader": "serving.reader",
+    "Validation": "train.validation",
     "auc": "train.evaluation",
     "evaluate": "train.evaluation",
 }
@@ -145,6 +147,7 @@ __all__ = [
     "TensorBoard",
     "TicketError",
     "Uniform",
+    "Validation",
     "Zeros",
     "__version__",
     "auc",

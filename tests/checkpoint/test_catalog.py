@@ -20,7 +20,8 @@ def catalogs(draw: st.DrawFn) -> tuple[Catalog, set[str], set[str]]:
     older = {name: [each.name for each in names if each.number < Version.parse(name).number] for name in whole}  # type: ignore[union-attr]
     parents = {name: draw(st.sampled_from([None, *older[name]])) for name in whole}
     torn = {each.name for each in names} - whole.keys()
-    return Catalog(parents, torn), set(whole), torn
+    best = [each.name for each in names if draw(st.booleans())]  # may be torn, or removed
+    return Catalog(parents, torn, best=best), set(whole), torn
 
 
 @given(versions)
@@ -41,6 +42,7 @@ def test_kept_versions_can_be_resumed(found: tuple[Catalog, set[str], set[str]],
     assert removed <= whole
     kept = whole - removed
     assert len(kept) >= min(keep, len(whole)) and catalog.newest not in removed
+    assert catalog.best is None or catalog.best in kept
     for name in kept:
         parent = catalog.parents[name]
         assert parent not in removed, "no parent of a kept version"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from checkpoint_job import NUM_IDS, Job, Source
+from logged import logged
 from loop import batches, job, loss_of
 from satrap import Checkpoint, Iterable
 from satrap.checkpoint.run_owner import OWNER
@@ -276,8 +277,8 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, file: str, harm
     job = Job(str(tmp_path), 2)
     before = job.state()
     if (file, harm) == ("checkpoint.json", "remove"):  # the version is then torn, and the one before it is the newest
-        with pytest.warns(
-            UserWarning, match=rf"{folder} has no complete checkpoint.json: .*000001-step-1 is the newest"
+        with logged(
+            "satrap.checkpoint", match=rf"{folder} has no complete checkpoint.json: .*000001-step-1 is the newest"
         ):
             assert job.run.resume() and job.embeddings.step == 1
         job.train()  # does not reuse the torn version's number

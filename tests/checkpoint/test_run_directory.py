@@ -17,6 +17,7 @@ import torch
 import satrap.checkpoint.run_directory
 import satrap.run_context
 from checkpoint_job import Job
+from logged import logged
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.checkpoint.run_directory import RunDirectory
 from satrap.checkpoint.run_owner import OWNER
@@ -48,7 +49,7 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
 
 def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
     (tmp_path / "999998-step-0").mkdir()  # torn: its number is not reused
-    with pytest.warns(UserWarning, match="999998-step-0"):
+    with logged("satrap.checkpoint", match="999998-step-0"):
         Job(str(tmp_path), 1).train()
     (tmp_path / "999998-step-0").rmdir()
     job = Job(str(tmp_path), 3, keep=9)
@@ -113,7 +114,7 @@ def test_a_published_save_has_succeeded(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / OWNER).write_text('{"format": "of a later Satrap"}')
         return name
 
-    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="could not be removed: .*cannot be read"):
+    with monkeypatch.context() as patched, logged("satrap.checkpoint", match="could not be removed: .*cannot be read"):
         patched.setattr(RunDirectory, "publish", with_another_owner)
         assert job.run.save()
     assert names(tmp_path) == ["000003-step-3", "000004-step-3"]

@@ -7,9 +7,9 @@ never mixed, and a second process that writes into the folder is refused.
 from __future__ import annotations
 
 import errno
+import logging
 import random
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 
 from checkpoint_job import Job
 from hostile_store import Hostile, KilledError, hostile
+from logged import logged
 from satrap.checkpoint.storage import open_storage
 from satrap.errors import CheckpointError
 
@@ -49,7 +50,9 @@ def published(store: Hostile) -> list[str]:
     return sorted(path.split("/")[-2] for path in store.objects if path.endswith("/checkpoint.json"))
 
 
-def test_a_run_over_a_randomly_failing_store_ends_with_the_same_bits(store: Hostile, tmp_path: Path) -> None:
+def test_a_run_over_a_randomly_failing_store_ends_with_the_same_bits(
+    store: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each attempt is killed or fails at random operations; the next resumes no checkpoint older than the last saved
     one."""
     whole = Job(str(tmp_path), STEPS)
@@ -68,17 +71,16 @@ def test_a_run_over_a_randomly_failing_store_ends_with_the_same_bits(store: Host
         return KilledError if rng.random() < 0.5 else RuntimeError
 
     store.fail_at = fail_at
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        while saved < STEPS:
-            job = Job(URL, STEPS, keep=2, full_every=3)
-            try:
-                assert job.run.resume() or saved == 0
-                assert job.embeddings.step >= saved
-                job.train()
-            except (KilledError, CheckpointError):
-                pass
-            saved = max(saved, job.run._saved_step)
+    monkeypatch.setattr(logging.getLogger("satrap.checkpoint"), "disabled", True)
+    while saved < STEPS:
+        job = Job(URL, STEPS, keep=2, full_every=3)
+        try:
+            assert job.run.resume() or saved == 0
+            assert job.embeddings.step >= saved
+            job.train()
+        except (KilledError, CheckpointError):
+            pass
+        saved = max(saved, job.run._saved_step)
     assert failures > 0
     same(job.state(), whole.state())
     store.settle()
@@ -160,7 +162,7 @@ def test_an_incomplete_newest_version_is_named(half: bool, store: Hostile) -> No
     store.settle()
     job = Job(URL, 4)
     words = rf"{URL}/{newest} has no complete checkpoint\.json: .*000002-step-2-\w+ is the newest before it\. The next"
-    with pytest.warns(UserWarning, match=words):
+    with logged("satrap.checkpoint", match=words):
         assert job.run.resume() and job.embeddings.step == 2
     job.train()
     assert [name[:13] for name in published(store)[-2:]] == ["000004-step-3", "000005-step-4"]
@@ -258,8 +260,8 @@ def test_a_failed_removal_warns_and_is_retried(store: Hostile) -> None:
     job = Job(URL, 4, keep=1)
     job.train()
     store.fail_at = lambda operation, path: RuntimeError if operation == "remove" and "state" in path else None
-    with pytest.warns(
-        UserWarning, match="old checkpoints could not be removed: .* at hostile://bucket/run/000004-step-4"
+    with logged(
+        "satrap.checkpoint", match="old checkpoints could not be removed: .* at hostile://bucket/run/000004-step-4"
     ):
         assert job.run.save()
     left = {path.split("/")[-2] for path in store.objects if path.endswith("state.safetensors")}
@@ -315,7 +317,7 @@ def test_foreign_objects_are_neither_read_nor_removed(store: Hostile) -> None:
         store.change(path, b"mine")
     store.settle()
     job = Job(URL, 4, keep=1)
-    with pytest.warns(UserWarning, match="000001-step-1 has no complete"):
+    with logged("satrap.checkpoint", match="000001-step-1 has no complete"):
         job.train()
     store.settle()
     assert job.run.save()

@@ -45,12 +45,11 @@ def test_the_processes_of_a_role_share_the_cores(tmp_path: Path, monkeypatch: py
     scripts: list[Any] = []
     (script := tmp_path / "job.py").touch()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr("satrap.launch.run_loop.run", lambda script, *_: scripts.insert(0, script))
+    monkeypatch.setattr("satrap.cli.run_command.run", lambda script, *_: scripts.insert(0, script))
     for workers, threads in (("0", 12), ("2", 6), ("50", 1)):
         options = ["--servers", "4", "--workers", workers, "--trainers", "3", "--folder", str(tmp_path / workers)]
         main(["run", str(script), *options])
-        script_run = scripts[0]
-        assert (script_run.trainer_threads, script_run.worker_threads, script_run.server_threads) == (4, threads, 3)
+        assert scripts[0].threads == {"trainer": 4, "worker": threads, "server": 3}
 
 
 def test_the_command_is_installed() -> None:
@@ -88,13 +87,13 @@ def test_a_bad_dim_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("twice", ["--from", "--to"])
-def test_a_repeated_option_of_move_keeps_all_addresses(twice: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_option_of_migrate_keeps_all_addresses(twice: str, capsys: pytest.CaptureFixture[str]) -> None:
     address = "tcp://127.0.0.1:1"
     assert main(["migrate", "--from", address, "--to", address, twice, address]) == 1
     assert f"addresses is {[address, address]}; expected each server once" in capsys.readouterr().err
 
 
-def test_an_interrupted_move_tells_how_to_finish_it() -> None:
+def test_an_interrupted_migration_tells_how_to_finish_it() -> None:
     command = os.path.join(os.path.dirname(sys.executable), "satrap")
     with socket.create_server(("127.0.0.1", 0)) as listener:  # it accepts connections and sends nothing
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
@@ -107,9 +106,8 @@ def test_an_interrupted_move_tells_how_to_finish_it() -> None:
         listener.settimeout(60)
         listener.accept()[0].close()
         child.send_signal(signal.SIGINT)
-        assert (
-            child.communicate(timeout=300)[1] == "satrap: interrupted; run the same command again to finish the move\n"
-        )
+        hint = "run the same command again to finish the migration"
+        assert child.communicate(timeout=300)[1] == f"satrap: interrupted; {hint}\n"
         assert child.returncode == 130
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from example_reports import BARE, FULL
+from example_reports import BARE, EVALUATED, FULL
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.meter import Meter
 from satrap.monitor.metrics import auc, normalised_entropy
@@ -62,6 +62,10 @@ def test_line() -> None:
     assert " | lost 3 batches/unused | cut 1.5k ids/clicked | ms/step" in line(
         replace(FULL, lost={"batches/unused": 3, "ids/clicked": 1500})
     )
+    assert line(EVALUATED).startswith(
+        "step 1,200 | validation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02"
+    )
+    assert " log_loss 0.4321 | " in line(replace(EVALUATED, is_best=False))
     assert line(BARE) == "step 3 | 30 samples in 1:02:05 | 0/s"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from example_reports import BARE, FULL
+from example_reports import BARE, EVALUATED, FULL
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
 from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
@@ -43,6 +43,16 @@ def test_a_terminal_gets_one_bar_that_is_redrawn() -> None:
         while len(found) < len(expected):
             found += reader.read(1024)
     assert found == expected
+
+
+def test_an_evaluation_stays_on_a_terminal() -> None:
+    stream = io.StringIO()
+    screen = Screen(stream, as_bar=True)
+    for report in (FULL, EVALUATED, BARE, EVALUATED):
+        screen.write(report)
+    screen.close()
+    whole, bare = bar(FULL, 79), bar(BARE, 79)
+    assert stream.getvalue() == (f"\r{whole}\x1b[K\r{line(EVALUATED)}\x1b[K\n\r{bare}\x1b[K\r{line(EVALUATED)}\x1b[K\n")
 
 
 def test_a_bar_in_an_encoding_without_blocks() -> None:

@@ -57,7 +57,7 @@ def objects() -> dict[str, Any]:
     embeddings.eval()
     found = {
         "Batch": batch,
-        "Sequence": batch.sequences["last"],
+        "Sequence": batch["last"],
         "Counters": counters,
         "Embeddings": embeddings,
         "Evaluation": satrap.evaluate(model, embeddings.stream([inputs]), score=lambda batch: torch.zeros(6)),

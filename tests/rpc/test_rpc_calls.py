@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forks import in_fork
+from logged import logged
 from rpc_parts import (
     ANYWHERE,
     DEADLINE_SECONDS,
@@ -129,7 +130,7 @@ def test_the_error_of_a_deadline_without_a_connection() -> None:
     assert str(caught.value).startswith(f"Calls.add at {address}: no connection within 0.2 s; is a server running")
 
 
-def test_a_long_wait_for_a_connection_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_for_a_connection_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("satrap.rpc.channel._WARN_SECONDS", 0.1)
     monkeypatch.setattr("satrap.rpc.client._CONNECT_SECONDS", 0.1)
     with Service(Served(), Calls, ANYWHERE) as service:
@@ -137,21 +138,21 @@ def test_a_long_wait_for_a_connection_warns(monkeypatch: pytest.MonkeyPatch) -> 
     message = r"no connection within 0\.1 s; is a server running there, .* It is waited for until 0\.5 s have passed"
     with (
         Client(Calls, address) as client,
-        pytest.warns(UserWarning, match=message) as warned,
+        logged("satrap.rpc", match=message) as warned,
         pytest.raises(DeadlineError, match=r"no connection within 0\.5 s"),
     ):
         client.with_deadline(0.5).add(1)
     assert len(warned) == 1
 
 
-def test_a_connection_lost_during_a_call_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_lost_during_a_call_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("satrap.rpc.channel._WARN_SECONDS", 0.2)
     with server_process(ANYWHERE) as (process, address), Client(Calls, address, retry_seconds=0.05) as client:
         pending = client.start("wait", 1, deadline=3.0)
         assert not pending.wait(0.2)
         process.kill()
         message = f"wait at {address}: the connection was lost. A new one is waited for until 3 s have passed"
-        with pytest.warns(UserWarning, match=message) as warned, pytest.raises(DeadlineError, match="was a connection"):
+        with logged("satrap.rpc", match=message) as warned, pytest.raises(DeadlineError, match="was a connection"):
             pending.result()
         assert len(warned) == 1
 
@@ -360,7 +361,7 @@ def test_no_call_is_overlooked(num_threads: int) -> None:
 
 def test_a_pending_call_stays_in_its_thread(shared: Client[Calls]) -> None:
     pending = shared.start("nothing")
-    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread than begin"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread than start"):
         pool.submit(pending.result).result()
     assert pending.result() is None
 

@@ -13,6 +13,7 @@ from checkpoint_job import Job, Source
 from loop import BATCH, batches, job, loss_of, rows, train
 from satrap import Checkpoint, Embeddings, Inputs, StreamError
 from satrap.errors import NonFiniteError, SourceError
+from satrap.train.embeddings import session_of
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 DEADLINE_SECONDS = 120
@@ -166,7 +167,7 @@ def test_a_checkpoint_from_another_thread(overlap: bool, tmp_path: Path) -> None
     inside, done = threading.Event(), threading.Event()
 
     def save() -> None:
-        with embeddings.pause():
+        with session_of(embeddings).pause():
             inside.set()
             done.wait(0.3)
 
@@ -205,12 +206,12 @@ def test_positions_never_go_back(tmp_path: Path) -> None:
     embeddings = Job(str(tmp_path), 8).embeddings
     embeddings = Embeddings(dict(embeddings.features), staleness=4, num_threads=1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    embeddings.track_position(source)
+    session_of(embeddings).track_position(source)
     for batch in embeddings.stream(source, overlap=False):
         if batch.step != 6:
             batch.embeddings.sum().backward()
             optimizer.step()
-    position = embeddings.position_of(source)
+    position = session_of(embeddings).position_of(source)
     assert position is not None and position.batch == 8
 
 

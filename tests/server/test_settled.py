@@ -38,7 +38,7 @@ def test_truncated_ids_are_reported() -> None:
     offsets = np.array([0, 3, 3, 8])
     inputs = Inputs(names=("history",), values=np.arange(8, dtype=np.uint64), offsets=offsets, batch_size=3)
     batch = embeddings(inputs)
-    assert batch.sequences["history"].mask.sum() == 4
+    assert batch["history"].mask.sum() == 4
     assert embeddings.counters().lost == {"ids/history": 4}
 
 
@@ -55,7 +55,7 @@ def test_rows_that_no_loss_used_stay_unchanged(used: str) -> None:
     for batch in embeddings.stream([inputs] * 3):
         for name, table in (("pooled", "one"), ("sequence", "other")):
             before.setdefault(name, embeddings.tables[table].read(ids).values)
-        leaf = batch.embeddings if used == "pooled" else batch.sequences["sequence"].values
+        leaf = batch.embeddings if used == "pooled" else batch["sequence"].values
         leaf.square().sum().backward()
         optimizer.step()
     for name, table in (("pooled", "one"), ("sequence", "other")):

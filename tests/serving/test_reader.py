@@ -63,7 +63,7 @@ def trained(num_servers: int, path: Path) -> Iterator[tuple[Embeddings, list[str
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         rng = np.random.default_rng(0)
         for batch in embeddings.stream([draw_bags(rng, embeddings.features, 9).inputs() for _ in range(5)]):
-            (model(batch.embeddings).sum() + batch.sequences["path"].values.sum()).backward()
+            (model(batch.embeddings).sum() + batch["path"].values.sum()).backward()
             optimizer.step()
         Checkpoint(path / "run", model, optimizer, embeddings).save()
         yield embeddings, addresses
@@ -93,7 +93,7 @@ def test_it_reads_all_rows_and_changes_nothing(num_servers: int, opened: str, tm
             inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
             mine, theirs = reader(inputs), embeddings(inputs)
             assert torch.equal(mine.embeddings, theirs.embeddings) and not mine.embeddings.requires_grad
-            assert torch.equal(mine.sequences["path"].values, theirs.sequences["path"].values)
+            assert torch.equal(mine["path"].values, theirs["path"].values)
             (streamed,) = reader.stream([inputs], overlap=True)
             assert torch.equal(streamed.embeddings, mine.embeddings)
             assert {name: each["rows"] for name, each in reader.stats().items()} == {
@@ -126,7 +126,7 @@ def test_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
 def test_a_subset_of_the_features(tmp_path: Path) -> None:
     with trained(0, tmp_path) as (embeddings, _):
         inputs = draw_bags(np.random.default_rng(1), embeddings.features, 7).inputs()
-        expected = embeddings.split(embeddings(inputs).embeddings)
+        expected = embeddings(inputs)
         at = list(embeddings.features.names).index("tiny")
         assert inputs.offsets is not None
         begin, end = inputs.offsets[7 * at], inputs.offsets[7 * at + 7]

@@ -163,7 +163,7 @@ def test_bounds_that_cannot_be_kept_are_refused(wrong: dict[str, Any], message: 
 
 
 def test_the_bounds_of_a_run() -> None:
-    """The defaults, which docs/operations.md quotes; a mark may equal the limit."""
+    """The defaults, which docs/cluster.md quotes; a mark may equal the limit."""
     assert ScaleLimits(max_servers=8) == ScaleLimits(
         min_servers=1,
         max_servers=8,

@@ -14,6 +14,7 @@ import torch
 
 from checkpoint_job import Job
 from cluster import running_servers
+from logged import logged
 from loop import batches, bits, job, rows, train
 from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
@@ -175,7 +176,7 @@ def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
             rewrite(folder, as_format_2)
         served.refused(rf"{table}: bucket \d+ is in [02] of its 2 parts")
         replace(table, tmp_path / "right")
-        with pytest.warns(UserWarning, match="saved by an older release of Satrap"):
+        with logged("satrap.checkpoint", match="saved by an older release of Satrap"):
             assert served.run.resume()
         served.close()
 
@@ -255,8 +256,8 @@ def test_an_old_checkpoint_is_resumed_with_a_warning(tmp_path: Path) -> None:
     """A full checkpoint and changes, of the release before checkpoint.json named its tables' snapshots."""
     shutil.copytree(OLD / "local", tmp_path / "run")
     run = Job(str(tmp_path / "run"), 6, full_every=2)
-    with pytest.warns(
-        UserWarning, match=r"000004-step-4 was saved by an older release of Satrap, which did not record"
+    with logged(
+        "satrap.checkpoint", match=r"000004-step-4 was saved by an older release of Satrap, which did not record"
     ):
         assert run.run.resume() and run.embeddings.step == 4
     found = run.state()
@@ -274,7 +275,7 @@ def test_an_old_checkpoint_of_servers_is_resumed_with_a_warning(num_servers: int
     with running_servers(num_servers) as services:
         options: Any = {"servers": [each.address for each in services]} if num_servers else {}
         embeddings, model, optimizer = job(**options)
-        with pytest.warns(UserWarning, match="000002-step-4 was saved by an older release of Satrap"):
+        with logged("satrap.checkpoint", match="000002-step-4 was saved by an older release of Satrap"):
             assert Checkpoint(tmp_path / "run", model, optimizer, embeddings, None).resume()
         with np.load(OLD / "servers.npz") as wanted:
             for name, values in rows(embeddings).items():

@@ -29,6 +29,7 @@ from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
 from satrap.rpc import Client, Service
 from satrap.run_context import RunContext
+from satrap.train.embeddings import session_of
 
 SECONDS = 30.0  # for all rounds together
 OWN_THREADS = {"satrap-lease", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}
@@ -217,7 +218,7 @@ def test_before_close_runs_while_connections_are_open(
         )
         monkeypatch.setattr(satrap.run_context, "_before_end", [])
         with embeddings:
-            embeddings.run_before_close(lambda: rows.append(len(embeddings.tables["item"])))
+            session_of(embeddings).run_before_close(lambda: rows.append(len(embeddings.tables["item"])))
             if raised is not None:
                 raise raised
     assert len(rows) == 1 - num_pending
@@ -237,7 +238,7 @@ def test_a_stream_collected_inside_a_lock_that_its_threads_need_closes() -> None
     with running_servers(1) as services:
         streams: list[Any] = [job(servers=[services[0].address], staleness=2)[0].stream(source(), overlap=True)]
         streams[0].itself = streams[0]
-        (client,) = streams[0]._worker.servers.view.clients
+        (client,) = streams[0]._worker.servers.topology.clients
         with client._channels._lock:
             read.set()
             wait_until(lambda: streams[0]._pipeline._state.running)  # a lookup whose thread has no connection yet
@@ -361,9 +362,9 @@ def test_a_process_exits_while_its_threads_call(tmp_path: Path) -> None:
         "def ask():\n"
         "    with contextlib.ExitStack() as stack:\n"
         "        clients = [stack.enter_context(Client(ServerCalls, sys.argv[1])) for _ in range(8)]\n"
-        "        clients[0].begin('members', Origin(), 0, deadline=0.3).wait(0)\n"
+        "        clients[0].start('get_shard_map', Origin(), 0, deadline=0.3).wait(0)\n"
         "        began.release()\n"
-        "        clients[0].call.members(Origin(), 0)\n"
+        "        clients[0].call.get_shard_map(Origin(), 0)\n"
         "began = threading.Semaphore(0)\n"
         "for _ in range(8):\n"
         "    threading.Thread(target=ask, daemon=True).start()\n"

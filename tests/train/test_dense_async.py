@@ -21,6 +21,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Zeros
 from satrap.errors import CheckpointError, NonFiniteError
 from satrap.server.migration.coordinator import Migration
+from satrap.train.embeddings import session_of
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -250,7 +251,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: Kind, tmp_path: Path) -
         run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
         assert run.resume() and embeddings.step == 6
         assert all(map(np.array_equal, saved, values_of(model)))
-        embeddings.refresh()
+        session_of(embeddings).dense.refresh()
         assert all(map(np.array_equal, saved, values_of(model))), "initial values and rows are those of the checkpoint"
         train(embeddings, model, optimizer, data)
         assert all(map(np.array_equal, expected, values_of(model)))

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
 from rpc_parts import wait_until
-from satrap import Adagrad, ConfigError, Constant, Embeddings, Inputs, Iterable, Position, StreamError, Table
+from satrap import ConfigError, Embeddings, Inputs, Iterable, Position, StreamError
+from satrap.train.embeddings import session_of
 
 
 @pytest.mark.parametrize(
@@ -348,16 +349,16 @@ def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> No
     items = batches(7)
     first, second = (Iterable(items), items) if declared else (items, Iterable(items))
     embeddings, model, optimizer = job()
-    embeddings.track_position(first)
+    session_of(embeddings).track_position(first)
     with embeddings.stream(first) as stream:
         for batch in stream:
             loss_of(model, batch).backward()
             optimizer.step()
             if batch.step == 4:
                 break
-    position = embeddings.position_of(first)
+    position = session_of(embeddings).position_of(first)
     again, model, _ = job()
-    again.resume_at(4, second, position)
+    session_of(again).resume_at(4, second, position)
     rest = [batch.inputs for batch in again.stream(second)]
     assert [inputs.values.tolist() for inputs in rest] == [inputs.values.tolist() for inputs in items[4:]]
     assert [inputs.position for inputs in rest] == [Position(0, 0, i, i * BATCH, end=1) for i in (5, 6, 7)]
@@ -390,14 +391,6 @@ def test_the_optimizer_is_a_torch_optimizer(closure: bool) -> None:
     optimizer.param_groups[-1]["lr"] = 7.0
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[-1]["lr"] == pytest.approx(0.1)
-
-
-def test_split_names_the_parts_of_a_block() -> None:
-    embeddings = Embeddings(
-        {"a": Table("a", dim=2, initial=Constant(1.0)), "b": Table("b", dim=3, optimizer=Adagrad())}
-    )
-    parts = embeddings.split(torch.arange(10.0).view(2, 5))
-    assert {name: tuple(part.shape) for name, part in parts.items()} == {"a": (2, 2), "b": (2, 3)}
 
 
 def test_control_c_stops_a_run_at_once() -> None:

@@ -79,7 +79,7 @@ def test_models_with_further_inputs_and_several_heads() -> None:
         found = satrap.evaluate(
             Sum(),
             ours.stream(data),
-            score=lambda batch: batch.dense.sum(1) + sum(part.sum(1) for part in ours.split(batch.embeddings).values()),
+            score=lambda batch: batch.dense.sum(1) + sum(part.sum(1) for part in (batch[name] for name in batch)),
             label=lambda batch: torch.stack([batch.label, 1 - batch.label], 1)[:, 0],
         )
     assert found.auc() == pytest.approx(plain.auc(), abs=1e-6)

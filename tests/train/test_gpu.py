@@ -59,7 +59,7 @@ def test_sequences_and_accumulation() -> None:
             names=("history",), values=np.arange(8, dtype=np.uint64), offsets=np.array([0, 2, 2, 8]), batch_size=3
         )
         for i, batch in enumerate(embeddings.stream([inputs] * 4, device=device, accumulate=2)):
-            part = batch.sequences["history"]
+            part = batch["history"]
             (part.values * part.mask.unsqueeze(2)).square().sum().backward()
             if i % 2:
                 optimizer.step()

@@ -29,6 +29,7 @@ from satrap import SGD, Embeddings, Parquet, Table, Zeros
 from satrap.errors import InputError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Service
+from satrap.train.embeddings import session_of
 from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -124,7 +125,7 @@ class Loop:
 
     def _pause(self) -> None:
         """Do what a checkpoint does around its save."""
-        with self._embeddings.pause():
+        with session_of(self._embeddings).pause():
             pass
 
     def _next(self) -> Any:

@@ -23,9 +23,12 @@ from loop import NUM_IDS, batches, job, loss_of, rows
 from satrap import Inputs
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
-from satrap.train.joint_step import PADDING_ROWS, JointStep, PaddedBatches, describe
+from satrap.train.dense_strategy import SyncDense
+from satrap.train.embeddings import session_of
+from satrap.train.joint_step import PADDING_ROWS, JointBatches, JointStep, describe
+from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
-from satrap.train.stream import JointStepCallbacks, Stream
+from satrap.train.stream import Stream
 from trainers import Trainers
 
 N = 143
@@ -163,8 +166,12 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     embeddings, model, optimizer = job(staleness=1)
     weights: list[float] = []
     others = iter([8, 8, 8, 0])
-    joint = JointStepCallbacks(lambda own: JointStep.from_batches([own, (next(others), 2, 0)], 0), weights.append)
-    inputs = PaddedBatches(iter([*batches(1), *batches(1, size=3)]), embeddings.features.names)
+    inputs = JointBatches(
+        iter([*batches(1), *batches(1, size=3)]),
+        embeddings.features.names,
+        lambda own: JointStep.from_batches([own, (next(others), 2, 0)], 0),
+        weights.append,
+    )
     stream = Stream(
         inputs,
         embeddings.worker,
@@ -173,9 +180,8 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
         device=torch.device("cpu"),
         overlap=False,
         on_hold=optimizer.hold,
-        joint=joint,
     )
-    embeddings._training = stream
+    session_of(embeddings)._training = stream
     whole, short = next(stream), next(stream)
     loss = loss_of(model, whole)
     with pytest.raises(StreamError, match=r"step 2: its batch has 3 samples, and that of step 1, .* has 8; several"):
@@ -198,11 +204,12 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     stream.close()
 
 
-def test_the_optimizer_weighs_dense_gradients_until_the_next_weight() -> None:
+def test_dense_gradients_are_weighed_until_the_next_weight() -> None:
     _, model, optimizer = job()
+    dense = SyncDense(optimizer.dense, ProcessGroup())
     bias = list(model.parameters())[1]
     for weight in (1.0, 0.5, 0.0, 1.0):
-        optimizer.weigh(weight)
+        dense.weigh(weight)
         model.zero_grad()
         bias.sum().backward()
         assert bias.grad is not None and bias.grad.tolist() == [weight] * 8
@@ -234,7 +241,7 @@ def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, .
         label=None if label is None else np.ones(label, np.float32),
         position=Position(0, 0, 1, 5),
     )
-    stream = PaddedBatches(iter([one]), ("a",))
+    stream = JointBatches(iter([one]), ("a",), lambda _: JointStep.from_batches([(0, 0, 0)], 0), lambda _: None)
     assert next(stream) is one
     padding = next(stream)
     assert describe(padding) == describe(None)

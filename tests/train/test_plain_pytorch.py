@@ -151,7 +151,7 @@ def test_every_pooling_with_every_optimizer(pooling: str, optimizer: Any) -> Non
     plain_dense = torch.optim.SGD([plain_head], lr=0.1)
     losses, plain_losses = [], []
     for batch in embeddings.stream(data):
-        loss = loss_of(head, batch.sequences["a"].values if sequence else batch.embeddings)
+        loss = loss_of(head, batch["a"].values if sequence else batch.embeddings)
         both.zero_grad()
         loss.backward()
         both.step()

@@ -199,7 +199,7 @@ def test_a_batch_of_a_closed_stream_says_so(overlap: bool) -> None:
     with pytest.raises(StreamError, match="step 1: its batch was dropped: this stream ended when another training"):
         loss.backward()
     with pytest.raises(StreamError, match="step 2: its batch was dropped: this stream ended when another training"):
-        _ = second.sequences
+        _ = second["history"]
     assert embeddings.counters().lost == {"batches/closed": 1, "batches/unused": 1} and embeddings.step == 3
 
 

@@ -72,6 +72,16 @@ def test_a_remote_worker_has_the_bits_of_a_local_one(
     assert all(each == found[0] for each in found)
 
 
+def test_dense_parameters_on_servers_have_the_same_bits(tmp_path: Path) -> None:
+    data = source(write(tmp_path / "a.parquet", 12))
+    found = []
+    for num_workers in (0, 1):
+        with ExitStack() as stack:
+            job = stack.enter_context(running(dense="async", **addresses(stack, 2, num_workers)))
+            found.append((train(job, data), bits(job)))
+    assert len(found[0][0]) == 12 and found[0] == found[1]
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("only", [True, False])
 def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tuple[int, int]) -> None:
@@ -89,10 +99,10 @@ def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tu
         for batch in embeddings.stream(data):
             loss = model(batch.embeddings).squeeze(1) - batch.label
             loss.square().sum().backward()
+            if batch.step % 6 == 0:  # before the update, after which the next batch is looked up
+                found.append(set(np.flatnonzero(embeddings.tables["t"].read(np.arange(43)).present)))
             optimizer.step()
             optimizer.zero_grad()
-            if batch.step % 6 == 0:
-                found.append(set(np.flatnonzero(embeddings.tables["t"].read(np.arange(43)).present)))
     again = set(range(5))
     assert found == [again, again if only else set(range(43)), again if only else set(range(43))]
 

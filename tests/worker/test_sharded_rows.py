@@ -222,7 +222,7 @@ def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
         asked = {1: (0, str(tmp_path / "a"), None, first)}
-        again = worker.servers.call_servers("save", 0, asked, view=worker.servers.topology)
+        again = worker.servers.call_servers("save", 0, asked, topology=worker.servers.topology)
         assert again == {1: first}
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
         assert table.save(tmp_path / "a") == first + 2, "a second save by the user is another one"
@@ -339,7 +339,7 @@ def test_a_server_without_its_rows_is_detected() -> None:
     with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         worker.lookup(batch(range(4)), step=1)
         services[0].close()
-        told = "of attempt 1; expected the server's, 0: the server was restarted without its rows; resume"
+        told = "of attempt 1; expected the server's, 0: the server was restarted without its rows; start"
         with Service(Server(), ServerCalls, services[0].address), pytest.raises(AttemptError, match=told):
             worker.lookup(batch(range(4)), step=2)
 

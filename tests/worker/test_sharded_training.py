@@ -47,7 +47,7 @@ def test_lookups_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     def looked_up(rows: ShardedRows, *given: Any) -> Any:
         found = lookup(rows, *given)
         threads.add(threading.current_thread().name)
-        if given[4] == 5:
+        if given[0].step == 5:
             came.set()
         return found
 

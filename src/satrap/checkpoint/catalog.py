@@ -36,13 +36,21 @@ class Version(NamedTuple):
 class Catalog:
     """The versions found by one scan of the folder."""
 
-    def __init__(self, parents: Mapping[str, str | None], torn: Iterable[str], used: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        parents: Mapping[str, str | None],
+        torn: Iterable[str],
+        used: Iterable[str] = (),
+        best: Iterable[str] = (),
+    ) -> None:
         """parents: the parent of each version that counts.
 
         torn: names of versions without a complete checkpoint.json.
         used: names that versions were given, whether these still exist or not.
+        best: names of versions that were the best of the run when they were saved.
         """
         self.parents = parents
+        self._best = [each for each in _sorted_versions(best) if each.name in parents]
         self._complete, self._torn, self._used = (
             _sorted_versions(parents),
             _sorted_versions(torn),
@@ -53,6 +61,11 @@ class Catalog:
     def newest(self) -> str | None:
         """The newest version that counts."""
         return self._complete[-1].name if self._complete else None
+
+    @property
+    def best(self) -> str | None:
+        """The newest version that counts and was the best when it was saved."""
+        return self._best[-1].name if self._best else None
 
     @property
     def skipped(self) -> list[str]:
@@ -77,9 +90,9 @@ class Catalog:
         return one is not None and name != than and (other is None or one.number >= other.number)
 
     def removable(self, keep: int) -> list[str]:
-        """Return the versions beyond the newest `keep`, except the parents of those."""
+        """Return the versions beyond the newest `keep` and the best, except the parents of those."""
         needed: set[str] = set()
-        for each in self._complete[-keep:]:
+        for each in [*self._complete[-keep:], *self._best[-1:]]:
             ancestor: str | None = each.name
             while ancestor is not None and ancestor not in needed:
                 needed.add(ancestor)

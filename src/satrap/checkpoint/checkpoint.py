@@ -17,10 +17,10 @@ checkpoint.json last, without which the checkpoint does not count.
 
 import copy
 import json
+import logging
 import os
 import random
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,10 +47,11 @@ from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotEr
 from satrap.run_context import current_context
 from satrap.table.snapshot.manifest import checksum
 from satrap.table.snapshot.saved_table import SavedTable
-from satrap.train.embeddings import Embeddings
+from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import unwrap
 
+_LOG = logging.getLogger("satrap.checkpoint")
 _ENDED = 0  # in place of every_steps: the trainer is at the end of its script
 
 
@@ -94,19 +95,25 @@ class Checkpoint:
             )
         self._directory = RunDirectory(path)
         self._objects = {"model": unwrap(model), "optimizer": optimizer, **(further or {})}
-        self._embeddings, self._data = embeddings, data
+        self._session, self._data = session_of(embeddings), data
         self._keep, self._full_every = keep, full_every
-        embeddings.track_position(data)
+        self._session.track_position(data)
         self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
         self._layout = 0  # the tables' layout at that time
         self._since_full = 0
         self._saved_step = -1
         self._source: Mapping[str, Any] | None = None
-        if embeddings.is_async:
-            embeddings.run_before_close(self._join_saves_until_end)
+        if not self._session.dense.is_joint:
+            self._session.run_before_close(self._join_saves_until_end)
 
-    def save(self, *, every_steps: int | None = None) -> bool:
+    @property
+    def best(self) -> str | None:
+        """Name of the checkpoint that was last saved as the best, or None if there is none."""
+        return self._directory.best_name()
+
+    def save(self, *, every_steps: int | None = None, best: bool = False) -> bool:
         """Write a checkpoint; return whether one was written. every_steps: write only if the step is a multiple, once.
+        best: it is the best of the run so far, and kept beyond `keep` until another one is saved as the best.
 
         Several trainers all call this at the same step, and trainer 0 writes. With dense="async" trainers may call it
         at different steps; a trainer that calls it without every_steps joins the other trainers' saves until all
@@ -114,14 +121,14 @@ class Checkpoint:
         """
         if every_steps is not None:
             _require_count("every_steps", every_steps)
-        step = self._embeddings.step
+        step = self._session.step
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
-            if self._saved_step < 0 and self._embeddings.trainers.rank == 0:
+            if self._saved_step < 0 and self._session.trainers.rank == 0:
                 self._directory.require_mine(None)  # fails early, before there is work that cannot be saved
-                self._embeddings.tables.require_permitted(self._directory.local)
+                self._session.worker.tables.require_permitted(self._directory.local)
             self._saved_step = max(0, self._saved_step)
             return False
-        while not self._save_together(every_steps):
+        while not self._save_together(every_steps, best):
             pass
         self._saved_step = step
         return True
@@ -131,38 +138,38 @@ class Checkpoint:
         while not self._save_together(_ENDED):
             pass
 
-    def _save_together(self, every_steps: int | None) -> bool:
+    def _save_together(self, every_steps: int | None, best: bool = False) -> bool:
         """Make one save of all trainers; return whether it completes this trainer's request."""
-        trainers, in_step = self._embeddings.trainers, not self._embeddings.is_async
-        with self._embeddings.pause():
-            position = self._embeddings.position_of(self._data)
-            request = [self._directory.name, self._embeddings.step, every_steps, position and position.to_dict()]
+        trainers, is_joint = self._session.trainers, self._session.dense.is_joint
+        with self._session.pause():
+            position = self._session.position_of(self._data)
+            request = [self._directory.name, self._session.step, every_steps, position and position.to_dict(), best]
             # Once this returns, all trainers are paused.
             gathered = trainers.gather(json.dumps(request).encode(), patient=True)
-            directories, steps, intervals, positions = zip(*map(json.loads, gathered), strict=True)
+            directories, steps, intervals, positions, bests = zip(*map(json.loads, gathered), strict=True)
             if set(intervals) == {_ENDED}:
                 return True
-            requests = set(intervals) if in_step else set(intervals) - {None, _ENDED}
-            if len(set(directories)) > 1 or len(requests) > 1 or (in_step and len(set(steps)) > 1):
+            requests = set(intervals) if is_joint else set(intervals) - {None, _ENDED}
+            if len(set(directories)) > 1 or len(requests) > 1 or (is_joint and len(set(steps)) > 1):
                 raise CheckpointError(
                     f"the trainers save into {list(directories)} at steps {list(steps)} with every_steps "
                     f"{list(intervals)}; expected the same values on all trainers"
                 )
-            self._embeddings.refresh()
+            self._session.dense.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
             try:
-                trainers.run_first(lambda: self._write(max(steps), positions, randoms), CheckpointError)
+                trainers.run_first(lambda: self._write(max(steps), positions, randoms, any(bests)), CheckpointError)
             except Exception as error:
                 if every_steps != _ENDED:
                     raise
                 # The trainer that requested the save raises, and may continue.
-                print(f"no checkpoint was saved: {error}", file=sys.stderr)
+                _LOG.error("no checkpoint was saved: %s", error)
         return every_steps in requests or (every_steps is None and not requests)
 
-    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes]) -> None:
+    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
         with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
-            tables, layout = self._embeddings.tables, self._embeddings.tables.map_version
+            tables, layout = self._session.worker.tables, self._session.worker.tables.map_version
             parent_crc32c = None if parent is None else self._directory.checksum_of(parent[0])
             if layout != self._layout or parent_crc32c is None:
                 parent = None  # rows have migrated, or the parent was removed
@@ -186,9 +193,10 @@ class Checkpoint:
                 parent_crc32c=None if parent is None else parent_crc32c,
                 positions=tuple(None if each is None else Position.from_dict(each) for each in positions),
                 source=self._signature(),
-                tables=tuple(self._embeddings.tables),
+                tables=tuple(self._session.worker.tables),
                 saved=self._saved_tables(folder, is_full=parent is None),
                 state_crc32c=checksum((folder / STATE).read_bytes()),
+                is_best=is_best,
             )
             (folder / MANIFEST).write_bytes(entry.to_json())
             for file in (STATE, MANIFEST):
@@ -204,7 +212,7 @@ class Checkpoint:
         A checkpoint that is torn, or has another model, other tables, another seed or a source read in another order,
         is refused with the differences, and everything is left unchanged.
         """
-        trainers = self._embeddings.trainers
+        trainers = self._session.trainers
         with self._directory.newest() as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
@@ -224,16 +232,17 @@ class Checkpoint:
                 raise error or CheckpointError("another trainer cannot resume; its own error says why")
             with self._restored(newest.where, state):
                 trainers.run_first(lambda: self._restore_tables(chain), CheckpointError)
-            self._embeddings.join_attempt()
-            self._embeddings.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
+            self._session.join_attempt()
+            self._session.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
             self._saved_step = newest.step
-        if (context := current_context()) is not None and context.rank == 0:  # started by `satrap run`
-            print(f"launch {context.launch} continues after step {newest.step}, from {newest.where}", file=sys.stderr)
+        if trainers.rank == 0:
+            launch = "" if (context := current_context()) is None else f"launch {context.launch} "
+            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where)
         return True
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:
         """Return the state of a checkpoint; raise CheckpointError if it is of another job."""
-        state, names = self._read_state(entry), list(self._embeddings.tables)
+        state, names = self._read_state(entry), list(self._session.worker.tables)
         if sorted(entry.tables) != sorted(names):
             raise CheckpointError(f"{entry.where} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
         self._require_same_source(entry)
@@ -243,7 +252,7 @@ class Checkpoint:
     def _position_for_this_trainer(self, entry: CheckpointManifest) -> Position | None:
         """Return where this trainer continues in the data. If another number of trainers saved the checkpoint, each
         trainer continues with its shard of the data that those have left."""
-        trainers, positions = self._embeddings.trainers, entry.positions
+        trainers, positions = self._session.trainers, entry.positions
         if len(positions) == trainers.world_size:
             return positions[trainers.rank]
         if not any(positions):
@@ -259,7 +268,7 @@ class Checkpoint:
         return Position.after(known)
 
     def _restore_tables(self, chain: list[CheckpointManifest]) -> None:
-        newest, tables = chain[-1], self._embeddings.tables
+        newest, tables = chain[-1], self._session.worker.tables
         folders = table_folders(chain)
         self._layout = tables.map_version
         changes_may_follow = tables.restore(folders)
@@ -273,7 +282,7 @@ class Checkpoint:
         fails."""
         before = copy.deepcopy(self._state([_random_state()]))
         try:
-            for each in state["random"][self._embeddings.trainers.rank :][:1]:  # empty if fewer trainers saved it
+            for each in state["random"][self._session.trainers.rank :][:1]:  # empty if fewer trainers saved it
                 _set_random_state(each)
             for name, each in self._objects.items():
                 try:
@@ -290,7 +299,7 @@ class Checkpoint:
     def _signature(self) -> Mapping[str, Any] | None:
         """Return the source's signature; computed once, since it lists the source's files."""
         if self._source is None:
-            self._source = self._embeddings.signature_of(self._data)
+            self._source = self._session.signature_of(self._data)
         return self._source
 
     def _require_same_source(self, entry: CheckpointManifest) -> None:
@@ -305,7 +314,7 @@ class Checkpoint:
         ]
         # New files may follow the old ones, unless the order or the shards depend on all files.
         were, are = entry.source.get("files", ()), now.get("files", ())
-        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._embeddings.trainers.world_size > 1
+        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._session.trainers.world_size > 1
         for i in range(max(len(were), len(are)) if of_all else len(were)):
             was, is_ = (list(files[i]) if i < len(files) else None for files in (were, are))
             if was != is_:
@@ -319,7 +328,7 @@ class Checkpoint:
 
     def _save_tables(self, folder: Path, parent: tuple[str, dict[str, int]] | None) -> dict[str, int]:
         versions = {}
-        tables = self._embeddings.tables
+        tables = self._session.worker.tables
         for i, name in enumerate(tables):
             store, to = tables[name], folder / table_key(i)
             versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
@@ -328,7 +337,7 @@ class Checkpoint:
     def _saved_tables(self, folder: Path, *, is_full: bool) -> tuple[SavedTable, ...]:
         """Return what the folder holds of each table; raise SnapshotError if a full save lacks some rows."""
         found = []
-        tables = self._embeddings.tables
+        tables = self._session.worker.tables
         for i, name in enumerate(tables):
             path = folder / table_key(i)
             saved = SavedTable.from_folder(path, len(tables[name]))

@@ -10,9 +10,9 @@ checkpoints beyond `keep`.
 """
 
 import json
+import logging
 import secrets
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from satrap.table.snapshot.manifest import FILE_NAME, Manifest, checksum
 from satrap.table.snapshot.saved_table import SavedTable
 
 MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
+_LOG = logging.getLogger("satrap.checkpoint")
 _FORMAT, _FORMAT_VERSION, _UNBOUND_VERSION = "satrap-checkpoint", 3, 2
 _LOCK_SECONDS = 60.0
 
@@ -54,6 +55,8 @@ class CheckpointManifest:
     saved: tuple[SavedTable, ...] | None
     """Snapshots of the tables, in the order of `tables`; None if an older release did not record them."""
     state_crc32c: int
+    is_best: bool = False
+    """Whether it was the best of its run when it was saved: it is kept until there is a better one."""
 
     @classmethod
     def parse(cls, data: bytes, folder: Path, where: str) -> "CheckpointManifest":
@@ -88,6 +91,7 @@ class CheckpointManifest:
                 tables=tuple(table["name"] for table in tables) if has_snapshots else tuple(tables),
                 saved=tuple(SavedTable.from_dict(_without(each, "name")) for each in tables) if has_snapshots else None,
                 state_crc32c=content["state_crc32c"],
+                is_best=content.get("is_best", False),
             )
         except CheckpointError:
             raise
@@ -111,6 +115,8 @@ class CheckpointManifest:
             ],
             "state_crc32c": self.state_crc32c,
         }
+        if self.is_best:
+            body["is_best"] = True
         return _canonical(body | {"crc32c": checksum(_canonical(body))})
 
     def require_name(self, name: str) -> None:
@@ -179,10 +185,10 @@ def require_rows(chain: Sequence[CheckpointManifest], found: Mapping[str, int]) 
                 "saved: do not use these rows; use an older checkpoint, and report this"
             )
     if any(entry.saved is None for entry in chain):
-        warnings.warn(
-            f"{newest.where} was saved by an older release of Satrap, which did not record which tables, parts and "
-            "parents belong together: this was not checked. The next full save records it",
-            stacklevel=3,
+        _LOG.warning(
+            "%s was saved by an older release of Satrap, which did not record which tables, parts and parents belong "
+            "together: this was not checked. The next full save records it",
+            newest.where,
         )
 
 
@@ -196,6 +202,7 @@ class RunDirectory:
         self._previous_writer: str | None = None  # the previous writer, the only one from which this process takes over
         self._announced: set[str] = set()  # names under which this process has written
         self._known_parents: dict[str, str | None] = {}  # parent of each version known to be complete
+        self._known_best: set[str] = set()  # versions that were the best of the run when they were saved
         self._warned_about: set[str] = set()
 
     @property
@@ -272,6 +279,11 @@ class RunDirectory:
         with self._read_errors():
             return self._scan(None).newest
 
+    def best_name(self) -> str | None:
+        """Return the name of the version that was last saved as the best, or None if there is none."""
+        with self._read_errors():
+            return self._scan(None).best
+
     @contextmanager
     def newest(self) -> Iterator[list[CheckpointManifest]]:
         """Yield the newest checkpoint and its parents, oldest first, in local folders; empty if there is none."""
@@ -300,10 +312,7 @@ class RunDirectory:
                 self._storage.remove(name, MANIFEST)
         except (OSError, SatrapError) as error:
             why = f"{error.strerror or error} at {error.filename}" if isinstance(error, OSError) else str(error)
-            warnings.warn(
-                f"{self._storage.url}: old checkpoints could not be removed: {why}; the next save retries",
-                stacklevel=2,
-            )
+            _LOG.warning("%s: old checkpoints could not be removed: %s; the next save retries", self._storage.url, why)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -320,11 +329,12 @@ class RunDirectory:
                 continue
             data = self._read(name)
             if data is not None and (self._storage.is_atomic or _is_json(data)):
-                parents[name] = _parent(data)
+                parents[name], is_best = _parent_and_best(data)
+                self._known_best |= {name} if is_best else set()
             elif name in listed:
                 torn.append(name)
         self._known_parents = parents
-        return Catalog(parents, torn, used)
+        return Catalog(parents, torn, used, self._known_best)
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -359,11 +369,10 @@ class RunDirectory:
     def _warn_of_skipped(self, catalog: Catalog) -> None:
         for name in set(catalog.skipped) - self._warned_about - self._announced:
             self._warned_about.add(name)
-            warnings.warn(
+            _LOG.warning(
                 f"{self._storage.url}/{name} has no complete {MANIFEST}: its save or its copy was cut short. It is "
                 f"skipped; {catalog.newest or 'no checkpoint'} is the newest before it. "
-                f"{'The next save removes it' if name in catalog.removed_later else 'Complete it, or remove it'}",
-                stacklevel=4,
+                f"{'The next save removes it' if name in catalog.removed_later else 'Complete it, or remove it'}"
             )
 
     # -- ownership ---------------------------------------------------------------------------------------------------
@@ -451,12 +460,14 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-def _parent(data: bytes) -> str | None:
-    """Return the parent's name, or None if the file is damaged: removing such a checkpoint is up to the user."""
+def _parent_and_best(data: bytes) -> tuple[str | None, bool]:
+    """Return the parent's name, and whether the version was the best; (None, False) if the file is damaged: removing
+    such a checkpoint is up to the user."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
-        parent = json.loads(data)["parent"]
-        return parent if isinstance(parent, str) else str(parent["name"])
-    return None
+        content = json.loads(data)
+        parent, is_best = content["parent"], content.get("is_best") is True
+        return parent["name"] if isinstance(parent, dict) else parent, is_best
+    return None, False
 
 
 def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -6,32 +6,22 @@ Carries out the commands that `parser` reads, and prints plain lines.
 
 import argparse
 import json
-import math
+import logging
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError, SatrapError
 from satrap.run_context import RunContext
 
-if TYPE_CHECKING:
-    from satrap.launch.process_command import Script
-    from satrap.launch.scaler import Scaler
-    from satrap.launch.supervisor import RunConfig
-    from satrap.rpc import Keys
-
-_RAY_OPTIONS = (
-    *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
-    *("trainer_cpus", "trainer_gpus", "trainer_memory"),
-)
-_RERUN_HINT = "; run the same command again to finish the move"
+_RERUN_HINT = "; run the same command again to finish the migration"
 _MAX_OPEN_FILES = 1 << 16  # of a server or worker: one for each connection
 _NUM_CALL_THREADS = 4  # threads of a worker that receive calls and pass them to its sessions
 
@@ -41,16 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser()
     own_arguments, script_arguments = _split_arguments(sys.argv[1:] if arguments is None else arguments)
     options, unrecognized = parser.parse_known_args(own_arguments)
+    if options.command is None:
+        parser.exit(2, parser.format_help())
     if unrecognized:
         hint = "; put the script's own arguments after --" if options.command == "run" else ""
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
+    if options.command in ("server", "worker", "trainer"):
+        _show_log()
     try:
         if options.die_with is not None:
             from satrap.launch.child_processes import die_with_parent
 
             die_with_parent(options.die_with)
         if options.command == "run":
-            return _run(options, script_arguments)
+            from satrap.cli.run_command import run_script
+
+            return run_script(options, script_arguments)
         if options.command != "trainer":  # a script's own errors are not caught here
             for line in _output_lines(options):
                 print(line, flush=True)
@@ -64,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"satrap: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"satrap: interrupted{_RERUN_HINT if options.command == 'move' else ''}", file=sys.stderr)
+        print(f"satrap: interrupted{_RERUN_HINT if options.command == 'migrate' else ''}", file=sys.stderr)
         return 130
     from satrap.launch.trainer_main import run_trainer
 
@@ -91,76 +87,26 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _server(options)
 
 
+def _show_log() -> None:
+    """Shows Satrap's log on standard error, unless the script configures logging."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("satrap")
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
 def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the arguments before and after the first "--"."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), list(arguments[at + 1 :])
 
 
-def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    from satrap.launch.local_launcher import LocalLauncher
-    from satrap.launch.logs import RunLogs
-    from satrap.launch.run_loop import lock_run_folder, run
-    from satrap.launch.supervisor import RunConfig
-
-    run_config = RunConfig(
-        servers=options.servers,
-        workers=options.workers,
-        trainers=options.trainers,
-        restarts=options.restarts,
-        max_servers=options.max_servers,
-    )
-    server_gib = options.server_gib
-    if server_gib is not None and (options.max_servers is None or not 0 < server_gib < math.inf):
-        problem = (
-            f"server-gib is {server_gib}"
-            if options.max_servers is not None
-            else "--server-gib was given without --max-servers"
-        )
-        raise ConfigError(f"run: {problem}; expected a size above 0, together with --max-servers")
-    if options.cluster == "ray":
-        return _run_on_ray(options, run_config, arguments)
-    if ray_only := [name for name in _RAY_OPTIONS if getattr(options, name) is not None]:
-        raise ConfigError(f"--{ray_only[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
-    cores = len(os.sched_getaffinity(0))
-    counts = {"trainer": run_config.trainers, "worker": run_config.workers, "server": run_config.servers}
-    script = _script(options, arguments, {role: max(1, cores // max(1, count)) for role, count in counts.items()})
-    with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
-        launcher = LocalLauncher(options.folder, logs, options.memory)
-        return run(script, run_config, options.folder, launcher, logs, _scaler(options))
-
-
-def _script(options: argparse.Namespace, arguments: list[str], threads: Mapping[str, int]) -> "Script":
-    """threads: number for each process, by role."""
-    from satrap.launch.process_command import Script
-
-    return Script(
-        path=Path(options.script),
-        arguments=tuple(arguments),
-        checkpoints=tuple(options.checkpoints),
-        data=tuple(options.data),
-        trainer_threads=threads["trainer"],
-        worker_threads=threads["worker"],
-        server_threads=threads["server"],
-    )
-
-
-def _scaler(options: argparse.Namespace, keys: "Keys | None" = None, memory_bytes: int = 0) -> "Scaler":
-    """memory_bytes: memory reserved for each server; 0: its machine's."""
-    from satrap.launch.scaler import Scaler
-    from satrap.sharding.autoscaler import ScaleLimits
-
-    max_servers = options.max_servers
-    limits = None if max_servers is None else ScaleLimits(min_servers=options.servers, max_servers=max_servers)
-    limit = memory_bytes if options.server_gib is None else options.server_gib * 2**30
-    return Scaler(options.folder, keys, limits, limit or None)
-
-
 def _scale(folder: Path, servers: int) -> Iterator[str]:
     from satrap.launch.scaler import request_servers
 
     request_servers(folder, check_integer("scale", "servers", servers, 1, 65535))
-    yield f"requested {servers} server{'s'[: servers != 1]}; the output of the run reports the result"
+    yield f"number of servers requested: {servers}; the output of the run reports the result"
 
 
 def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:
@@ -172,44 +118,6 @@ def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) ->
         f"migrated {result.buckets} buckets ({result.rows:,} rows, {result.bytes / 2**20:,.0f} MiB) in "
         f"{result.seconds:.1f} s; no bucket was frozen for more than {result.longest_frozen_seconds:.2f} s"
     )
-
-
-def _run_on_ray(options: argparse.Namespace, run_config: "RunConfig", arguments: list[str]) -> int:
-    try:
-        from satrap.launch.ray_launcher import open_ray_launcher
-    except ImportError as error:
-        raise ConfigError(f"--cluster ray requires Ray ({error}); run pip install 'ray>=2.52'") from error
-    from satrap.launch.logs import RunLogs
-    from satrap.launch.resources import Resources, RunResources, parse_size
-    from satrap.launch.run_loop import lock_run_folder, run
-
-    def resources_of(role: str) -> Resources:
-        memory = getattr(options, f"{role}_memory")
-        cpus, gpus = getattr(options, f"{role}_cpus"), getattr(options, f"{role}_gpus", None)
-        return Resources(
-            cpus=1 if cpus is None else cpus,
-            gpus=gpus or 0,
-            memory_bytes=0 if memory is None else parse_size(memory),
-        )
-
-    resources = RunResources(
-        server=resources_of("server"), worker=resources_of("worker"), trainer=resources_of("trainer")
-    )
-    threads = {"trainer": resources.trainer.cpus, "worker": resources.worker.cpus, "server": resources.server.cpus}
-    script = _script(options, arguments, threads)
-    ray_options = {
-        "address": options.address,
-        "memory": options.memory,
-        "placement_seconds": 60.0 if options.placement_seconds is None else options.placement_seconds,
-        "max_servers": options.max_servers or 0,
-    }
-    with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
-        try:
-            with open_ray_launcher(script, run_config, resources, logs, **ray_options) as launcher:
-                scaler = _scaler(options, launcher.keys, resources.server.memory_bytes)
-                return run(script, run_config, options.folder, launcher, logs, scaler)
-        except KeyboardInterrupt:  # before the run started
-            return 130
 
 
 def _keys(folder: str) -> Iterator[str]:
@@ -258,10 +166,10 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
 def _prepare_to_listen(options: argparse.Namespace) -> None:
     if options.insecure and options.keys is not None:
         raise ConfigError("both --keys and --insecure were given; expected one of them: remove --insecure")
-    files, max_servers = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = _MAX_OPEN_FILES if max_servers == resource.RLIM_INFINITY else min(max_servers, _MAX_OPEN_FILES)
-    if files != resource.RLIM_INFINITY and files < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, max_servers))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def _install_stop_handler() -> Callable[[], object]:

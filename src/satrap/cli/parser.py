@@ -17,7 +17,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     _add_run(commands)
     _add_scale(commands)
     _add_server(commands)
@@ -81,7 +81,7 @@ def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default:
 
 
 def _add_paths(group: argparse._ArgumentGroup) -> None:
-    _add_folder(group)
+    _add_folder(group, "directory for the run's state and logs; only one run can use it at a time")
     group.add_argument(
         "--memory",
         type=Path,
@@ -89,24 +89,24 @@ def _add_paths(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="directory in shared memory for the servers' rows (default: %(default)s)",
     )
-    for option, what in (("--checkpoints", "checkpoints"), ("--data", "training data")):
+    for option, what in (("--checkpoints", "servers write checkpoints"), ("--data", "workers read training data")):
         group.add_argument(
             option,
             action="append",
             default=[],
             metavar="DIR|URL",
-            help=f"allow {what} below this directory or URL, too; may be repeated (always allowed: the script's "
+            help=f"let {what} below this directory or URL, too; may be repeated (always allowed: the script's "
             "directory and the paths in its arguments)",
         )
 
 
-def _add_folder(group: argparse._ActionsContainer) -> None:
+def _add_folder(group: argparse._ActionsContainer, what: str) -> None:
     group.add_argument(
         "--folder",
         type=Path,
         default=Path("satrap-run"),
         metavar="DIR",
-        help="directory for the run's state and logs; only one run can use it at a time (default: %(default)s)",
+        help=f"{what} (default: %(default)s)",
     )
 
 
@@ -148,7 +148,7 @@ def _add_scale(commands: _Commands) -> None:
         "those that leave, while it trains, and prints when it has finished.",
     )
     scale.add_argument("--servers", type=int, required=True, metavar="N", help="new number of parameter servers")
-    _add_folder(scale)
+    _add_folder(scale, "the directory of the run, its --folder")
 
 
 def _add_server(commands: _Commands) -> None:

@@ -3,6 +3,7 @@
 They communicate over Unix sockets, in a directory of the run that no other user may enter.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from satrap.launch.supervisor import Event, Process, Role, StopMode
 from satrap.rpc.address import MAX_PATH_BYTES
 from satrap.rpc.unix_socket import require_private
 
+_LOG = logging.getLogger("satrap.launch")
 _MAX_NAME_BYTES = 30  # of a socket's name: "/server-65535.4294967295"
 
 
@@ -43,7 +45,7 @@ class LocalLauncher:
         rendezvous = (self._folder / f"rendezvous-{name}-{process.incarnation}").absolute()
         rows, warning = rows_file(self._memory, name, f"{process.role}-{process.number}")
         if warning is not None and process.role is Role.SERVER:
-            self._logs.info(f"{process}: {warning}")
+            _LOG.warning("%s: %s", process, warning)
         folder = _socket_folder(name)
         require_private(folder)
         listen = spec.listen(f"ipc://{folder}", has_rows(rows))

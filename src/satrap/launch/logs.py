@@ -1,9 +1,10 @@
-"""Output of a run's processes: each process has a log file, and the first trainer's output is also shown.
+"""Output of a run: each process has a log file, and the first trainer's output is also shown, between the run's events.
 
 The other trainers print the same lines, and a healthy server prints nothing. When a process fails, the last lines of
-its log are shown.
+its log are shown. Events are records of the logger "satrap.launch", which a handler writes to standard error.
 """
 
+import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,29 +14,35 @@ from satrap.launch.child_processes import ChildExited, ProcessOutput, Report, St
 from satrap.launch.supervisor import Event, Process, ProcessExited, Role
 from satrap.launch.terminal import Terminal
 
+_LOG = logging.getLogger("satrap.launch")
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
 
 
 class RunLogs:
-    """The log files and the terminal output of one run. A context manager: on exit it flushes the terminal."""
+    """The log files and the terminal output of one run. A context manager: within it the terminal shows Satrap's log,
+    and on exit it is flushed."""
 
     def __init__(self, folder: Path) -> None:
         """folder: directory for the log files. All incarnations of a process append to one file."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._stdout, self._stderr = Terminal(sys.stdout), Terminal(sys.stderr)
+        self._handler = _TerminalHandler(self._stderr)
         self._start_offsets: dict[Process, int] = {}  # in its log file
         self._unwritten_bytes: dict[Path, int] = {}  # of log files on a full disk
 
     def __enter__(self) -> Self:
+        logging.getLogger("satrap").addHandler(self._handler)
+        _LOG.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: object) -> None:
         if unshown := self._stdout.close():
-            self.info(
-                f"{unshown} bytes of standard output were not read, or did not fit; the logs are in {self.folder}"
+            _LOG.warning(
+                "%d bytes of standard output were not read, or did not fit; the logs are in %s", unshown, self.folder
             )
+        logging.getLogger("satrap").removeHandler(self._handler)
         self._stderr.close()
 
     def path(self, process: Process) -> Path:
@@ -72,9 +79,9 @@ class RunLogs:
         start_offset = self._start_offsets.pop(process)
         if failed and not _is_shown(process):
             for line in self._tail(process, start_offset):
-                self.info(f"{process} | {line}")
+                _LOG.warning("%s | %s", process, line)
         if failed:
-            self.info(f"{process}: log file {self.path(process)}")
+            _LOG.warning("%s: log file %s", process, self.path(process))
 
     def _append(self, process: Process, data: bytes) -> None:
         """Appends to a process's log file. A full disk does not end the run: the bytes that did not fit are counted,
@@ -92,8 +99,8 @@ class RunLogs:
         except OSError as error:
             self._unwritten_bytes[path] = unwritten + len(data)
             if not unwritten:
-                self.info(
-                    f"{path} cannot be written ({error.strerror}); output of {process} is not logged until it can"
+                _LOG.warning(
+                    "%s cannot be written (%s); output of %s is not logged until it can", path, error.strerror, process
                 )
 
     def _tail(self, process: Process, start_offset: int) -> list[str]:
@@ -105,9 +112,16 @@ class RunLogs:
         except OSError:  # the file was never written, or was removed
             return []
 
-    def info(self, text: str) -> None:
-        """Prints a line of the run itself on standard error."""
-        self._stderr.write(f"satrap run: {text}\n".encode(errors="replace"))
+
+class _TerminalHandler(logging.Handler):
+    """Writes the lines of a log to a terminal that may be paused, for which `logging.StreamHandler` would wait."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._terminal.write(f"satrap run: {record.getMessage()}\n".encode(errors="replace"))
 
 
 def _is_shown(process: Process) -> bool:

@@ -6,7 +6,8 @@ its files and the path of the script.
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from satrap.config.path_allowlist import is_url, without_glob
@@ -22,10 +23,8 @@ class Script:
 
     path: Path
     arguments: tuple[str, ...] = ()
-    trainer_threads: int | None = None
-    """Threads of torch in each trainer."""
-    worker_threads: int | None = None
-    server_threads: int | None = None
+    threads: Mapping[Role, int] = field(default_factory=dict)
+    """Number of threads in each process of a role; a role that is left out has the default."""
     checkpoints: tuple[str, ...] = ()
     """Directories and URLs that servers may write below, besides those on the command line."""
     data: tuple[str, ...] = ()
@@ -98,8 +97,7 @@ class ProcessSpec:
             context = ["--context", json.dumps(self._run_context(site).to_dict())]
             return ["trainer", *context, *listener, str(site.script), "--", *script.arguments]
         keys = [] if site.keys is None else ["--keys", str(site.keys)]
-        number = script.server_threads if role is Role.SERVER else script.worker_threads
-        threads = [] if number is None else ["--threads", str(number)]
+        threads = ["--threads", str(script.threads[role])] if role in script.threads else []
         shared = ["--shared", str(site.rows)] if role is Role.SERVER else []
         flag, paths = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
         allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named_paths(), *paths)]
@@ -116,5 +114,5 @@ class ProcessSpec:
             is_copy=site.is_copy,
             keys=None if site.keys is None else str(site.keys),
             rendezvous=site.rendezvous if self.run_config.trainers > 1 else None,
-            num_threads=self.script.trainer_threads,
+            num_threads=self.script.threads.get(Role.TRAINER),
         )

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,12 @@ from satrap.errors import ConfigError, SatrapError
 from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
-from satrap.launch.resources import RunResources, describe_resources
+from satrap.launch.resources import RayConfig, describe_resources
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.supervisor import Event, PlacementFailed, Process, Role, RunConfig, StopMode
 from satrap.rpc.keys import Keys, create_keys
 
+_LOG = logging.getLogger("satrap.launch")
 _POLL_SECONDS = 0.5  # the longest delay of a command while the actor waits for its child
 _CONNECT_SECONDS = 10.0
 _REMOVE_SECONDS = 60.0  # Ray starts a process on each node to remove files, which takes long where the cores are busy
@@ -132,15 +133,9 @@ class _ActorRecord:
 class RayLauncher:
     """Implements `satrap.launch.run_loop.Launcher`."""
 
-    def __init__(self, logs: RunLogs, config: RunConfig, resources: RunResources, memory: Path, timeout: float) -> None:
-        """memory: directory in shared memory, on every node. timeout: seconds for Ray to place a process."""
-        self._logs, self._config, self._resources, self._memory, self._timeout = (
-            logs,
-            config,
-            resources,
-            memory,
-            timeout,
-        )
+    def __init__(self, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs) -> None:
+        self._run_config, self._ray_config, self._logs = run_config, ray_config, logs
+        self._resources = ray_config.resources
         self._groups: dict[Role, PlacementGroup] = {}
         self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of servers, by number
         self._records: dict[Any, _ActorRecord] = {}  # by the reference of the pending call
@@ -152,33 +147,29 @@ class RayLauncher:
 
     def reserve(self) -> None:
         """Reserves the resources of the run; ConfigError if Ray cannot."""
-        deadline = time.monotonic() + self._timeout
-        counts = {
-            Role.TRAINER: self._config.trainers,
-            Role.SERVER: self._config.servers,
-            Role.WORKER: self._config.workers,
-        }
-        for role, count in counts.items():
-            if count:
+        deadline = time.monotonic() + self._ray_config.placement_seconds
+        for role, strategy in _STRATEGIES.items():
+            if count := self._run_config.counts[role]:
                 bundles = [self._resources.for_role(role).bundle()] * count
-                self._groups[role] = placement_group(bundles, strategy=_STRATEGIES[role])
+                self._groups[role] = placement_group(bundles, strategy=strategy)
         for group in self._groups.values():
             while not group.wait(1):  # in short waits, so that Ctrl-C is handled
                 if time.monotonic() > deadline:
-                    raise ConfigError(self._placement_error(self._resources.describe(self._config)))
+                    raise ConfigError(self._placement_error(self._resources.describe(self._run_config)))
 
     def remove_files(self, name: str) -> None:
         remove_files: Any = ray.remote(_remove_node_files)
+        memory = self._ray_config.memory
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        refs = [remove_files.options(num_cpus=0, scheduling_strategy=each).remote(self._memory, name) for each in on]
+        refs = [remove_files.options(num_cpus=0, scheduling_strategy=each).remote(memory, name) for each in on]
         ray.wait(refs, num_returns=len(refs), timeout=_REMOVE_SECONDS)
         for node, ref in zip(nodes, refs, strict=True):
             try:
                 ray.get(ref, timeout=0)
             except RayError as error:
                 what = type(error).__name__
-                self._logs.info(f"node {node}: {self._memory}/satrap-{name}-* could not be removed ({what})")
+                _LOG.warning("node %s: %s/satrap-%s-* could not be removed (%s)", node, memory, name, what)
 
     def start(self, spec: ProcessSpec) -> None:
         self._logs.record_start(spec.process)
@@ -220,7 +211,7 @@ class RayLauncher:
             return first, number
         if number not in self._bundles:
             taken = {index for group, index in self._bundles.values() if group == first}
-            free = [index for index in range(self._config.servers) if index not in taken]
+            free = [index for index in range(self._run_config.servers) if index not in taken]
             own = [self._resources.server.bundle()]
             self._bundles[number] = (first, free[0]) if free else (placement_group(own), 0)
         return self._bundles[number]
@@ -241,7 +232,7 @@ class RayLauncher:
             return False
         if record.is_placed:
             return now - record.waiting_since > _START_SECONDS
-        if now - record.waiting_since <= self._timeout:
+        if now - record.waiting_since <= self._ray_config.placement_seconds:
             return False
         group, _ = self._bundle(record.spec.process.role, record.spec.process.number)
         record.is_placed, record.waiting_since = group.wait(_READY_CHECK_SECONDS), now
@@ -273,10 +264,10 @@ class RayLauncher:
             .remote()
         )
         if role is Role.TRAINER and process.number == 0:  # the first one that a launch starts
-            self._rendezvous = actor.bind_rendezvous.remote() if self._config.trainers > 1 else None
+            self._rendezvous = actor.bind_rendezvous.remote() if self._run_config.trainers > 1 else None
         rendezvous = self._rendezvous if role is Role.TRAINER else None
         keys = {name: self._keys[name] for name in _KEYS[role]}
-        ref = actor.start.remote(spec, self._memory, keys, rendezvous)
+        ref = actor.start.remote(spec, self._ray_config.memory, keys, rendezvous)
         self._records[ref] = _ActorRecord(spec, actor, waiting_since)
 
     def _collect(self, ref: Any) -> list[Report]:
@@ -313,14 +304,14 @@ class RayLauncher:
         process = record.spec.process
         if record.was_stopped:
             return ChildExited(process, -signal.SIGTERM, True)
-        self._logs.info(f"{process}: its Ray actor died: {str(error).strip().splitlines()[-1].strip()}")
+        _LOG.warning("%s: its Ray actor died: %s", process, str(error).strip().splitlines()[-1].strip())
         return ChildExited(process, -signal.SIGKILL, False)
 
     def _placement_error(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
         count = sum(node["Alive"] for node in ray.nodes())
         return (
-            f"Ray could not place {what} within {self._timeout:g} s: its {count} nodes have "
+            f"Ray could not place {what} within {self._ray_config.placement_seconds:g} s: its {count} nodes have "
             f"{describe_resources(total)}, of which {describe_resources(free)} are free; request less, add nodes, or "
             "wait longer with --placement-seconds"
         )
@@ -328,42 +319,26 @@ class RayLauncher:
 
 @contextmanager
 def open_ray_launcher(
-    script: Script,
-    run_config: RunConfig,
-    resources: RunResources,
-    logs: RunLogs,
-    *,
-    address: str | None,
-    memory: Path,
-    placement_seconds: float,
-    max_servers: int,
+    script: Script, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs
 ) -> Iterator[RayLauncher]:
-    """Returns a launcher on the Ray cluster at `address`. Without an address, starts a private Ray on this machine,
-    with room for `max_servers` servers, and shuts it down at the end."""
+    """Returns a launcher on the Ray cluster of `ray_config`. Without an address, starts a private Ray on this machine,
+    with room for all servers that the run may have, and shuts it down at the end."""
     script_folder, log_folder = script.path.absolute().parent, logs.folder.absolute()
     excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
-    if not placement_seconds > 0:
-        raise ConfigError(f"placement-seconds is {placement_seconds}; expected more than 0")
     options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
-    if address is None:
-        needed = resources.total_cpus(replace(run_config, servers=max(run_config.servers, max_servers)))
-        cpus = max(
-            len(os.sched_getaffinity(0)), needed
-        )  # more than there are, if need be: processes share the cores, as without Ray
-        options |= {
-            "address": "local",
-            "num_cpus": cpus,
-            "include_dashboard": False,
-            "object_store_memory": _STORE_BYTES,
-        }
+    if ray_config.address is None:
+        # More CPUs than there are, if need be: processes share the cores, as without Ray.
+        cpus = max(len(os.sched_getaffinity(0)), ray_config.resources.total_cpus(run_config))
+        options |= {"address": "local", "num_cpus": cpus}
+        options |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     else:
-        _check_address(address)
-        options["address"] = address
+        _check_address(ray_config.address)
+        options["address"] = ray_config.address
     # Ray prints messages about workers and nodes that died; the terminal shows only the first trainer's output.
     with open(logs.folder / "ray.log", "a") as log, redirect_stdout(log):
         try:
-            _connect(address, options)
-            launcher = RayLauncher(logs, run_config, resources, memory, placement_seconds)
+            _connect(options)
+            launcher = RayLauncher(run_config, ray_config, logs)
             launcher.reserve()
             yield launcher
         finally:
@@ -385,8 +360,9 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def _connect(address: str | None, options: dict[str, Any]) -> None:
+def _connect(options: dict[str, Any]) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise ConfigError(f"cannot connect to Ray at {address or 'this machine'}: {error}") from error
+        where = "this machine" if options["address"] == "local" else options["address"]
+        raise ConfigError(f"cannot connect to Ray at {where}: {error}") from error

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from satrap.config.validation import check_integer
@@ -57,16 +58,30 @@ class RunResources:
 
     def describe(self, run_config: RunConfig) -> str:
         """Returns the resources of the whole run in words."""
-        counts = {Role.SERVER: run_config.servers, Role.WORKER: run_config.workers, Role.TRAINER: run_config.trainers}
-        return ", ".join(f"{count} x {role} with {self.for_role(role)}" for role, count in counts.items() if count)
+        counts = run_config.counts.items()
+        return ", ".join(f"{count} x {role} with {self.for_role(role)}" for role, count in counts if count)
 
     def total_cpus(self, run_config: RunConfig) -> int:
-        """Returns the CPUs of the whole run."""
-        return (
-            run_config.servers * self.server.cpus
-            + run_config.workers * self.worker.cpus
-            + run_config.trainers * self.trainer.cpus
-        )
+        """Returns the CPUs of the whole run, with as many servers as it may scale to."""
+        counts = run_config.counts | {Role.SERVER: run_config.max_servers or run_config.servers}
+        return sum(count * self.for_role(role).cpus for role, count in counts.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """The Ray cluster of a run."""
+
+    address: str | None = None
+    """Address of the head node, or "auto"; None: a private Ray on this machine."""
+    memory: Path
+    """Directory in shared memory on every node, for the servers' rows."""
+    placement_seconds: float = 60.0
+    """Time for Ray to find a node for a process."""
+    resources: RunResources = field(default_factory=RunResources)
+
+    def __post_init__(self) -> None:
+        if not self.placement_seconds > 0:
+            raise ConfigError(f"placement-seconds is {self.placement_seconds}; expected more than 0")
 
 
 def describe_resources(amounts: dict[str, Any]) -> str:

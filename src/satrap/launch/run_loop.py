@@ -4,6 +4,7 @@ launcher.poll, scaler.poll ──> Supervisor.handle ──> run.json on disk �
 """
 
 import fcntl
+import logging
 import os
 import secrets
 import signal
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 from satrap.errors import ConfigError
-from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import ProcessSpec, Script
 from satrap.launch.run_state import RunState
 from satrap.launch.scaler import Scaler
@@ -32,6 +32,7 @@ from satrap.launch.supervisor import (
     Supervisor,
 )
 
+_LOG = logging.getLogger("satrap.launch")
 _POLL_SECONDS = 0.5  # the longest delay of a Ctrl-C
 
 
@@ -76,7 +77,7 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher, logs: RunLogs, scaler: Scaler) -> int:
+def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher, scaler: Scaler) -> int:
     """Runs the script to its end and returns the exit status. The caller holds the lock of `lock_run_folder`."""
     file = folder / "run.json"
     previous = RunState.read(file)
@@ -97,7 +98,7 @@ def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher,
                 for command in commands:
                     match command:
                         case LogMessage(text):
-                            logs.info(text)
+                            _LOG.info(text)
                         case StartProcess(process, address):
                             launcher.start(ProcessSpec(process, address, script, run_config, run_state))
                         case StopProcess(process, mode, release):

@@ -168,6 +168,11 @@ class RunConfig:
         if self.max_servers is not None:
             check_integer("run", "max_servers", self.max_servers, self.servers, MAX_PROCESSES)
 
+    @property
+    def counts(self) -> dict[Role, int]:
+        """Number of processes of each role, at the start of the run."""
+        return {Role.SERVER: self.servers, Role.WORKER: self.workers, Role.TRAINER: self.trainers}
+
 
 class _Phase(Enum):
     STARTING = "servers and workers are starting"
@@ -291,27 +296,24 @@ class Supervisor:
             return self._reset_servers()
         if not self._all_ready(Role.SERVER, self._servers):
             return []
-        started = {number for role, number in self._running if role is Role.WORKER}
-        commands = [
-            self._start_process(Role.WORKER, each, now) for each in range(self._config.workers) if each not in started
-        ]
-        return list(commands) or (
-            self._start_launch(now) if self._all_ready(Role.WORKER, range(self._config.workers)) else []
-        )
+        workers = range(self._config.workers)
+        if missing := [each for each in workers if (Role.WORKER, each) not in self._running]:
+            return [self._start_process(Role.WORKER, each, now) for each in missing]
+        return self._start_launch(now) if self._all_ready(Role.WORKER, workers) else []
 
     def _reset_servers(self) -> list[Command]:
         """Kills all servers. The requested number of servers starts afterwards: no buckets need to migrate."""
         self._phase, self._migration_failures = _Phase.RESETTING_SERVERS, 0
         self._servers, self._targets = self._targets or self._servers, None
-        commands = [
-            StopProcess(running.process, "kill", release=running.process.number not in self._servers)
-            for running in self._with_role(Role.SERVER)
+        servers = self._with_role(Role.SERVER)
+        return [
+            LogMessage("a server's rows are lost; restarting all servers empty"),
+            *(StopProcess(each, "kill", release=each.number not in self._servers) for each in servers),
         ]
-        return [LogMessage("a server's rows are lost; restarting all servers empty"), *commands]
 
     def _restart_servers_empty(self, now: float) -> list[Command]:
         """Starts all servers once the last one of the old has exited."""
-        if any(self._with_role(Role.SERVER)):
+        if self._with_role(Role.SERVER):
             return []
         self._phase, self._servers_have_rows, self._has_lost_rows = _Phase.STARTING, False, False
         return [self._start_process(Role.SERVER, number, now) for number in self._servers]
@@ -342,27 +344,24 @@ class Supervisor:
     # -- scaling ------------------------------------------------------------------------------------------------------
 
     def _on_scale_requested(self, event: ScaleRequested, now: float) -> list[Command]:
-        num_servers = len(self._servers)
-        if self._phase is not _Phase.TRAINING or self._targets is not None or self._is_migrating:
-            return [
-                LogMessage(f"request for {_count(event.servers, 'server')} refused: {self._busy_reason()}; retry later")
-            ]
-        if event.servers > (max_servers := self._config.max_servers or MAX_PROCESSES):
-            return [LogMessage(f"request for {_count(event.servers, 'server')} refused: the maximum is {max_servers}")]
-        if not 1 <= event.servers <= MAX_PROCESSES or event.servers == num_servers:
-            return [LogMessage(f"request for {_count(event.servers, 'server')} ignored: the run has {num_servers}")]
+        num_servers, requested = len(self._servers), _count(event.servers, "server")
+        max_servers = self._config.max_servers or MAX_PROCESSES
+        is_scaling = self._targets is not None or self._is_migrating
+        if is_scaling or self._phase is not _Phase.TRAINING:
+            why = "buckets are being moved" if is_scaling else self._phase.value
+            return [LogMessage(f"request for {requested} refused: {why}; retry later")]
+        if event.servers > max_servers:
+            return [LogMessage(f"request for {requested} refused: the maximum is {max_servers}")]
+        if event.servers < 1 or event.servers == num_servers:
+            return [LogMessage(f"request for {requested} ignored: the run has {num_servers}")]
         number = max(each for role, each in self._starts if role is Role.SERVER) + 1
         new = list(range(number, number + event.servers - num_servers))
         self._targets = [*self._servers, *new][: event.servers]
-        message = LogMessage(f"scaling to {_count(event.servers, 'server')} from {num_servers}: {event.reason}")
         return [
-            message,
+            LogMessage(f"scaling to {requested} from {num_servers}: {event.reason}"),
             *(self._start_process(Role.SERVER, each, now) for each in new),
             *([] if new else self._migrate()),
         ]
-
-    def _busy_reason(self) -> str:
-        return "buckets are being moved" if self._targets is not None or self._is_migrating else self._phase.value
 
     def _migrate(self) -> list[Command]:
         """Starts the migration once all its servers listen."""
@@ -377,55 +376,49 @@ class Supervisor:
 
     def _on_migration_ended(self, failure: str | None) -> list[Command]:
         self._is_migrating = False
-        if (
-            self._phase is _Phase.SHUTTING_DOWN
-            or self._targets is None
-            or (failure is not None and self._has_lost_rows)
-        ):
+        if self._phase is _Phase.SHUTTING_DOWN or self._targets is None:
             return []
         if failure is not None:
+            if self._has_lost_rows:
+                return []
             self._migration_failures += 1
             if self._migration_failures > self._config.restarts:
                 return self._fail(f"buckets could not be moved ({failure}); giving up", 1)
             return [LogMessage(f"buckets could not be moved ({failure}); retrying"), *self._migrate()]
-        leaving = [each for each in self._servers if each not in self._targets]
         self._servers, self._targets, self._migration_failures = self._targets, None, 0
         self._update_run_state()
-        stopped = [self._running[Role.SERVER, each].process for each in leaving if (Role.SERVER, each) in self._running]
-        return [
-            LogMessage(f"buckets moved: the run has {_count(len(self._servers), 'server')}"),
-            *(StopProcess(process, "terminate", release=True) for process in stopped),
-        ]
+        return [LogMessage(f"buckets moved: the run has {self._num_servers()}"), *self._stop_surplus_servers()]
 
     def _on_placement_failed(self, event: PlacementFailed, now: float) -> list[Command]:
         """Cancels the scaling if the process is a server that should join; otherwise ends the run."""
         if event.process.role is not Role.SERVER or event.process.number in self._servers:
             return self._fail(event.reason, 1)
         self._targets = None
-        stopped = [
-            running.process for running in self._with_role(Role.SERVER) if running.process.number not in self._servers
-        ]
-        message = LogMessage(f"{event.reason}; continuing with {_count(len(self._servers), 'server')}")
-        commands: list[Command] = [message, *(StopProcess(process, "terminate", release=True) for process in stopped)]
+        message = LogMessage(f"{event.reason}; continuing with {self._num_servers()}")
+        commands: list[Command] = [message, *self._stop_surplus_servers()]
         if self._is_migrating:  # the server ran before, and its rows went with it
             self._has_lost_rows = True
             commands += self._abandon_launch(f"{event.process} is lost", now)
         return commands
+
+    def _stop_surplus_servers(self) -> list[Command]:
+        """Stops the servers that own no buckets."""
+        surplus = [each for each in self._with_role(Role.SERVER) if each.number not in self._servers]
+        return [StopProcess(each, "terminate", release=True) for each in surplus]
 
     # -- trainers -----------------------------------------------------------------------------------------------------
 
     def _start_launch(self, now: float) -> list[Command]:
         self._phase, self._failure, self._servers_have_rows = _Phase.TRAINING, _LaunchFailure(), True
         self.run_state = self.run_state.next_launch()
-        launch, commands = self.run_state.launch, list[Command]()
-        for number in range(self._config.trainers):
-            process = Process(Role.TRAINER, number, launch)
-            self._running[Role.TRAINER, number] = _RunningProcess(process, now)
-            commands.append(StartProcess(process))
-        return [LogMessage(f"launch {launch}: starting {_count(self._config.trainers, 'trainer')}"), *commands]
+        launch, trainers = self.run_state.launch, range(self._config.trainers)
+        processes = [Process(Role.TRAINER, number, launch) for number in trainers]
+        self._running |= {(Role.TRAINER, each.number): _RunningProcess(each, now) for each in processes}
+        message = LogMessage(f"launch {launch}: starting {_count(len(processes), 'trainer')}")
+        return [message, *(StartProcess(each) for each in processes)]
 
     def _on_trainer_exited(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
-        remaining = [each.process for each in self._with_role(Role.TRAINER)]
+        remaining = self._with_role(Role.TRAINER)
         commands: list[Command] = []
         if self._phase is _Phase.TRAINING:
             if status == 0:
@@ -439,7 +432,7 @@ class Supervisor:
 
     def _stop_trainers(self) -> list[Command]:
         self._phase = _Phase.STOPPING_TRAINERS
-        return [StopProcess(running.process, "terminate") for running in self._with_role(Role.TRAINER)]
+        return [StopProcess(each, "terminate") for each in self._with_role(Role.TRAINER)]
 
     def _record_exit(self, running: _RunningProcess, status: int) -> None:
         if not self._failure.causes or status < 0:
@@ -463,7 +456,7 @@ class Supervisor:
 
     def _on_stop_requested(self, reason: str) -> list[Command]:
         if self._is_stopping:
-            return [StopProcess(running.process, "kill") for running in self._running.values()]
+            return [StopProcess(each, "kill") for each in self._with_role(*Role)]
         self._is_stopping = True
         return self._fail(f"{reason}: stopping the run; the same command resumes from the last checkpoint", 130)
 
@@ -472,19 +465,22 @@ class Supervisor:
 
     def _shut_down(self, status: int) -> list[Command]:
         self._phase, self._exit_status = _Phase.SHUTTING_DOWN, status
-        trainers = [StopProcess(running.process, "interrupt") for running in self._with_role(Role.TRAINER)]
-        return list(trainers) or self._stop_remaining()
+        trainers = self._with_role(Role.TRAINER)
+        return [StopProcess(each, "interrupt") for each in trainers] if trainers else self._stop_remaining()
 
     def _stop_remaining(self) -> list[Command]:
         """Stops servers and workers after the trainers, which call them."""
         if not self._running:
             return [ExitRun(self._exit_status)]
-        if any(self._with_role(Role.TRAINER)):
+        if self._with_role(Role.TRAINER):
             return []
-        return [StopProcess(running.process, "terminate") for running in self._running.values()]
+        return [StopProcess(each, "terminate") for each in self._with_role(*Role)]
 
-    def _with_role(self, role: Role) -> Iterable[_RunningProcess]:
-        return [running for (each, _), running in self._running.items() if each is role]
+    def _with_role(self, *roles: Role) -> list[Process]:
+        return [running.process for (role, _), running in self._running.items() if role in roles]
+
+    def _num_servers(self) -> str:
+        return _count(len(self._servers), "server")
 
 
 def _describe_exit(status: int) -> str:

@@ -29,17 +29,19 @@ class DCN(nn.Module):
         deep: widths of the deep stack; () for cross layers alone.
         """
         super().__init__()
-        self.num_dense = count("DCN", "num_dense", num_dense, 0)
-        self.total_dim = sum(block_dims("DCN", embeddings).values())
+        self.num_dense: int = count("DCN", "num_dense", num_dense, 0)
+        self.total_dim: int = sum(block_dims("DCN", embeddings).values())
         width = self.num_dense + self.total_dim
         deep = widths("DCN", "deep", deep)
         rank = None if rank is None else count("DCN", "rank", rank, 1)
-        self.cross = nn.ModuleList(Cross(width, rank) for _ in range(count("DCN", "num_cross", num_cross, 1)))
-        self.deep = stack([width, *deep], last_relu=True) if deep else None
-        self.join = nn.Linear(width + (deep[-1] if deep else 0), 1)
+        self.cross: nn.ModuleList = nn.ModuleList(
+            Cross(width, rank) for _ in range(count("DCN", "num_cross", num_cross, 1))
+        )
+        self.deep: nn.Sequential | None = stack([width, *deep], last_relu=True) if deep else None
+        self.join: nn.Linear = nn.Linear(width + (deep[-1] if deep else 0), 1)
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return logits [batch] for dense [batch, num_dense] and embeddings [batch, total_dim]."""
+        """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""
         check_inputs("DCN", dense, embeddings, self.num_dense, self.total_dim)
         first = embeddings if dense is None else torch.cat([dense, embeddings], 1)
         crossed = first

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from satrap.errors import ConfigError
 from satrap.models.interaction import Interaction
 from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 
 
-class DLRM(torch.nn.Module):
+class DLRM(nn.Module):
     """Bottom layers map the dense features to the embeddings' dim; top layers take the dot products of all pairs."""
 
     def __init__(
@@ -26,7 +27,7 @@ class DLRM(torch.nn.Module):
         """
         super().__init__()
         dims = block_dims("DLRM", embeddings)
-        self.dim = next(iter(dims.values()))
+        self.dim: int = next(iter(dims.values()))
         other = next((name for name, dim in dims.items() if dim != self.dim), None)
         if other is not None:
             raise ConfigError(
@@ -36,17 +37,17 @@ class DLRM(torch.nn.Module):
         top = widths("DLRM", "top", top)
         if not top or top[-1] != 1:
             raise ConfigError(f"DLRM: top is {tuple(top)}; expected 1 as its last width, the logit, e.g. (256, 1)")
-        self.num_dense = count("DLRM", "num_dense", num_dense, 0)
-        self.total_dim = len(dims) * self.dim
+        self.num_dense: int = count("DLRM", "num_dense", num_dense, 0)
+        self.total_dim: int = len(dims) * self.dim
         dense_dim = self.dim if self.num_dense else 0
         sizes = [self.num_dense, *widths("DLRM", "bottom", bottom), self.dim]
-        self.bottom = stack(sizes, last_relu=True) if self.num_dense else None
+        self.bottom: nn.Sequential | None = stack(sizes, last_relu=True) if self.num_dense else None
         num_vectors = len(dims) + (1 if self.num_dense else 0)
         self.interaction = Interaction(num_vectors, self.dim)
-        self.top = stack([dense_dim + num_vectors * (num_vectors - 1) // 2, *top], last_relu=False)
+        self.top: nn.Sequential = stack([dense_dim + num_vectors * (num_vectors - 1) // 2, *top], last_relu=False)
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return logits [batch] for dense [batch, num_dense] and embeddings [batch, total_dim]."""
+        """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""
         check_inputs("DLRM", dense, embeddings, self.num_dense, self.total_dim)
         first = None if self.bottom is None else self.bottom(dense)
         logits: torch.Tensor = self.top(self.interaction(first, embeddings))

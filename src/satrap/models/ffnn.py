@@ -19,13 +19,13 @@ class FFNN(nn.Module):
     ) -> None:
         """embeddings: a satrap.Embeddings or its features, of any dims. hidden: the widths before the logit."""
         super().__init__()
-        self.num_dense = count("FFNN", "num_dense", num_dense, 0)
-        self.total_dim = sum(block_dims("FFNN", embeddings).values())
+        self.num_dense: int = count("FFNN", "num_dense", num_dense, 0)
+        self.total_dim: int = sum(block_dims("FFNN", embeddings).values())
         sizes = [self.num_dense + self.total_dim, *widths("FFNN", "hidden", hidden), 1]
-        self.layers = stack(sizes, last_relu=False)
+        self.layers: nn.Sequential = stack(sizes, last_relu=False)
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return logits [batch] for dense [batch, num_dense] and embeddings [batch, total_dim]."""
+        """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""
         check_inputs("FFNN", dense, embeddings, self.num_dense, self.total_dim)
         logits: torch.Tensor = self.layers(embeddings if dense is None else torch.cat([dense, embeddings], 1))
         return logits.squeeze(1).float()

@@ -57,6 +57,10 @@ class Meter:
             while self._num_waiting - self._waiting[0][2] >= self._window_size:  # samples that no window would include
                 self._num_waiting -= self._waiting.popleft()[2]
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave the last seconds out of the interval: no training took place in them."""
+        self._last_report += seconds
+
     def report(self, now: float, counters: Counters | None = None) -> Report:
         """Return a report of the steps since the last one. Reads the tensors, so it waits for their device."""
         losses = [float(loss) for loss in self._losses]

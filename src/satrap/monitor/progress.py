@@ -7,8 +7,9 @@ and `sinks` show them. Numbers that were not passed are not shown.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Protocol, Self
 
 from satrap.errors import ConfigError, InputError
@@ -89,6 +90,20 @@ class Progress:
         if now >= self._due:
             self._report(now)
 
+    def report_evaluation(
+        self, step: int, metrics: Mapping[str, float], *, is_best: bool | None = None, seconds: float = 0.0
+    ) -> None:
+        """Report the metrics of an evaluation now, beside those of the steps since the last report. `Validation` calls
+        this.
+
+        is_best: whether it is the best so far; None: not known.
+        seconds: how long the evaluation took, which does not count for the throughput of training.
+        """
+        if self._closed:
+            raise InputError("Progress.report_evaluation: this Progress is closed; create a new one")
+        self._meter.leave_out(seconds)
+        self._report(self._clock(), {"step": step, "validation": dict(metrics), "is_best": is_best})
+
     def close(self) -> None:
         """Report the steps since the last report and close the sinks."""
         try:
@@ -104,8 +119,8 @@ class Progress:
         # After an error nothing is read any more, which might raise another error and hide the first.
         self.close() if kind is None else self._close()
 
-    def _report(self, now: float) -> None:
-        report = self._meter.report(now, self._counters())
+    def _report(self, now: float, evaluation: Mapping[str, Any] | None = None) -> None:
+        report = replace(self._meter.report(now, self._counters()), **(evaluation or {}))
         self._due = now + self._every
         for sink in self._sinks:
             sink.write(report)

@@ -72,11 +72,17 @@ class Report:
 
     lost: Mapping[str, int] = field(default_factory=dict)
     """What was not trained on, so far; see `Counters`."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of an evaluation at this step, if there was one."""
+    is_best: bool | None = None
+    """Whether that evaluation is the best so far."""
 
     def scalars(self) -> dict[str, float]:
         """Return every given number by name, as TensorBoard and JSON lines store them."""
         names = ("step", "samples", "seconds", "samples_per_second", "loss", "auc", "normalised_entropy")
         found = {name: getattr(self, name) for name in (*names, "staleness", "max_staleness")}
+        found |= {f"validation/{name}": value for name, value in self.validation.items()}
+        found["validation/is_best"] = None if self.is_best is None else int(self.is_best)
         found |= {f"rows/{table}": rows for table, rows in self.rows.items()}
         found |= {f"seconds/{stage}": seconds for stage, seconds in self.stages.items()}
         found |= {f"lost/{what}": count for what, count in self.lost.items()}
@@ -115,7 +121,11 @@ def _phrases(report: Report) -> list[str]:
     left = ""
     if report.total_samples and report.samples_per_second > 0:
         left = f", {_clock(max(0, report.total_samples - report.samples) / report.samples_per_second)} left"
-    found = [f"step {report.step:,}", f"{short(report.samples)} samples in {_clock(report.seconds)}{left}"]
+    found = [f"step {report.step:,}"]
+    if report.validation:
+        metrics = " ".join(f"{name} {value:.4f}" for name, value in report.validation.items())
+        found.append(f"validation {metrics}{' (best)' if report.is_best else ''}")
+    found.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
     found.append(f"{short(report.samples_per_second)}/s")
     if report.loss is not None:
         found.append(f"loss {report.loss:.4f}")

@@ -42,10 +42,15 @@ class Screen:
         self._open = False  # whether the line of a bar is unfinished
 
     def write(self, report: Report) -> None:
-        """Draw the bar or print the line. A closed terminal does not stop training."""
-        # Return to the first column, write, and erase the rest of a longer earlier bar.
-        self._open = self._as_bar
-        self._put(f"\r{bar(report, self._columns() - 1, self._marks)}\x1b[K" if self._as_bar else f"{line(report)}\n")
+        """Draw the bar, or print the line, also of an evaluation on a terminal. A closed terminal does not stop
+        training."""
+        was_open, self._open = self._open, self._as_bar and not report.validation
+        if self._open:
+            # Return to the first column, write, and erase the rest of a longer earlier bar.
+            self._put(f"\r{bar(report, self._columns() - 1, self._marks)}\x1b[K")
+        else:
+            first, last = ("\r", "\x1b[K") if was_open else ("", "")
+            self._put(f"{first}{line(report)}{last}\n")
 
     def close(self) -> None:
         """End the line of the last bar."""

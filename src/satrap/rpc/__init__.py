@@ -23,8 +23,9 @@ try:
     from satrap.rpc.header import Origin
     from satrap.rpc.keys import Keys
     from satrap.rpc.ledger import Limits
+    from satrap.rpc.schedule import Backoff
     from satrap.rpc.service import Service
 except ModuleNotFoundError as error:
     raise RpcError(f"servers and workers need pyzmq ({error}): pip install pyzmq") from error
 
-__all__ = ["Client", "Keys", "Limits", "Origin", "PendingCall", "Service"]
+__all__ = ["Backoff", "Client", "Keys", "Limits", "Origin", "PendingCall", "Service"]

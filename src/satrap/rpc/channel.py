@@ -4,13 +4,13 @@ Only its own thread uses a channel, so no message passes between threads; but an
 """
 
 import itertools
+import logging
 import math
 import os
 import random
 import secrets
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,8 @@ from satrap.rpc.keys import Keys
 from satrap.rpc.methods import Method
 from satrap.rpc.schedule import Schedule
 
-_WARN_SECONDS = 5.0  # a call without a connection warns after this time
+_LOG = logging.getLogger("satrap.rpc")
+_WARN_SECONDS = 5.0  # a call without a connection is logged after this time
 _RECONNECT_SECONDS = 10.0  # a socket without a connection reconnects after this time
 _CLOSE_CHECK_MS = 100  # interval at which a waiting call checks whether its client was closed
 _RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
@@ -86,7 +87,7 @@ class Channel:
         if os.getpid() != self._process:
             raise ForkError(f"{method} was started in process {self._process} and this is its fork {os.getpid()}")
         if threading.get_ident() != self._thread:
-            raise InputError(f"{method}: result() was called in another thread than begin(); call both in one thread")
+            raise InputError(f"{method}: result() was called in another thread than start(); call both in one thread")
 
     def try_send(self, pending: "PendingCall", now: float) -> None:
         """Sends the request if there is a connection with room for it; otherwise leaves it due."""
@@ -267,12 +268,12 @@ class PendingCall:
             raise RpcError(f"{channel.address} sent an invalid reply: {error}") from None
 
     def warn_unconnected(self, seconds: float) -> None:
-        """Warns once that there has been no connection for so many seconds, since the deadline may be far away."""
+        """Logs once that there has been no connection for so many seconds, since the deadline may be far away."""
         self.unwarned_since = math.inf
         late = f"{self._no_connection_message(seconds)} It"
         if self.schedule.num_sent:
             late = f"{self._method.name} at {self._channel.address}: the connection was lost. A new one"
-        warnings.warn(f"{late} is waited for until {self._seconds:g} s have passed", stacklevel=2)
+        _LOG.warning("%s is waited for until %g s have passed", late, self._seconds)
 
     def _no_connection_message(self, seconds: float) -> str:
         where = f"{self._method.name} at {self._channel.address}"

@@ -43,7 +43,7 @@ from satrap.rpc.values import in_pieces
 
 P = TypeVar("P")
 
-_CONNECT_SECONDS = 1.0  # wait of a thread's first call for its connection, in begin()
+_CONNECT_SECONDS = 1.0  # wait of a thread's first call for its connection, in start()
 _MAX_FRAME_BYTES, _MAX_MESSAGE_BYTES = Limits().max_frame_bytes, Limits().max_partial_bytes
 
 
@@ -92,7 +92,7 @@ class Client(Generic[P]):
         self.call = self.with_deadline(self._deadline)
 
     def with_deadline(self, deadline: float) -> P:
-        """Returns the Protocol's methods with another deadline in seconds: `client.within(5).lookup(ids)`."""
+        """Returns the Protocol's methods with another deadline in seconds: `client.with_deadline(5).lookup(ids)`."""
         return cast(P, _Calls(self, _check_seconds("deadline", deadline)))
 
     def start(

@@ -11,8 +11,21 @@ deadline. The deadline never moves back, and without patience it moves only by t
 
 from dataclasses import dataclass
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
+_BUSY_PAUSES = 0.005, 0.5  # the first and the longest
 _MAX_GAP_SECONDS = 2.0  # longest time between two observations that counts as waiting
+
+
+@dataclass(slots=True)
+class Backoff:
+    """The pauses between retries: each is twice as long as the one before, up to a limit. In seconds."""
+
+    pause: float
+    """The next pause."""
+    longest: float
+
+    def next_pause(self) -> float:
+        pause, self.pause = self.pause, min(2 * self.pause, self.longest)
+        return pause
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +43,7 @@ class Schedule:
     num_busy: int = 0
     num_working: int = 0
     _last_observed: float | None = None
-    _pause: float = _FIRST_PAUSE
+    _backoff: Backoff | None = None
 
     def observe(self, now: float) -> None:
         """Records that the caller waits at this time."""
@@ -61,5 +74,5 @@ class Schedule:
     def record_busy(self, now: float, jitter: float) -> None:
         """Records a busy reply. `jitter`, from 0 to 1, keeps callers apart that were refused together."""
         self.num_busy += 1
-        self.due = now + self._pause * (0.5 + jitter)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._backoff = self._backoff or Backoff(*_BUSY_PAUSES)
+        self.due = now + self._backoff.next_pause() * (0.5 + jitter)

@@ -105,6 +105,6 @@ class CallFence:
             + (
                 "this process was replaced"
                 if origin.attempt < state.engine.attempt
-                else "the server was restarted without its rows; resume the last checkpoint"
+                else "the server was restarted without its rows; start the script again to resume the last checkpoint"
             )
         )

@@ -31,12 +31,12 @@ class ServerCalls(Protocol):
     """The calls of a server. Tables are numbered as in the job."""
 
     def hello(
-        self, origin: Origin, job: dict[str, Any], members: dict[str, Any], server: int, commit: bool
+        self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
         """Handshake: assign a new server to this job, or raise ConfigError if the server's job differs in a field.
         MovedError if the server knows a newer shard map, or cannot take this one yet.
 
-        server: the server's number in `members`, which is a shard map.
+        server: the server's number in the shard map.
         commit: False only compares, and changes nothing.
         Returns `attempt`, `latest_step`, `lrs` and `leases`: for each process that trains, its location and the seconds
             until its lease expires. Ignores the origin.
@@ -91,7 +91,7 @@ class ServerCalls(Protocol):
 
         ticket: the number that a lookup named, in which case there are no ids; or 0.
         coded: the gradients, of a caller whose wire is "float16".
-        together: how many trainers' updates form one step, or 0 if this one does alone. Parts are answered once the
+        barrier_size: how many trainers' updates form one step, or 0 if this one does alone. Parts are answered once the
             last part has arrived and all are applied as one update, with each id's gradients summed in rank order.
         """
         ...
@@ -147,7 +147,7 @@ class ServerCalls(Protocol):
     # once a server has seen a newer token, it refuses all calls, hello included, that would change something under an
     # older one.
 
-    def take_fencing_token(self, origin: Origin, mover: int) -> None:
+    def take_fencing_token(self, origin: Origin, holder: int) -> None:
         """Take the origin's step as the newest fencing token, which the coordinator of that random number holds.
         Returns once no call under an older token is running."""
         ...
@@ -196,7 +196,7 @@ class ServerCalls(Protocol):
         """Insert what `export_metadata` returned, which completes the migration's buckets."""
         ...
 
-    def install_map(self, origin: Origin, members: dict[str, Any], server: int, migration: int) -> None:
+    def install_map(self, origin: Origin, shard_map: dict[str, Any], server: int, migration: int) -> None:
         """Adopt the next shard map, in which this server has the number `server`, -1 for none. NotReadyError unless the
         outgoing buckets are frozen and the incoming ones complete, both by this `migration`."""
         ...

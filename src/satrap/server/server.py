@@ -7,11 +7,14 @@ with TicketError and the worker sends the ids. The windows of each bucket record
 (core/table/applied_steps.hpp): a duplicate of an update, before or after a restart, has no effect.
 """
 
+import mmap
 import os
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,7 @@ class Server(MigrationCalls):
         self._leases = Leases()
         super().__init__()
         # A file that is incomplete or has no shard map is left from a kill during hello or restore, which is retried.
-        if shared is not None and Path(shared).exists() and not remove_unfinished(shared):
+        if shared is not None and os.path.exists(shared) and not remove_unfinished(shared):
             note = shared_note(shared)
             if note.keys() != {"server", "num_servers"}:
                 raise ConfigError(
@@ -69,15 +72,15 @@ class Server(MigrationCalls):
             self._state, self._fencing_token = ServerState.recover(job, TableGroup.in_engine(slots), slots[0].engine)
             if self._state is None:
                 self._remove_rows()
-        elif shared is not None and not os.access(Path(shared).absolute().parent, os.W_OK):
-            raise ConfigError(f"shared is {os.fspath(shared)!r}; expected a file in a writable folder")
+        elif shared is not None:
+            _require_creatable(os.fspath(shared))
 
     def hello(
-        self, origin: Origin, job: dict[str, Any], members: dict[str, Any], server: int, commit: bool
+        self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
-        own_job, shard_map = Job.from_dict(job), ShardMap.from_dict(members)
-        server = check_integer("hello", "server", server, 0, len(shard_map.addresses) - 1)
-        owners = shard_map.bucket_map.owners
+        own_job, new_map = Job.from_dict(job), ShardMap.from_dict(shard_map)
+        server = check_integer("hello", "server", server, 0, len(new_map.addresses) - 1)
+        owners = new_map.bucket_map.owners
         num_buckets, expected = [len(table) for table in owners], [t.resolved_num_buckets for t in own_job.tables]
         if num_buckets != expected:
             raise ConfigError(
@@ -90,13 +93,13 @@ class Server(MigrationCalls):
                 if not commit:
                     lrs = [table.optimizer.lr for table in own_job.tables]
                     return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.remaining()}
-                self._state = self._create_tables(own_job, shard_map, server)
+                self._state = self._create_tables(own_job, new_map, server)
             state = self._state
-            self._require_same_job(state, own_job, shard_map, server, by_coordinator)
+            self._require_same_job(state, own_job, new_map, server, by_coordinator)
             if commit:
                 known = state.shard_map
-                if known.version != shard_map.version or (by_coordinator and known != shard_map):
-                    state.adopt(shard_map, server, self._fencing_token)
+                if known.version != new_map.version or (by_coordinator and known != new_map):
+                    state.adopt(new_map, server, self._fencing_token)
                 state.has_handshake = True
         return {
             "attempt": state.engine.attempt,
@@ -309,17 +312,17 @@ class Server(MigrationCalls):
             for folder in chain:
                 self.require_permitted(origin, folder)
 
-    def _create_tables(self, job: Job, members: ShardMap, number: int) -> ServerState:
+    def _create_tables(self, job: Job, shard_map: ShardMap, number: int) -> ServerState:
         slots = open_engine(
             job.tables,
             seed=job.seed,
             num_threads=self._num_threads,
             shared=self._shared,
-            note={"server": number, "num_servers": len(members.addresses)},
+            note={"server": number, "num_servers": len(shard_map.addresses)},
         )
-        state = ServerState(job, TableGroup.in_engine(slots), slots[0].engine, members, number)
+        state = ServerState(job, TableGroup.in_engine(slots), slots[0].engine, shard_map, number)
         try:
-            state.adopt(members, number, self._fencing_token)
+            state.adopt(shard_map, number, self._fencing_token)
         except BaseException:
             self._remove_rows()
             raise
@@ -327,12 +330,12 @@ class Server(MigrationCalls):
 
     def _recreate_tables(self, old: ServerState, origin: Origin) -> ServerState:
         """Replace the tables by empty ones; meanwhile there are none."""
-        job, members, number = old.job, old.shard_map, old.number
+        job, shard_map, number = old.job, old.shard_map, old.number
         self._state = None
         self._discard_calls(old, origin)
         del old.tables, old.engine, old.participant
         self._remove_rows()
-        new_state = self._create_tables(job, members, number)
+        new_state = self._create_tables(job, shard_map, number)
         new_state.has_handshake = True
         return new_state
 
@@ -394,3 +397,20 @@ class Server(MigrationCalls):
         if kept is None:
             raise TicketError(f"trainer {trainer} has no ticket {number} here: send the ids")
         return kept
+
+
+def _require_creatable(path: str) -> None:
+    """Raise ConfigError unless a shared-memory file can be created at the path, in whose folder one is created now."""
+    try:
+        if not path:
+            raise ValueError("the path is empty")
+        with suppress(FileNotFoundError):
+            os.lstat(path)  # raises if the name is too long
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))) as file:
+            file.truncate(mmap.PAGESIZE)
+            mmap.mmap(file.fileno(), mmap.PAGESIZE).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"shared is {path!r}, and no shared-memory file can be created there: "
+            f"{getattr(error, 'strerror', error)}; expected a file in a writable folder, such as /dev/shm/rows"
+        ) from None

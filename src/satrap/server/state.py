@@ -88,12 +88,12 @@ class ServerState:
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 
-    def adopt(self, members: ShardMap, number: int, token: FencingToken) -> None:
+    def adopt(self, shard_map: ShardMap, number: int, token: FencingToken) -> None:
         """Adopt a shard map and this server's number in it, and store both with the fencing token. Call exclusively."""
-        changed = self.shard_map.version != members.version
-        stored = {"members": members.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
+        changed = self.shard_map.version != shard_map.version
+        stored = {"members": shard_map.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
         self.engine.set_note(json.dumps(stored).encode())
-        self.shard_map, self.number = members, number
+        self.shard_map, self.number = shard_map, number
         self._set_owners()
         if changed:
             self.tickets.clear()

@@ -9,7 +9,7 @@ takes as much memory as in training.
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -25,7 +25,6 @@ from satrap.config.job import Job
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs
-from satrap.data.iterable import Iterable as Items
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
 from satrap.run_context import current_context
 from satrap.table.engine import open_engine
@@ -181,9 +180,7 @@ class Reader:
         overlap: read and look up batches concurrently with the dense network.
         """
         worker, place = self._feature_worker(), torch.device("cpu" if device is None else device)
-        source = data if hasattr(data, "batches") else Items(data)
-        inputs: Iterator[Inputs] = source.batches(worker.features, position=None)
-        stream = Stream.evaluation(inputs, worker, place, overlap=overlap)
+        stream = Stream.evaluation(worker.batches(data), worker, place, overlap=overlap)
         self._streams.add(stream)
         return stream
 

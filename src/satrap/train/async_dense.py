@@ -10,17 +10,18 @@ where the initial values are those of trainer 0. So the servers need no initial 
 on its updates alone. Dense rows and gradients are always sent as float32, whatever `wire` is. The threads of the stream
 make four calls for each step:
 
-    look_up    with the first batch of the step: reads all rows, so the staleness gate bounds dense parameters too
-    hand_over  at the first use of the batch: copies the values into the parameters
-    gradients  in optimizer.step(): copies the gradients, since the next backward pass overwrites them
-    update     before the update of the embeddings, with the same step number, so that each bucket applies it once
+    look_up      with the first batch of the step: reads all rows, so the staleness gate bounds dense parameters too
+    hand_over    at the first use of the batch: copies the values into the parameters
+    update_with  in optimizer.step(): copies the gradients, since the next backward pass overwrites them
+    its result   before the update of the embeddings, with the same step number: each bucket applies it once
+
+Trainers do not communicate after the start of their first stream, not even about an overflow.
 """
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,14 +29,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap import _core
+from satrap.config.features import Features
 from satrap.config.tables import LAST_STEP, Table, Zeros
-from satrap.errors import ConfigError, MovedError, NonFiniteError, StreamError
+from satrap.errors import ConfigError, NonFiniteError, StreamError
 from satrap.train.async_optimizer import table_optimizer
+from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from satrap.worker.server_group import ServerGroup, Topology
+    from satrap.sharding.owner_split import OwnedIds
+    from satrap.worker.server_group import ServerGroup
 
 DIM = 1024
 """Numbers in a row; docs/design/003-cluster.md has the measurement."""
@@ -43,7 +46,7 @@ _PREFIX = "dense."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradients:
+class _Gradients:
     """The dense gradients of one optimizer step."""
 
     rows: NDArray[np.int64]
@@ -54,21 +57,12 @@ class Gradients:
     """Learning rate of each param group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _OwnedRows:
-    """The rows that one server owns."""
-
-    rows: NDArray[np.int64]
-    ids: NDArray[np.uint64]
-    offsets: NDArray[np.int64]
-
-
-class DenseParameters:
+class AsyncDense(DenseStrategy):
     """The dense parameters of a model, stored in tables on the servers; created by `Embeddings.optimizer`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, trainers: ProcessGroup) -> None:
         """Raise ConfigError if a table cannot apply the optimizer's update, or if the optimizer has already stepped."""
-        self._optimizer = optimizer
+        self._optimizer, self._trainers = optimizer, trainers
         self._table_optimizers = [table_optimizer(optimizer, group) for group in optimizer.param_groups]
         self.tables = tuple(
             Table(f"{_PREFIX}{number}", dim=DIM, optimizer=each, initial=Zeros())
@@ -88,21 +82,39 @@ class DenseParameters:
         self._versions: list[int] | None = None  # torch's version counter of each parameter
         self._ahead: dict[int, Tensor] = {}  # by step: looked up, not yet copied into the parameters
         self._step = 0  # the last step looked up
+        self._is_sent = False  # whether the gradients of this step were sent
 
-    def connect(self, servers: "ServerGroup", trainers: ProcessGroup) -> None:
-        """Use `servers`, whose job has these tables as its last ones."""
-        self._servers, self._trainers = servers, trainers
+    @classmethod
+    def require_possible(cls, features: Features, *, has_servers: bool) -> None:
+        taken = [each.name for each in features.tables if each.name.startswith(_PREFIX)]
+        if taken:
+            raise ConfigError(
+                f"table {taken[0]!r}: dense='async' reserves the names that begin with {_PREFIX!r}; rename the table"
+            )
+        if not has_servers:
+            raise ConfigError("dense='async' without servers: pass servers=[...] to hold the dense parameters")
+
+    def connect(self, servers: "ServerGroup") -> None:
+        self._servers = servers
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigError("dense='async': cannot add a param group after optimizer(...); add it before")
 
     # -- initial values ----------------------------------------------------------------------------------------------
 
     @property
-    def start(self) -> Tensor | None:
-        """Return the initial values, equal for all trainers, or None before the first training stream."""
-        return self._start
+    def joins_attempt(self) -> bool:
+        """Trainers wait for each other before their first stream only."""
+        return self._start is None
 
-    def set_start(self, start: Tensor | None) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the initial values, equal for all trainers: None before the first training stream."""
+        return {"start": self._start}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the initial values to those of a checkpoint whose rows are restored. The next lookup sets the
         parameters."""
+        start = state["start"]
         if start is not None and start.shape != (self._first[-1], DIM):
             raise ConfigError(
                 f"the dense parameters in the checkpoint have {tuple(start.shape)} rows and columns; expected those of "
@@ -111,8 +123,7 @@ class DenseParameters:
         self._start, self._versions = start, None
 
     def begin(self) -> None:
-        """Prepare a training stream. All trainers call this before their first stream and take trainer 0's
-        parameters."""
+        """Take trainer 0's parameters before the first stream."""
         self._ahead.clear()
         self._step = 0
         if self._start is not None:
@@ -133,13 +144,11 @@ class DenseParameters:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def look_up(self, step: int, oldest_open: int, place: Callable[[NDArray[Any]], Tensor]) -> None:
-        """Look up the parameters of a step, once. `place` copies an array to the device."""
         if step != self._step:
             self._ahead[step] = place(self._fetch(step, oldest_open, train=True))
             self._step = step
 
     def hand_over(self, step: int) -> None:
-        """Copy the values looked up for the step into the parameters."""
         values = self._ahead.pop(step, None)
         if values is not None:
             if values.is_cuda:
@@ -147,11 +156,15 @@ class DenseParameters:
             self._write(values)
 
     def forget(self, step: int) -> None:
-        """Discard the lookup of a step of which no batch will be used."""
         self._ahead.pop(step, None)
 
+    def update_with(self, scale: float) -> Callable[[int], None]:
+        gradients = self._gradients(scale)
+        self._is_sent = True
+        return lambda step: self._update(gradients, step)
+
     @torch.no_grad()
-    def gradients(self, scale: float) -> Gradients:
+    def _gradients(self, scale: float) -> _Gradients:
         """Return a copy of the current gradients, multiplied by `scale`."""
         now = [table_optimizer(self._optimizer, group) for group in self._optimizer.param_groups]
         for number, (was, is_) in enumerate(zip(self._table_optimizers, now, strict=True)):
@@ -171,34 +184,38 @@ class DenseParameters:
         if scale != 1.0:
             values *= scale
         rows = [np.arange(self._first[i], self._first[i + 1]) for i, _ in given]
-        return Gradients(np.concatenate([np.zeros(0, np.int64), *rows]), values, [each.lr for each in now])
+        return _Gradients(np.concatenate([np.zeros(0, np.int64), *rows]), values, [each.lr for each in now])
 
-    def has_gradients(self) -> bool:
-        """Return whether any parameter has a gradient."""
-        return any(each.grad is not None for each in self._parameters)
+    def step(self, inverse_scale: float) -> None:
+        """Do nothing: the update of the tables has sent the gradients."""
+        is_sent, self._is_sent = self._is_sent, False
+        if not is_sent and any(each.grad is not None for each in self._parameters):
+            raise StreamError(
+                "dense='async': optimizer.step() found gradients of dense parameters, but no batch that a loss has "
+                "reached: the servers identify a step by its batches"
+            )
 
-    def update(self, gradients: Gradients, values: NDArray[np.float32], step: int) -> None:
-        """Send the gradients, whose values `values` holds on the CPU. The call is idempotent: a retry is applied
-        once."""
+    def _update(self, gradients: _Gradients, step: int) -> None:
+        """Send the gradients. The call is idempotent: a retry is applied once."""
+        values = gradients.values.cpu().numpy()
         wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if len(wrong):
             number = np.searchsorted(self._first, wrong[0], side="right") - 1
             raise NonFiniteError(f"step {step}: the gradient of dense parameter {number} holds NaN or infinity")
         lrs = [*self._servers.lrs[: -len(self.tables)], *gradients.lrs]
 
-        def arguments(group: _OwnedRows) -> tuple[Any, ...]:
-            return 0, group.ids, group.offsets, values[group.rows].reshape(-1), lrs, 0
+        def arguments(part: "OwnedIds") -> tuple[Any, ...]:
+            return 0, part.ids, part.offsets, values[gradients.rows[part.positions]].reshape(-1), lrs, 0
 
         self._call_owners("update", step, gradients.rows, arguments)
 
     def refresh(self) -> None:
-        """Set the parameters to their current values on the servers."""
         if self._start is not None:
             self._write(torch.from_numpy(self._fetch(0, 0, train=False)))
 
-    def release_rows(self) -> None:
-        """Let the servers evict rows again once this trainer's stream has ended; other trainers may continue for
-        long."""
+    def finish(self) -> None:
+        """Also let the servers evict rows again: other trainers may continue for long."""
+        self.refresh()
         if self._step:
             nothing = (np.zeros(0, np.uint64), np.zeros(len(self._servers.job.tables) + 1, np.int64))
             self._servers.call_all("lookup", *nothing, LAST_STEP, True, 0, step=self._step)
@@ -209,28 +226,22 @@ class DenseParameters:
         """Return the current parameters: initial values plus rows."""
         assert self._start is not None
 
-        def arguments(group: _OwnedRows) -> tuple[Any, ...]:
-            return group.ids, group.offsets, oldest_open, train, 0
+        def arguments(part: "OwnedIds") -> tuple[Any, ...]:
+            return part.ids, part.offsets, oldest_open, train, 0
 
         values = np.empty(self._start.shape, np.float32)
-        for group, found in self._call_owners("lookup", step, np.arange(self._first[-1]), arguments):
-            values[group.rows] = found[0].reshape(-1, DIM)
+        for part, found in self._call_owners("lookup", step, np.arange(self._first[-1]), arguments):
+            values[part.positions] = found[0].reshape(-1, DIM)
         values += self._start.numpy()
         return values
 
     def _call_owners(
-        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[[_OwnedRows], tuple[Any, ...]]
-    ) -> list[tuple[_OwnedRows, Any]]:
-        """Call the method on each server that owns some of the rows; return each server's rows with its reply."""
-        while True:
-            view = self._servers.topology
-            groups = self._group_by_owner(rows, view)
-            calls = {server: arguments(group) for server, group in groups.items()}
-            try:
-                found = self._servers.call_servers(method, step, calls, view=view)
-            except MovedError:
-                continue  # retry with the newer view
-            return [(group, found[server]) for server, group in groups.items()]
+        self, method: str, step: int, rows: NDArray[np.int64], arguments: Callable[["OwnedIds"], tuple[Any, ...]]
+    ) -> list[tuple["OwnedIds", Any]]:
+        """Call the method on each owner of the rows, in ascending order. The id of a row is its number."""
+        num_others = len(self._servers.job.tables) - len(self.tables)
+        offsets = np.concatenate([np.zeros(num_others, np.int64), np.searchsorted(rows, self._group_first)])
+        return self._servers.call_owners(method, step, rows.astype(np.uint64), offsets, arguments)
 
     @torch.no_grad()
     def _write(self, values: Tensor) -> None:
@@ -245,37 +256,12 @@ class DenseParameters:
         self._versions = [each._version for each in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """Return each parameter's view of [rows, DIM]."""
+        """Return each parameter's topology of [rows, DIM]."""
         flat = values.view(-1)
         return [
             flat[first * DIM : first * DIM + each.numel()].view(each.shape)
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
-
-    def _group_by_owner(self, rows: NDArray[np.int64], view: "Topology") -> dict[int, _OwnedRows]:
-        """Group rows, in ascending order, by the server that owns them. The id of a row is its number."""
-        ids, job = rows.astype(np.uint64), self._servers.job.tables
-        ends = np.searchsorted(rows, self._group_first)
-        owners = np.empty(len(rows), np.int64)
-        num_others = len(job) - len(self.tables)
-        for table, (begin, end) in enumerate(pairwise(ends), num_others):
-            buckets = _core.bucket_of(ids[begin:end], job[table].resolved_num_buckets)
-            owners[begin:end] = np.array(view.shard_map.bucket_map.owners[table])[buckets]
-        groups = {}
-        for server in np.unique(owners).tolist():
-            mine = rows[owners == server]
-            offsets = np.concatenate([np.zeros(num_others, np.int64), np.searchsorted(mine, self._group_first)])
-            groups[server] = _OwnedRows(mine, mine.astype(np.uint64), offsets.astype(np.int64))
-        return groups
-
-
-def require_free_names(tables: Sequence[Table]) -> None:
-    """Raise ConfigError if a table of the user has a name reserved for param groups."""
-    taken = [each.name for each in tables if each.name.startswith(_PREFIX)]
-    if taken:
-        raise ConfigError(
-            f"table {taken[0]!r}: dense='async' reserves the names that begin with {_PREFIX!r}; rename the table"
-        )
 
 
 def _without_lr(optimizer: Any) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 `InFlightBatch` is what the stream keeps: the inputs of the batch, its rows once they are looked up, and the ticket with
 which its gradients are sent back. `Batch` is the user's view of it, and may be returned before its rows are looked up:
-the first use of `embeddings` or `sequences` requests them from the stream. `embeddings` is a leaf tensor, [batch, sum
+the first use of `embeddings` or of a feature requests them from the stream. `embeddings` is a leaf tensor, [batch, sum
 of dims]: autograd collects its gradient as it does a parameter's, so losses add up, and the combined optimizer finds
-the gradient there. Features without pooling come as `sequences`, each with a separate leaf.
+the gradient there. `batch[name]` is a view of the leaf's columns of one feature; a feature without pooling is a
+`Sequence` with a separate leaf.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.config.features import Features
+from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
 from satrap.errors import InputError, StreamError
 from satrap.train.joint_step import Padding
@@ -37,13 +40,13 @@ class InFlightBatch:
     """A batch as its stream tracks it, until it is updated or dropped."""
 
     __slots__ = (
-        *("_batch", "dense", "drop_reason", "embeddings", "inputs", "is_training", "is_used", "label", "sequences"),
-        *("step", "ticket", "weight"),
+        *("_batch", "dense", "drop_reason", "embeddings", "features", "inputs", "is_training", "is_used", "label"),
+        *("sequences", "step", "ticket", "weight"),
     )
 
-    def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None) -> None:
+    def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None, features: Features) -> None:
         """step: the optimizer step that the batch belongs to; 0 in evaluation."""
-        self.inputs, self.step, self.dense, self.label = inputs, step, dense, label
+        self.inputs, self.step, self.dense, self.label, self.features = inputs, step, dense, label, features
         self.embeddings = _NOT_LOOKED_UP
         self.sequences: Mapping[str, Sequence] = {}
         self.ticket: Any = None
@@ -117,9 +120,10 @@ class InFlightBatch:
 
 
 class Batch:
-    """One batch of a stream."""
+    """One batch of a stream: `batch[name]` has the rows of a feature, and iterating over it yields the features' names.
+    `len(batch)` is the number of its samples."""
 
-    __slots__ = ("__weakref__", "_dense", "_in_flight", "_use", "inputs", "step")
+    __slots__ = ("__weakref__", "_dense", "_in_flight", "_pooled", "_use", "inputs", "step")
 
     def __init__(
         self, in_flight: InFlightBatch, use: Callable[[InFlightBatch], None] | None, *, with_dense: bool
@@ -134,6 +138,8 @@ class Batch:
         """The optimizer step that the batch belongs to; 0 in evaluation."""
         self._in_flight, self._use = in_flight, use
         self._dense = None if with_dense else in_flight.dense
+        self._pooled: dict[bool, dict[str, Tensor]] = {}
+        """Each feature's columns of `embeddings`, as split with autograd (True) or without."""
 
     def __repr__(self) -> str:
         in_flight = self._in_flight
@@ -141,17 +147,42 @@ class Batch:
         rows = list(in_flight.embeddings.shape) if in_flight.is_looked_up() else "not looked up yet"
         return (
             f"Batch(step={self.step}, dense={list(in_flight.dense.shape)}, embeddings={rows}, label={label}, "
-            f"sequences={list(in_flight.sequences)})"
+            f"features={list(self)})"
         )
 
     def __len__(self) -> int:
         return self.inputs.batch_size
 
+    def __getitem__(self, name: str) -> Any:
+        """Return the rows of one feature: a view [batch, dim] of `embeddings`, or a `Sequence` if the feature is not
+        pooled; looked up as `embeddings` are."""
+        features = self._in_flight.features
+        if name not in features:
+            raise InputError(f"the batch has no feature {name!r}; {suggest(name, list(features))}")
+        if name not in features.pooled:
+            return self._looked_up().sequences[name]
+        recording = torch.is_grad_enabled()  # a view that is created without autograd never passes on a gradient
+        if recording not in self._pooled:
+            # One split of all: its gradient is one block, that of a slice for each feature as many blocks.
+            parts = self.embeddings.split(list(features.pooled.values()), dim=1)
+            self._pooled[recording] = dict(zip(features.pooled, parts, strict=True))
+        return self._pooled[recording][name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._in_flight.features
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._in_flight.features)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the features, in the order of `Embeddings.features`."""
+        return self._in_flight.features.keys()
+
     @property
     def dense(self) -> Tensor:
         """Dense features, float32 [batch, columns]; no columns if the source has none."""
         if self._dense is None:
-            self._dense = self._used().dense
+            self._dense = self._looked_up().dense
         return self._dense
 
     @property
@@ -166,19 +197,14 @@ class Batch:
     def embeddings(self) -> Tensor:
         """Pooled rows, float32 [batch, sum of dims], with the features in the order of `Embeddings.features`. A batch
         that was returned before its lookup is looked up at the first use."""
-        return (self._in_flight if self._use is None else self._used()).embeddings
-
-    @property
-    def sequences(self) -> Mapping[str, Sequence]:
-        """Rows of the features without pooling, by feature name; looked up as `embeddings` are."""
-        return (self._in_flight if self._use is None else self._used()).sequences
+        return self._looked_up().embeddings
 
     @property
     def position(self) -> Position | None:
         """The position of the source after this batch."""
         return self.inputs.position
 
-    def _used(self) -> InFlightBatch:
+    def _looked_up(self) -> InFlightBatch:
         if self._use is not None:
             self._use(self._in_flight)
             self._use = None  # the batch may outlive the stream

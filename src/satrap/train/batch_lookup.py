@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.data.inputs import Inputs
-from satrap.train.async_dense import DenseParameters
 from satrap.train.batch import InFlightBatch, Sequence, gradient_array
+from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_step import PADDING_ROWS, JointStep, Padding
 from satrap.train.torch_threads import torch_threads
 from satrap.worker.worker import Worker
@@ -33,10 +33,10 @@ class BatchLookup:
         *,
         train: bool,
         overlap: bool,
-        dense: DenseParameters | None = None,
+        dense: DenseStrategy | None = None,
     ) -> None:
-        """dense: the dense parameters of a training stream, if they are on the servers."""
-        self._worker, self._device, self._train, self._dense = worker, device, train, dense
+        """dense: that of the optimizer of a training stream."""
+        self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()
         same_threads = not overlap and worker.num_threads == torch.get_num_threads()
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
         on_gpu = device.type == "cuda"
@@ -53,8 +53,7 @@ class BatchLookup:
             return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
         with self._threads():
             if self._train:
-                if self._dense is not None:
-                    self._dense.look_up(step, oldest_open, self._to_device)
+                self._dense.look_up(step, oldest_open, self._to_device)
                 rows = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
             else:
                 rows = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
@@ -71,7 +70,8 @@ class BatchLookup:
         """Return a batch without its rows."""
         dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
         label = None if inputs.label is None else self._to_device(inputs.label)
-        return InFlightBatch(inputs, step if self._train else 0, self._to_device(dense), label)
+        step = step if self._train else 0
+        return InFlightBatch(inputs, step, self._to_device(dense), label, self._worker.features)
 
     def _pad(self, batch: InFlightBatch) -> InFlightBatch:
         """Set the rows of a padding batch to zeros."""
@@ -113,23 +113,11 @@ class BatchLookup:
         """Make the leaves collect gradients, as the user starts to use the rows. Runs in the user's thread."""
         for leaf in batch.leaves:
             leaf.requires_grad_()
-        if self._dense is not None:
-            self._dense.hand_over(batch.step)
-
-    def forget(self, step: int) -> None:
-        """Discard a step of which no batch will be used."""
-        if self._dense is not None:
-            self._dense.forget(step)
-
-    def finish(self) -> None:
-        """Fetch the latest dense parameters after the last update, when no lookup will follow."""
-        if self._dense is not None:
-            self._dense.refresh()
-            self._dense.release_rows()
+        self._dense.hand_over(batch.step)
 
     def update_with(self, batches: list[InFlightBatch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
         """Return a function that applies the gradients of the batches; any thread may call it."""
-        dense = None if self._dense is None else self._dense.gradients(scale)  # the next backward overwrites them
+        update_dense = self._dense.update_with(scale)
         ready = torch.cuda.current_stream(self._device).record_event() if self._gradient_copies is not None else None
         step = batches[-1].step
         batches = [batch for batch in batches if not batch.is_padding]
@@ -142,10 +130,8 @@ class BatchLookup:
             if batches[0].ticket.used:  # a retry after an interrupt that came right after the update
                 return
             blocks, sequences = self._copy_gradients(batches, ready)
-            if self._dense is not None and dense is not None:
-                with self._gradient_stream():
-                    values = dense.values.cpu().numpy()
-                self._dense.update(dense, values, step)
+            with self._gradient_stream():
+                update_dense(step)
             with self._threads():
                 self._worker.update(
                     [batch.ticket for batch in batches],

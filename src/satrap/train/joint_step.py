@@ -7,7 +7,7 @@ padding: batches without rows or samples, of weight 0, which the dense network c
 another.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,20 @@ class Padding(Inputs):
     """A batch without samples, for a trainer whose data has ended before another's."""
 
 
-class PaddedBatches(Iterator[Inputs]):
+class JointBatches(Iterator[Inputs]):
     """Iterates over a trainer's batches, then over padding until it is stopped."""
 
-    def __init__(self, batches: Iterator[Inputs], features: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Inputs],
+        features: tuple[str, ...],
+        join: Callable[[tuple[int, int, int]], JointStep],
+        weigh: Callable[[float], None],
+    ) -> None:
+        """join: returns the joint step for a batch, as `describe` returns it; all trainers call it for each batch.
+        weigh: sets the weight of the batch whose backward pass comes next.
+        """
+        self.join, self.weigh = join, weigh
         self._batches = batches
         self._padding = Padding(names=features, values=np.empty(0, np.uint64), batch_size=0)
         self._read = self._handed_over = 0  # batches with samples

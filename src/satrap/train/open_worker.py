@@ -40,11 +40,11 @@ def open_worker(
     seed: int,
     staleness: int,
     num_threads: int | None,
-    dense: tuple[Table, ...] | None = None,
+    dense: tuple[Table, ...] = (),
 ) -> "LocalWorker | ShardedWorker":
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
-    dense: the tables of dense parameters if trainers do not wait for each other; None if they do.
+    dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
     context = current_context()
     if rows.servers is None and context is not None:
@@ -72,8 +72,8 @@ def open_worker(
         raise ConfigError(f"workers is {workers!r}; expected a list of 'tcp://host:port'")
     if staleness > MOST_STALENESS:
         raise ConfigError(f"staleness is {staleness}; expected at most {MOST_STALENESS} with servers")
-    job = Job(tables=(*features.tables, *(dense or ())), seed=seed)
-    servers = _connect_servers(job, rows, trainers, synchronous=staleness == 0 and dense is None)
+    job = Job(tables=(*features.tables, *dense), seed=seed)
+    servers = _connect_servers(job, rows, trainers, synchronous=staleness == 0 and not dense)
     if not rows.workers:
         return ShardedWorker(features, servers, num_threads=num_threads)
     from satrap.rpc import Keys

@@ -20,11 +20,11 @@ all threads; with a device, or with staleness and cores that torch leaves free, 
 network.
 """
 
-import warnings
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from typing import NoReturn, Self
 
@@ -37,15 +37,16 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.train.async_dense import DenseParameters
 from satrap.train.batch import Batch, InFlightBatch
 from satrap.train.batch_lookup import BatchLookup
-from satrap.train.joint_step import JointStep, PaddedBatches, describe
+from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.joint_step import JointBatches, describe
 from satrap.train.pipeline_stages import Seconds, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
 from satrap.worker.worker import Ticket, Worker
 
+_LOG = logging.getLogger("satrap.train")
 _NO_LOADER = (
     "a torch DataLoader cannot read a stream: its batches are complete, and their gradients return to this "
     "process; use embeddings.stream(satrap.Iterable(loader)) and iterate over the stream itself"
@@ -55,16 +56,6 @@ _DROP_REASONS = {
     "zero_grad": "zero_grad() cleared its gradients before optimizer.step()",
     "overflow": "a GradScaler found an overflow and skipped its step",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class JointStepCallbacks:
-    """Callbacks of a stream whose trainer steps together with others."""
-
-    step: Callable[[tuple[int, int, int]], JointStep]
-    """Returns the joint step for a batch, as `describe` returns it. All trainers call this for each batch."""
-    weigh: Callable[[float], None]
-    """Sets the weight of the batch whose backward pass comes next."""
 
 
 class Stream(Iterator[Batch]):
@@ -85,13 +76,11 @@ class Stream(Iterator[Batch]):
         overlap: bool,
         on_hold: Callable[[list[Tensor]], None],
         position: Position | None = None,
-        joint: JointStepCallbacks | None = None,
-        dense: DenseParameters | None = None,
+        dense: DenseStrategy | None = None,
     ) -> None:
-        """on_hold: called with the leaves of the held batches whenever they change.
-
-        joint: callbacks of a trainer that steps together with others; the inputs are then `PaddedBatches`.
-        dense: the dense parameters, if they are on the servers.
+        """inputs: those of a trainer that steps together with others are `JointBatches`.
+        on_hold: called with the leaves of the held batches whenever they change.
+        dense: that of the optimizer, if there is one.
         """
         self.dropped: Counter[str] = Counter()
         """Number of batches that were looked up and never updated, by cause."""
@@ -100,7 +89,8 @@ class Stream(Iterator[Batch]):
         self.last_step = gate.next_step - 1
         """The last step that was updated or dropped."""
         self._inputs, self._train, self._worker = inputs, train, worker
-        self._gate, self._on_hold, self._joint = gate, on_hold, joint
+        self._gate, self._on_hold, self._dense = gate, on_hold, dense or DenseStrategy()
+        self._joint = inputs if isinstance(inputs, JointBatches) else None
         self._held: list[InFlightBatch] = []  # looked up, neither updated nor dropped
         self._ahead: deque[InFlightBatch] = deque()  # later batches, returned before their lookup
         self._next_batch: InFlightBatch | None = None  # taken from the pipeline, not returned yet
@@ -110,11 +100,10 @@ class Stream(Iterator[Batch]):
         self._num_returned: Counter[int] = Counter()  # batches returned, by step
         self._stepped: set[int] = set()  # steps with a submitted update
         self._last_stepped = 0  # the last of those steps
-        self._dense_at_servers = dense is not None
         self._ended = self._finished = False
         self._ended_because: str | None = None  # why no other batch will come
-        self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=dense)
-        remote = train and worker.remote  # an evaluation has no updates
+        self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
+        remote = train and worker.servers is not None  # an evaluation has no updates
         with Uninterrupted():
             self._pipeline: PrefetchPipeline[InFlightBatch] = PrefetchPipeline(
                 inputs, gate, self._look_up, read_ahead=self._look_up.read_ahead, overlap=overlap, remote=remote
@@ -196,11 +185,11 @@ class Stream(Iterator[Batch]):
                 self._pipeline.drop(self._gate.oldest_open)
                 return held.hand_over(None)
             self._num_returned[held.step] += 1
-            if isinstance(self._inputs, PaddedBatches):
-                self._inputs.hand_over(held.inputs)
+            if self._joint is not None:
+                self._joint.hand_over(held.inputs)
             self._ahead.append(held)
             self._collect()  # earlier batches may be looked up by now, and come first
-            return held.hand_over(self._use, with_dense=self._dense_at_servers)
+            return held.hand_over(self._use, with_dense=bool(self._dense.tables))
 
     def _set_next(self, held: InFlightBatch) -> None:
         self._next_batch = held
@@ -234,7 +223,7 @@ class Stream(Iterator[Batch]):
         """Return whether this trainer has no other batch. Reads one batch ahead to find out."""
         if self._pipeline.is_last():
             return True
-        return isinstance(self._inputs, PaddedBatches) and self._inputs.num_left == 0
+        return self._joint is not None and self._joint.num_left == 0
 
     def _mark_submitted(self, batches: list[InFlightBatch]) -> None:
         """Record that the pipeline has taken over the update of these batches."""
@@ -291,7 +280,7 @@ class Stream(Iterator[Batch]):
             self._pipeline.finish()
             if not self._finished:
                 try:
-                    self._look_up.finish()
+                    self._dense.finish()
                 except KeyboardInterrupt:
                     raise
                 except BaseException:
@@ -391,9 +380,7 @@ class Stream(Iterator[Batch]):
         self._ended = True
         skipped_rows = self._skipped_rows()
         if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
-            warnings.warn(
-                f"{skipped_rows.total:,} samples of the source were not trained on: {skipped_rows}", stacklevel=3
-            )
+            _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped_rows.total:,}", skipped_rows)
         self._pipeline.drain()
         self._collect()
         self._drop([held for held in self._held if held.is_released_unused], "unused", "it was released unused")
@@ -405,8 +392,7 @@ class Stream(Iterator[Batch]):
 
     def _close_if_done(self) -> None:
         if self._ended and not self._held and not self._ahead:
-            if self._joint is not None:
-                self._worker.settle()  # other trainers wait for the last step, and no lookup follows to report it
+            self._worker.settle()  # other trainers may wait for the last step, and no lookup follows to report it
             self.close()
 
     def _drop_all(self, why: str) -> None:
@@ -439,7 +425,7 @@ class Stream(Iterator[Batch]):
             whole = self._ended or self._num_returned[step] == self._gate.accumulate
             behind = any(batch.step == step for batch in [*self._held, *islice(self._ahead, 1)])
             if whole and not behind:
-                self._look_up.forget(step)
+                self._dense.forget(step)
                 self._worker.skip(step)
 
     def _release_tickets(self) -> None:
@@ -453,16 +439,15 @@ class Stream(Iterator[Batch]):
         """Return whether any trainer has samples for the next step, which includes this batch."""
         if self._joint is None or self._joined:
             return True
-        assert isinstance(self._inputs, PaddedBatches)
-        if not self._inputs.is_stopped:  # else this is a retry after an interrupt
+        if not self._joint.is_stopped:  # else this is a retry after an interrupt
             self._worker.settle()  # before another trainer may wait for this one in the joint step
             with Uninterrupted():
-                step = self._joint.step(describe(held.inputs))
+                step = self._joint.join(describe(held.inputs))
                 if step.num_samples:
                     self._look_up.join(held, step)
                     self._joined = True
                     return True
-                self._inputs.stop()
+                self._joint.stop()
         while self._next_batch is not None:  # this batch and what was read after it are all padding
             if not self._pipeline.return_item(self._next_batch):
                 self._pipeline.drop(self._next_batch.step)

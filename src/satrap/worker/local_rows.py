@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.features import Features
@@ -12,13 +11,11 @@ from satrap.config.tables import Table
 from satrap.errors import ConfigError
 from satrap.table.engine import open_engine
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import Floats, Worker, native_features
+from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, native_features
 
 
 class LocalRows:
     """Implements `satrap.worker.worker.Rows` on one engine."""
-
-    remote = False
 
     def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
         """engine: of these tables."""
@@ -37,23 +34,20 @@ class LocalRows:
     def empty(self, lines: int, floats: int) -> Floats:
         return np.asarray(self._engine.empty(lines, floats))
 
-    def lookup(
-        self,
-        values: NDArray[np.uint64],
-        offsets: NDArray[np.int64] | None,
-        weights: Floats | None,
-        batch_size: int,
-        step: int | None,
-        oldest_open: int | None,
-        train: bool,
-        first_epoch: bool,
-        block: Floats,
-        sequences: list[Floats],
-    ) -> _core.Ticket | None:
+    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> _core.Ticket | None:
         """Let the engine assign a step if none was given, after it has checked all values."""
-        at = step or 0, oldest_open or 0, train
         return self._engine.lookup_bags(
-            self._bags, values, offsets, weights, batch_size, *at, block, sequences, first_epoch
+            self._bags,
+            request.values,
+            request.offsets,
+            request.weights,
+            request.batch_size,
+            request.step or 0,
+            request.oldest_open or 0,
+            request.train,
+            block,
+            sequences,
+            request.first_epoch,
         )
 
     def owns_ticket(self, ticket: object) -> bool:
@@ -62,7 +56,7 @@ class LocalRows:
     def update(
         self,
         tickets: Sequence[_core.Ticket],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         step: int,
         lrs: list[tuple[int, float]],
         scale: float,
@@ -81,6 +75,8 @@ class LocalRows:
 
 class LocalWorker(Worker):
     """A worker that owns the tables of its features."""
+
+    servers: None = None
 
     def __init__(
         self,

@@ -7,15 +7,14 @@ a server restarts, a call waits for it until the deadline.
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from satrap.config.job import Job
-from satrap.errors import MovedError, NotReadyError, RpcError
+from satrap.errors import NotReadyError, RpcError
 from satrap.rpc import Client, Keys, Origin
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.shard_map import ShardMap, check_addresses
-from satrap.worker.server_group import MAX_PAUSE, RetryState, ServerGroup, Topology
+from satrap.worker.server_group import RetryState, ServerGroup, Topology
 
 
 class ReaderServers(ServerGroup):
@@ -25,51 +24,49 @@ class ReaderServers(ServerGroup):
         """addresses: of one or more servers of the run. keys: the client's."""
         check_addresses(addresses)
         found = _ask_for_job(addresses, keys, deadline)
-        members, state = ShardMap.from_dict(found["members"]), found["state"]
-        self._newest = state["attempt"], members.version
-        super().__init__(Job.from_dict(found["job"]), members.addresses, begin=False, keys=keys, deadline=deadline)
+        shard_map, state = ShardMap.from_dict(found["members"]), found["state"]
+        self._newest = state["attempt"], shard_map.version
+        super().__init__(Job.from_dict(found["job"]), shard_map.addresses, begin=False, keys=keys, deadline=deadline)
         self.latest_step, self.lrs = state["latest_step"], state["lrs"]
-        self._adopt(members)
+        self._adopt(shard_map)
 
     @property
     def newest_step(self) -> int:
         """The latest step that the run has looked up or updated."""
         retries = RetryState(time.monotonic() + self._deadline)
-        while True:
-            view = self.topology
-            answers = self.call_all("get_shard_map", 0)
-            jobless = next((server for server, each in enumerate(answers) if not each["version"]), None)
-            if jobless is None:
-                return max(int(each["state"]["latest_step"]) for each in answers)
-            with suppress(MovedError):
-                where = view.shard_map.addresses[jobless]
+
+        def ask(topology: Topology) -> int:
+            calls = dict.fromkeys(range(len(topology)), (0,))
+            while True:
+                answers = self.call_servers("get_shard_map", 0, calls, topology=topology)
+                jobless = next((server for server, each in answers.items() if not each["version"]), None)
+                if jobless is None:
+                    return max(int(each["state"]["latest_step"]) for each in answers.values())
+                where = topology.shard_map.addresses[jobless]
                 error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
-                self._handshake_again(view, jobless, error, retries)
+                self._handshake_again(topology, jobless, error, retries)
+
+        return self.follow(ask)
 
     def _connect(self) -> None:
         """Do nothing: a reader makes no handshake."""
 
-    def _refresh(self, view: Topology, server: int) -> bool:
+    def _refresh(self, topology: Topology, server: int) -> bool:
         """Treat any map of a later attempt as newer: the run has started over."""
-        if view is not self.topology:
+        if topology is not self.topology:
             return True
-        answer = view.clients[server].call.get_shard_map(Origin(), 0)
+        answer = topology.clients[server].call.get_shard_map(Origin(), 0)
         if answer["version"]:
-            newest, members = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
+            newest, shard_map = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
             with self._lock:
-                if newest >= self._newest and members != self.topology.shard_map:
-                    self._adopt(members)
+                if newest >= self._newest and shard_map != self.topology.shard_map:
+                    self._adopt(shard_map)
                 self._newest = max(newest, self._newest)
-        return view is not self.topology
+        return topology is not self.topology
 
-    def _handshake_again(self, view: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
+    def _handshake_again(self, topology: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Wait for a restarted server until a trainer has made a handshake with it."""
-        if self._refresh(view, server):
-            raise MovedError("the run has started over: call again") from error
-        if time.monotonic() > retries.until:
-            raise error
-        time.sleep(retries.pause)
-        retries.pause = min(2 * retries.pause, MAX_PAUSE)
+        self._pause(topology, server, error, retries)
 
 
 def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -> dict[str, Any]:

@@ -4,18 +4,17 @@ A call is sent to all servers that it concerns before the first answer is waited
 `satrap.rpc` has retried until the deadline then.
 
 Servers join and leave, and buckets move between them, while calls are in flight. A `Topology` is what is known at one
-moment. A caller whose call was refused because its topology is outdated repeats its work for the newest one,
-`ServerGroup.view`.
+moment. Calls that are refused because their topology is outdated are repeated for the newest one: `ServerGroup.follow`.
 """
 
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,10 @@ from satrap.config.job import Job
 from satrap.config.validation import check_choice
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.rpc import Client, Keys, Origin, PendingCall
+from satrap.rpc import Backoff, Client, Keys, Origin, PendingCall
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
+from satrap.sharding.owner_split import OwnedIds, split_by_owner
 from satrap.sharding.shard_map import ShardMap, check_addresses
 
 LAUNCH_ATTEMPTS = 1 << 16
@@ -36,11 +36,12 @@ LAUNCH_ATTEMPTS = 1 << 16
 _CLAIMS = 2 * _core.WINDOW_STEPS  # steps whose update is remembered; the servers refuse older ones themselves
 _MAX_HANDSHAKES = 8  # handshakes with one server in one call: one for each restart
 _POLL_SECONDS = 0.1
-_FIRST_PAUSE, MAX_PAUSE = 0.001, 0.05  # between two questions whether buckets have arrived
+_PAUSES = 0.001, 0.05  # the first and the longest between two questions whether buckets have arrived
 _LEASE_HELD = (
     "{where} is training on these servers and would be replaced: read its rows with satrap.Reader(servers=...), wait "
     "until it has ended, or pass satrap.Embeddings(..., take_over=True) to end its training"
 )
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +63,8 @@ class RetryState:
 
     until: float
     """When to give up."""
-    pause: float = _FIRST_PAUSE
     handshakes: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(*_PAUSES))
 
 
 class ServerGroup:
@@ -91,7 +92,7 @@ class ServerGroup:
         addresses: of server 0, 1, ... If the servers know a newer shard map, its addresses replace these.
         keys: the client's, from `satrap keys`; without keys the servers must be on this machine.
         trainer: the rank of this process.
-        together: how many trainers' updates form one step; 0: each update is a step.
+        barrier_size: how many trainers' updates form one step; 0: each update is a step.
         wire: how rows and gradients cross the network. "float32": unchanged. "float16": scaled by row and rounded, in
             half the bytes, with an error of at most 2^-11 of the row's largest magnitude (core/kernels/fp16_codec.hpp).
         attempt: that of the run, if another process started it. None: this process starts the next one, now or, without
@@ -99,13 +100,14 @@ class ServerGroup:
         launch: how often a supervisor has launched the trainers. Its attempts are higher than those of all earlier
             launches. 0: there is no supervisor.
         take_over: whether an attempt may start while another process trains in the previous one.
-        relays: this process is a worker, which forwards steps that its trainer has numbered.
+        is_relay: this process is a worker, which forwards steps that its trainer has numbered.
         deadline: seconds after which a call without an answer is an error.
         retry_seconds: seconds after which a call without an answer is sent again.
         """
         check_addresses(addresses)
         check_choice("ServerGroup", "wire", wire, WIRES)
         self.job, self.trainer, self.barrier_size, self.wire = job, trainer, barrier_size, wire
+        self._num_buckets = [table.resolved_num_buckets for table in job.tables]
         self.num_skipped = [0] * len(job.tables)
         """For each table, the number of this process's gradients that were not finite and were left out."""
         self._client_options: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
@@ -114,8 +116,7 @@ class ServerGroup:
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
-        first = ShardMap.first([table.resolved_num_buckets for table in job.tables], addresses)
-        self.topology = self._topology_of(first)
+        self.topology = self._topology_of(ShardMap.first(self._num_buckets, addresses))
         """The current topology. Calls that belong together must use the same one."""
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
@@ -197,10 +198,15 @@ class ServerGroup:
         """Addresses of the servers in the current topology."""
         return self.topology.shard_map.addresses
 
-    def origin(self, step: int, view: Topology | None = None) -> Origin:
+    def origin(self, step: int, topology: Topology | None = None) -> Origin:
         """Return the origin of a call by this process."""
-        version = (view or self.topology).shard_map.version
+        version = (topology or self.topology).shard_map.version
         return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=version)
+
+    def add_skipped(self, counts: Sequence[int]) -> None:
+        """Add to `num_skipped`."""
+        with self._lock:
+            self.num_skipped = [sum(each) for each in zip(self.num_skipped, counts, strict=True)]
 
     def claim(self, step: int, ticket: object) -> None:
         """Reserve the step's update for this ticket, before it is sent; InputError if another ticket's was sent before.
@@ -221,13 +227,52 @@ class ServerGroup:
             while len(self._claims) > _CLAIMS:
                 self._claims.popitem(last=False)
 
+    def follow(self, work: Callable[[Topology], _R]) -> _R:
+        """Return the result of `work` for the current topology; repeat it for the newer one after a MovedError. What a
+        server has done already, it does not do twice."""
+        while True:
+            try:
+                return work(self.topology)
+            except MovedError:
+                continue
+
+    def call_owners(
+        self,
+        method: str,
+        step: int,
+        ids: NDArray[np.uint64],
+        offsets: NDArray[np.int64],
+        arguments: Callable[[OwnedIds], tuple[Any, ...]],
+    ) -> list[tuple[OwnedIds, Any]]:
+        """Call each server that owns some of the ids, and return its ids and its answer. See `split_by_owner`.
+
+        arguments: returns those of the call to the owner of these ids."""
+
+        def call(topology: Topology) -> list[tuple[OwnedIds, Any]]:
+            parts = split_by_owner(ids, offsets, topology.owners, self._num_buckets)
+            calls = {server: arguments(part) for server, part in parts.items()}
+            answers = self.call_servers(method, step, calls, topology=topology)
+            return [(part, answers[server]) for server, part in parts.items()]
+
+        return self.follow(call)
+
+    def call_all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
+        """Return the answers of all servers, under one map. See `call_servers`."""
+
+        def call(topology: Topology) -> list[Any]:
+            calls = dict.fromkeys(range(len(topology)), arguments)
+            answers = self.call_servers(method, step, calls, topology=topology, patient=patient)
+            return [answers[server] for server in calls]
+
+        return self.follow(call)
+
     def call_servers(
         self,
         method: str,
         step: int,
         arguments: Mapping[int, tuple[Any, ...]],
         *,
-        view: Topology,
+        topology: Topology,
         patient: bool = False,
     ) -> dict[int, Any]:
         """Call the named servers concurrently, and return the answer of each.
@@ -237,18 +282,18 @@ class ServerGroup:
         servers have answered, so that none is still working, or once one of them has exceeded its deadline.
 
         step: 0 if the call belongs to none.
-        view: the topology that the arguments were made for. MovedError if there is a newer one: the caller repeats all
-            calls with that. What a server has done already, it does not do twice.
+        topology: that for which the arguments were computed. MovedError if there is a newer one; see `follow`.
         patient: servers may take any time, and only silence for a call's deadline is an error; errors name their
             servers.
         """
-        origin = self.origin(step, view)
+        origin = self.origin(step, topology)
 
         def start(server: int) -> PendingCall:
-            return view.clients[server].start(method, origin, *arguments[server], patient=patient)
+            return topology.clients[server].start(method, origin, *arguments[server], patient=patient)
 
         pending = {server: start(server) for server in arguments}
-        retries = {server: RetryState(time.monotonic() + self._deadline) for server in arguments}
+        until = time.monotonic() + self._deadline
+        retries: defaultdict[int, RetryState] = defaultdict(lambda: RetryState(until))
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         while pending:
@@ -257,7 +302,7 @@ class ServerGroup:
                     continue
                 del pending[server]
                 try:
-                    if self._collect(view, server, call, retries[server], answers):
+                    if self._collect(topology, server, call, retries, answers):
                         continue
                     pending[server] = start(server)
                 except SatrapError as error:
@@ -266,19 +311,8 @@ class ServerGroup:
                         pending.clear()  # the other servers may take long
                         break
         if failed:
-            raise self._failure(view, failed, patient)
+            raise self._failure(topology, failed, patient)
         return answers
-
-    def call_all(self, method: str, *arguments: Any, step: int = 0, patient: bool = False) -> list[Any]:
-        """Return the answers of all servers, under one map. See `call_servers`."""
-        while True:
-            view = self.topology
-            asked = dict.fromkeys(range(len(view)), arguments)
-            try:
-                answers = self.call_servers(method, step, asked, view=view, patient=patient)
-            except MovedError:
-                continue  # repeat with the newer topology
-            return [answers[server] for server in asked]
 
     def close(self) -> None:
         """Release the lease and close the connections."""
@@ -290,7 +324,12 @@ class ServerGroup:
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _collect(
-        self, view: Topology, server: int, call: PendingCall, retries: RetryState, answers: dict[int, Any]
+        self,
+        topology: Topology,
+        server: int,
+        call: PendingCall,
+        retries: defaultdict[int, RetryState],
+        answers: dict[int, Any],
     ) -> bool:
         """Record a server's answer; return False if it must be called again."""
         try:
@@ -298,51 +337,57 @@ class ServerGroup:
         except TicketError as error:
             answers[server] = error
         except MovedError as error:
-            self._wait_for_migration(view, server, error, retries)
+            self._wait_for_migration(topology, server, error, retries[server])
             return False
         except NotReadyError as error:
-            self._handshake_again(view, server, error, retries)
+            self._handshake_again(topology, server, error, retries[server])
             return False
         except DeadlineError as error:
-            self._ask_other_servers(view, server, error)
+            self._ask_other_servers(topology, server, error)
             raise
         return True
 
-    def _handshake_again(self, view: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
+    def _handshake_again(self, topology: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Make another handshake with a restarted server."""
         retries.handshakes += 1
         if retries.handshakes > _MAX_HANDSHAKES:
             raise error
-        self._handshake(view, server)
+        self._handshake(topology, server)
 
-    def _failure(self, view: Topology, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
+    def _failure(self, topology: Topology, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
         """Return the error to raise for these."""
         own = {server: error for server, error in failed.items() if not isinstance(error, MovedError)} or failed
         first = next(iter(own.values()))
         if not patient or isinstance(first, MovedError):
             return first
-        combined = type(first)("; ".join(f"{view.shard_map.addresses[server]}: {each}" for server, each in own.items()))
+        combined = type(first)(
+            "; ".join(f"{topology.shard_map.addresses[server]}: {each}" for server, each in own.items())
+        )
         combined.__cause__ = first
         return combined
 
-    def _wait_for_migration(self, view: Topology, server: int, error: MovedError, retries: RetryState) -> None:
-        """Pause, longer each time; raises the error if there is a newer topology."""
-        if self._refresh(view, server):
-            raise error
-        if time.monotonic() > retries.until:
-            raise DeadlineError(
-                f"{view.clients[server].address}: buckets were migrating for {self._deadline:g} s ({error}): the "
-                "process that migrates them may have stopped: run `satrap migrate` again with the same lists"
-            ) from error
-        time.sleep(retries.pause)
-        retries.pause = min(2 * retries.pause, MAX_PAUSE)
+    def _wait_for_migration(self, topology: Topology, server: int, error: MovedError, retries: RetryState) -> None:
+        late = DeadlineError(
+            f"{topology.clients[server].address}: buckets were migrating for {self._deadline:g} s ({error}): the "
+            "process that migrates them may have stopped: run `satrap migrate` again with the same lists"
+        )
+        self._pause(topology, server, late, retries)
 
-    def _refresh(self, view: Topology, server: int) -> bool:
-        """Ask the server for its shard map, and return whether there is a newer topology than `view`."""
-        if view is not self.topology:
+    def _pause(self, topology: Topology, server: int, late: SatrapError, retries: RetryState) -> None:
+        """Pause before a retry, longer each time. MovedError if there is a newer topology, `late` after the
+        deadline."""
+        if self._refresh(topology, server):
+            raise MovedError(f"there is a newer bucket map than {topology.shard_map.version}: take it and call again")
+        if time.monotonic() > retries.until:
+            raise late
+        time.sleep(retries.backoff.next_pause())
+
+    def _refresh(self, topology: Topology, server: int) -> bool:
+        """Ask the server for its shard map, and return whether there is a newer topology than `topology`."""
+        if topology is not self.topology:
             return True
-        answer = view.clients[server].call.get_shard_map(Origin(), max(1, view.shard_map.version))
-        if answer["version"] <= max(1, view.shard_map.version):
+        answer = topology.clients[server].call.get_shard_map(Origin(), max(1, topology.shard_map.version))
+        if answer["version"] <= max(1, topology.shard_map.version):
             return False
         newest = ShardMap.from_dict(answer["members"])
         with self._lock:
@@ -350,39 +395,36 @@ class ServerGroup:
                 self._adopt(newest)
         return True
 
-    def _adopt(self, members: ShardMap) -> None:
-        self.topology = self._topology_of(members)
+    def _adopt(self, shard_map: ShardMap) -> None:
+        self.topology = self._topology_of(shard_map)
         if self._lease is not None:
             self._lease.clients = self.topology.clients
 
-    def _ask_other_servers(self, view: Topology, silent: int, error: DeadlineError) -> None:
+    def _ask_other_servers(self, topology: Topology, silent: int, error: DeadlineError) -> None:
         """Raise MovedError if another server knows a newer map: the silent one may have been removed."""
-        for server in range(len(view)):
+        for server in range(len(topology)):
             with suppress(DeadlineError):
-                if server != silent and self._refresh(view, server):
+                if server != silent and self._refresh(topology, server):
                     raise MovedError(f"a server is silent, and the others have a newer map ({error})") from error
 
-    def _topology_of(self, members: ShardMap) -> Topology:
-        for address in members.addresses:
+    def _topology_of(self, shard_map: ShardMap) -> Topology:
+        for address in shard_map.addresses:
             if address not in self._clients:
                 self._clients[address] = Client(ServerCalls, address, **self._client_options)
-        clients = tuple(self._clients[address] for address in members.addresses)
-        return Topology(members, clients, np.array(members.bucket_map.flat(), np.uint32))
+        clients = tuple(self._clients[address] for address in shard_map.addresses)
+        return Topology(shard_map, clients, np.array(shard_map.bucket_map.flat(), np.uint32))
 
     def _handshake_all(self, *, commit: bool = True) -> list[dict[str, Any]]:
         """Make a handshake with each server of one topology, and return the answers."""
-        while True:
-            view = self.topology
-            try:
-                return [self._handshake(view, server, commit=commit) for server in range(len(view))]
-            except MovedError:
-                continue
+        return self.follow(
+            lambda topology: [self._handshake(topology, server, commit=commit) for server in range(len(topology))]
+        )
 
-    def _handshake(self, view: Topology, server: int, *, commit: bool = True) -> dict[str, Any]:
-        job, members = self.job.to_dict(), view.shard_map.to_dict()
+    def _handshake(self, topology: Topology, server: int, *, commit: bool = True) -> dict[str, Any]:
+        job, shard_map = self.job.to_dict(), topology.shard_map.to_dict()
         retries = RetryState(time.monotonic() + self._deadline)
         while True:
             try:
-                return view.clients[server].call.hello(Origin(), job, members, server, commit)
+                return topology.clients[server].call.hello(Origin(), job, shard_map, server, commit)
             except MovedError as error:
-                self._wait_for_migration(view, server, error, retries)
+                self._wait_for_migration(topology, server, error, retries)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.cores import thread_count
@@ -29,7 +28,7 @@ from satrap.server.protocol import Coded
 from satrap.table.engine import native_config
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import Floats, Worker, native_features
+from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, native_features
 
 _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
@@ -45,6 +44,7 @@ class ShardedTicket:
     split: _core.SplitTicket
     number: int
     """The ticket's number at the servers; 0 if they have none."""
+    owner: "ShardedRows"
     sums: tuple[_core.Sums, Topology] | None = None
     """Sums of a started update, and the topology they are split for: an interrupted update resumes with them."""
     num_skipped: list[int] = field(default_factory=list)
@@ -58,8 +58,6 @@ class ShardedTicket:
 
 class ShardedRows:
     """Implements `satrap.worker.worker.Rows` on a group of servers."""
-
-    remote = True
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [native_config(table) for table in servers.job.tables]
@@ -84,67 +82,51 @@ class ShardedRows:
     def empty(self, lines: int, floats: int) -> Floats:
         return np.asarray(self._split.empty(lines, floats))
 
-    def lookup(
-        self,
-        values: NDArray[np.uint64],
-        offsets: NDArray[np.int64] | None,
-        weights: Floats | None,
-        batch_size: int,
-        step: int | None,
-        oldest_open: int | None,
-        train: bool,
-        first_epoch: bool,
-        block: Floats,
-        sequences: list[Floats],
-    ) -> ShardedTicket | None:
+    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> ShardedTicket | None:
         self.settle()
-        view = self._servers.topology
-        split = self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view))
-        at = self._advance_step(step) if train else 0
+        topology = self._servers.topology
+        split = self._split_ids(request, topology)
+        train = request.train
+        at = self._advance_step(request.step) if train else 0
         number = next(self._numbers) if train else 0
-        arguments = oldest_open or at, train, number, self._servers.wire, first_epoch
-        while (answers := self._lookup_on_servers(split, view, at, arguments)) is None:
-            view = self._servers.topology
-            self._split.reshard(split, view.owners, len(view))
-        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(len(view))]
+        rest = request.oldest_open or at, train, number, self._servers.wire, request.first_epoch
+
+        def call(newest: Topology) -> dict[int, Any]:
+            nonlocal topology
+            if newest is not topology:
+                self._split.reshard(split, newest.owners, len(newest))
+                topology = newest
+            calls = {
+                server: (split.ids(server), split.offsets(server), *rest)
+                for server in range(len(newest))
+                if split.num_floats(server)
+            }
+            return self._servers.call_servers("lookup", at, calls, topology=newest)
+
+        answers = self._servers.follow(call)
+        rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(split.num_servers)]
         self._split.fill(split, rows, block, sequences)
         if train:
-            return ShardedTicket(split, number)
+            return ShardedTicket(split, number, self)
         self._split.drop(split)
         return None
 
-    def _lookup_on_servers(
-        self, split: _core.SplitTicket, view: Topology, step: int, arguments: tuple[Any, ...]
-    ) -> dict[int, Any] | None:
-        """Return the servers' answers; None if there is a newer topology. how: arguments besides the ids."""
-        arguments_by_server = {
-            server: (split.ids(server), split.offsets(server), *arguments)
-            for server in range(len(view))
-            if split.num_floats(server)
-        }
-        try:
-            return self._servers.call_servers("lookup", step, arguments_by_server, view=view)
-        except MovedError:
-            return None
+    def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
+        return self._split.lookup(
+            request.values, request.offsets, request.weights, request.batch_size, topology.owners, len(topology)
+        )
 
-    def reissue(
-        self,
-        values: NDArray[np.uint64],
-        offsets: NDArray[np.int64] | None,
-        weights: Floats | None,
-        batch_size: int,
-    ) -> ShardedTicket:
+    def reissue(self, request: BagRequest) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up; its update sends the ids."""
-        view = self._servers.topology
-        return ShardedTicket(self._split.lookup(values, offsets, weights, batch_size, view.owners, len(view)), 0)
+        return ShardedTicket(self._split_ids(request, self._servers.topology), 0, self)
 
     def owns_ticket(self, ticket: object) -> bool:
-        return isinstance(ticket, ShardedTicket) and self._split.made(ticket.split)
+        return getattr(ticket, "owner", None) is self
 
     def update(
         self,
         tickets: Sequence[ShardedTicket],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         step: int,
         lrs: list[tuple[int, float]],
         scale: float,
@@ -154,16 +136,15 @@ class ShardedRows:
         for table, lr in lrs:
             rates[table] = lr
         self._servers.claim(step, tickets[0])
-        while True:
-            view = self._servers.topology
+
+        def send(topology: Topology) -> _core.Sums:
             with Uninterrupted():
-                sums = self._sums(tickets, gradients, scale, view)
-            number = tickets[0].number if sums.same_ids else 0
-            try:
-                self._send(sums, number, self._advance_step(step), rates, view)
-                break
-            except MovedError:
-                continue  # sent to the new owners with ids: each bucket knows whether it has applied the step
+                sums = self._sums(tickets, gradients, scale, topology)
+            number = tickets[0].number if sums.same_ids else 0  # new owners get ids
+            self._send(sums, number, self._advance_step(step), rates, topology)
+            return sums
+
+        sums = self._servers.follow(send)
         with Uninterrupted():
             for ticket in tickets:
                 ticket.sums, ticket.used = None, True
@@ -173,27 +154,25 @@ class ShardedRows:
     def _sums(
         self,
         tickets: Sequence[ShardedTicket],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         scale: float,
-        view: Topology,
+        topology: Topology,
     ) -> _core.Sums:
         """Return the sums for the topology's servers, computed once: an update that was started resumes with them."""
         known = tickets[0].sums
         if known is None:
             given = [ticket.split for ticket in tickets]
-            sums = self._split.sums(given, gradients, scale, view.owners, len(view))
-            with self._lock:
-                for table, count in enumerate(sums.skipped):
-                    self._servers.num_skipped[table] += count
-        elif known[1] is view:
+            sums = self._split.sums(given, gradients, scale, topology.owners, len(topology))
+            self._servers.add_skipped(sums.skipped)
+        elif known[1] is topology:
             return known[0]
         else:
-            sums = self._split.reshard_sums(known[0], view.owners, len(view))
+            sums = self._split.reshard_sums(known[0], topology.owners, len(topology))
         for ticket in tickets:
-            ticket.sums, ticket.num_skipped = (sums, view), list(sums.skipped)
+            ticket.sums, ticket.num_skipped = (sums, topology), list(sums.skipped)
         return sums
 
-    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], view: Topology) -> None:
+    def _send(self, sums: _core.Sums, number: int, step: int, rates: list[float], topology: Topology) -> None:
         """number: the ticket's, if the servers may have it; otherwise 0."""
 
         def arguments(server: int, number: int) -> tuple[Any, ...]:
@@ -203,12 +182,12 @@ class ShardedRows:
 
         arguments_by_server = {
             server: arguments(server, number if len(sums.ids(server)) else 0)
-            for server in range(len(view))
+            for server in range(len(topology))
             if len(sums.ids(server)) or self._servers.barrier_size
         }
-        answers = self._servers.call_servers("update", step, arguments_by_server, view=view)
+        answers = self._servers.call_servers("update", step, arguments_by_server, topology=topology)
         lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]
-        self._servers.call_servers("update", step, {server: arguments(server, 0) for server in lost}, view=view)
+        self._servers.call_servers("update", step, {server: arguments(server, 0) for server in lost}, topology=topology)
 
     def drop(self, ticket: ShardedTicket) -> None:
         if ticket.used:
@@ -249,14 +228,14 @@ class ShardedRows:
 
     def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
-        view = self._servers.topology
+        topology = self._servers.topology
         holders = [
             server
-            for server in range(len(view))
+            for server in range(len(topology))
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
         with suppress(MovedError):  # the servers forgot all tickets when the map changed
-            self._servers.call_servers("drop", 0, dict.fromkeys(holders, (numbers,)), view=view)
+            self._servers.call_servers("drop", 0, dict.fromkeys(holders, (numbers,)), topology=topology)
 
     def _advance_step(self, step: int | None) -> int:
         with self._lock:
@@ -267,6 +246,8 @@ class ShardedRows:
 
 class ShardedWorker(Worker):
     """A worker over tables on servers."""
+
+    servers: ServerGroup
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> None:
         """servers: of a job whose first tables are those of the features."""
@@ -286,5 +267,4 @@ class ShardedWorker(Worker):
 
     def renew(self, inputs: Inputs) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up."""
-        values, offsets, weights = self._validate(inputs)
-        return self._sharded_rows.reissue(values, offsets, weights, inputs.batch_size)
+        return self._sharded_rows.reissue(self._request(inputs))

@@ -8,20 +8,21 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from satrap import _core
 from satrap.config import array_args
 from satrap.config.tables import Table
 from satrap.errors import InputError, MovedError, SnapshotError
+from satrap.sharding.owner_split import OwnedIds
 from satrap.table.snapshot.directory import part_name, parts_of
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows
-from satrap.worker.server_group import ServerGroup
+from satrap.worker.server_group import ServerGroup, Topology
 
 
 class ShardedTable:
@@ -44,7 +45,7 @@ class ShardedTable:
 
     def read(self, ids: ArrayLike) -> StoredRows:
         """Return what `Store.read` does."""
-        values, state, present = self._call_owners("read", ids, lambda part: (self._number, part))
+        values, state, present = self._call_owners("read", ids, lambda part: (self._number, part.ids))
         return StoredRows(values, state, present.reshape(-1))
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
@@ -53,41 +54,27 @@ class ShardedTable:
             raise InputError(
                 f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream only"
             )
-        num_tables = len(self._servers.job.tables)
-
-        def arguments(part: NDArray[np.uint64]) -> tuple[Any, ...]:
-            offsets = np.zeros(num_tables + 1, np.int64)
-            offsets[self._number + 1 :] = len(part)
-            return part, offsets, 0, False, 0
-
-        rows: NDArray[np.float32] = self._call_owners("lookup", ids, arguments)[0]
+        found = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, 0, False, 0))
+        rows: NDArray[np.float32] = found[0]
         return rows.reshape(-1, self.table.dim)
 
     def _call_owners(
-        self, method: str, ids: ArrayLike, arguments: Callable[[NDArray[np.uint64]], tuple[Any, ...]]
+        self, method: str, ids: ArrayLike, arguments: Callable[[OwnedIds], tuple[Any, ...]]
     ) -> list[NDArray[Any]]:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
-        while True:
-            view = self._servers.topology
-            owners = np.array(view.shard_map.bucket_map.owners[self._number], np.uint32)
-            owner = owners[_core.bucket_of(unsigned_ids, self.table.resolved_num_buckets)]
-            order = np.argsort(owner, kind="stable")
-            parts = np.split(unsigned_ids[order], np.searchsorted(owner[order], np.arange(1, len(view))))
-            arguments_by_server = {server: arguments(part) for server, part in enumerate(parts)}
-            try:
-                found = self._servers.call_servers(method, 0, arguments_by_server, view=view)
-                break
-            except MovedError:
-                continue
+        offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
+        offsets[self._number + 1 :] = len(unsigned_ids)
+        found = self._servers.call_owners(method, 0, unsigned_ids, offsets, arguments)
+        positions = np.concatenate([part.positions for part, _ in found])
         lines = []
-        for answers in zip(*(found[server] for server in arguments_by_server), strict=True):
+        for answers in zip(*(answer for _, answer in found), strict=True):
             if answers[0] is None:  # a lookup's rows in the form that was not requested
                 continue
             flat = np.concatenate(answers)
-            lines_by_server = flat.reshape(len(unsigned_ids), len(flat) // max(1, len(unsigned_ids)))
+            lines_by_server = flat.reshape(len(positions), len(flat) // max(1, len(positions)))
             lines.append(np.empty_like(lines_by_server))
-            lines[-1][order] = lines_by_server
+            lines[-1][positions] = lines_by_server
         return lines
 
     @property
@@ -123,9 +110,9 @@ class ShardedTable:
         folder = os.path.abspath(path)
         self._servers.begin_attempt()
         self._servers.require_reachable()  # all servers, before one of them writes
-        versions = self._save_parts(folder, since)
-        while len(set(versions)) != 1:
-            versions = self._save_parts(folder, since)
+        # Repeated if a server answered with the version of an earlier save, or buckets moved and some were not saved.
+        while len(set(versions := self._servers.follow(partial(self._save_parts, folder, since)))) > 1:
+            pass
         if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
             raise SnapshotError(
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
@@ -133,22 +120,20 @@ class ShardedTable:
             )
         return int(versions[0])
 
-    def _save_parts(self, folder: str, since: int | None) -> list[int]:
-        """Let each server save its part, and return their versions. If they are none or differ, the save must be
-        repeated: buckets moved meanwhile, so that some were not saved, or a server answered with the version of an
-        earlier save."""
-        view = self._servers.topology
-        servers = range(len(view))
+    def _save_parts(self, folder: str, since: int | None, topology: Topology) -> list[int]:
+        """Let each server save its part, and return their versions."""
+        servers = range(len(topology))
+        call = partial(self._servers.call_servers, step=0, topology=topology)
         try:
-            versions = self._servers.call_servers("version", 0, dict.fromkeys(servers, (self._number,)), view=view)
+            versions = call("version", arguments=dict.fromkeys(servers, (self._number,)))
             version = 1 + max(versions.values())  # servers that joined later have lower versions
-            arguments_by_server = dict.fromkeys(servers, (self._number, folder, since, version))
-            answers = self._servers.call_servers("save", 0, arguments_by_server, view=view, patient=True)
+            calls = dict.fromkeys(servers, (self._number, folder, since, version))
+            answers = call("save", arguments=calls, patient=True)
         except MovedError:
-            if len(self._servers.topology) != len(view):
+            if len(self._servers.topology) != len(topology):
                 for server in servers:
-                    shutil.rmtree(Path(folder) / part_name(server, len(view)), ignore_errors=True)
-            return []
+                    shutil.rmtree(Path(folder) / part_name(server, len(topology)), ignore_errors=True)
+            raise
         return [answers[server] for server in servers]
 
 

@@ -11,9 +11,9 @@ for "mean" and by its square root for "sqrtn". The gradients of one id are summe
 ticket, feature after feature, sample after sample. Then the table's optimizer updates the row, once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,14 +22,20 @@ from satrap.config import array_args
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import check_flag
-from satrap.data.inputs import Inputs
+from satrap.data.inputs import Inputs, Position
+from satrap.data.iterable import Iterable as Items
 from satrap.errors import InputError, TicketError
 from satrap.table.engine import resolve_step
+
+if TYPE_CHECKING:
+    from satrap.worker.server_group import ServerGroup
 
 _WHERE = "lookup of a batch"
 _UPDATE = "update of a batch"
 Gradients = Mapping[str, ArrayLike | None]
 Floats = NDArray[np.float32]
+TicketGradients = tuple[Floats | None, list[Floats | None]]
+"""Gradients of one ticket's block and of each of its sequences; None leaves the ids unchanged."""
 
 
 class Ticket(Protocol):
@@ -46,13 +52,30 @@ class Ticket(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BagRequest:
+    """The lookup of one batch, with checked arguments."""
+
+    values: NDArray[np.uint64]
+    """The ids of all bags, feature after feature and sample after sample."""
+    offsets: NDArray[np.int64] | None
+    """Where each bag begins in `values`, and where the last one ends; None: each bag has one id."""
+    weights: Floats | None
+    """The weight of each id, if a feature is weighted."""
+    batch_size: int
+    step: int | None = None
+    """The step of a training lookup; None: the next one."""
+    oldest_open: int | None = None
+    train: bool = False
+    first_epoch: bool = True
+    """Whether to count sightings in tables that count only those of the first epoch."""
+
+
 class Rows(Protocol):
     """Where the rows of a worker's features are. Does not check its arguments."""
 
     num_threads: int
     """Threads of one call in this process."""
-    remote: bool
-    """Whether the rows are in other processes, so that a call waits for a network."""
 
     @property
     def latest_step(self) -> int:
@@ -68,22 +91,8 @@ class Rows(Protocol):
         """Return aligned memory, which is reused once the array is collected."""
         ...
 
-    def lookup(
-        self,
-        values: NDArray[np.uint64],
-        offsets: NDArray[np.int64] | None,
-        weights: Floats | None,
-        batch_size: int,
-        step: int | None,
-        oldest_open: int | None,
-        train: bool,
-        first_epoch: bool,
-        block: Floats,
-        sequences: list[Floats],
-    ) -> Ticket | None:
-        """Fill `block` and `sequences`, and return a ticket if `train`.
-
-        first_epoch: whether to count sightings in tables that count only those of the first epoch."""
+    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:
+        """Fill `block` and `sequences`, and return a ticket if the request trains."""
         ...
 
     def owns_ticket(self, ticket: object) -> bool:
@@ -93,14 +102,14 @@ class Rows(Protocol):
     def update(
         self,
         tickets: Sequence[Any],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         step: int,
         lrs: list[tuple[int, float]],
         scale: float,
     ) -> None:
         """Apply one optimizer step.
 
-        gradients: for each ticket those of its block and sequences. lrs: pairs of a table's number and its rate."""
+        gradients: for each ticket. lrs: pairs of a table's number and its rate."""
         ...
 
     def drop(self, ticket: Any) -> None:
@@ -135,6 +144,9 @@ class LookupResult:
 class Worker:
     """Looks up and updates the features of a model, over rows here or on servers."""
 
+    servers: "ServerGroup | None" = None
+    """The servers of the rows; None if the rows are in this process."""
+
     def __init__(self, features: Features, rows: Rows) -> None:
         """rows: of the tables of these features."""
         self.features = features
@@ -152,14 +164,26 @@ class Worker:
         return self._rows.num_threads
 
     @property
-    def remote(self) -> bool:
-        """Whether the rows are in other processes."""
-        return self._rows.remote
-
-    @property
     def truncated(self) -> dict[str, int]:
         """For each sequence, the number of ids beyond its max_length so far, which were not looked up."""
         return dict(zip((sequence.name for sequence in self._sequences), self._rows.truncated, strict=True))
+
+    def can_read(self, source: Any) -> bool:
+        """Return whether another process reads the source for this worker, so that its batches have no ids here."""
+        return False
+
+    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
+        """Return the batches of a source, or of an iterable without columns, after the position.
+
+        share: the trainer's `rank` and the `world_size`, of several."""
+        declared = source if hasattr(source, "batches") else Items(source)
+        found: Iterator[Inputs] = declared.batches(self.features, position=position, **share)
+        return found
+
+    def signature(self, source: Any) -> Mapping[str, Any] | None:
+        """Return `Source.signature`; None if the source has none."""
+        found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
+        return found
 
     def lookup(
         self,
@@ -176,20 +200,15 @@ class Worker:
         block: memory to write pooled rows into, float32 [batch_size, total_dim], best aligned to 64 bytes. None: a new
             aligned array, whose memory is reused once the array is collected.
         """
-        values, offsets, weights = self._validate(inputs)
-        check_flag(_WHERE, "train", train, InputError)
-        batch_size = inputs.batch_size
+        request = self._request(inputs, step, oldest_open, train)
+        batch_size = request.batch_size
         shape = (batch_size, self.features.total_dim)
         if block is None:
             block = self._rows.empty(*shape)
         memory = array_args.as_out(_WHERE, block, shape, "block")
         sequences = [self._rows.empty(batch_size, each.floats) for each in self._sequences]
-        at, since = resolve_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
-        first_epoch = inputs.position is None or inputs.position.epoch == 0
-        ticket = self._rows.lookup(
-            values, offsets, weights, batch_size, at, since, train, first_epoch, memory, sequences
-        )
-        lengths = [each.lengths(values, offsets, batch_size) for each in self._sequences]
+        ticket = self._rows.lookup(request, memory, sequences)
+        lengths = [each.lengths(request) for each in self._sequences]
         return LookupResult(
             block=block,
             sequences={
@@ -261,9 +280,10 @@ class Worker:
         own: Ticket = ticket
         return own
 
-    def _validate(
-        self, inputs: Inputs
-    ) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
+    def _request(
+        self, inputs: Inputs, step: int | None = None, oldest_open: int | None = None, train: bool = False
+    ) -> BagRequest:
+        """Check the arguments of a lookup."""
         if not isinstance(inputs, Inputs):
             raise InputError(f"{_WHERE}: inputs is a {type(inputs).__name__}; expected a satrap.data.inputs.Inputs")
         if inputs.names != self.features.names:
@@ -275,11 +295,12 @@ class Worker:
         if offsets is not None:
             offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
         weights = None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
-        return values, offsets, weights
+        check_flag(_WHERE, "train", train, InputError)
+        step, oldest_open = resolve_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
+        first_epoch = inputs.position is None or inputs.position.epoch == 0
+        return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
 
-    def _gradients(
-        self, ticket: Ticket, block: ArrayLike | None, sequences: Gradients
-    ) -> tuple[NDArray[np.float32] | None, list[NDArray[np.float32] | None]]:
+    def _gradients(self, ticket: Ticket, block: ArrayLike | None, sequences: Gradients) -> TicketGradients:
         if not isinstance(sequences, Mapping):
             raise InputError(
                 f"{_UPDATE}: sequence gradients are a {type(sequences).__name__}; expected a dict by feature"
@@ -325,14 +346,12 @@ class _Sequence:
     def shape(self, batch_size: int) -> tuple[int, int, int]:
         return batch_size, self._max_length, self._dim
 
-    def lengths(
-        self, values: NDArray[np.uint64], offsets: NDArray[np.int64] | None, batch_size: int
-    ) -> NDArray[np.int64]:
+    def lengths(self, request: BagRequest) -> NDArray[np.int64]:
         """Return how many ids each sample has, without padding."""
-        first = self._index * batch_size
-        bounds = np.arange(first, first + batch_size + 1) if offsets is None else offsets[first:][: batch_size + 1]
+        first, end = self._index * request.batch_size, (self._index + 1) * request.batch_size + 1
+        bounds = np.arange(first, end) if request.offsets is None else request.offsets[first:end]
         if self._padding_id is not None:
-            ids = values[bounds[0] : bounds[-1]] != self._padding_id
+            ids = request.values[bounds[0] : bounds[-1]] != self._padding_id
             bounds = np.append(0, np.cumsum(ids))[bounds - bounds[0]]
         return np.diff(bounds)
 

@@ -19,8 +19,8 @@ from satrap.sharding.shard_map import ShardMap
 class MigrationCalls(CallFence):
     """The part of `satrap.server.protocol.ServerCalls` that migrates buckets."""
 
-    def take_fencing_token(self, origin: Origin, mover: int) -> None:
-        token = FencingToken(origin.step, mover)
+    def take_fencing_token(self, origin: Origin, holder: int) -> None:
+        token = FencingToken(origin.step, holder)
         with self._exclusive():
             self._require_fencing_token(origin)
             if token.number == self._fencing_token.number and token != self._fencing_token:
@@ -113,8 +113,8 @@ class MigrationCalls(CallFence):
                 BucketMetadata(trainers.tolist(), windows, counters, pairs), server_state.oldest_open
             )
 
-    def install_map(self, origin: Origin, members: dict[str, Any], server: int, migration: int) -> None:
-        after = ShardMap.from_dict(members)
+    def install_map(self, origin: Origin, shard_map: dict[str, Any], server: int, migration: int) -> None:
+        after = ShardMap.from_dict(shard_map)
         with self._exclusive():
             server_state = self._require_state()
             self._require_fencing_token(origin)

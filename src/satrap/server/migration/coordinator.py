@@ -34,13 +34,13 @@ import numpy as np
 from satrap.config.job import Job
 from satrap.config.validation import check_number
 from satrap.errors import AttemptError, DeadlineError, NotReadyError
-from satrap.rpc import Client, Keys, Origin
+from satrap.rpc import Backoff, Client, Keys, Origin
 from satrap.server.protocol import Numbers, ServerCalls
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap, check_addresses
 
 T = TypeVar("T")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # between retries
+_PAUSES = 0.01, 0.5  # between retries: the first and the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +92,25 @@ class Migration:
         """Migrate, and return the figures. Raises if a server does not answer; may be run again."""
         start_time = time.monotonic()
         with ExitStack() as self._open:
-            job, members = self._take_fencing_token()
-            self._apply_map(job, members)  # completes a change that an earlier run started
-            new = [address for address in self._target if address not in members.addresses]
+            job, shard_map = self._take_fencing_token()
+            self._apply_map(job, shard_map)  # completes a change that an earlier run started
+            new = [address for address in self._target if address not in shard_map.addresses]
             if new:
-                members = self._apply_map(job, members.with_servers(new), members)
-            servers = [members.addresses.index(address) for address in self._target]
-            to = {bucket: members.addresses[server] for bucket, server in members.bucket_map.spread(servers).items()}
-            for group in self._groups(members, to):
+                shard_map = self._apply_map(job, shard_map.with_servers(new), shard_map)
+            servers = [shard_map.addresses.index(address) for address in self._target]
+            moves = shard_map.bucket_map.spread(servers)
+            to = {bucket: shard_map.addresses[server] for bucket, server in moves.items()}
+            for group in self._groups(shard_map, to):
                 at = time.monotonic()
-                members = self._apply_map(job, members.with_owners({bucket: to[bucket] for bucket in group}), members)
+                after = shard_map.with_owners({bucket: to[bucket] for bucket in group})
+                shard_map = self._apply_map(job, after, shard_map)
                 time.sleep(self._pause_ratio * (time.monotonic() - at))
-            if members.addresses != self._target:
-                members = self._apply_map(job, members.restricted_to(self._target), members)
+            if shard_map.addresses != self._target:
+                shard_map = self._apply_map(job, shard_map.restricted_to(self._target), shard_map)
             self._clients.clear()
         seconds = time.monotonic() - start_time
         return MigrationResult(
-            self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest_freeze, members.version
+            self._num_buckets, self._num_rows, self._num_bytes, seconds, self._longest_freeze, shard_map.version
         )
 
     def _call(self, address: str) -> ServerCalls:
@@ -121,14 +123,14 @@ class Migration:
         """Take a new fencing token at all servers, including those that an earlier run added. Returns the newest shard
         map known then, which no other coordinator can change any more."""
         _, _, answers = self._query_all()
-        self._fencing_token, mover = 1 + max(answer["turn"] for answer in answers.values()), 1 + secrets.randbits(62)
+        self._fencing_token, holder = 1 + max(answer["turn"] for answer in answers.values()), 1 + secrets.randbits(62)
         fenced: list[str] = []
         while new := [address for address in answers if address not in fenced]:
             for address in new:
-                self._call(address).take_fencing_token(self._origin(), mover)
+                self._call(address).take_fencing_token(self._origin(), holder)
             fenced += new
-            job, members, answers = self._query_all()
-        return job, members
+            job, shard_map, answers = self._query_all()
+        return job, shard_map
 
     def _query_all(self) -> tuple[Job, ShardMap, dict[str, Any]]:
         """Return the newest job and shard map, and the answers of all servers that any of them knows."""
@@ -141,16 +143,16 @@ class Migration:
                 raise NotReadyError(
                     f"none of the servers at {', '.join(self._current)} has a job: start a trainer on them first"
                 )
-            members = ShardMap.from_dict(newest["members"])
-            new = [address for address in members.addresses if address not in answers]
-        return Job.from_dict(newest["job"]), members, answers
+            shard_map = ShardMap.from_dict(newest["members"])
+            new = [address for address in shard_map.addresses if address not in answers]
+        return Job.from_dict(newest["job"]), shard_map, answers
 
     def _origin(self, map_version: int = 0) -> Origin:
         return Origin(step=self._fencing_token, map_version=map_version)
 
-    def _groups(self, members: ShardMap, to: Mapping[int, str]) -> Iterator[list[int]]:
+    def _groups(self, shard_map: ShardMap, to: Mapping[int, str]) -> Iterator[list[int]]:
         """Yield groups of buckets that migrate together: each from one server to one other, of a bounded size."""
-        owners = members.owner()
+        owners = shard_map.owner()
         pairs: dict[tuple[str, str], list[int]] = {}
         for bucket, target in to.items():
             pairs.setdefault((owners[bucket], target), []).append(bucket)
@@ -171,7 +173,7 @@ class Migration:
 
     def _retry(self, what: str, do: Callable[[], T]) -> T:
         """Retry `do` from the start whenever a server was not ready or was replaced, until the deadline."""
-        until, pause = time.monotonic() + self._deadline, _FIRST_PAUSE
+        until, backoff = time.monotonic() + self._deadline, Backoff(*_PAUSES)
         while True:
             try:
                 return do()
@@ -181,8 +183,7 @@ class Migration:
                         f"{what} was not reached within {self._deadline:g} s, the deadline ({error}): run the "
                         "migration again"
                     ) from error
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(backoff.next_pause())
 
     # -- one change of the map ---------------------------------------------------------------------------------------
 
@@ -190,7 +191,8 @@ class Migration:
         """Try 1 to 6 once."""
         answers = {address: self._query(address) for address in (*self._current, *self._target, *after.addresses)}
         if before is None:
-            older = [each.members for each in answers.values() if each.version and each.version == after.version - 1]
+            maps = [each.shard_map for each in answers.values() if each.shard_map is not None]
+            older = [each for each in maps if each.version == after.version - 1]
             before = older[-1] if older else after
         for address in before.addresses:
             answers.setdefault(address, self._query(address))
@@ -254,11 +256,11 @@ class Migration:
         answer = self._call(address).get_shard_map(Origin(), 0)
         if not answer["version"]:
             return _ServerAnswer(0, None, {})
-        members = ShardMap.from_dict(answer["members"])
-        number = members.number(address)
+        shard_map = ShardMap.from_dict(answer["members"])
+        number = shard_map.number(address)
         if not answer["greeted"] and number is not None:
             self._call(address).hello(self._origin(), answer["job"], answer["members"], number, True)
-        return _ServerAnswer(members.version, members, answer["state"])
+        return _ServerAnswer(shard_map.version, shard_map, answer["state"])
 
     def _add_servers(self, job: Job, answers: "Mapping[str, _ServerAnswer]", new: list[str], after: ShardMap) -> None:
         """Give servers that join the job, its attempt and its learning rates."""
@@ -285,10 +287,5 @@ class _ServerAnswer:
     """The answer of a server to `get_shard_map`; version 0 if it has no job."""
 
     version: int
-    found: ShardMap | None
+    shard_map: ShardMap | None
     state: dict[str, Any]
-
-    @property
-    def members(self) -> ShardMap:
-        assert self.found is not None
-        return self.found

@@ -17,7 +17,6 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.skipped_rows import SkippedRows
 from satrap.data.source import Source
 from satrap.errors import InputError, NotReadyError
-from satrap.worker.sharded_rows import ShardedTicket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,8 @@ class HeldBatch:
     """None once it is updated or dropped."""
     skipped_rows: SkippedRows
     """What the source left out up to the end of the batch."""
-    ticket: ShardedTicket | None = None
+    ticket: Any = None
+    """The `ShardedTicket` of its training lookup."""
     gradients: Any = None
     """Gradients that wait for the last batch of the update."""
     answer: list[int] = field(default_factory=list)

@@ -12,33 +12,34 @@ are looked up from here, as by any `ShardedWorker`.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
-from satrap.data.registry import source_to_dict
+from satrap.data.registry import is_portable, source_to_dict
 from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Keys
 from satrap.worker.remote.batch_reader import ReadStart
-from satrap.worker.remote.protocol import WorkerCalls, as_one, columns_from_bytes
+from satrap.worker.remote.protocol import Flags, Floats, WorkerCalls, as_one, columns_from_bytes, split_one
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
-from satrap.worker.worker import Floats, LookupResult
+from satrap.worker.worker import LookupResult, TicketGradients
 
 DEADLINE_SECONDS = 150.0
 """Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
 the call itself."""
 _BEST_EFFORT_SECONDS = 2.0  # deadline of a call that only frees memory
 _MAX_HANDSHAKES = 100  # handshakes in one call: if these do not help, more will not
+_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
@@ -69,7 +70,7 @@ class WorkerConnection:
             self._client.close()
             raise
 
-    def call_with_retry(self, call: Callable[[], _R]) -> _R:
+    def call_with_retry(self, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return the call's result. Repeats the call after a handshake if the worker was restarted."""
         lost: NotReadyError | None = None
         for _ in range(_MAX_HANDSHAKES):
@@ -77,7 +78,7 @@ class WorkerConnection:
                 if lost is not None:
                     self.handshake()
                 with self._name_worker_in_errors():
-                    return call()
+                    return call(*args, **kwargs)
             except NotReadyError as error:
                 lost = error
         assert lost is not None
@@ -96,7 +97,7 @@ class WorkerConnection:
         stream = next(self._numbers)
         self._streams[stream] = batches
         try:
-            self.call_with_retry(lambda: self._open(stream, batches))
+            self.call_with_retry(self._open, stream, batches)
         except BaseException:
             self.close_stream(stream)
             raise
@@ -147,7 +148,7 @@ class RemoteInputs(Inputs):
 class RemoteTicket:
     """Implements `satrap.worker.worker.Ticket` for a batch that the worker's process looked up."""
 
-    batches: "RemoteBatches"
+    owner: "RemoteBatches"
     number: int
     batch_size: int
     used: bool = False
@@ -166,11 +167,11 @@ class RemoteBatches(Iterator[RemoteInputs]):
     """The batches of a source that a remote worker reads."""
 
     def __init__(
-        self, connection: WorkerConnection, names: tuple[str, ...], source: Any, position: Position | None, **share: int
+        self, connection: WorkerConnection, features: Features, source: Any, position: Position | None, **share: int
     ):
         """share: the trainer's `rank`, and the `world_size` size."""
         self.connection, self.source = connection, source_to_dict(source)
-        self._names, self._position, self._share = names, position, share
+        self._features, self._position, self._share = features, position, share
         self._last = 0  # the number of the last batch that arrived
         self._read: dict[int, _ReadBatch] = {}  # batches from which reading may have to restart
         self._open: set[int] = set()  # batches neither updated nor dropped
@@ -202,9 +203,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
             return ReadStart(number=first, position=position, skipped_rows=skipped_rows, **self._share)
 
     def __len__(self) -> int:
-        found = self.connection.call_with_retry(
-            lambda: self.connection.call.length(self.connection.servers.origin(0), self.stream)
-        )
+        connection = self.connection
+        found = connection.call_with_retry(connection.call.length, connection.servers.origin(0), self.stream)
         if "batches" not in found:
             raise TypeError(found["why"])
         return int(found["batches"])
@@ -212,11 +212,11 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def __next__(self) -> RemoteInputs:
         if self._ended:
             raise StopIteration
-        number = self._last + 1
+        number, connection = self._last + 1, self.connection
         description: dict[str, Any] = {"found": "nothing"}
         while description["found"] == "nothing":
-            description, dense, label, extra = self.connection.call_with_retry(
-                lambda: self.connection.call.read(self.connection.servers.origin(0), self.stream, number, self.settled)
+            description, dense, label, extra = connection.call_with_retry(
+                connection.call.read, connection.servers.origin(0), self.stream, number, self.settled
             )
         skipped_rows = SkippedRows.from_list(description["skipped_rows"])
         if description["found"] == "end":
@@ -224,7 +224,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             raise StopIteration
         position, size = Position.from_dict(description["position"]), description["size"]
         inputs = RemoteInputs(
-            names=self._names,
+            names=self._features.names,
             batch_size=size,
             dense=None if dense is None else dense.reshape(size, -1).copy(),
             label=None if label is None else label.reshape(size, *description["labels"]).copy(),
@@ -240,14 +240,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             self._last = number
         return inputs
 
-    def looked_up(self, number: int, train: bool) -> None:
-        """Settle a batch after a lookup without training: it has no update."""
-        if train:
-            self._tickets.add(number)
-        elif number not in self._tickets:
-            self.settle(number)
-
-    def settle(self, number: int) -> None:
+    def _settle(self, number: int) -> None:
         """Note that this batch was updated or dropped."""
         with Uninterrupted(), self._lock:
             self._open.discard(number)
@@ -256,6 +249,58 @@ class RemoteBatches(Iterator[RemoteInputs]):
             for each in [each for each in self._read if each < oldest - 2]:
                 del self._read[each]
 
+    def lookup(self, number: int, step: int, oldest_open: int, train: bool) -> tuple[Floats, Floats, Flags, list[int]]:
+        """Look up a batch, and return what `WorkerCalls.lookup` does. Without training the batch is settled."""
+        connection = self.connection
+        at = connection.servers.origin(step), self.stream, number, self.settled
+        found = connection.call_with_retry(connection.call.lookup, *at, oldest_open, train)
+        if train:
+            self._tickets.add(number)
+        elif number not in self._tickets:
+            self._settle(number)
+        return found
+
+    def update(
+        self,
+        tickets: Sequence[RemoteTicket],
+        gradients: list[TicketGradients],
+        step: int,
+        lrs: list[tuple[int, float]],
+        scale: float,
+    ) -> None:
+        """Implements `satrap.worker.worker.Rows.update` for the tickets of this stream."""
+        servers, call = self.connection.servers, self.connection.call
+        servers.claim(step, tickets[0])
+        origin, tables = servers.origin(step), self._features.tables  # the first ones of the servers' job
+        rates = {table.name: lr for table, lr in zip(tables, servers.lrs, strict=False)}
+        rates |= {tables[table].name: lr for table, lr in lrs}
+        parts = [[block, *sequences] for block, sequences in gradients]
+        flat = [as_one(each, np.float32) for each in parts]
+        present = [[part is not None for part in each] for each in parts]
+        numbers = [ticket.number for ticket in tickets]
+
+        def send() -> list[int]:
+            for i in range(len(tickets) - 1):
+                call.send_gradients(origin, self.stream, numbers[i], present[i], flat[i])
+            return call.update(origin, self.stream, numbers, present[-1], flat[-1], rates, scale)
+
+        skipped = self.connection.call_with_retry(send)
+        with Uninterrupted():
+            servers.add_skipped(skipped)
+            for ticket in tickets:
+                ticket.used = True
+                self._settle(ticket.number)
+
+    def drop(self, ticket: RemoteTicket) -> None:
+        """Implements `satrap.worker.worker.Rows.drop`."""
+        if ticket.used:
+            raise TicketError("drop of a batch: this ticket was used already")
+        with Uninterrupted():
+            ticket.used = True
+            self._settle(ticket.number)
+        with suppress(NotReadyError, RpcError):  # it has lost the batch, or learns of the drop with the next one
+            self.connection.best_effort.drop(self.connection.servers.origin(0), self.stream, ticket.number)
+
     def close(self) -> None:
         """Stop reading."""
         self._ended = True
@@ -263,17 +308,13 @@ class RemoteBatches(Iterator[RemoteInputs]):
 
 
 class RemoteRows:
-    """Implements `satrap.worker.worker.Rows`. Tickets of batches that the worker read go to it, others to servers."""
+    """Implements `satrap.worker.worker.Rows` on servers, for tickets of batches that the worker read and of others."""
 
-    remote = True
-
-    def __init__(self, features: Features, sharded: ShardedRows, connection: WorkerConnection) -> None:
+    def __init__(self, sharded: ShardedRows, connection: WorkerConnection, num_sequences: int) -> None:
         self.num_threads = sharded.num_threads
         self.lookup, self.empty, self.skip, self.settle = sharded.lookup, sharded.empty, sharded.skip, sharded.settle
-        self.num_truncated = [0 for feature in features.values() if feature.max_length is not None]
-        """For each sequence, the number of ids beyond its length in batches that the worker read."""
-        self._names = [table.name for table in features.tables]
         self._sharded, self._connection = sharded, connection
+        self._num_truncated = [0] * num_sequences  # in batches that the worker read
         self._lock = threading.Lock()
 
     @property
@@ -282,67 +323,32 @@ class RemoteRows:
 
     @property
     def truncated(self) -> list[int]:
-        return [sharded + far for sharded, far in zip(self._sharded.truncated, self.num_truncated, strict=True)]
+        return [sum(counts) for counts in zip(self._sharded.truncated, self._num_truncated, strict=True)]
 
-    def add_truncated(self, cut: list[int]) -> None:
+    def add_truncated(self, truncated: list[int]) -> None:
         """Add to the numbers of ids beyond the sequences' lengths."""
         with self._lock:
-            self.num_truncated = [before + more for before, more in zip(self.num_truncated, cut, strict=True)]
+            self._num_truncated = [sum(counts) for counts in zip(self._num_truncated, truncated, strict=True)]
 
     def owns_ticket(self, ticket: object) -> bool:
-        return (
-            ticket.batches.connection is self._connection
-            if isinstance(ticket, RemoteTicket)
-            else self._sharded.owns_ticket(ticket)
-        )
+        owner = getattr(ticket, "owner", None)
+        return owner is self._sharded or getattr(owner, "connection", None) is self._connection
 
     def update(
         self,
         tickets: Sequence[Any],
-        gradients: list[tuple[Floats | None, list[Floats | None]]],
+        gradients: list[TicketGradients],
         step: int,
         lrs: list[tuple[int, float]],
         scale: float,
     ) -> None:
-        far = [isinstance(ticket, RemoteTicket) for ticket in tickets]
-        if not any(far):
-            self._sharded.update(tickets, gradients, step, lrs, scale)
-            return
-        if not all(far) or len({ticket.batches.stream for ticket in tickets}) > 1:
+        owner = tickets[0].owner
+        if any(ticket.owner is not owner for ticket in tickets):
             raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
-        servers, batches = self._connection.servers, tickets[0].batches
-        servers.claim(step, tickets[0])
-        origin, stream = servers.origin(step), batches.stream
-        rates = dict(zip(self._names, servers.lrs, strict=True)) | {self._names[table]: lr for table, lr in lrs}
-        parts = [[block, *sequences] for block, sequences in gradients]
-        flat = [as_one(each, np.float32) for each in parts]
-        present = [[part is not None for part in each] for each in parts]
-        numbers = [ticket.number for ticket in tickets]
-
-        def call() -> list[int]:
-            for i in range(len(tickets) - 1):
-                self._connection.call.send_gradients(origin, stream, numbers[i], present[i], flat[i])
-            return self._connection.call.update(origin, stream, numbers, present[-1], flat[-1], rates, scale)
-
-        skipped = self._connection.call_with_retry(call)
-        with Uninterrupted(), self._lock:
-            for table, count in enumerate(skipped):
-                servers.num_skipped[table] += count
-            for ticket in tickets:
-                ticket.used = True
-                batches.settle(ticket.number)
+        owner.update(tickets, gradients, step, lrs, scale)
 
     def drop(self, ticket: Any) -> None:
-        if not isinstance(ticket, RemoteTicket):
-            self._sharded.drop(ticket)
-            return
-        if ticket.used:
-            raise TicketError("drop of a batch: this ticket was used already")
-        with Uninterrupted():
-            ticket.used = True
-            ticket.batches.settle(ticket.number)
-        with suppress(NotReadyError, RpcError):  # it has lost the batch, or learns of the drop with the next one
-            self._connection.best_effort.drop(self._connection.servers.origin(0), ticket.batches.stream, ticket.number)
+        ticket.owner.drop(ticket)
 
 
 class RemoteWorker(ShardedWorker):
@@ -370,7 +376,7 @@ class RemoteWorker(ShardedWorker):
             extra_tables=servers.job.tables[len(features.tables) :],
         )
         self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
-        self._remote_rows = RemoteRows(features, self._sharded_rows, self.connection)
+        self._remote_rows = RemoteRows(self._sharded_rows, self.connection, len(self._sequences))
         self._rows = self._remote_rows
 
     def close(self) -> None:
@@ -378,18 +384,20 @@ class RemoteWorker(ShardedWorker):
         self.connection.close()
         super().close()
 
-    def batches(
-        self, source: Any, position: Position | None = None, *, rank: int = 0, world_size: int = 1
-    ) -> RemoteBatches:
-        """Return the batches of a declared source, read by the worker."""
-        return RemoteBatches(self.connection, self.features.names, source, position, rank=rank, world_size=world_size)
+    def can_read(self, source: Any) -> bool:
+        return is_portable(source)
 
-    def signature(self, source: Any) -> dict[str, Any]:
-        """Return `Source.signature` of a declared source: the worker sees its files, this machine may not."""
-        description = source_to_dict(source)
-        return self.connection.call_with_retry(
-            lambda: self.connection.call.signature(self.servers.origin(0), description)
-        )
+    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
+        if not self.can_read(source):
+            return super().batches(source, position, **share)
+        return RemoteBatches(self.connection, self.features, source, position, **share)
+
+    def signature(self, source: Any) -> Mapping[str, Any] | None:
+        """Return `Source.signature`: the worker sees the files of a declared source, this machine may not."""
+        if not self.can_read(source):
+            return super().signature(source)
+        connection = self.connection
+        return connection.call_with_retry(connection.call.signature, self.servers.origin(0), source_to_dict(source))
 
     def lookup(
         self,
@@ -404,24 +412,21 @@ class RemoteWorker(ShardedWorker):
         if not isinstance(inputs, RemoteInputs):
             return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
         self.settle()
-        origin, batches, number = self.servers.origin(step or 0), inputs.batches, inputs.number
-        since = oldest_open or step or 0
-        rows, sequences, masks, cut = self.connection.call_with_retry(
-            lambda: self.connection.call.lookup(origin, batches.stream, number, batches.settled, since, train)
-        )
-        self._remote_rows.add_truncated(cut)
-        batches.looked_up(number, train)
-        n = inputs.batch_size
+        batches, number, n = inputs.batches, inputs.number, inputs.batch_size
+        rows, sequences, masks, truncated = batches.lookup(number, step or 0, oldest_open or step or 0, train)
+        self._remote_rows.add_truncated(truncated)
         if block is None:
-            block = self._remote_rows.empty(n, self.features.total_dim)
-        np.copyto(block, rows.reshape(block.shape))  # the received array is read-only
-        sequences_by_name, masks_by_name, at, line = {}, {}, 0, 0
-        for each in self._sequences:
-            shape = each.shape(n)
-            own = self._remote_rows.empty(n, each.floats)
-            np.copyto(own, sequences[at : at + n * each.floats].reshape(own.shape))
-            sequences_by_name[each.name] = own.reshape(shape)
-            masks_by_name[each.name] = masks[line : line + n * shape[1]].reshape(shape[:2]).copy()
-            at, line = at + n * each.floats, line + n * shape[1]
-        ticket = RemoteTicket(batches, number, n) if train else None
-        return LookupResult(block=block, sequences=sequences_by_name, masks=masks_by_name, truncated=cut, ticket=ticket)
+            block = self._rows.empty(n, self.features.total_dim)
+        np.copyto(block, rows.reshape(block.shape))  # the received arrays are read-only
+        own = [self._rows.empty(n, each.floats).reshape(each.shape(n)) for each in self._sequences]
+        for mine, received in zip(own, split_one(sequences, [each.shape for each in own]), strict=True):
+            np.copyto(mine, received)
+        names = [each.name for each in self._sequences]
+        own_masks = [each.copy() for each in split_one(masks, [each.shape[:2] for each in own])]
+        return LookupResult(
+            block=block,
+            sequences=dict(zip(names, own, strict=True)),
+            masks=dict(zip(names, own_masks, strict=True)),
+            truncated=truncated,
+            ticket=RemoteTicket(batches, number, n) if train else None,
+        )

@@ -9,6 +9,7 @@ repeats the call. `settled` says that all batches below that number were updated
 Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_size, max_length, dim] in feature order.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -93,6 +94,12 @@ def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:
     """Concatenate the arrays that are not None, flat."""
     there = [np.ascontiguousarray(each).reshape(-1) for each in arrays if each is not None]
     return there[0] if len(there) == 1 else np.concatenate(there) if there else np.zeros(0, dtype)
+
+
+def split_one(flat: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    """Split a flat array into arrays of these shapes, as views: the inverse of `as_one`."""
+    parts = np.split(flat, np.cumsum([math.prod(shape) for shape in shapes], dtype=np.int64))
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=False)]
 
 
 def columns_as_bytes(columns: Mapping[str, Any]) -> Bytes | None:

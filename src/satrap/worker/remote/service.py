@@ -7,6 +7,7 @@ name, so the windows of the rows' buckets record what was applied, whatever happ
 with an earlier process is read again, and its update sends the ids.
 """
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -23,10 +24,10 @@ from satrap.data.registry import restrict, source_from_dict
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
 from satrap.rpc import Keys, Origin
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
-from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes
+from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes, split_one
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedTicket, ShardedWorker
+from satrap.worker.sharded_rows import ShardedWorker
 
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is answered that there is none yet
 _CALLS = 8  # concurrent calls of one trainer: two streams, each with one read and two calls to its tables, and its own
@@ -168,7 +169,7 @@ class WorkerService:
                     raise InputError(f"batch {number} was updated or dropped already; expected one in flight")
                 step, since = (origin.step, oldest_open) if train else (None, None)
                 found = session.worker.lookup(inputs, step=step, oldest_open=since, train=train)
-                if isinstance(found.ticket, ShardedTicket):  # the lookup trains
+                if found.ticket is not None:
                     before, held.ticket = held.ticket, found.ticket
                     if before is not None:  # its answer was lost, and this is a retry
                         session.worker.drop(before)
@@ -318,13 +319,12 @@ def _split_gradients(
     worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
 ) -> tuple[Floats | None, dict[str, Floats]]:
     """Split flat gradients into the block's and each sequence's."""
-    shapes: list[tuple[str, tuple[int, ...]]] = [("", (batch_size, worker.features.total_dim))]
+    shapes: dict[str, tuple[int, ...]] = {"": (batch_size, worker.features.total_dim)}
     for name, feature in worker.features.items():
         if feature.max_length is not None:
-            shapes.append((name, (batch_size, feature.max_length, feature.table.dim)))
-    sizes = [int(np.prod(shape)) * there for (_, shape), there in zip(shapes, present, strict=False)]
-    if len(present) != len(shapes) or sum(sizes) != len(flat):
+            shapes[name] = batch_size, feature.max_length, feature.table.dim
+    sent = {name: shape for (name, shape), is_sent in zip(shapes.items(), present, strict=False) if is_sent}
+    if len(present) != len(shapes) or sum(map(math.prod, sent.values())) != len(flat):
         raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; expected {len(shapes)} parts")
-    parts = zip(shapes, present, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
-    found = {name: part.reshape(shape) for (name, shape), there, part in parts if there}
+    found = dict(zip(sent, split_one(flat, list(sent.values())), strict=True))
     return found.pop("", None), found

@@ -1,0 +1,101 @@
+"""`satrap run`: checks the options of a run, and starts it on this machine or on a Ray cluster."""
+
+import argparse
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from satrap.errors import ConfigError
+from satrap.launch.local_launcher import LocalLauncher
+from satrap.launch.logs import RunLogs
+from satrap.launch.process_command import Script
+from satrap.launch.resources import RayConfig, Resources, RunResources, parse_size
+from satrap.launch.run_loop import lock_run_folder, run
+from satrap.launch.scaler import Scaler
+from satrap.launch.supervisor import Role, RunConfig
+from satrap.rpc import Keys
+from satrap.sharding.autoscaler import ScaleLimits
+
+_RAY_OPTIONS = (
+    *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
+    *("trainer_cpus", "trainer_gpus", "trainer_memory"),
+)
+
+
+def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Runs the script with these arguments to its end, and returns its exit status."""
+    run_config = RunConfig(
+        servers=options.servers,
+        workers=options.workers,
+        trainers=options.trainers,
+        restarts=options.restarts,
+        max_servers=options.max_servers,
+    )
+    _check_server_gib(options)
+    if options.cluster == "ray":
+        return _run_on_ray(options, arguments, run_config)
+    if ray_only := [name for name in _RAY_OPTIONS if getattr(options, name) is not None]:
+        raise ConfigError(f"--{ray_only[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
+    cores = len(os.sched_getaffinity(0))
+    threads = {role: max(1, cores // max(1, count)) for role, count in run_config.counts.items()}
+    script = _script(options, arguments, threads)
+    with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
+        launcher = LocalLauncher(options.folder, logs, options.memory)
+        return run(script, run_config, options.folder, launcher, _scaler(options))
+
+
+def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_config: RunConfig) -> int:
+    try:
+        from satrap.launch.ray_launcher import open_ray_launcher
+    except ImportError as error:
+        raise ConfigError(f"--cluster ray requires Ray ({error}); run pip install 'ray>=2.52'") from error
+    resources = RunResources(**{role.value: _resources(options, role) for role in Role})
+    seconds = 60.0 if options.placement_seconds is None else options.placement_seconds
+    ray_config = RayConfig(
+        address=options.address, memory=options.memory, placement_seconds=seconds, resources=resources
+    )
+    script = _script(options, arguments, {role: resources.for_role(role).cpus for role in Role})
+    with (
+        lock_run_folder(options.folder),
+        RunLogs(options.folder / "logs") as logs,
+        open_ray_launcher(script, run_config, ray_config, logs) as launcher,
+    ):
+        scaler = _scaler(options, launcher.keys, resources.server.memory_bytes)
+        return run(script, run_config, options.folder, launcher, scaler)
+
+
+def _check_server_gib(options: argparse.Namespace) -> None:
+    problem = f"server-gib is {options.server_gib}"
+    if options.server_gib is None or (options.max_servers is not None and 0 < options.server_gib < math.inf):
+        return
+    if options.max_servers is None:
+        problem = "--server-gib was given without --max-servers"
+    raise ConfigError(f"run: {problem}; expected a size above 0, together with --max-servers")
+
+
+def _resources(options: argparse.Namespace, role: Role) -> Resources:
+    given: dict[str, Any] = {name: getattr(options, f"{role}_{name}", None) for name in ("cpus", "gpus", "memory")}
+    if (memory := given.pop("memory")) is not None:
+        given["memory_bytes"] = parse_size(memory)
+    return Resources(**{name: amount for name, amount in given.items() if amount is not None})
+
+
+def _script(options: argparse.Namespace, arguments: Sequence[str], threads: Mapping[Role, int]) -> Script:
+    return Script(
+        path=Path(options.script),
+        arguments=tuple(arguments),
+        threads=threads,
+        checkpoints=tuple(options.checkpoints),
+        data=tuple(options.data),
+    )
+
+
+def _scaler(options: argparse.Namespace, keys: Keys | None = None, reserved_bytes: int = 0) -> Scaler:
+    """reserved_bytes: memory reserved for each server; 0: none, so a server may use all of its machine's."""
+    limits = None
+    if options.max_servers is not None:
+        limits = ScaleLimits(min_servers=options.servers, max_servers=options.max_servers)
+    server_bytes = reserved_bytes if options.server_gib is None else options.server_gib * 2**30
+    return Scaler(options.folder, keys, limits, server_bytes or None)

@@ -1,0 +1,312 @@
+"""The training session of an `Embeddings`: its worker, its streams, and where each source and the step have come to.
+
+`Embeddings` is the part that users call; `HybridOptimizer` and `Checkpoint` use the session.
+"""
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from satrap.config.features import Features
+from satrap.config.tables import Table
+from satrap.data.inputs import Position
+from satrap.errors import ConfigError, StreamError
+from satrap.interrupts import Uninterrupted
+from satrap.monitor.report import Counters
+from satrap.run_context import current_context, register_exit_hook
+from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.process_group import ProcessGroup
+from satrap.train.staleness_gate import StalenessGate
+from satrap.train.stream import Stream
+
+if TYPE_CHECKING:
+    from satrap.worker.local_rows import LocalWorker
+    from satrap.worker.sharded_rows import ShardedWorker
+
+_LOG = logging.getLogger("satrap.train")
+
+
+class TrainingSession:
+    """The state of training that outlives a stream."""
+
+    def __init__(
+        self,
+        features: Features,
+        trainers: ProcessGroup,
+        open_worker: "Callable[[tuple[Table, ...]], LocalWorker | ShardedWorker]",
+        *,
+        staleness: int,
+        deterministic: bool,
+    ) -> None:
+        """open_worker: opens the worker of a job that also has these tables, of dense parameters."""
+        self.features, self.trainers = features, trainers
+        self.dense = DenseStrategy()
+        """The strategy of the optimizer; one that does nothing until there is an optimizer."""
+        self.on_hold: Callable[[list[Tensor]], None] | None = None
+        """Receives the leaves that wait for a step; None until there is an optimizer."""
+        self.is_training = True
+        """Whether the embeddings are in train(), and not in eval()."""
+        self.expected_rows: Any = None
+        """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
+        self._open_worker, self._staleness, self._deterministic = open_worker, staleness, deterministic
+        self._worker: LocalWorker | ShardedWorker | None = None
+        self._step = 0
+        self._past_counters = Counters()  # totals of ended training streams
+        self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
+        self._training: Stream | None = None
+        self._training_data: Any = None
+        self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._before_close: list[Callable[[], None]] = []
+        self._closed = False
+
+    # -- the worker ----------------------------------------------------------------------------------------------------
+
+    def open(self, dense: DenseStrategy) -> None:
+        """Open the worker, of a job that also has the tables of the dense parameters."""
+        if self._worker is not None:
+            raise ConfigError("dense='async': optimizer(...) was already called, and cannot be called again")
+        self._worker = self._open_worker(dense.tables)
+        if self._worker.servers is not None:
+            dense.connect(self._worker.servers)
+
+    @property
+    def worker(self) -> "LocalWorker | ShardedWorker":
+        """The worker that looks up and updates rows."""
+        if self._closed:
+            raise StreamError("these embeddings are closed: create new ones")
+        if self._worker is None:
+            raise StreamError("dense='async': the dense parameters have no tables yet: call optimizer(...) first")
+        return self._worker
+
+    def join_attempt(self) -> None:
+        """Join the attempt that trainer 0 has started at the servers; a lone trainer starts it now. All trainers call
+        this."""
+        if (servers := self.worker.servers) is not None:
+            servers.begin_attempt()
+            servers.attempt = self.trainers.broadcast_int(servers.attempt)
+            servers.latest_step = self.trainers.broadcast_int(servers.latest_step)
+
+    def _require_own_rows(self) -> None:
+        """Raise StreamError if the servers hold rows of an earlier run; remove those of a launch that left no
+        checkpoint."""
+        if self.worker.servers is None:
+            return
+        context, latest = current_context(), self.worker.servers.latest_step
+        if context is not None and context.launch > context.first_launch and self.step == 0:
+            _LOG.warning(
+                "launch %d starts at step 0: found no checkpoint to resume, so all training since launch %d is lost",
+                context.launch,
+                context.first_launch,
+            )
+        if latest > self.step == 0 and context is not None:
+            # An earlier launch ended without a checkpoint: the run starts again.
+            self.trainers.run_first(self.worker.tables.clear, StreamError)
+            self.join_attempt()
+        elif latest > self.step:
+            raise StreamError(
+                f"the servers hold rows of an earlier run, trained up to step {latest}, and this run is at step "
+                f"{self.step}: resume the earlier run's checkpoint, or remove its rows with embeddings.tables.clear()"
+            )
+
+    def rows_state(self) -> Tensor:
+        """Return the step and the version of each table. A tensor, since every file format takes one."""
+        return torch.tensor([self.step, *(store.version for store in self.worker.tables.values())])
+
+    def require_rows(self, state: Any) -> None:
+        """Raise StreamError if `state`, from `rows_state`, identifies other rows than the current ones."""
+        expected, found = _rows_of(state), _rows_of(self.rows_state())
+        if expected != found:
+            raise StreamError(
+                f"load_state_dict was given the state of {_shown(expected)}, but the tables are at {_shown(found)}: a "
+                "state_dict has no rows, and neither has what Accelerate's save_state or Lightning's checkpoints "
+                "write; save and resume both with satrap.Checkpoint"
+            )
+
+    def require_expected_rows(self) -> None:
+        """Raise StreamError if a loaded state_dict expects other rows."""
+        if self.expected_rows is not None:
+            self.require_rows(self.expected_rows)
+            self.expected_rows = None
+
+    # -- step and position ---------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The last step that was updated or dropped."""
+        return self._step if self._training is None else self._training.last_step
+
+    def track_position(self, data: Any) -> None:
+        """Start to track `position_of(data)`."""
+        self._tracked.setdefault(id(data), _TrackedSource(data))
+
+    def position_of(self, data: Any) -> Position | None:
+        """Return the position of a tracked source after its last batch that was updated or dropped; None if it has none
+        yet."""
+        if self._training is not None and self._training_data is data:
+            return self._training.position
+        tracked = self._tracked.get(id(data))
+        return None if tracked is None else tracked.position
+
+    def resume_at(self, step: int, data: Any, position: Position | None) -> None:
+        """Make the next training stream continue after the step, and one over `data` at the position."""
+        self._leave_stream()
+        self._step = step
+        self._tracked[id(data)] = _TrackedSource(data, position, resume=True)
+
+    def signature_of(self, data: Any) -> Mapping[str, Any] | None:
+        """Return what a position in the source depends on; None if the source has no signature."""
+        return self.worker.signature(data)
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def train_on(self, data: Any, device: torch.device, accumulate: int, overlap: bool) -> Stream:
+        """Start a training stream. All trainers call this."""
+        if self.on_hold is None:
+            raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval() first")
+        if id(data) not in self._tracked and getattr(data, "origin", None) in self._tracked:
+            raise StreamError(
+                "this source is a replace() of the one passed to Checkpoint(...), so its position would not be saved: "
+                "stream the source itself (epochs=N with shuffle=True reads it in another order each time, path= "
+                "takes a list), or create the Checkpoint without a source and start each stream where you want it"
+            )
+        self._leave_stream()
+        self._require_own_rows()
+        self.dense.begin()
+        tracked = self._tracked.get(id(data))
+        position = tracked.position if tracked is not None and tracked.resume else None
+        several = self.trainers.world_size > 1
+        share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
+        inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
+        gate = StalenessGate(
+            self._staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
+        )
+        with Uninterrupted():
+            self._training_data = data
+            self._training = Stream(
+                inputs,
+                self.worker,
+                gate,
+                train=True,
+                device=device,
+                overlap=overlap,
+                on_hold=self.on_hold,
+                position=position,
+                dense=self.dense,
+            )
+            if tracked is not None:
+                tracked.resume = False
+        return self._training
+
+    def evaluate_on(self, data: Any, device: torch.device, overlap: bool) -> Stream:
+        """Start a stream that changes no table."""
+        inputs = self.worker.batches(data)
+        if self.dense.tables:
+            self.drain()
+        if not any(len(store) for store in self.worker.tables.values()):
+            warnings.warn("the embeddings are evaluated, but no table has a row yet", stacklevel=3)
+        stream = Stream.evaluation(inputs, self.worker, device, overlap=overlap)
+        self._evaluations.add(stream)
+        return stream
+
+    def _leave_stream(self, why: str = "another training stream started, or a checkpoint was resumed") -> None:
+        """End the training stream before another starts; submitted updates are applied."""
+        if self._training is None:
+            return
+        self._training.close(f"this stream ended when {why}")
+        with Uninterrupted():
+            self._step, self._past_counters = self._training.last_step, self._past_counters + self._training.counters()
+            if (tracked := self._tracked.get(id(self._training_data))) is not None and not tracked.resume:
+                tracked.position = self._training.position
+            self._training = self._training_data = None
+
+    def counters(self) -> Counters:
+        """Return totals over all training streams."""
+        return self._past_counters if self._training is None else self._past_counters + self._training.counters()
+
+    def update(self, lrs: Mapping[str, float], scale: float) -> None:
+        """Send the collected gradients to the tables."""
+        self.require_expected_rows()
+        scale /= self.trainers.world_size  # the loss is a mean over what all of them have
+        taken = self._training is not None and self._training.update(dict(lrs), scale)
+        if not taken and not self.is_training:
+            raise StreamError(
+                "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
+                "embeddings.train() before embeddings.stream(...)"
+            )
+
+    def drop_batches_with_gradients(self, cause: str) -> None:
+        """Drop the batches that a backward pass has reached."""
+        if self._training is not None:
+            self._training.drop(cause)
+
+    def drain(self) -> None:
+        """Wait until every submitted update is applied, then fetch the latest dense parameters."""
+        if self._training is not None:
+            self._training.drain()
+        self.dense.refresh()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Apply every submitted update, then keep table work from running inside the context."""
+        with self._training.pause() if self._training is not None else nullcontext():
+            yield
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def run_before_close(self, work: Callable[[], None]) -> None:
+        """In a run, run `work` before the connections close, or else at the end of the script."""
+        if current_context() is not None:
+            self._before_close.append(work)
+            register_exit_hook(self._finish)
+
+    def _finish(self) -> None:
+        while self._before_close:
+            self._before_close.pop(0)()
+
+    def close(self, *, finish: bool) -> None:
+        """End the streams, apply submitted updates, and close the connections.
+
+        finish: first run what `run_before_close` registered; False after an error, since it would look done to other
+            trainers.
+        """
+        if self._closed:
+            return
+        with ExitStack() as stack:
+            if self._worker is not None:
+                stack.callback(self._worker.close)
+            stack.callback(setattr, self, "_worker", None)
+            stack.callback(setattr, self, "_closed", True)
+            for stream in self._evaluations:
+                stack.callback(stream.close)
+            self._leave_stream("the embeddings were closed")
+            if finish:
+                self._finish()
+
+
+@dataclass(slots=True)
+class _TrackedSource:
+    """A source whose position a checkpoint saves."""
+
+    data: Any
+    position: Position | None = None
+    resume: bool = False
+    """Whether the next stream over it starts at the position."""
+
+
+def _rows_of(state: Any) -> list[int]:
+    """Return the step and the version of each table."""
+    if isinstance(state, Mapping):  # written by an older release
+        return [state["step"], *state["versions"].values()]
+    found: list[int] = state.tolist()
+    return found
+
+
+def _shown(rows: list[int]) -> str:
+    return f"step {rows[0]}, table versions {rows[1:]}"

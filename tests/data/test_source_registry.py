@@ -22,6 +22,7 @@ from satrap import (
     ConfigError,
     Criteo,
     DenseColumn,
+    Deployment,
     Embeddings,
     Frame,
     IdColumn,
@@ -165,7 +166,7 @@ def test_a_run_context_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> Non
             ([workers[1].address], RemoteWorker, workers[1].address),
             ([], ShardedWorker, None),
         ):
-            worker = Embeddings(of, workers=named).worker
+            worker = Embeddings(of, deployment=Deployment(workers=named)).worker
             assert type(worker) is kind
             if isinstance(worker, RemoteWorker):
                 assert worker.connection.address == address

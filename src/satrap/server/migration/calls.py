@@ -123,7 +123,7 @@ class MigrationCalls(CallFence):
                 return  # a duplicate
             if after.version != before.version + 1:
                 raise NotReadyError(
-                    f"install_map: found map {after.version}; expected the one that follows this server's, {before.version}"
+                    f"install_map: found map {after.version}; expected the one after this server's, {before.version}"
                 )
             owned, owned_after = server_state.owned(), np.array(after.bucket_map.flat()) == server
             outgoing, incoming = (

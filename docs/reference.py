@@ -50,7 +50,7 @@ GROUPS = {
     ],
     "Sources": [
         *("data.source.Source", "data.parquet.Parquet", "data.delimited.CSV", "data.criteo.Criteo"),
-        *("data.arrow.Arrow", "data.frame.Frame", "data.iterable.Iterable", "data.inputs.Inputs"),
+        *("data.arrow.Arrow", "data.frame.Frame", "data.iterable.IterableSource", "data.inputs.Inputs"),
         "data.inputs.Position",
     ],
     "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],

@@ -28,8 +28,8 @@ def train(steps: int) -> None:
         user = (NUM_USERS * rng.random(BATCH) ** 3).astype(int)  # some users occur much more often than others
         item = rng.integers(NUM_ITEMS, size=BATCH)
         clicked = rng.random(BATCH) < 1 / (1 + np.exp(-likes[user, item]))
-        u, user_ticket = users.lookup(user_ids[user], with_ticket=True)
-        v, item_ticket = items.lookup(item_ids[item], with_ticket=True)
+        u, user_ticket = users.lookup_for_update(user_ids[user])
+        v, item_ticket = items.lookup_for_update(item_ids[item])
         slope = (1 / (1 + np.exp(-(u * v).sum(axis=1))) - clicked).astype(np.float32)[:, None]
         users.update(user_ticket, slope * v)
         items.update(item_ticket, slope * u)

@@ -59,7 +59,7 @@ def train(store: Store, first: int, last: int) -> None:
     for step in range(first, last):
         rng = np.random.default_rng([SEED, step])
         ids = rng.integers(0, NUM_IDS, 16).astype(np.uint64)
-        _, ticket = store.lookup(ids, with_ticket=True, step=step)
+        _, ticket = store.lookup_for_update(ids, step=step)
         store.update(ticket, rng.standard_normal((len(ids), store.table.dim)).astype(np.float32), step=step)
 
 

@@ -50,7 +50,7 @@ class Cluster:
         self._check_layout(ticket)
         rows, theirs = [], []
         for s, server in enumerate(self.servers):
-            found, own = server.lookup(ticket.ids(s), ticket.offsets(s), step=step, with_ticket=True)
+            found, own = server.lookup_for_update(ticket.ids(s), ticket.offsets(s), step=step)
             room = np.full(len(found) + shift, np.nan, np.float32)
             room[shift:] = found
             rows.append(room[shift:])

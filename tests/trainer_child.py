@@ -29,7 +29,10 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     where = Deployment(job["servers"], workers=job.get("workers"))
     features = counting_tables() if job.get("counted") else tables()
     embeddings = Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where)
-    model = DistributedDataParallel(Net())
+    net = Net()
+    if job.get("patience"):
+        net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
+    model = DistributedDataParallel(net)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     scaler = scaler_of(job.get("scaler"))
     seen = []

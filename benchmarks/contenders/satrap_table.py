@@ -49,7 +49,7 @@ class SatrapTable:
         return [hashed_ids(batch) for batch in rows]
 
     def train(self, ids: Any) -> None:
-        _, ticket = self.store.lookup(ids, with_ticket=True)
+        _, ticket = self.store.lookup_for_update(ids)
         self.store.update(ticket, self.gradients)
 
     def train_plain(self, ids: Any) -> None:

@@ -30,7 +30,7 @@ from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs, Position
-from satrap.data.iterable import Iterable
+from satrap.data.iterable import IterableSource
 from satrap.data.parquet import Parquet
 from satrap.errors import (
     AttemptError,
@@ -134,7 +134,7 @@ __all__ = [
     "IdColumn",
     "InputError",
     "Inputs",
-    "Iterable",
+    "IterableSource",
     "JsonLines",
     "LabelColumn",
     "MinCount",

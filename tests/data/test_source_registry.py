@@ -26,7 +26,7 @@ from satrap import (
     Embeddings,
     Frame,
     IdColumn,
-    Iterable,
+    IterableSource,
     LabelColumn,
     Parquet,
 )
@@ -92,7 +92,7 @@ class UserSource(Parquet):
         Parquet("a", filesystem=pyarrow.fs.LocalFileSystem()),
         UserSource("a"),
         Frame({"a": [1]}),
-        Iterable([]),
+        IterableSource([]),
         [],
         None,
     ],

@@ -187,7 +187,7 @@ def test_the_first_of_several_non_finite_gradients_is_named(store: Store, rng: n
 def test_a_non_finite_gradient_leaves_the_ticket_good(open_store: Callable[..., Store]) -> None:
     """Nothing was applied, so the batch can still be updated, once."""
     store = open_store(Table("t", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
-    _, ticket = store.lookup(IDS, with_ticket=True)
+    _, ticket = store.lookup_for_update(IDS)
     with pytest.raises(NonFiniteError):
         store.update(ticket, np.full((3, 4), np.nan, np.float32))
     store.update(ticket, GOOD)
@@ -302,15 +302,14 @@ def test_ftrl_divides_by_lr() -> None:
 
 
 @pytest.mark.parametrize("flag", [1, 0, None, "yes", np.True_])
-@pytest.mark.parametrize("name", ["train", "with_ticket"])
-def test_flags(store: Store, name: str, flag: Any) -> None:
-    with pytest.raises(InputError, match=rf"{name} is .*True or False"):
-        store.lookup(IDS, **{name: flag})
+def test_a_flag(store: Store, flag: Any) -> None:
+    with pytest.raises(InputError, match=r"train is .*True or False"):
+        store.lookup(IDS, train=flag)
 
 
 def test_a_ticket_without_training(store: Store) -> None:
     with pytest.raises(InputError, match=r"ticket.*train"):
-        store.lookup(IDS, train=False, with_ticket=True)
+        store._engine.lookup(IDS, np.array([0, 3]), 0, 0, False, np.zeros((3, 4), np.float32), True)
 
 
 @pytest.mark.parametrize("name", ["step", "oldest_open"])
@@ -323,7 +322,7 @@ def test_a_step_without_training(store: Store, name: str, value: Any) -> None:
 
 def test_a_ticket_is_used_once(open_store: Callable[..., Store]) -> None:
     store = open_store(Table("item", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
-    _, ticket = store.lookup(IDS, with_ticket=True)
+    _, ticket = store.lookup_for_update(IDS)
     assert (ticket.n, ticket.num_unique, ticket.used) == (3, 3, False)
     with pytest.raises(InputError, match=r"\(2, 4\)"):
         store.update(ticket, GOOD[:2])
@@ -337,7 +336,7 @@ def test_a_ticket_is_used_once(open_store: Callable[..., Store]) -> None:
 
 def test_a_ticket_of_another_store(store: Store, open_store: Callable[..., Store]) -> None:
     other = open_store(TABLE)
-    _, ticket = other.lookup(IDS, with_ticket=True)
+    _, ticket = other.lookup_for_update(IDS)
     with pytest.raises(TicketError, match=r"table 'item': .*another store"):
         store.update(ticket, GOOD)
     other.update(ticket, GOOD)
@@ -346,7 +345,7 @@ def test_a_ticket_of_another_store(store: Store, open_store: Callable[..., Store
 def test_a_ticket_outlives_its_store(store: Store) -> None:
     """Another store refuses it, and dropping it is safe, because it owns its memory."""
     other = Store(TABLE, num_threads=2)
-    _, ticket = other.lookup(as_ids(range(1000, 5000)) if other.table.capacity is None else IDS, with_ticket=True)
+    _, ticket = other.lookup_for_update(as_ids(range(1000, 5000)) if other.table.capacity is None else IDS)
     del other
     with pytest.raises(TicketError, match="another store"):
         store.update(ticket, GOOD)
@@ -379,7 +378,7 @@ def test_positional_and_unknown_arguments(store: Store) -> None:
     with pytest.raises(TypeError):
         Store(TABLE, 0)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
-        store.lookup(IDS, True)  # type: ignore[call-overload]
+        store.lookup(IDS, True)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         store.update(IDS, GOOD, learning_rate=0.1)  # type: ignore[call-arg]
 

@@ -103,7 +103,7 @@ def test_updates_from_many_threads_all_count(num_threads: int, open_store: OpenS
             for i in range(num_updates):
                 ids = rng.integers(num_ids, size=batch).astype(np.uint64)
                 ones = np.ones((batch, 16), np.float32)
-                rows, ticket = store.lookup(ids, with_ticket=True)
+                rows, ticket = store.lookup_for_update(ids)
                 assert_whole(rows)
                 store.update(ticket if i % 2 else ids, ones)
                 np.add.at(applied[which], ids.astype(np.int64), 1)
@@ -153,7 +153,7 @@ def test_updates_amid_evictions_are_applied_or_counted(num_threads: int, open_st
             for _ in range(num_batches):
                 ids = np.unique(rng.integers(num_ids, size=batch)).astype(np.uint64)
                 try:
-                    rows, ticket = store.lookup(ids, with_ticket=True)
+                    rows, ticket = store.lookup_for_update(ids)
                 except CapacityError:
                     continue  # the other threads' rows are pinned by a late step
                 assert_whole(rows)
@@ -221,7 +221,7 @@ def test_one_ticket_in_many_threads_is_applied_once(open_store: OpenStore) -> No
     store = open_store(counting(), num_threads=2)
     ids = np.arange(2000, dtype=np.uint64)
     for round_ in range(1, 21):
-        _, ticket = store.lookup(ids, with_ticket=True)
+        _, ticket = store.lookup_for_update(ids)
         refused: list[int] = []
         barrier, crew = threading.Barrier(4), Crew()
 

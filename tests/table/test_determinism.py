@@ -78,7 +78,7 @@ def run(table: Table, seed: int, num_threads: int, simd: str, folder: Path) -> d
         gradients = rng.normal(size=(len(ids), table.dim)).astype(np.float32)
         if table.on_nonfinite == "skip":
             gradients[rng.integers(len(ids), size=20), 0] = np.nan
-        looked_up, ticket = store.lookup(ids, step=step, with_ticket=True)
+        looked_up, ticket = store.lookup_for_update(ids, step=step)
         rows.update(looked_up.tobytes())
         if step % 2:
             store.update(ticket, gradients, step=step, lr=0.05 * step)
@@ -197,7 +197,7 @@ def tiny_numbers(table: Table, num_threads: int, *, make: bool, use: bool) -> li
     seen = [store.lookup(TINY_IDS, train=False)]
     with flushed(use):
         for gradient in gradients:
-            rows, ticket = store.lookup(ids, with_ticket=True)
+            rows, ticket = store.lookup_for_update(ids)
             store.update(ticket, gradient)
             seen += [rows, store.lookup(TINY_IDS, train=False)]
         seen += [store.lookup(TINY_IDS[:100], train=False), *store.read(TINY_IDS)[:2]]

@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def test_every_call_of_a_store_is_refused(store: Store, tmp_path: Path) -> None:
-    _, ticket = store.lookup(IDS, with_ticket=True)
+    _, ticket = store.lookup_for_update(IDS)
     home, since = os.getpid(), store.save(tmp_path / "first")
     calls: list[Callable[[], object]] = [
         lambda: store.lookup(IDS),
@@ -170,7 +170,7 @@ def test_every_call_of_the_engine_is_refused(store: Store) -> None:
 def test_a_fork_ends_its_copies_without_hanging() -> None:
     """core/tests/test_fork.cpp tests the same for a store with a file."""
     mine = Store(TABLE, num_threads=2)
-    everything: list[Any] = [mine, mine.lookup(IDS, with_ticket=True)]
+    everything: list[Any] = [mine, mine.lookup_for_update(IDS)]
     everything.append(mine.lookup(np.arange(200_000, dtype=np.uint64)))  # a block of the engine's pool
     del mine
 

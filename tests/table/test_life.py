@@ -334,8 +334,8 @@ def test_on_full_grow(open_store: OpenStore) -> None:
 def test_a_row_evicted_between_lookup_and_update(open_store: OpenStore) -> None:
     """Its gradient is counted and changes nothing, by ticket and by ids; a row that was inserted again takes it."""
     store = open_store(table(capacity=2))
-    _, ticket = store.lookup(as_ids([1, 2]), step=1, with_ticket=True)
-    _, back = store.lookup(as_ids([1, 2]), step=2, with_ticket=True)
+    _, ticket = store.lookup_for_update(as_ids([1, 2]), step=1)
+    _, back = store.lookup_for_update(as_ids([1, 2]), step=2)
     store.lookup(as_ids([3, 4]), step=3)
     store.update(ticket, np.ones((2, 2), np.float32), step=3)
     assert np.all(store.read(as_ids([3, 4])).values == 1)
@@ -402,7 +402,7 @@ def test_a_row_of_a_step_below_the_line_of_expiry_lives(open_store: OpenStore) -
     """A row that a very late lookup inserts is stamped with expire_before, not with its step: its update finds it."""
     store = open_store(table(expire_after=2, capacity=3))
     store.lookup(as_ids([1]), step=100)  # rows stamped before 98 are gone
-    _, ticket = store.lookup(as_ids([2, 3]), step=5, with_ticket=True)
+    _, ticket = store.lookup_for_update(as_ids([2, 3]), step=5)
     store.update(ticket, np.ones((2, 2), np.float32) * -4, step=5)
     assert np.all(store.read(as_ids([2, 3])).values == 5)
     with pytest.raises(CapacityError):
@@ -464,7 +464,7 @@ def test_an_update_before_any_lookup(open_store: OpenStore) -> None:
 
 def test_empty_batches(open_store: OpenStore) -> None:
     store = open_store(table())
-    rows, ticket = store.lookup(as_ids([]), with_ticket=True)
+    rows, ticket = store.lookup_for_update(as_ids([]))
     assert rows.shape == (0, 2)
     assert ticket.n == ticket.num_unique == 0
     store.update(ticket, np.zeros((0, 2), np.float32))

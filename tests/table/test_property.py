@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.oracle.adopt(self.store)
             self.oracle.compare(self.store, UNIVERSE)
             return None
-        rows, ticket = self.store.lookup(as_ids(ids), with_ticket=True, **options)
+        rows, ticket = self.store.lookup_for_update(as_ids(ids), **options)
         np.testing.assert_array_equal(rows, wanted)
         return ids, ticket, self.store
 

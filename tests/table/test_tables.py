@@ -34,7 +34,7 @@ def test_a_batch_does_to_each_table_what_its_own_calls_do(num_threads: int, rng:
     alone = {table.name: Store(table, seed=5, num_threads=1) for table in TABLES}
     for step in range(1, 10):
         ids, offsets = batch(rng, TABLES)
-        flat, ticket = tables.lookup(ids, offsets, with_ticket=True)
+        flat, ticket = tables.lookup_for_update(ids, offsets)
         gradients = rng.normal(size=len(flat)).astype(np.float32)
         tables.update(ticket, gradients, lrs={"item": 0.25})
         of_each = tables.split(gradients, offsets)
@@ -53,7 +53,7 @@ def test_a_batch_does_to_each_table_what_its_own_calls_do(num_threads: int, rng:
 def test_the_store_of_a_table_is_one_of_the_batch() -> None:
     tables = TableGroup(TABLES, num_threads=1)
     ids = as_ids([3, 3, 9])
-    rows, ticket = tables["item"].lookup(ids, with_ticket=True)
+    rows, ticket = tables["item"].lookup_for_update(ids)
     tables["item"].update(ticket, np.ones_like(rows))
     tables["word"].lookup(ids)
     tables["word"].update(ids, np.ones((3, 1), np.float32), lr=0.5)
@@ -95,12 +95,11 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (lambda t: t.lookup(as_ids([1]), np.array([1, 1, 1, 1, 1])), "offsets run from 1 to 1; expected 0 to"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), out=np.zeros((1, 4), np.float32)), "out is float32"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), train=1), "train is 1"),
-    (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), train=False, with_ticket=True), "never updated"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), train=False, step=3), "step is 3 and train=False"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), step=0), "step is 0"),
     (lambda t: t.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), step=3, oldest_open=4), "oldest_open is 4"),
     (lambda t: t.update(as_ids([1]), np.zeros(4, np.float32)), "ticket is a ndarray"),
-    (lambda t: t.update(7, np.zeros(4, np.float32)), "ticket is an int; expected one from lookup or prepare"),
+    (lambda t: t.update(7, np.zeros(4, np.float32)), "ticket is an int; expected one from lookup_for_update"),
     (lambda t: t.update(prepared(t), np.zeros(5, np.float32)), "5 .*expected 4"),
     (lambda t: t.update(prepared(t), np.zeros((1, 4), np.float32)), r"shape \(1, 4\)"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"x": 1.0}), "'x'"),
@@ -118,7 +117,7 @@ def test_bad_calls(call: Any, words: str) -> None:
 
 def test_tickets_are_used_once_and_at_home() -> None:
     tables, others = TableGroup(TABLES, num_threads=1), TableGroup(TABLES, num_threads=1)
-    flat, ticket = tables.lookup(as_ids([1]), np.array([0, 1, 1, 1, 1]), with_ticket=True)
+    flat, ticket = tables.lookup_for_update(as_ids([1]), np.array([0, 1, 1, 1, 1]))
     with pytest.raises(TicketError, match="another store"):
         others.update(ticket, flat, step=1)
     tables.update(ticket, flat)
@@ -145,7 +144,7 @@ def test_a_table_has_its_own_learning_rate() -> None:
     tables = TableGroup(
         [Table("a", dim=1, optimizer=SGD(lr=0.5)), Table("b", dim=1, optimizer=SGD(lr=0.25))], num_threads=1
     )
-    flat, ticket = tables.lookup(as_ids([1, 1]), np.array([0, 1, 2]), with_ticket=True)
+    flat, ticket = tables.lookup_for_update(as_ids([1, 1]), np.array([0, 1, 2]))
     tables["b"].set_lr(2.0)
     tables.update(ticket, np.ones(2, np.float32))
     np.testing.assert_array_equal(
@@ -161,7 +160,7 @@ def test_restore_brings_every_table_back_bit_for_bit(tmp_path: Path) -> None:
     for round_number in range(3):
         ids = rng.integers(0, 50, 60, dtype=np.uint64)
         offsets = np.array([0, 30, 60])
-        flat, ticket = tables.lookup(ids, offsets, with_ticket=True)
+        flat, ticket = tables.lookup_for_update(ids, offsets)
         tables.update(ticket, rng.standard_normal(flat.shape).astype(np.float32))
         for name, store in tables.items():
             to = tmp_path / f"{name}{round_number}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
 from rpc_parts import wait_until
-from satrap import ConfigError, Embeddings, InputError, Inputs, Iterable, Position, StreamError
+from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError
 from satrap.train.embeddings import session_of
 
 
@@ -322,7 +322,7 @@ def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
 
 def test_a_list_and_a_generator_train_equally() -> None:
     found = []
-    for data in (batches(5), iter(batches(5)), (each for each in batches(5)), Iterable(batches(5))):
+    for data in (batches(5), iter(batches(5)), (each for each in batches(5)), IterableSource(batches(5))):
         embeddings, model, optimizer = job()
         losses, positions = [], []
         for batch in embeddings.stream(data):
@@ -336,7 +336,7 @@ def test_a_list_and_a_generator_train_equally() -> None:
     assert found[0][1] == [Position(0, 0, number, number * BATCH, end=1) for number in range(1, 6)]
 
 
-@pytest.mark.parametrize("data", [list, iter, Iterable], ids=["list", "iterator", "Iterable"])
+@pytest.mark.parametrize("data", [list, iter, IterableSource], ids=["list", "iterator", "IterableSource"])
 def test_a_label_keeps_its_two_dimensions(data: Callable[[list[Inputs]], Any]) -> None:
     column = [replace(each, label=np.ones((each.batch_size, 1), np.float32)) for each in batches(3)]
     embeddings, _, _ = job()
@@ -345,10 +345,10 @@ def test_a_label_keeps_its_two_dimensions(data: Callable[[list[Inputs]], Any]) -
     assert [tuple(batch.label.shape) for batch in stream] == [(BATCH, 1)] * 3
 
 
-@pytest.mark.parametrize("declared", [False, True], ids=["list-first", "Iterable-first"])
+@pytest.mark.parametrize("declared", [False, True], ids=["list-first", "IterableSource-first"])
 def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> None:
     items = batches(7)
-    first, second = (Iterable(items), items) if declared else (items, Iterable(items))
+    first, second = (IterableSource(items), items) if declared else (items, IterableSource(items))
     embeddings, model, optimizer = job()
     session_of(embeddings).track_position(first)
     with embeddings.stream(first) as stream:

@@ -67,7 +67,7 @@ import resource, numpy as np
 from satrap import SGD, Store, Table, Zeros
 store = Store(Table("item", dim=500, num_buckets=1, optimizer=SGD(lr=1.0), initial=Zeros()), num_threads=1)
 ids, gradients = np.arange(20_000, dtype=np.uint64), np.ones((20_000, 500), np.float32)
-_, ticket = store.lookup(ids, with_ticket=True)
+_, ticket = store.lookup_for_update(ids)
 now = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (now + (8 << 20), resource.RLIM_INFINITY))
 try:
@@ -264,8 +264,8 @@ def test_a_ticket_of_another_table_is_refused() -> None:
         num_threads=1,
     )
     ids, gradients = as_ids([1, 2]), np.ones((2, 4), np.float32)
-    _, of_b = tables["b"].lookup(ids, with_ticket=True)
-    _, of_both = tables.lookup(ids, np.array([0, 1, 2]), with_ticket=True)
+    _, of_b = tables["b"].lookup_for_update(ids)
+    _, of_both = tables.lookup_for_update(ids, np.array([0, 1, 2]))
     for ticket, store in ((of_b, tables["a"]), (of_both, tables["a"]), (of_both, tables["b"])):
         with pytest.raises(TicketError, match="of another table, or of several"):
             store.update(ticket, gradients)
@@ -273,8 +273,8 @@ def test_a_ticket_of_another_table_is_refused() -> None:
     assert not any(store.stats()["updated"] for store in tables.values())
     tables["b"].update(of_b, gradients)
     tables.update(of_both, gradients.reshape(-1))
-    _, of_none = tables.lookup(as_ids([]), np.array([0, 0, 0]), with_ticket=True)
+    _, of_none = tables.lookup_for_update(as_ids([]), np.array([0, 0, 0]))
     tables["b"].update(of_none, gradients[:0])
-    _, alone = tables.lookup(ids, np.array([0, 0, 2]), with_ticket=True)
+    _, alone = tables.lookup_for_update(ids, np.array([0, 0, 2]))
     tables["b"].update(alone, gradients)
     np.testing.assert_array_equal(tables["b"].read(ids).values, [[-2.0] * 4, [-3.0] * 4])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,30 @@ def test_training_is_not_changed_by_it(staleness: int, overlap: bool) -> None:
 
     train(6, evaluate_alone, staleness, overlap)
     assert found[1][1] == expected[0], "of the rows after exactly six steps"
+
+
+def test_submitted_updates_are_applied_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings, net, optimizer = job(staleness=2)
+    update, release = embeddings.worker.update, threading.Event()
+
+    def update_later(*arguments: Any, **options: Any) -> None:
+        assert release.wait(300)
+        update(*arguments, **options)
+
+    with embeddings.stream(batches(3), overlap=True) as stream:
+        for batch in stream:
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if batch.step == 2:
+                monkeypatch.setattr(embeddings.worker, "update", update_later)
+            optimizer.step()
+            if batch.step == 2:
+                break
+        threading.Timer(0.5, release.set).start()
+        validation = Validation(net, embeddings, VALID)
+        validation.step()
+        assert validation.metrics["auc"] == evaluate(net, embeddings.stream(VALID, train=False)).auc()
+        assert release.is_set()
 
 
 def test_an_error_leaves_the_model_training() -> None:

@@ -16,7 +16,6 @@ from cluster import running_servers
 from remote_worker_parts import BATCH, bits, evaluate, made, running, source, train, working, write
 from satrap import Checkpoint, MinCount, Parquet, Table
 from satrap.errors import StreamError
-from satrap.train.embeddings import session_of
 from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
 
 
@@ -154,7 +153,7 @@ def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
 
                 def at(now: str, number: int, job: Any = job, again: Any = again, where: Any = where) -> None:
                     if now == "looked up":
-                        batch = session_of(job[0])._training._held[0]  # type: ignore[union-attr]
+                        batch = job[0]._session._training._held[0]
                         again.append(job[0](batch.inputs).embeddings.numpy().tobytes())
                         if where and number > 1:
                             worker.restart()

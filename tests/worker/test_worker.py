@@ -260,7 +260,7 @@ def test_tickets_are_used_once_and_by_their_owner() -> None:
     worker.update([first, second], [BLOCK, BLOCK])
     with pytest.raises(TicketError, match="used already"):
         worker.update([second], **gradients)
-    flat = worker.tables["item"].lookup(as_ids([1]), with_ticket=True)[1]
+    flat = worker.tables["item"].lookup_for_update(as_ids([1]))[1]
     with pytest.raises(TicketError, match="another store"):
         worker.update([flat], [BLOCK])
 

@@ -312,14 +312,16 @@ class Checkpoint:
         now = self._signature()
         if not any(entry.positions) or entry.source is None or now is None:
             return
+        are_several = len(entry.positions) > 1 or self._session.trainers.world_size > 1
+        not_compared = {"files"} if are_several else {"files", "batch_size"}  # which decides who gets which samples
         lines = [
             f"{name} is {entry.source.get(name)!r} in the checkpoint and {now.get(name)!r} here"
-            for name in sorted((entry.source.keys() | now.keys()) - {"files"})
+            for name in sorted((entry.source.keys() | now.keys()) - not_compared)
             if entry.source.get(name) != now.get(name)
         ]
         # New files may follow the old ones, unless the order or the shards depend on all files.
         were, are = entry.source.get("files", ()), now.get("files", ())
-        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._session.trainers.world_size > 1
+        of_all = now.get("shuffle") or are_several
         for i in range(max(len(were), len(are)) if of_all else len(were)):
             was, is_ = (list(files[i]) if i < len(files) else None for files in (were, are))
             if was != is_:

@@ -148,26 +148,17 @@ def look_up(
     step: int | None,
     oldest_open: int | None,
     out: NDArray[np.float32] | None,
-    with_ticket: bool,
-) -> NDArray[np.float32] | tuple[NDArray[np.float32], _core.Ticket]:
-    """Looks rows up for a store or a table group. shape: of the result."""
+    with_ticket: bool = False,
+) -> tuple[NDArray[np.float32], Any]:
+    """Looks rows up for a store or a table group; returns them and the ticket, or None. shape: of the rows."""
     check_flag(where, "train", train, InputError)
-    check_flag(where, "with_ticket", with_ticket, InputError)
-    if with_ticket and not train:
-        raise InputError(
-            f"{where}: with_ticket=True and train=False; such a batch is never updated: leave one of them out"
-        )
     if out is not None:
         rows = as_out(where, out, shape)
     else:
         rows = np.asarray(engine.empty(math.prod(shape[:-1]), shape[-1])).reshape(shape)
     at = lookup_step(where, engine, train=train, step=step, oldest_open=oldest_open)
     ticket = engine.lookup(ids, offsets, *at, train, rows, with_ticket)
-    result = rows if out is None else out
-    if not with_ticket:
-        return result
-    assert ticket is not None
-    return result, ticket
+    return rows if out is None else out, ticket
 
 
 def update(

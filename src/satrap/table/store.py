@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal, NamedTuple, Never, Self, overload
+from typing import Any, NamedTuple, Never, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -142,7 +142,6 @@ class Store:
 
     # -- lookup and update -------------------------------------------------------------------------------------------
 
-    @overload
     def lookup(
         self,
         ids: ArrayLike,
@@ -151,31 +150,7 @@ class Store:
         step: int | None = None,
         oldest_open: int | None = None,
         out: NDArray[np.float32] | None = None,
-        with_ticket: Literal[False] = False,
-    ) -> NDArray[np.float32]: ...
-
-    @overload
-    def lookup(
-        self,
-        ids: ArrayLike,
-        *,
-        train: bool = True,
-        step: int | None = None,
-        oldest_open: int | None = None,
-        out: NDArray[np.float32] | None = None,
-        with_ticket: Literal[True],
-    ) -> tuple[NDArray[np.float32], Ticket]: ...
-
-    def lookup(
-        self,
-        ids: ArrayLike,
-        *,
-        train: bool = True,
-        step: int | None = None,
-        oldest_open: int | None = None,
-        out: NDArray[np.float32] | None = None,
-        with_ticket: bool = False,
-    ) -> NDArray[np.float32] | tuple[NDArray[np.float32], Ticket]:
+    ) -> NDArray[np.float32]:
         """Returns the values of the ids' rows: float32 [n, dim].
 
         ids: uint64 [n], or int64 taken as its bit pattern; may repeat. An array that is not C-contiguous is copied.
@@ -188,32 +163,30 @@ class Store:
         oldest_open: the oldest step whose update is still to come; rows used since then are neither evicted nor
             expired. None: this step.
         out: memory to write into, float32 [n, dim], C-contiguous; it is also returned. None: a new array.
-        with_ticket: also returns a ticket; `update(ticket, gradients)` need not de-duplicate or search again.
 
         A full table that may not evict any row raises CapacityError; rows that the call inserted before stay.
         """
-        id_array = array_args.as_ids(self._where, ids)
-        shape = (len(id_array), self.table.dim)
-        return look_up(
-            self._where,
-            self._engine,
-            id_array,
-            self._offsets(len(id_array)),
-            shape,
-            train=train,
-            step=step,
-            oldest_open=oldest_open,
-            out=out,
-            with_ticket=with_ticket,
-        )
+        return self._look_up(ids, train=train, step=step, oldest_open=oldest_open, out=out)[0]
+
+    def lookup_for_update(
+        self,
+        ids: ArrayLike,
+        *,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+    ) -> tuple[NDArray[np.float32], Ticket]:
+        """Returns what `lookup` returns for training, and a ticket, with which `update` need not de-duplicate or search
+        again. The options are those of `lookup`."""
+        return self._look_up(ids, train=True, step=step, oldest_open=oldest_open, out=out, with_ticket=True)
 
     def update(
         self, ids: ArrayLike | Ticket, gradients: ArrayLike, *, step: int | None = None, lr: float | None = None
     ) -> None:
         """Applies the optimizer to the ids' rows, once per id.
 
-        ids: the ids of the gradients, or the ticket of their lookup. Gradients of one id are summed first, in order
-            of appearance. An id without a row is counted in `stats()["not_applied_absent"]` and nothing else.
+        ids: the ids of the gradients, or the ticket of `lookup_for_update`. Gradients of one id are summed first, in
+            order of appearance. An id without a row is counted in `stats()["not_applied_absent"]` and nothing else.
         gradients: float32 [n, dim]. `table.on_nonfinite` decides about one that is not finite.
         step: the job's batch number; None: the latest, or 1 if there is none. Rows are stamped with it.
         lr: the learning rate of this update; None: the store's `lr`.
@@ -380,6 +353,11 @@ class Store:
         self._engine.version(self._slot.index)
         with self._snapshot_lock:
             yield
+
+    def _look_up(self, ids: ArrayLike, **options: Any) -> tuple[NDArray[np.float32], Any]:
+        id_array = array_args.as_ids(self._where, ids)
+        shape = (len(id_array), self.table.dim)
+        return look_up(self._where, self._engine, id_array, self._offsets(len(id_array)), shape, **options)
 
     def _prepare(self, ids: ArrayLike) -> Ticket:
         id_array = array_args.as_ids(self._where, ids)

@@ -9,7 +9,7 @@ share all code but that of the batch, and neither calls the other.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Never, Self, overload
+from typing import Any, Never, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -138,7 +138,6 @@ class TableGroup(Mapping[str, Store]):
         """The largest step of any training lookup or update so far; 0 before the first."""
         return self._engine.latest_step
 
-    @overload
     def lookup(
         self,
         ids: ArrayLike,
@@ -148,53 +147,31 @@ class TableGroup(Mapping[str, Store]):
         step: int | None = None,
         oldest_open: int | None = None,
         out: NDArray[np.float32] | None = None,
-        with_ticket: Literal[False] = False,
-    ) -> NDArray[np.float32]: ...
-
-    @overload
-    def lookup(
-        self,
-        ids: ArrayLike,
-        offsets: ArrayLike,
-        *,
-        train: bool = True,
-        step: int | None = None,
-        oldest_open: int | None = None,
-        out: NDArray[np.float32] | None = None,
-        with_ticket: Literal[True],
-    ) -> tuple[NDArray[np.float32], Ticket]: ...
-
-    def lookup(
-        self,
-        ids: ArrayLike,
-        offsets: ArrayLike,
-        *,
-        train: bool = True,
-        step: int | None = None,
-        oldest_open: int | None = None,
-        out: NDArray[np.float32] | None = None,
-        with_ticket: bool = False,
-    ) -> NDArray[np.float32] | tuple[NDArray[np.float32], Ticket]:
+    ) -> NDArray[np.float32]:
         """Returns the values of the ids' rows of all tables, table after table, in one flat float32 array.
 
         ids: as in `Store.lookup`; those of table t are ids[offsets[t]:offsets[t + 1]].
         offsets: int64 [tables + 1], rising from 0 to the number of ids.
         The other options are those of `Store.lookup`; `out` is flat too.
         """
-        id_array = array_args.as_ids(self._where, ids)
-        offset_array = self._offsets(offsets)
-        return look_up(
-            self._where,
-            self._engine,
-            id_array,
-            offset_array,
-            (self._engine.num_floats(offset_array, len(id_array)),),
-            train=train,
-            step=step,
-            oldest_open=oldest_open,
-            out=out,
-            with_ticket=with_ticket,
-        )
+        return self._look_up(ids, offsets, train=train, step=step, oldest_open=oldest_open, out=out)[0]
+
+    def lookup_for_update(
+        self,
+        ids: ArrayLike,
+        offsets: ArrayLike,
+        *,
+        step: int | None = None,
+        oldest_open: int | None = None,
+        out: NDArray[np.float32] | None = None,
+    ) -> tuple[NDArray[np.float32], Ticket]:
+        """Returns what `lookup` returns for training, and the batch's ticket for `update`."""
+        return self._look_up(ids, offsets, train=True, step=step, oldest_open=oldest_open, out=out, with_ticket=True)
+
+    def _look_up(self, ids: ArrayLike, offsets: ArrayLike, **options: Any) -> tuple[NDArray[np.float32], Any]:
+        id_array, offset_array = array_args.as_ids(self._where, ids), self._offsets(offsets)
+        shape = (self._engine.num_floats(offset_array, len(id_array)),)
+        return look_up(self._where, self._engine, id_array, offset_array, shape, **options)
 
     def prepare(self, ids: ArrayLike, offsets: ArrayLike) -> Ticket:
         """Returns a ticket for an update of ids that were looked up without one."""
@@ -215,7 +192,9 @@ class TableGroup(Mapping[str, Store]):
         lrs: learning rates of this update by table; tables not named use their own.
         """
         if not isinstance(ticket, Ticket):
-            raise InputError(f"{self._where}: ticket is {kind_of(ticket)}; expected one from lookup or prepare")
+            raise InputError(
+                f"{self._where}: ticket is {kind_of(ticket)}; expected one from lookup_for_update or prepare"
+            )
         gradient_array = array_args.as_gradients(self._where, gradients, None)
         update(self._where, self._engine, ticket, gradient_array, step, self._lrs({} if lrs is None else lrs))
 

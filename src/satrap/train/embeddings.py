@@ -151,7 +151,7 @@ class Embeddings(torch.nn.Module):
     ) -> Stream:
         """Return the batches of a source with their rows looked up, as tensors on the device.
 
-        data: a source, or any iterable that `satrap.Iterable` takes without columns: of `Inputs`, or of (dense,
+        data: a source, or any iterable that `satrap.IterableSource` takes without columns: of `Inputs`, or of (dense,
             KeyedJaggedTensor, label). Several trainers each train on a shard of its samples and end together: every
             sample is trained on, and in the last step, where some trainers have fewer samples or none, all samples have
             equal weight. With dense="async" each trainer ends with its own shard.

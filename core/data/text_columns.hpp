@@ -34,7 +34,7 @@ template <typename T> class GrowingArray {
     std::size_t capacity_ = 0;
 };
 
-// The ids of one feature, and their weights. While every sample has exactly one id, it lies in a matrix that features
+// The ids of one feature, and their weights. While every sample has exactly one id, it is in a matrix that features
 // share, beside the sample's other ids: sample i in matrix[i * stride]. From the first other one on there are bags: bag
 // i is values[offsets[i] .. offsets[i + 1]) and `count` ids are in use, those of the sample that is being read
 // included.

@@ -83,7 +83,7 @@ struct BadRow {
     std::size_t field_begin;
     std::size_t field_end;
     std::size_t found;    // columns, or weights
-    std::size_t expected; // likewise
+    std::size_t expected; // columns, or weights
 };
 
 } // namespace satrap

@@ -5,7 +5,7 @@
 // The path of a lookup: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check
 // over all gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table,
 // flat, or in bags (engine_bags.cpp), which differ in where rows go and where gradients are, and in nothing else.
-// Locks: none of its own on the hot path; bucket locks inside Table; ThreadPool serves one call at a time.
+// Locks: none on the hot path but the bucket locks inside Table; ThreadPool serves one call at a time.
 // Processes: in a fork every call that works on rows is refused, before it takes any lock; see owned() for its end.
 #pragma once
 

@@ -20,7 +20,7 @@
 // no less than a float's last, is a float: that product does not round either.
 //
 // A message of another size, or with an exponent that no row has, is refused. The bits depend on neither path nor
-// threads. Lock: none of its own; several may call at once (ThreadPool).
+// threads. Locks: none; several threads may call at once (ThreadPool).
 #pragma once
 
 #include <atomic>

@@ -33,7 +33,7 @@ struct Lanes {
         sums = _mm512_fmadd_ps(g, g, sums);
     }
     float total() const {
-        alignas(64) float stored[16]; // by memory: GCC 12 warns of its own header where a half is extracted
+        alignas(64) float stored[16]; // through memory: GCC 12 warns about its header where a half is extracted
         _mm512_store_ps(stored, sums);
         return total_of(_mm256_add_ps(_mm256_load_ps(stored), _mm256_load_ps(stored + 8)));
     }

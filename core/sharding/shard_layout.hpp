@@ -3,7 +3,7 @@
 // first appearance. So a server's part is the input of its engine's flat lookup, and the layout of its answer.
 //
 // Bucket b belongs to server owners[b] and has counts[b] ids. Invariants:
-//   server s has ids first_id[s] .. first_id[s] + num_ids(s) - 1, and floats likewise, of table t those of
+//   server s has ids first_id[s] .. first_id[s] + num_ids(s) - 1, and floats in the same way, of table t those of
 //   offsets(s)[t] .. offsets(s)[t + 1] - 1; both begin at a cache line;
 //   the buckets of one server and table, in their order, follow one another without a gap.
 #pragma once

@@ -43,7 +43,7 @@ void blocks_never_overlap(Random& random) {
         } else if (!live.empty()) {
             auto at = live.lower_bound(live.begin()->first + random.below(1U << 20));
             if (at == live.end()) at = live.begin();
-            CHECK(all_bytes_are(at->first, at->second.bytes, at->second.filling)); // nobody else wrote here
+            CHECK(all_bytes_are(at->first, at->second.bytes, at->second.filling)); // nothing else wrote here
             if (!at->second.may_go) continue;
             arena.release_index(at->first, at->second.bytes);
             live.erase(at);

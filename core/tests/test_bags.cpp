@@ -1,4 +1,4 @@
-// Lookups and updates of bags against a twin engine that only sees flat ids (engine_bags.hpp): the same bits, for any
+// Lookups and updates of bags against an engine that sees only flat ids (engine_bags.hpp): the same bits, for any
 // poolings, shapes, threads and SIMD path; and what is refused, and that it changes nothing.
 #include <tuple>
 
@@ -30,8 +30,8 @@ std::size_t padding_of(const Model& model, const BagCall& call) {
     return padding;
 }
 
-// Steps of one to three batches each, on an engine with bags and on its twin; returns all that was looked up.
-std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, std::uint64_t seed,
+// Steps of one to three batches each, on an engine with bags and on one with flat ids; returns all that was looked up.
+std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& flat, std::uint64_t seed,
                               std::size_t most_samples) {
     Random random(seed);
     const auto described = model.describe(engine);
@@ -52,11 +52,11 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, 
             const BagCall call = testing::draw_call(random, model, most_samples);
             auto looked = testing::lookup(engine, described, call, {true, step, step});
             const auto ids = testing::ids_of_tables(*described, call);
-            CHECK(looked.rows == testing::pooled(*described, call, testing::lookup(twin, ids, step).rows));
+            CHECK(looked.rows == testing::pooled(*described, call, testing::lookup(flat, ids, step).rows));
             CHECK_EQ(looked.ticket->size, testing::Flat(ids).ids.size());
             const auto peeked = testing::lookup(engine, described, call, {false, 0, 0});
             CHECK(peeked.ticket == nullptr);
-            CHECK(peeked.rows == testing::pooled(*described, call, testing::peek(twin, ids)));
+            CHECK(peeked.rows == testing::pooled(*described, call, testing::peek(flat, ids)));
             cut += 2 * (call.ids.size() - padding_of(model, call) - looked.ticket->size);
             gradients.push_back(
                 testing::draw_gradients(random, *described, call.samples, bounded && random.chance(0.1)));
@@ -69,17 +69,17 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& twin, 
             given.push_back(gradients[k].gradients());
         }
         testing::update(engine, pointers, given, scale, step);
-        testing::update(twin, apart.ids, apart.flat(), step);
+        testing::update(flat, apart.ids, apart.flat(), step);
     }
-    CHECK(Contents(engine) == Contents(twin));
-    CHECK(counted(engine) == counted(twin));
+    CHECK(Contents(engine) == Contents(flat));
+    CHECK(counted(engine) == counted(flat));
     std::uint64_t truncated = 0;
     for (const auto& count : described->truncated) truncated += count.load();
     CHECK_EQ(truncated, cut);
     return seen;
 }
 
-void equal_a_twin_of_flat_ids(Random& random) {
+void equal_lookups_of_flat_ids(Random& random) {
     const Model model = testing::draw_model(random);
     const std::uint64_t seed = random.bits();
     const std::size_t most = random.chance(0.5) ? 20 : 500;
@@ -87,19 +87,19 @@ void equal_a_twin_of_flat_ids(Random& random) {
     for (const Kernels* kernels : available_kernels())
         for (unsigned threads : {1U, 2U, 4U}) {
             const auto engine = testing::make_engine(model.tables, threads, kernels->name),
-                       twin = testing::make_engine(model.tables);
-            const auto seen = run_steps(model, *engine, *twin, seed, most);
+                       flat = testing::make_engine(model.tables);
+            const auto seen = run_steps(model, *engine, *flat, seed, most);
             if (first.empty()) first = seen;
             CHECK(seen == first);
         }
 }
 
 // In a file every update goes through undo slots, whose size is settled before.
-void equal_a_twin_in_a_file(Random& random) {
+void equal_lookups_in_memory(Random& random) {
     const Model model = testing::draw_model(random);
     const testing::SharedFile file;
-    const auto engine = file.create(model.tables, 2), twin = testing::make_engine(model.tables);
-    run_steps(model, *engine, *twin, random.bits(), 200);
+    const auto engine = file.create(model.tables, 2), flat = testing::make_engine(model.tables);
+    run_steps(model, *engine, *flat, random.bits(), 200);
 }
 
 void bad_bags_change_nothing(Random&) {
@@ -275,8 +275,8 @@ void callers_lose_nothing(Random& random) {
 
 int main(int argc, char** argv) {
     return testing::run(argc, argv,
-                        {{"equal_a_twin_of_flat_ids", testing::scaled(40), equal_a_twin_of_flat_ids},
-                         {"equal_a_twin_in_a_file", testing::scaled(12), equal_a_twin_in_a_file},
+                        {{"equal_lookups_of_flat_ids", testing::scaled(40), equal_lookups_of_flat_ids},
+                         {"equal_lookups_in_memory", testing::scaled(12), equal_lookups_in_memory},
                          {"bad_bags_change_nothing", 1, bad_bags_change_nothing},
                          {"nonfinite_gradients_are_named", 1, nonfinite_gradients_are_named},
                          {"products_may_overflow", 1, products_may_overflow},

@@ -135,13 +135,13 @@ void pool_runs_each_thread_once(Random& random) {
     testing::in_threads(3, [&](unsigned) {
         for (unsigned i = 0; i < testing::scaled(400); ++i) {
             std::vector<std::atomic<unsigned>> calls(size);
-            std::atomic<unsigned> told{0};
+            std::atomic<unsigned> num_threads{0};
             pool.run([&](unsigned thread, unsigned threads) {
-                told.store(threads);
+                num_threads.store(threads);
                 calls[thread].fetch_add(1);
             });
-            for (unsigned thread = 0; thread < told.load(); ++thread) CHECK_EQ(calls[thread].load(), 1);
-            CHECK(told.load() == 1 || told.load() == size);
+            for (unsigned thread = 0; thread < num_threads.load(); ++thread) CHECK_EQ(calls[thread].load(), 1);
+            CHECK(num_threads.load() == 1 || num_threads.load() == size);
         }
     });
 }

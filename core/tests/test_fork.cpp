@@ -72,8 +72,8 @@ class Pipe {
     }
     void tell() const { CHECK_EQ(::write(ends_[1], "x", 1), 1); }
     void wait() const {
-        char told;
-        CHECK_EQ(::read(ends_[0], &told, 1), 1);
+        char byte;
+        CHECK_EQ(::read(ends_[0], &byte, 1), 1);
     }
 
   private:

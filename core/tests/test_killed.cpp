@@ -34,13 +34,13 @@ std::vector<TableConfig> tables() {
     const auto engine = is_first ? file.create(tables(), threads) : file.attach(tables(), threads);
     Ids fixed;
     while (fixed.size() < kFixed) fixed.push_back(mix64(fixed.size()));
-    for (bool told = false;; told = true) {
+    for (bool is_ready = false;; is_ready = true) {
         Ids churning;
         for (unsigned i = 0; i < 20; ++i) churning.push_back(random.below(200));
         const std::uint32_t step = engine->next_step();
         const auto looked = testing::lookup(*engine, {fixed, churning}, step);
         testing::update(*engine, *looked.ticket, std::vector<float>(looked.rows.size(), -1.0f), step);
-        if (!told) (void)!write(ready, "x", 1);
+        if (!is_ready) (void)!write(ready, "x", 1);
     }
 }
 

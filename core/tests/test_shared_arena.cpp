@@ -273,8 +273,7 @@ void a_full_disk_loses_nothing(Random&) {
             CHECK_EQ(testing::peek(*engine, {{0}})[0], 2.0f + static_cast<float>(i));
             CHECK_EQ(testing::peek(*engine, {{kBatch}})[0], 0.0f);
             CHECK(!ticket->used);
-            add_one(
-                range(0, kBatch)); // fits the slot that was there; slots of its own would fill the file's last bytes
+            add_one(range(0, kBatch)); // fits the slot that was there; new slots would fill the file's last bytes
         }
         engine->table(0).check();
     }

@@ -136,7 +136,7 @@ void new_rows_round_to_nearest(Random& random) {
                 if (found != (wanted | sign))
                     testing::fail(__FILE__, __LINE__,
                                   std::string(kernels->name) + ": " + std::to_string(value) + " became code " +
-                                      std::to_string(found) + "; wanted " + std::to_string(wanted | sign));
+                                      std::to_string(found) + "; expected " + std::to_string(wanted | sign));
             }
         }
 }

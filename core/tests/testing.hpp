@@ -1,7 +1,7 @@
 // What all core tests share: checks that say what was found, seeded random numbers, and a main that names the seed of
 // a failure. It knows nothing of tables.
 //
-// A test program is a list of cases; a case runs `rounds` times, each with a seed of its own. `test_x` runs all of
+// A test program is a list of cases; a case runs `rounds` times, each with another seed. `test_x` runs all of
 // them, `test_x 42` every case once with that seed, `test_x 42 name` one case. A case that hangs is a failure too.
 #pragma once
 
@@ -61,7 +61,7 @@ void check_equal(const A& found, const B& wanted, const char* file, int line, co
     if (equal(found, wanted)) return;
     std::ostringstream message;
     message.precision(17);
-    message << found_text << " is " << found << "; wanted " << wanted << " (" << wanted_text << ")";
+    message << found_text << " is " << found << "; expected " << wanted << " (" << wanted_text << ")";
     fail(file, line, message.str());
 }
 
@@ -71,9 +71,9 @@ void check_throws(Call call, const std::string& text, const char* file, int line
         call();
     } catch (const Error& error) {
         if (std::string(error.what()).find(text) != std::string::npos) return;
-        fail(file, line, std::string(call_text) + " says \"" + error.what() + "\"; wanted \"" + text + "\" in it");
+        fail(file, line, std::string(call_text) + " says \"" + error.what() + "\"; expected \"" + text + "\" in it");
     }
-    fail(file, line, std::string(call_text) + " did not throw; wanted \"" + text + "\"");
+    fail(file, line, std::string(call_text) + " did not throw; expected \"" + text + "\"");
 }
 
 #define CHECK(condition)                                                                                               \
@@ -85,7 +85,7 @@ void check_throws(Call call, const std::string& text, const char* file, int line
 #define CHECK_THROWS(Error, text, ...)                                                                                 \
     ::testing::check_throws<Error>([&] { (void)(__VA_ARGS__); }, text, __FILE__, __LINE__, #__VA_ARGS__)
 
-// A generator of its own, so that a seed means the same with any standard library (splitmix64).
+// A random generator that gives the same numbers with any standard library (splitmix64).
 class Random {
   public:
     explicit Random(std::uint64_t seed) : state_(seed * 0xd1342543de82ef95ULL + 1) {}
@@ -109,7 +109,7 @@ class Random {
     std::uint64_t state_;
 };
 
-// Calls body(0) .. body(n-1), each on a thread of its own, and throws the first failure of any.
+// Calls body(0) .. body(n-1), each on another thread, and throws the first failure of any.
 inline void in_threads(unsigned n, const std::function<void(unsigned)>& body) {
     std::mutex mutex;
     std::exception_ptr error;

@@ -1,8 +1,7 @@
 """One word for one concept: names and prose contain nothing that docs/glossary.md has retired.
 
-The glossary's tables "Retired names" and "Retired phrases" are the lists; a line there extends this test. Files that
-are not clean yet are in unclean.txt beside this file. That list only shrinks: `python tests/project/test_words.py`
-removes the files that have become clean. Reads files only and imports nothing of ours.
+The glossary's tables "Retired names" and "Retired phrases" are the lists; a line there extends this test. Reads files
+only and imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-UNCLEAN = Path(__file__).with_name("unclean.txt")
 PYTHON = sorted((ROOT / "src").rglob("*.py"))
 CORE = sorted(path for suffix in ("hpp", "cpp") for path in (ROOT / "core").rglob(f"*.{suffix}"))
 OTHERS = {"log.md": "a dated record", "reference.md": "generated from src/"}
@@ -67,30 +65,14 @@ def phrases_in(path: Path) -> set[str]:
     return set(PHRASES.findall(" ".join(FRAMING.sub(" ", text).lower().split())))
 
 
-def unclean() -> dict[str, set[str]]:
-    """What each file contains, as lines of unclean.txt."""
-    found = {f"names {relative(path)}": names_in(path) for path in [*PYTHON, *CORE]}
-    found |= {f"phrases {relative(path)}": phrases_in(path) for path in [*PYTHON, *CORE, *DOCS]}
-    return {line: words for line, words in found.items() if words}
+@pytest.mark.parametrize("path", [*PYTHON, *CORE], ids=relative)
+def test_names_are_not_retired(path: Path) -> None:
+    assert names_in(path) == set(), "docs/glossary.md has what to use instead"
 
 
-def recorded() -> list[str]:
-    return UNCLEAN.read_text().splitlines()
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, set[str]]:
-    return unclean()
-
-
-def test_no_name_and_no_phrase_is_a_retired_one(found: dict[str, set[str]]) -> None:
-    new = {line: sorted(words) for line, words in found.items() if line not in recorded()}
-    assert new == {}, "docs/glossary.md has what to use instead"
-
-
-def test_the_list_of_unclean_files_only_shrinks(found: dict[str, set[str]]) -> None:
-    clean = [line for line in recorded() if line not in found]
-    assert clean == [], "these are clean: remove the lines from unclean.txt"
+@pytest.mark.parametrize("path", [*PYTHON, *CORE, *DOCS], ids=relative)
+def test_phrases_are_not_retired(path: Path) -> None:
+    assert phrases_in(path) == set(), "docs/glossary.md has what to use instead"
 
 
 def test_the_glossary_has_the_lists() -> None:
@@ -103,8 +85,3 @@ def test_parts_of_names_are_found_and_other_words_are_not(tmp_path: Path, monkey
     file.write_text("# what goes\n# on here\nROAD_of = 'mover'\n")
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     assert names_in(file) == {"ROAD_of"} and phrases_in(file) == {"goes on"}
-
-
-if __name__ == "__main__":
-    left = unclean()
-    UNCLEAN.write_text("".join(f"{line}\n" for line in recorded() if line in left))

@@ -17,8 +17,8 @@ from cluster import running_servers
 from logged import logged
 from loop import batches, bits, job, rows, train
 from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
+from satrap.config.durable import checksum
 from satrap.errors import CheckpointError, SatrapError, SnapshotError
-from satrap.table.snapshot.manifest import checksum
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.table_group import TableGroup
 from satrap.worker.sharded_rows import ShardedWorker

@@ -40,12 +40,11 @@ from satrap.checkpoint.run_directory import (
     table_key,
 )
 from satrap.checkpoint.state_dict_file import read_state, require_model, save_state, state_bytes, state_of
-from satrap.config.durable import put_on_disk
+from satrap.config.durable import checksum, put_on_disk, write_file
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
 from satrap.run_context import current_context
-from satrap.table.snapshot.manifest import checksum
 from satrap.table.snapshot.saved_table import SavedTable
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
@@ -198,9 +197,8 @@ class Checkpoint:
                 state_crc32c=checksum((folder / STATE).read_bytes()),
                 is_best=is_best,
             )
-            (folder / MANIFEST).write_bytes(entry.to_json())
-            for file in (STATE, MANIFEST):
-                put_on_disk(folder / file)
+            write_file(folder / MANIFEST, entry.to_json())
+            put_on_disk(folder / STATE)
             name = self._directory.publish(folder)
             self._last, self._layout = (name, versions), layout
             self._since_full = 1 if parent is None else self._since_full + 1

@@ -22,15 +22,17 @@ from typing import Any
 from satrap.checkpoint.catalog import Catalog, Version
 from satrap.checkpoint.run_owner import OWNER, RunOwner
 from satrap.checkpoint.storage import open_storage
+from satrap.config.durable import checksum, json_checksum, json_with_checksum
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
-from satrap.table.snapshot.manifest import FILE_NAME, Manifest, checksum
+from satrap.table.snapshot.manifest import FILE_NAME, Manifest
 from satrap.table.snapshot.saved_table import SavedTable
 
 MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
 _LOG = logging.getLogger("satrap.checkpoint")
 _FORMAT, _FORMAT_VERSION, _UNBOUND_VERSION = "satrap-checkpoint", 3, 2
 _LOCK_SECONDS = 60.0
+_INDENT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +66,13 @@ class CheckpointManifest:
         path = f"{where}/{MANIFEST}"
         try:
             content = json.loads(data)
-            body = _without(content, "crc32c")
             version = content["format_version"]
             if content["format"] != _FORMAT or version not in (_FORMAT_VERSION, _UNBOUND_VERSION):
                 raise CheckpointError(
                     f"{path} is of format {content['format']!r} version {version!r}; expected {_FORMAT!r} version "
                     f"{_UNBOUND_VERSION} or {_FORMAT_VERSION}"
                 )
-            if content["crc32c"] != checksum(_canonical(body)):
+            if content["crc32c"] != json_checksum(content, _INDENT):
                 raise CheckpointError(
                     f"{path} is damaged: its checksum does not match; remove {where} to use an older checkpoint"
                 )
@@ -89,7 +90,9 @@ class CheckpointManifest:
                 ),
                 source=content["source"],
                 tables=tuple(table["name"] for table in tables) if has_snapshots else tuple(tables),
-                saved=tuple(SavedTable.from_dict(_without(each, "name")) for each in tables) if has_snapshots else None,
+                saved=tuple(SavedTable.from_dict({"rows": each["rows"], "parts": each["parts"]}) for each in tables)
+                if has_snapshots
+                else None,
                 state_crc32c=content["state_crc32c"],
                 is_best=content.get("is_best", False),
             )
@@ -117,7 +120,7 @@ class CheckpointManifest:
         }
         if self.is_best:
             body["is_best"] = True
-        return _canonical(body | {"crc32c": checksum(_canonical(body))})
+        return json_with_checksum(body, _INDENT)
 
     def require_name(self, name: str) -> None:
         """Raise CheckpointError unless this checkpoint was saved under the name."""
@@ -474,11 +477,3 @@ def _parent_and_best(data: bytes) -> tuple[str | None, bool]:
         parent, is_best = content["parent"], content.get("is_best") is True
         return parent["name"] if isinstance(parent, dict) else parent, is_best
     return None, False
-
-
-def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key != name}
-
-
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, indent=1).encode()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from satrap.config.durable import checksum
 from satrap.errors import CheckpointError
-from satrap.table.snapshot.manifest import checksum
 
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "__tensor__", "__tuple__", "__pairs__", "__float__"
 

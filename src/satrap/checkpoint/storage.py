@@ -14,7 +14,6 @@ excludes other processes. Paths are never treated as patterns, whatever characte
 """
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from satrap.collected import close_when_collected
-from satrap.config.durable import put_on_disk
+from satrap.config.durable import opened, put_on_disk, replace_file, try_lock
 from satrap.config.path_allowlist import STAGING_PREFIX
 
 _LOCAL = ("file://", "local://")
@@ -113,17 +112,7 @@ class _Disk:
         return (self._path / key).read_bytes()
 
     def write(self, key: str, data: bytes) -> None:
-        path = self._path / key
-        temporary = path.with_name(f".{secrets.token_hex(4)}.{path.name}.tmp")
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        put_on_disk(path.parent)
+        replace_file(self._path / key, data)
 
     def publish(self, staged: Path, tree: str, last: str, check: Callable[[], None]) -> None:
         for each in (*(folder for folder in staged.iterdir() if folder.is_dir()), staged):
@@ -147,22 +136,14 @@ class _Disk:
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
         self._path.mkdir(parents=True, exist_ok=True)
-        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         deadline = time.monotonic() + seconds
-        try:
-            while True:
-                try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock", self.url) from None
-                except OSError:  # some network file systems lock no folders: the owner file alone protects the run
-                    break
+        with opened(self._path) as folder:
+            # Some network file systems lock no folders: the owner file alone protects the run there.
+            while not try_lock(folder, required=False):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock", self.url)
                 time.sleep(0.02)
             yield
-        finally:
-            os.close(folder)
 
 
 class _Objects:

@@ -1,13 +1,85 @@
-"""Files and folders that survive a crash of the machine."""
+"""Files and folders that survive a crash of the machine, locks that end with their process, JSON with a checksum."""
 
+import fcntl
+import json
 import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from satrap._core import crc32c
 
 
 def put_on_disk(path: Path) -> None:
     """Flushes the file or folder to disk: after it returns, a crash of the machine does not lose it."""
-    fd = os.open(path, os.O_RDONLY)
+    with opened(path) as file:
+        os.fsync(file)
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Creates a file and flushes it to disk; its folder is not flushed. FileExistsError if there is one."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file, or creates it. It is never seen in part, and it is on disk when this returns."""
+    temporary = path.with_name(f".{secrets.token_hex(4)}.{path.name}.tmp")
     try:
-        os.fsync(fd)
+        write_file(temporary, data)
+        os.replace(temporary, path)
     finally:
-        os.close(fd)
+        temporary.unlink(missing_ok=True)
+    put_on_disk(path.parent)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Yields a file descriptor of the file or folder, such as `try_lock` takes."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def try_lock(file: int, *, shared: bool = False, required: bool = True) -> bool:
+    """Locks an open file or folder until it is closed; returns False if another process holds the lock.
+
+    required: raises OSError on file systems without locks. False: returns True there.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        if required:
+            raise
+    return True
+
+
+def checksum(data: bytes) -> int:
+    """Returns the CRC-32C of the bytes."""
+    return crc32c(np.frombuffer(data, np.uint8))
+
+
+def json_checksum(content: Mapping[str, Any], indent: int | None = None) -> int:
+    """Returns the checksum of the content's JSON without its key "crc32c"."""
+    return checksum(_canonical({key: value for key, value in content.items() if key != "crc32c"}, indent))
+
+
+def json_with_checksum(content: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """Returns the content as JSON that includes `json_checksum` as "crc32c"."""
+    return _canonical({**content, "crc32c": json_checksum(content, indent)}, indent)
+
+
+def _canonical(content: Mapping[str, Any], indent: int | None) -> bytes:
+    compact = indent is None
+    separators = (",", ":") if compact else None
+    return json.dumps(content, sort_keys=True, indent=indent, separators=separators, allow_nan=not compact).encode()

@@ -3,17 +3,17 @@
 launcher.poll, scaler.poll ──> Supervisor.handle ──> run.json on disk ──> launcher.start, launcher.stop, scaler.migrate
 """
 
-import fcntl
 import logging
 import os
 import secrets
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError
 from satrap.launch.process_command import ProcessSpec, Script
 from satrap.launch.run_state import RunState
@@ -58,23 +58,16 @@ class Launcher(Protocol):
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
     """Creates the run's directory and locks it for this process."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise ConfigError(
-            f"directory {os.fspath(folder)!r} cannot be used: {error.strerror}; choose another with --folder"
-        ) from error
-    try:
+    where = f"directory {os.fspath(folder)!r}"
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.mkdir(parents=True, exist_ok=True)
+            is_locked = try_lock(stack.enter_context(opened(folder)))
         except OSError as error:
-            raise ConfigError(
-                f"another run uses directory {os.fspath(folder)!r}; stop it, or choose another with --folder"
-            ) from error
+            raise ConfigError(f"{where} cannot be used: {error.strerror}; choose another with --folder") from error
+        if not is_locked:
+            raise ConfigError(f"another run uses {where}; stop it, or choose another with --folder")
         yield
-    finally:
-        os.close(lock)
 
 
 def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher, scaler: Scaler) -> int:

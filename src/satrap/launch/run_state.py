@@ -5,11 +5,11 @@ launch and knows which files in shared memory are left over.
 """
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from satrap.config.durable import replace_file
 from satrap.config.validation import Serializable, check_integer, set_field
 from satrap.errors import ConfigError
 from satrap.run_context import MAX_LAUNCHES
@@ -43,18 +43,8 @@ class RunState(Serializable):
 
     def write(self, path: Path) -> None:
         """Replaces the file atomically; it is on disk when this returns."""
-        new = path.with_name(f".{path.name}.new")
         try:
-            with open(new, "w") as file:
-                json.dump(self.to_dict(), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            replace_file(path, json.dumps(self.to_dict(), indent=1).encode())
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}), and no launch can start without it; free some disk "

@@ -5,7 +5,6 @@ the load that the servers report (`satrap.sharding.autoscaler`). Servers may tak
 this, and its results are events.
 """
 
-import fcntl
 import os
 import queue
 import secrets
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError, SatrapError
 from satrap.launch.supervisor import Event, MigrationEnded, ScaleRequested
 from satrap.rpc import Client, Keys, Origin
@@ -106,14 +106,8 @@ class Scaler:
 
 def _is_unlocked(folder: Path) -> bool:
     """Returns whether no run holds the lock of `satrap.launch.run_loop.lock_run_folder`."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+    with opened(folder) as file:
+        return try_lock(file, shared=True)
 
 
 def request_servers(folder: Path, servers: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import zmq
 
+from satrap.config.durable import put_on_disk, write_file
 from satrap.errors import ConfigError
 
 _FORMAT = "satrap key 1"
@@ -101,20 +102,12 @@ def _write(path: Path, keys: Keys) -> None:
     values = [_FORMAT, keys.role, *(key.decode() for key in (keys.secret, keys.public, keys.peer))]
     text = json.dumps(dict(zip(_FIELDS, values, strict=True)) | {"checksum": _checksum(values)}, indent=1) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with open(file, "w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(file)
+        write_file(temporary, text.encode(), 0o600)
         os.link(temporary, path)  # unlike a rename, it replaces no file
     finally:
-        os.unlink(temporary)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        temporary.unlink(missing_ok=True)
+    put_on_disk(path.parent)
 
 
 def _checksum(values: list[str]) -> str:

@@ -12,6 +12,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from satrap.config.durable import try_lock
 from satrap.errors import ConfigError
 from satrap.rpc.address import join_unix, unix_path
 
@@ -67,7 +68,11 @@ class SocketFile:
             while True:
                 lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not try_lock(lock):
+                        raise ConfigError(
+                            f"{self.address} cannot be served: another server listens there; stop it, or choose "
+                            "another name"
+                        )
                     with suppress(FileNotFoundError):
                         if os.path.samestat(os.fstat(lock), os.lstat(self._lock_path)):
                             return lock
@@ -75,9 +80,5 @@ class SocketFile:
                     os.close(lock)
                     raise
                 os.close(lock)  # another server just released this lock file
-        except BlockingIOError:
-            raise ConfigError(
-                f"{self.address} cannot be served: another server listens there; stop it, or choose another name"
-            ) from None
         except OSError as error:
             raise ConfigError(f"{self.address} cannot be served: {error}; choose another name or folder") from None

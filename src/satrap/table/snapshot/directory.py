@@ -11,8 +11,6 @@ These rules hold whatever fails and whenever the process dies:
  5. only then the files of the earlier snapshot are removed; a save that fails removes its own instead.
 """
 
-import errno
-import fcntl
 import os
 import re
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from satrap._core import crc32c
-from satrap.config.durable import put_on_disk
+from satrap.config.durable import put_on_disk, try_lock
 from satrap.config.validation import describe, is_path
 from satrap.errors import InputError, SnapshotError
 from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
@@ -154,12 +152,8 @@ class SnapshotDirectory:
             return os.path.lexists(self.path / FILE_NAME)
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return  # some network file systems lock no folders; keeping rule 1 is then up to the user
-            raise SnapshotError(f"{self.path}: another save is writing; wait for it, or give another folder") from None
+        if not try_lock(self._fd, required=False):  # without locks, keeping rule 1 is up to the user
+            raise SnapshotError(f"{self.path}: another save is writing; wait for it, or give another folder")
 
     def _require_same_table(self) -> None:
         """Applies rule 2. A folder without a manifest may be used: it is new, or a save was killed in it."""
@@ -191,7 +185,7 @@ class SnapshotDirectory:
         if self._since is not None and self._since != (held.since, held.since_id):
             raise SnapshotError(
                 f"{self.path} holds the changes since version {held.since} of the snapshot {held.since_id}, not since "
-                f"version {self._since.version} of {self._since.id}: each link of a chain needs a folder of its own"
+                f"version {self._since.version} of {self._since.id}: give each link of a chain another folder"
             )
 
     def _sweep(self, unwanted: Callable[[str], bool]) -> None:

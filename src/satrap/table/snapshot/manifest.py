@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap._core import crc32c
+from satrap.config.durable import json_checksum, json_with_checksum
 from satrap.config.tables import LAST_STEP, LAST_VERSION, Table
 from satrap.config.validation import LARGEST_FLOAT32, flat
 from satrap.errors import ConfigError, SnapshotError
@@ -131,7 +131,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Returns canonical JSON that includes the checksum, and a newline."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION} | asdict(self)
-        return _canonical(content | {"crc32c": checksum(_canonical(content))}) + b"\n"
+        return json_with_checksum(content) + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> Self:
@@ -260,15 +260,6 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
         return config
 
 
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
-
-
-def checksum(data: bytes) -> int:
-    """Returns the CRC-32C of the bytes."""
-    return crc32c(np.frombuffer(data, np.uint8))
-
-
 def _verified(text: bytes, where: str) -> dict[str, Any]:
     """Returns the JSON object if it is a manifest of a version that this Satrap reads, and intact."""
     try:
@@ -282,9 +273,9 @@ def _verified(text: bytes, where: str) -> dict[str, Any]:
         raise SnapshotError(
             f"{where} is of format_version {content.get('format_version')!r}; this Satrap reads {FORMAT_VERSION}"
         )
-    written = content.pop("crc32c", None)
+    written = content.get("crc32c")
     try:
-        found = checksum(_canonical(content))
+        found = json_checksum(content)
     except (ValueError, RecursionError) as error:  # NaN or infinity, which Python reads and JSON does not have
         raise SnapshotError(f"{where} is damaged: {error}") from error
     if written != found:

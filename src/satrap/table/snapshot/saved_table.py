@@ -11,10 +11,11 @@ from typing import Self
 
 import numpy as np
 
+from satrap.config.durable import checksum
 from satrap.config.validation import Serializable
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.table.snapshot.directory import part_name, parts_of, read_manifest
-from satrap.table.snapshot.manifest import FILE_NAME, Manifest, checksum
+from satrap.table.snapshot.manifest import FILE_NAME, Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,13 @@ GROUPS = {
         for name in ("Uniform", "Normal", "ScaledUniform", "Constant", "Zeros", "Always", "Probability", "MinCount")
     ],
     "Training": [
-        *("train.embeddings.Embeddings", "train.stream.Stream", "train.batch.Batch", "train.batch.Sequence"),
+        *(
+            "train.embeddings.Embeddings",
+            "train.deployment.Deployment",
+            "train.stream.Stream",
+            "train.batch.Batch",
+            "train.batch.Sequence",
+        ),
         *("train.optimizer.HybridOptimizer", "train.process_group.ProcessGroup", "checkpoint.checkpoint.Checkpoint"),
         "monitor.report.Counters",
     ],
@@ -44,7 +50,7 @@ GROUPS = {
     ],
     "Sources": [
         *("data.source.Source", "data.parquet.Parquet", "data.delimited.CSV", "data.criteo.Criteo"),
-        *("data.arrow.Arrow", "data.frame.Frame", "data.iterable.Iterable", "data.inputs.Inputs"),
+        *("data.arrow.Arrow", "data.frame.Frame", "data.iterable.IterableSource", "data.inputs.Inputs"),
         "data.inputs.Position",
     ],
     "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
@@ -263,7 +269,7 @@ def _signature(node: ast.FunctionDef, name: str) -> list[str]:
     elif arguments.kwonlyargs:
         shown.append("*")
     shown += [_argument(each, value) for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    if arguments.kwarg is not None:
+    if arguments.kwarg is not None and ast.unparse(arguments.kwarg.annotation or arguments.kwarg) != "Never":
         shown.append("**" + _argument(arguments.kwarg, None))
     returned = "" if node.returns is None or node.name == "__init__" else f" -> {_type(node.returns)}"
     return _wrapped(f"{name}(", shown, f"){returned}")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loop import Net, batches, loss_of, tables
-from satrap import Checkpoint, CheckpointError, Embeddings, Inputs
+from satrap import Checkpoint, CheckpointError, Deployment, Embeddings, Inputs
 from satrap.worker.sharded_rows import ShardedWorker
 
 NUM_WHOLE = 5000
@@ -65,7 +65,8 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(rank)  # the initial values differ, and those of trainer 0 are used
-    embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], servers=job["servers"], dense="async")
+    where = Deployment(job["servers"])
+    embeddings = Embeddings(tables(), num_threads=1, staleness=job["staleness"], deployment=where, dense="async")
     model: Any = IntegerModel() if job["whole"] else Net()
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=1.0 if job["whole"] else 0.2))
     data = data_of(job)[: world_size * job["lengths"][rank]] if job["lengths"] else data_of(job)

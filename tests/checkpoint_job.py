@@ -63,7 +63,7 @@ class Job:
             self.optimizer,
             self.embeddings,
             self.source,
-            further={"scheduler": self.scheduler},
+            extra_state={"scheduler": self.scheduler},
             **options,
         )
 

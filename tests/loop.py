@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from satrap import SGD, Embeddings, Inputs, Table, Zeros
+from satrap import SGD, Deployment, Embeddings, Inputs, Table, Zeros
 from satrap.train.optimizer import HybridOptimizer
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -61,9 +62,16 @@ def loss_of(model: torch.nn.Module, batch: Any) -> Tensor:
     return torch.nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.embeddings), batch.label)
 
 
+def deployed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `Embeddings`, with those of a `Deployment` moved into one."""
+    where = {each.name: options[each.name] for each in fields(Deployment) if each.name in options}
+    others = {name: value for name, value in options.items() if name not in where}
+    return others | ({"deployment": Deployment(**where)} if where else {})
+
+
 def job(staleness: int = 0, **options: Any) -> tuple[Embeddings, Net, HybridOptimizer]:
     torch.manual_seed(0)
-    embeddings = Embeddings(tables(), staleness=staleness, num_threads=1, **options)
+    embeddings = Embeddings(tables(), staleness=staleness, num_threads=1, **deployed(options))
     model = Net()
     return embeddings, model, embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
 

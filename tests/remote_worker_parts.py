@@ -18,6 +18,7 @@ import torch
 
 from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features
 from faults import kill, random_faults
+from loop import deployed
 from satrap import Embeddings, Feature, Parquet, Table
 from satrap.rpc import Service
 from satrap.train.embeddings import session_of
@@ -141,7 +142,7 @@ class Net(torch.nn.Module):
 @contextmanager
 def made(of: Mapping[str, Table | Feature], **options: Any) -> Iterator[Embeddings]:
     """Create embeddings, and close their connections in the end."""
-    embeddings = Embeddings(dict(of), num_threads=1, **options)
+    embeddings = Embeddings(dict(of), num_threads=1, **deployed(options))
     try:
         yield embeddings
     finally:

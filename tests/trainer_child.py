@@ -17,7 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
-from satrap import CSV, Checkpoint, Embeddings, IdColumn, Parquet, Validation
+from satrap import CSV, Checkpoint, Deployment, Embeddings, IdColumn, Parquet, Validation
 from satrap.worker.remote.client import RemoteWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -26,10 +26,13 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    where = {"servers": job["servers"], "workers": job.get("workers")}
+    where = Deployment(job["servers"], workers=job.get("workers"))
     features = counting_tables() if job.get("counted") else tables()
-    embeddings = Embeddings(features, num_threads=1, staleness=job["staleness"], **where)
-    model = DistributedDataParallel(Net())
+    embeddings = Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where)
+    net = Net()
+    if job.get("patience"):
+        net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
+    model = DistributedDataParallel(net)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     scaler = scaler_of(job.get("scaler"))
     seen = []
@@ -37,7 +40,9 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     validation = Validation(model, embeddings, batches(3, seed=9), patience=job.get("patience"))
     began = run is not None and run.resume()
-    for _ in range(job["epochs"]):
+    for epoch in range(job["epochs"]):
+        if epoch and job.get("again"):
+            assert run is not None and run.resume(job["again"])
         with embeddings.stream(data, overlap=job["overlap"], accumulate=job["accumulate"]) as stream:
             for number, batch in enumerate(list(stream) if job.get("ahead") else stream, 1):
                 if batch.step == job["until"]:

@@ -1,7 +1,8 @@
 """A generated source with blocks and chunks of very uneven sizes, to test the properties that every source has."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,58 +10,47 @@ import numpy as np
 
 from satrap import _core
 from satrap.config.columns import Columns
-from satrap.data.block import BadRow, Block, Chunk
+from satrap.data.block import Block, Chunk
 from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
 
 
-class NumberBlock(Block):
-    """A block of chunks of consecutive ids.
+@dataclass(frozen=True)
+class Numbers:
+    """Consecutive ids, not decoded yet."""
 
-    guess: the expected number of chunks, which may be wrong; None: it is exact.
-    ready_batches: each chunk contains a batch that can be passed on.
-    """
+    first: int
+    size: int
+    num_bad: int = 0
+    is_ready_batch: bool = False
+    """Whether the chunk contains a batch that can be passed on."""
 
-    def __init__(
-        self,
-        first: int,
-        sizes: Sequence[int],
-        guess: int | None,
-        num_bad: int = 0,
-        ready_batches: bool = False,
-        rows_known: bool = False,
-    ) -> None:
-        self._first, self._sizes, self._num_bad, self._ready_batches = first, sizes, num_bad, ready_batches
-        self.num_rows = sum(sizes) if rows_known else None
-        self.is_exact = guess is None
-        self.num_chunks = len(sizes) if guess is None else guess
+    def count_rows(self) -> int:
+        return self.size
 
-    def read(self) -> Iterator[tuple[int, int]]:
-        first = self._first
-        for size in self._sizes:
-            yield first, size
-            first += size
+    def slice(self, begin: int, end: int) -> "Numbers":
+        return replace(self, first=self.first + begin, size=end - begin)
 
-    def count_rows(self, raw: tuple[int, int]) -> int:
-        return raw[1]
-
-    def slice(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
-        return raw[0] + begin, end - begin
-
-    def decode(self, raw: tuple[int, int]) -> Chunk:
-        ids = np.arange(raw[0], sum(raw), dtype=np.uint64)
-        bad_rows = tuple(BadRow(lambda: f"block {self._first}", "bad") for _ in range(self._num_bad))
+    def decode(self) -> Chunk:
+        ids = np.arange(self.first, self.first + self.size, dtype=np.uint64)
 
         def samples() -> _core.Samples:
             return _core.Samples(len(ids), [(ids, None, None)], None, None)
 
-        if self._ready_batches:
-            return Chunk(
-                samples=samples,
-                ready_batch=Inputs(names=("a",), values=ids, batch_size=len(ids)),
-                bad_rows=bad_rows,
-            )
-        return Chunk(samples=samples(), bad_rows=bad_rows)
+        bad: dict[str, Any] = {"num_bad": self.num_bad, "describe_bad": lambda _: f"block {self.first}: bad"}
+        if self.is_ready_batch:
+            return Chunk(samples=samples, ready_batch=Inputs(names=("a",), values=ids, batch_size=len(ids)), **bad)
+        return Chunk(samples=samples(), **bad)
+
+
+def number_block(chunks: Sequence[Numbers], guess: int | None = None, *, rows_known: bool = False) -> Block:
+    """Return a block of chunks. guess: the expected number of chunks, which may be wrong; None: it is exact."""
+    return Block(
+        read=lambda: iter(chunks),
+        num_chunks=len(chunks) if guess is None else guess,
+        is_exact=guess is None,
+        num_rows=sum(each.size for each in chunks) if rows_known else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -77,8 +67,11 @@ class UnevenSource(Source):
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         blocks, first = [], 0
         for sizes in self.sizes:
-            blocks.append(NumberBlock(first, sizes, self.guess, self.num_bad, self.ready_batches, self.rows_known))
-            first += sum(sizes)
+            begins = [first, *(first + end for end in accumulate(sizes))]
+            pairs = zip(begins[:-1], sizes, strict=True)
+            chunks = [Numbers(*each, self.num_bad, self.ready_batches) for each in pairs]
+            blocks.append(number_block(chunks, self.guess, rows_known=self.rows_known))
+            first = begins[-1]
         return blocks
 
     @property

@@ -43,7 +43,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from benchmarks.cluster import tables
-    from satrap import Embeddings
+    from satrap import Deployment, Embeddings
     from satrap.worker.sharded_rows import ShardedWorker
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
@@ -51,7 +51,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(num_threads)
     tables.require_memory(rows, dim, num_tables=1)
     with satrap_server(num_threads) as (address, pid):
-        embeddings = Embeddings(tables.one_table(rows, dim), seed=1, num_threads=num_threads, servers=[address])
+        deployment = Deployment([address])
+        embeddings = Embeddings(tables.one_table(rows, dim), seed=1, num_threads=num_threads, deployment=deployment)
         worker = embeddings.worker
         assert isinstance(worker, ShardedWorker)
         try:

@@ -25,7 +25,7 @@ from benchmarks.cluster.prediction import ASYNC
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.train.model import DenseStep, satrap_model
 from benchmarks.workload import NUM_FEATURES, SAMPLES, load_batches
-from satrap import Embeddings
+from satrap import Deployment, Embeddings
 from satrap.data.inputs import Inputs
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -45,8 +45,7 @@ class Training:
             seed=1,
             staleness=MAX_STALENESS,
             num_threads=1,
-            servers=[server],
-            keys=job["keys"],
+            deployment=Deployment([server], keys=job["keys"]),
             **options,
         )
         model = satrap_model(self.embeddings, "light")

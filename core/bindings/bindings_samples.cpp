@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <limits>
 
 #include "base/errors.hpp"
 #include "bindings/bindings.hpp"
@@ -141,7 +142,7 @@ void check_format(const TextFormat& format) {
     if (format.delimiter.empty() || format.delimiter.size() > 8)
         refuse("a delimiter of " + std::to_string(format.delimiter.size()) + " bytes, expected 1 to 8");
     if (format.quote < -1 || format.quote > 255) refuse("quote=" + std::to_string(format.quote) + ", expected a byte");
-    if (format.columns.empty()) refuse("no columns were given; expected at least one");
+    if (format.columns.size() <= format.constants.size()) refuse("no columns were given; expected at least one");
     std::vector<int> features(format.num_features);
     for (const auto& uses : format.columns) {
         for (const FieldUse& use : uses) {
@@ -231,6 +232,7 @@ void bind_format(nb::module_& m) {
         .def_rw("quoted_newlines", &TextFormat::quoted_newlines)
         .def_rw("missing", &TextFormat::missing)
         .def_rw("columns", &TextFormat::columns)
+        .def_rw("constants", &TextFormat::constants)
         .def_rw("num_dense", &TextFormat::num_dense)
         .def_rw("num_labels", &TextFormat::num_labels)
         .def_rw("num_features", &TextFormat::num_features)
@@ -243,21 +245,34 @@ Array<float> log1p_each(const Floats& values) {
     return as_array<float>(std::move(out), {values.size()});
 }
 
+template <typename Offset>
+nb::tuple parse_numbers(const nb::ndarray<const Offset, nb::ndim<1>, nb::c_contig, nb::device::cpu>& offsets,
+                        const Bytes& data) {
+    if (offsets.size() == 0) refuse("offsets are empty, expected one more than there are texts");
+    const std::size_t n = offsets.size() - 1, size = data.size();
+    const Offset* at = offsets.data();
+    auto numbers = uncleared<float>(n);
+    auto malformed = uncleared<bool>(n);
+    bool rising = at[0] >= 0;
+    {
+        nb::gil_scoped_release release;
+        for (std::size_t i = 0; i < n && rising; ++i) {
+            rising = at[i] <= at[i + 1] && static_cast<std::size_t>(at[i + 1]) <= size;
+            if (!rising) break;
+            const std::string_view text{reinterpret_cast<const char*>(data.data()) + at[i],
+                                        static_cast<std::size_t>(at[i + 1] - at[i])};
+            const std::optional<double> number = parse_number(text);
+            numbers[i] = static_cast<float>(number.value_or(std::numeric_limits<double>::quiet_NaN()));
+            malformed[i] = !number && !text.empty();
+        }
+    }
+    if (!rising) refuse("offsets must rise within the " + std::to_string(size) + " bytes of the texts");
+    return nb::make_tuple(as_array<float>(std::move(numbers), {n}), as_array<bool>(std::move(malformed), {n}));
+}
+
 std::string_view as_text(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-} // namespace
-
-void bind_samples(nb::module_& m) {
-    nb::class_<Samples>(m, "Samples", "Decoded samples of one block of a source.")
-        .def(nb::new_(&make_samples), "n"_a, "ids"_a, "dense"_a.none(), "label"_a.none())
-        .def("__len__", [](const Samples& samples) { return samples.n; });
-    m.def("gather", &gather, "parts"_a, "order"_a,
-          nb::sig("def gather(parts: collections.abc.Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) "
-                  "-> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, "
-                  "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]"),
-          "One batch: (values, offsets, weights, dense, label) of the samples `order` of the parts (samples, begin, "
-          "end), which are numbered through.");
-    bind_format(m);
+void bind_text(nb::module_& m) {
     m.def("parse_text", &parse_text, "format"_a, "text"_a, "most_bad"_a,
           nb::sig("def parse_text(format: TextFormat, text: NDArray[numpy.uint8], most_bad: int) -> tuple[Samples, "
                   "list[tuple[NDArray[numpy.int64], NDArray[numpy.uint8], NDArray[numpy.uint8]]], "
@@ -296,5 +311,31 @@ void bind_samples(nb::module_& m) {
             return std::pair{low, row_begin(whole, quote, low, end - begin)};
         },
         "text"_a, "quote"_a, "begin"_a, "end"_a, "Returns where the rows from `begin` to `end` begin and end.");
+    constexpr const char* numbers = "Parses each text data[offsets[i]:offsets[i + 1]] as a number: (numbers, NaN where "
+                                    "empty or malformed; which are malformed).";
+    m.def("parse_numbers", &parse_numbers<std::int32_t>, "offsets"_a, "data"_a,
+          nb::sig("def parse_numbers(offsets: NDArray[numpy.int32], data: NDArray[numpy.uint8]) -> "
+                  "tuple[NDArray[numpy.float32], NDArray[numpy.bool_]]"),
+          numbers);
+    m.def("parse_numbers", &parse_numbers<std::int64_t>, "offsets"_a, "data"_a,
+          nb::sig("def parse_numbers(offsets: NDArray[numpy.int64], data: NDArray[numpy.uint8]) -> "
+                  "tuple[NDArray[numpy.float32], NDArray[numpy.bool_]]"),
+          numbers);
+}
+
+} // namespace
+
+void bind_samples(nb::module_& m) {
+    nb::class_<Samples>(m, "Samples", "Decoded samples of one block of a source.")
+        .def(nb::new_(&make_samples), "n"_a, "ids"_a, "dense"_a.none(), "label"_a.none())
+        .def("__len__", [](const Samples& samples) { return samples.n; });
+    m.def("gather", &gather, "parts"_a, "order"_a,
+          nb::sig("def gather(parts: collections.abc.Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) "
+                  "-> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, "
+                  "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]"),
+          "One batch: (values, offsets, weights, dense, label) of the samples `order` of the parts (samples, begin, "
+          "end), which are numbered through.");
+    bind_format(m);
+    bind_text(m);
     m.def("log1p", &log1p_each, "values"_a, "ln(1 + max(x, 0)) of each, the same bits on every machine.");
 }

@@ -91,6 +91,7 @@ class DelimitedParser {
   public:
     explicit DelimitedParser(const TextFormat& format) : format_(format) {
         first_ = format.delimiter[0];
+        num_fields_ = format.columns.size() - format.constants.size();
         delimiters_ = kOnes * static_cast<unsigned char>(first_);
         missing_empty_ = std::find(format.missing.begin(), format.missing.end(), "") != format.missing.end();
         for (const std::string& text : format.missing) longest_missing_ = std::max(longest_missing_, text.size());
@@ -172,7 +173,7 @@ class DelimitedParser {
     // Returns the end of an empty line; nullptr if the line is not empty. In a file of one column it is a missing
     // field.
     const char* blank_line(const char* at) const {
-        if (format_.columns.size() == 1) return nullptr;
+        if (num_fields_ == 1) return nullptr;
         if (*at == '\r' && ++at == end_) return at;
         return *at == '\n' ? at + 1 : nullptr;
     }
@@ -187,20 +188,16 @@ class DelimitedParser {
 
     // Parses the row at `at`; returns where the next begins, or nullptr with bad_ set.
     const char* row(const char* at) {
-        const std::size_t num_columns = format_.columns.size();
-        for (std::size_t c = 0; c < num_columns; ++c) {
+        for (std::size_t c = 0; c < num_fields_; ++c) {
             const Field field = read(at);
             if (field.stop == nullptr) return refuse(c, at, end_), nullptr;
-            for (const FieldUse& use : format_.columns[c]) {
-                if (const Fault fault = apply(use, field.text); fault != Fault::none) {
-                    bad_.fault = fault;
-                    return refuse(c, at, field.stop), nullptr;
-                }
-            }
+            if (!apply_uses(c, field.text)) return refuse(c, at, field.stop), nullptr;
             const bool last = field.stop == end_ || *field.stop == '\n';
-            if (last != (c + 1 == num_columns)) return wrong_columns(at, field.stop, c + 1), nullptr;
+            if (last != (c + 1 == num_fields_)) return wrong_columns(at, field.stop, c + 1), nullptr;
             at = last ? field.stop + (field.stop == end_ ? 0 : 1) : field.stop + format_.delimiter.size();
         }
+        for (std::size_t c = num_fields_; c < format_.columns.size(); ++c)
+            if (!apply_uses(c, format_.constants[c - num_fields_])) return refuse(c, at, at), nullptr;
         std::size_t feature = 0;
         if (const IdColumn* column = columns_->uneven_weights(feature); column != nullptr) {
             bad_.fault = Fault::weights;
@@ -210,6 +207,15 @@ class DelimitedParser {
             return nullptr;
         }
         return at;
+    }
+
+    // Applies all uses of a column to its field; returns false, with bad_.fault set, if one refuses it.
+    bool apply_uses(std::size_t column, std::string_view text) {
+        for (const FieldUse& use : format_.columns[column]) {
+            bad_.fault = apply(use, text);
+            if (bad_.fault != Fault::none) return false;
+        }
+        return true;
     }
 
     void refuse(std::size_t column, const char* from, const char* to) {
@@ -226,7 +232,7 @@ class DelimitedParser {
         }
         bad_.fault = few ? Fault::few_columns : Fault::many_columns;
         bad_.found = found;
-        bad_.expected = format_.columns.size();
+        bad_.expected = num_fields_;
         refuse(0, at, at);
     }
 
@@ -397,7 +403,8 @@ class DelimitedParser {
     }
 
     const TextFormat& format_;
-    char first_ = 0; // of the delimiter's characters
+    std::size_t num_fields_; // of a row of the text
+    char first_ = 0;         // of the delimiter's characters
     std::uint64_t delimiters_ = 0;
     bool missing_empty_ = false;
     std::size_t longest_missing_ = 0;

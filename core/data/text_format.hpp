@@ -43,7 +43,8 @@ struct TextFormat {
     bool strip = false;          // blanks around a field are not part of it
     bool quoted_newlines = false;
     std::vector<std::string> missing{""};       // texts that mean that a field is missing
-    std::vector<std::vector<FieldUse>> columns; // of the file, in order
+    std::vector<std::vector<FieldUse>> columns; // of the file in order, then of the constants
+    std::vector<std::string> constants;         // fields that each row has after those of the file
     std::size_t num_dense = 0;
     std::size_t num_labels = 0;
     std::size_t num_features = 0;
@@ -83,7 +84,7 @@ struct BadRow {
     std::size_t field_begin;
     std::size_t field_end;
     std::size_t found;    // columns, or weights
-    std::size_t expected; // columns, or weights
+    std::size_t expected; // columns, or ids
 };
 
 } // namespace satrap

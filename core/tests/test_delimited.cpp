@@ -264,6 +264,27 @@ void every_fault_is_named(Random&) {
     CHECK_EQ(fault_name(only_fault(parse(format, ">50K,2,3,4\n>50k,2,3,4"))), std::string("label_text"));
 }
 
+void constants_are_fields_of_every_row(Random&) {
+    TextFormat format = texts_only(4, ",", '"');
+    format.constants = {"2024", ""};
+    const ParsedText parsed = parse(format, "a,b\n1,2,3\nc,d");
+    CHECK_EQ(fault_name(only_fault(parsed)), std::string("many_columns"));
+    CHECK_EQ(parsed.bad[0].expected, 2);
+    CHECK_EQ(parsed.samples->n, 2);
+    for (std::size_t i = 0; i < 2; ++i) {
+        CHECK_EQ(text_at(parsed.texts[1], i), std::string(i == 0 ? "b" : "d"));
+        CHECK_EQ(text_at(parsed.texts[2], i), std::string("2024"));
+        CHECK_EQ(parsed.texts[3].present.data()[i], 0);
+    }
+    format.num_dense = 1;
+    format.columns[2].push_back(use_of(UseKind::dense, 0));
+    CHECK_EQ(parse(format, "a,b").samples->dense[0], 2024.0F);
+    format.constants[0] = "x";
+    const ParsedText refused = parse(format, "a,b");
+    CHECK_EQ(fault_name(only_fault(refused)), std::string("number"));
+    CHECK_EQ(refused.bad[0].column, 2);
+}
+
 void numbers_are_strtods(Random& random) {
     CHECK(!parse_number("")); // a missing field is looked for before
     for (const char* text : {"-", "+", "+-1", "1e", "e5", "0x10", "1 ", " 1", "1,5", "--1", "1.2.3", "infx", "1e+"})
@@ -336,6 +357,7 @@ int main(int argc, char** argv) {
                         {{"quoting_is_undone", testing::scaled(300), quoting_is_undone},
                          {"columns_are_the_models", testing::scaled(600), columns_are_the_models},
                          {"every_fault_is_named", 1, every_fault_is_named},
+                         {"constants_are_fields_of_every_row", 1, constants_are_fields_of_every_row},
                          {"numbers_are_strtods", 4, numbers_are_strtods},
                          {"log1p_is_close_and_fixed", 2, log1p_is_close_and_fixed},
                          {"rows_end_where_they_end", 1, rows_end_where_they_end},

@@ -30,7 +30,7 @@ from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs, Position
-from satrap.data.iterable import Iterable
+from satrap.data.iterable import IterableSource
 from satrap.data.parquet import Parquet
 from satrap.errors import (
     AttemptError,
@@ -55,27 +55,38 @@ from satrap.errors import (
 from satrap.monitor.progress import Progress
 from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
 from satrap.table.store import Store
+from satrap.train.deployment import Deployment
 
 if TYPE_CHECKING:
     from satrap import models
     from satrap.checkpoint.checkpoint import Checkpoint
     from satrap.data import synthetic
+    from satrap.monitor.metrics import Evaluation
+    from satrap.monitor.report import Counters
     from satrap.serving.reader import Reader
+    from satrap.table.table_group import TableGroup
     from satrap.train.batch import Batch
     from satrap.train.embeddings import Embeddings
     from satrap.train.evaluation import auc, evaluate
+    from satrap.train.optimizer import HybridOptimizer
+    from satrap.train.stream import Stream
     from satrap.train.validation import Validation
 
 _LATER = {
     "Batch": "train.batch",
     "Checkpoint": "checkpoint.checkpoint",
+    "Counters": "monitor.report",
     "Embeddings": "train.embeddings",
+    "Evaluation": "monitor.metrics",
+    "HybridOptimizer": "train.optimizer",
     "Reader": "serving.reader",
+    "Stream": "train.stream",
+    "TableGroup": "table.table_group",
     "Validation": "train.validation",
     "auc": "train.evaluation",
     "evaluate": "train.evaluation",
 }
-"""Names that come with torch: their files are imported when they are first asked for."""
+"""Names that come with torch, and types of results: their files are imported at the first use of the name."""
 _MODULES = {"models": "models", "synthetic": "data.synthetic"}
 
 
@@ -108,18 +119,22 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Constant",
+    "Counters",
     "Criteo",
     "DeadlineError",
     "DenseColumn",
+    "Deployment",
     "Embeddings",
+    "Evaluation",
     "Feature",
     "ForkError",
     "Frame",
     "Ftrl",
+    "HybridOptimizer",
     "IdColumn",
     "InputError",
     "Inputs",
-    "Iterable",
+    "IterableSource",
     "JsonLines",
     "LabelColumn",
     "MinCount",
@@ -142,8 +157,10 @@ __all__ = [
     "SnapshotError",
     "SourceError",
     "Store",
+    "Stream",
     "StreamError",
     "Table",
+    "TableGroup",
     "TensorBoard",
     "TicketError",
     "Uniform",

@@ -488,6 +488,12 @@ class TextFormat:
     def columns(self, arg: Sequence[Sequence[FieldUse]], /) -> None: ...
 
     @property
+    def constants(self) -> list[str]: ...
+
+    @constants.setter
+    def constants(self, arg: Sequence[str], /) -> None: ...
+
+    @property
     def num_dense(self) -> int: ...
 
     @num_dense.setter
@@ -527,6 +533,15 @@ def count_rows(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='
 
 def rows_within(text: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], quote: int, begin: int, end: int) -> tuple[int, int]:
     """Returns where the rows from `begin` to `end` begin and end."""
+
+@overload
+def parse_numbers(offsets: NDArray[numpy.int32], data: NDArray[numpy.uint8]) -> tuple[NDArray[numpy.float32], NDArray[numpy.bool_]]: ...
+
+@overload
+def parse_numbers(offsets: NDArray[numpy.int64], data: NDArray[numpy.uint8]) -> tuple[NDArray[numpy.float32], NDArray[numpy.bool_]]:
+    """
+    Parses each text data[offsets[i]:offsets[i + 1]] as a number: (numbers, NaN where empty or malformed; which are malformed).
+    """
 
 def log1p(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
     """ln(1 + max(x, 0)) of each, the same bits on every machine."""

@@ -2,8 +2,8 @@
 
 Python raises KeyboardInterrupt in the main thread, after any call. Code in which two values have to change together
 does so inside `with Uninterrupted():`. A SIGINT during the block is recorded, and its handler runs when the block ends.
-A block is short and does not wait; a block that has to wait does so in slices of `SLICE_SECONDS`, and calls `look`
-between them, where the state is consistent; long work that may be interrupted at any point runs inside `let_in`.
+A block is short and does not wait; a block that has to wait does so in slices of `SLICE_SECONDS`, and calls `check`
+between them, where the state is consistent; long work that may be interrupted at any point runs inside `allow`.
 Signals never reach other threads, so there a block does nothing. A block costs some microseconds.
 """
 

@@ -18,7 +18,7 @@ import torch
 from checkpoint_job import NUM_IDS, Job, Source
 from logged import logged
 from loop import batches, job, loss_of
-from satrap import Checkpoint, Iterable
+from satrap import Checkpoint, IterableSource
 from satrap.checkpoint.run_owner import OWNER
 from satrap.checkpoint.state_dict_file import load_state, save_state
 from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError
@@ -169,7 +169,7 @@ def test_an_object_that_cannot_load_its_state_changes_nothing(tmp_path: Path) ->
             job.embeddings.optimizer(dense),
             job.embeddings,
             job.source,
-            further={"scheduler": job.scheduler},
+            extra_state={"scheduler": job.scheduler},
         ).resume()
     same(job.state() | {"lr": 0}, before | {"lr": 0})
 
@@ -202,16 +202,15 @@ def test_a_plain_list_continues_at_its_position(tmp_path: Path) -> None:
 
 def test_a_replaced_source_is_refused_where_its_position_would_be_lost(tmp_path: Path) -> None:
     embeddings, model, optimizer = job()
-    data = Iterable(batches(4), batch_size=8, shuffle=True)
+    data = IterableSource(batches(4), batch_size=8, shuffle=True)
     Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
     for other in (data.replace(seed=1), data.replace(seed=1).replace(seed=2)):
         with pytest.raises(StreamError, match=r"is a replace\(\) of the one passed to Checkpoint\(\.\.\.\)"):
             embeddings.stream(other)
-    embeddings.stream(Iterable(batches(4))).close()  # data without a checkpoint
+    embeddings.stream(IterableSource(batches(4))).close()  # data without a checkpoint
     embeddings.stream(data).close()
     embeddings.eval()
-    with pytest.warns(UserWarning, match="no table has a row"):
-        embeddings.stream(data.replace(seed=1)).close()
+    embeddings.stream(data.replace(seed=1)).close()
 
 
 def test_data_with_offsets_continues_with_untrained_items(tmp_path: Path) -> None:
@@ -224,7 +223,7 @@ def test_data_with_offsets_continues_with_untrained_items(tmp_path: Path) -> Non
 
     for until in (4, 9):
         embeddings, model, optimizer = job()
-        data = Iterable(broker, offsets=True)
+        data = IterableSource(broker, offsets=True)
         run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
         assert run.resume() == (until == 9)
         for batch in embeddings.stream(data):

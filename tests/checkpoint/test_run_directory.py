@@ -125,8 +125,8 @@ def test_a_published_save_has_succeeded(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["model", "optimizer"])
 def test_reserved_names_are_refused(name: str, tmp_path: Path) -> None:
     job = Job(str(tmp_path), 1)
-    with pytest.raises(CheckpointError, match=rf"further has the reserved names \['{name}'\]: use other names"):
-        Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, further={name: job.scheduler})
+    with pytest.raises(CheckpointError, match=rf"extra_state has the reserved names \['{name}'\]: use other names"):
+        Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, extra_state={name: job.scheduler})
 
 
 def test_a_random_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

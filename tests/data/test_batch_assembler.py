@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from satrap.data.rank_split import RowAssigner, RowRange
 from satrap.data.read_ahead import ReadAhead
 from satrap.data.shuffle_order import permutation
 from satrap.errors import ConfigError, InputError, SourceError
-from uneven_source import NumberBlock, UnevenSource, at, ids, uneven_sources
+from uneven_source import Numbers, UnevenSource, at, ids, number_block, uneven_sources
 
 DEADLINE = 120.0
 
@@ -123,14 +124,13 @@ def test_shuffling_mixes_blocks_and_differs_by_epoch_and_seed() -> None:
 def test_resuming_reads_only_the_window_group_of_the_position() -> None:
     read: list[int] = []
 
-    class RecordingBlock(NumberBlock):
-        def read(self) -> Iterator[tuple[int, int]]:
-            read.append(self._first)
-            return super().read()
-
     class RecordingSource(UnevenSource):
         def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
-            return [RecordingBlock(10 * i, [10], None) for i in range(30)]
+            return [Block(read=partial(self._read, 10 * i), is_exact=True) for i in range(30)]
+
+        def _read(self, first: int) -> Iterator[Numbers]:
+            read.append(first)
+            return iter([Numbers(first, 10)])
 
     for options, most in (({}, 1), ({"shuffle": True, "shuffle_blocks": 3}, 3)):
         data = RecordingSource(batch_size=7, num_threads=0, **options)  # type: ignore[arg-type]
@@ -235,21 +235,9 @@ def test_no_thread_outlives_its_iterator(end: str) -> None:
             assert threads_have_ended()
 
 
-class FailingBlock(NumberBlock):
-    def __init__(self, where: str) -> None:
-        super().__init__(0, [4, 4, 4], 1)
-        self._where = where
-
-    def read(self) -> Iterator[tuple[int, int]]:
-        for i, raw in enumerate(super().read()):
-            if i == 1 and self._where == "read":
-                raise SourceError("incomplete")
-            yield raw
-
-    def decode(self, raw: tuple[int, int]) -> Chunk:
-        if raw[0] == 4 and self._where == "decode":
-            raise SourceError("malformed")
-        return super().decode(raw)
+class MalformedNumbers(Numbers):
+    def decode(self) -> Chunk:
+        raise SourceError("malformed")
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 4])
@@ -258,7 +246,14 @@ def test_an_error_is_raised_in_place_of_its_samples(where: str, message: str, nu
     @dataclass(frozen=True)
     class FailingSource(UnevenSource):
         def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
-            return [FailingBlock(where), NumberBlock(12, [4], None)]
+            return [Block(read=self._read), number_block([Numbers(12, 4)])]
+
+        def _read(self) -> Iterator[Numbers]:
+            yield Numbers(0, 4)
+            if where == "read":
+                raise SourceError("incomplete")
+            yield MalformedNumbers(4, 4)
+            yield Numbers(8, 4)
 
     batches = FailingSource(batch_size=2, num_threads=num_threads).batches(["a"])
     assert ids(islice(batches, 2)) == [0, 1, 2, 3]
@@ -272,17 +267,17 @@ def test_reading_ahead_is_bounded() -> None:
     lock, num_in_flight, most = threading.Lock(), 0, 0
     three_threads = threading.Barrier(3)
 
-    class CountingBlock(NumberBlock):
-        def decode(self, raw: tuple[int, int]) -> Chunk:
+    class CountingNumbers(Numbers):
+        def decode(self) -> Chunk:
             nonlocal num_in_flight, most
             with lock:
                 num_in_flight += 1
                 most = max(most, num_in_flight)
-            if raw[0] < 3:
+            if self.first < 3:
                 three_threads.wait(DEADLINE)  # three threads decode at the same time
-            return super().decode(raw)
+            return super().decode()
 
-    blocks = [(CountingBlock(i, [1], None), RowRange(i)) for i in range(40)]
+    blocks = [(number_block([CountingNumbers(i, 1)]), RowRange(i)) for i in range(40)]
     with ReadAhead(blocks, RowAssigner(), num_threads=3, num_chunks=5) as ahead:
         for _, chunk in ahead.chunks():
             if chunk is not None:
@@ -291,17 +286,38 @@ def test_reading_ahead_is_bounded() -> None:
     assert most <= 6  # five, and the one that was just returned
 
 
+def test_closing_waits_for_no_turn_that_was_cancelled() -> None:
+    """The pool cancels what waits in its queue from the front, while its threads still take from it."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def occupy_thread() -> None:
+        has_begun.set()
+        may_end.wait(DEADLINE)
+
+    block = number_block([Numbers(i, 1) for i in range(3)])
+    ahead = ReadAhead([(block, RowRange(0))], RowAssigner(), num_threads=1, num_chunks=3)
+    assert ahead._pool is not None
+    ahead._pool.submit(occupy_thread)
+    assert has_begun.wait(DEADLINE)
+    ahead._fill()
+    ahead._pool._work_queue.get()  # the first turn; the thread continues with the second
+    may_end.set()
+    closing = threading.Thread(target=ahead.close, daemon=True)
+    closing.start()
+    closing.join(DEADLINE)
+    assert not closing.is_alive()
+
+
 def test_chunks_of_one_block_are_decoded_in_parallel() -> None:
     two_threads = threading.Barrier(2)
 
-    class ParallelBlock(NumberBlock):
-        def decode(self, raw: tuple[int, int]) -> Chunk:
+    class ParallelNumbers(Numbers):
+        def decode(self) -> Chunk:
             two_threads.wait(DEADLINE)
-            return super().decode(raw)
+            return super().decode()
 
-    with ReadAhead(
-        [(ParallelBlock(0, [1, 1, 1, 1], 3), RowRange(0))], RowAssigner(), num_threads=2, num_chunks=4
-    ) as ahead:
+    block = number_block([ParallelNumbers(i, 1) for i in range(4)], guess=3)
+    with ReadAhead([(block, RowRange(0))], RowAssigner(), num_threads=2, num_chunks=4) as ahead:
         assert sum(chunk is not None for _, chunk in ahead.chunks()) == 4
 
 

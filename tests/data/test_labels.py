@@ -16,7 +16,7 @@ from satrap.data.arrow import Arrow
 from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
-from satrap.data.iterable import Iterable
+from satrap.data.iterable import IterableSource
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
@@ -60,7 +60,7 @@ def criteo(path: Path, labels: list[float]) -> tuple[Source, str]:
 
 
 def items(path: Path, labels: list[float]) -> tuple[Source, str]:
-    return Iterable([{"click": np.array(labels), "a": np.arange(len(labels))}]), "item 0, sample {}: "
+    return IterableSource([{"click": np.array(labels), "a": np.arange(len(labels))}]), "item 0, sample {}: "
 
 
 @pytest.mark.parametrize("make", [csv, parquet, arrow, frame, criteo, items])

@@ -20,7 +20,7 @@ import clicks
 from clicks import OPTIONS, bags_of, expected, make, read
 from satrap.config.columns import IdColumn, LabelColumn
 from satrap.data.inputs import Inputs, Position
-from satrap.data.iterable import Iterable
+from satrap.data.iterable import IterableSource
 from satrap.errors import ConfigError, SourceError
 
 
@@ -54,17 +54,17 @@ def test_batches_of_columns_keep_their_sizes() -> None:
     samples = make(90, 0)
     items = [samples[:40], samples[40:41], samples[41:]]
     columns = [{name: [s[name] for s in item] for name in clicks.SCHEMA.names} for item in items]
-    batches = list(Iterable(columns, **OPTIONS).batches(clicks.FEATURES))
+    batches = list(IterableSource(columns, **OPTIONS).batches(clicks.FEATURES))
     assert [inputs.batch_size for inputs in batches] == [40, 1, 49]
     assert [s for inputs in batches for s in clicks.samples_in(inputs)] == [expected(sample) for sample in samples]
-    again = Iterable(lambda: iter(columns), batch_size=32, epochs=2, **OPTIONS)
+    again = IterableSource(lambda: iter(columns), batch_size=32, epochs=2, **OPTIONS)
     assert read(again) == [expected(sample) for sample in samples] * 2
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_samples_are_collected_into_batches(shuffle: bool) -> None:
     samples = make(10_000, 0)
-    data = Iterable(samples, samples=True, batch_size=64, shuffle=shuffle, **OPTIONS)
+    data = IterableSource(samples, samples=True, batch_size=64, shuffle=shuffle, **OPTIONS)
     found, expected_samples = read(data), [expected(sample) for sample in samples]
     assert sorted(found) == sorted(expected_samples) and (found == expected_samples) is not shuffle
     ranks = [s for rank in range(3) for s in read(data, rank=rank, world_size=3)]
@@ -76,7 +76,7 @@ def test_samples_are_collected_into_batches(shuffle: bool) -> None:
 
 def test_whole_batches_are_split_over_ranks_and_resumed() -> None:
     items = [{"a": np.arange(i, i + n)} for i, n in ((0, 3), (10, 1), (20, 0), (30, 2), (40, 4))]
-    data = Iterable(items, epochs=2)
+    data = IterableSource(items, epochs=2)
     ranks = [[inputs.values.tolist() for inputs in data.batches(["a"], rank=rank, world_size=2)] for rank in range(2)]
     assert ranks == [[[0, 1, 2], [40, 41, 42, 43]] * 2, [[10], [30, 31]] * 2]
     whole = list(data.batches(["a"]))
@@ -104,13 +104,13 @@ def test_whole_batches_are_split_over_ranks_and_resumed() -> None:
     ids=lambda column: f"{type(column).__module__}.{type(column).__name__}",
 )
 def test_every_kind_of_column(column: Any) -> None:
-    (inputs,) = Iterable([{"a": column}]).batches(["a"])
+    (inputs,) = IterableSource([{"a": column}]).batches(["a"])
     assert bags_of(inputs) == [[[3], [2**64 - 1]]]
 
 
 def test_values_offsets_and_weights() -> None:
     ids, offsets, weights = np.array([1, 2, 3], np.uint64), np.array([0, 2, 2, 3]), np.array([0.5, 1, 2], np.float32)
-    (inputs,) = Iterable([{"a": (ids, offsets, weights), "b": [7, 8, 9]}]).batches(["a", "b"])
+    (inputs,) = IterableSource([{"a": (ids, offsets, weights), "b": [7, 8, 9]}]).batches(["a", "b"])
     assert bags_of(inputs) == [[[1, 2], [], [3]], [[7], [8], [9]]]
     assert bags_of(inputs, inputs.weights) == [[[0.5, 1], [], [2]], [[1], [1], [1]]]
 
@@ -126,7 +126,7 @@ def test_keyed_jagged_tensors(form: str) -> None:
         "tuple": (dense, jagged, label),
         "batch": SimpleNamespace(dense_features=dense, sparse_features=jagged, labels=label),
     }[form]
-    (inputs,) = Iterable([item], ids={"c": "a"}).batches(["b", "c"])
+    (inputs,) = IterableSource([item], ids={"c": "a"}).batches(["b", "c"])
     assert bags_of(inputs) == [[[4, 5], [2**64 - 6], [7]], [[1], [], [2, 3]]]
     assert inputs.batch_size == 3 and inputs.weights is None
     if form == "alone":
@@ -134,12 +134,12 @@ def test_keyed_jagged_tensors(form: str) -> None:
     else:
         assert inputs.dense is not None and inputs.dense.tolist() == dense.tolist()
         assert inputs.label is not None and inputs.label.tolist() == [1, 0, 1]
-    (inputs,) = Iterable([Jagged(BAGS, weights=True)]).batches(["b"])
+    (inputs,) = IterableSource([Jagged(BAGS, weights=True)]).batches(["b"])
     assert bags_of(inputs, inputs.weights) == [[[1.5, 2], [2.5], [3]]]
 
 
 def test_keyed_jagged_tensors_are_cut_to_the_batch_size() -> None:
-    data = Iterable([Jagged(BAGS)] * 4, batch_size=5)
+    data = IterableSource([Jagged(BAGS)] * 4, batch_size=5)
     batches = list(data.batches(["a", "b"]))
     assert [inputs.batch_size for inputs in batches] == [5, 5, 2]
     found = [list(map(list, zip(*bags_of(inputs), strict=True))) for inputs in batches]
@@ -159,13 +159,13 @@ def test_inputs_are_passed_on_unchanged() -> None:
         Inputs(names=("a", "b"), values=values[:4], batch_size=2, label=np.zeros((2, 2), np.float32)),
         Inputs(names=("a", "b"), values=values[:0], batch_size=2, offsets=np.zeros(5, np.int64), extra={"x": [1, 2]}),
     ):
-        (found,) = Iterable([item], extra=tuple(item.extra)).batches(["a", "b"])
+        (found,) = IterableSource([item], extra=tuple(item.extra)).batches(["a", "b"])
         for name in ("values", "offsets", "weights", "dense", "label"):
             one, other = getattr(item, name), getattr(found, name)
             assert (one is None) == (other is None) and np.array_equal(one, other), name
         assert (found.names, found.batch_size) == (item.names, 2)
         assert {name: column.to_pylist() for name, column in found.extra.items()} == item.extra
-        (swapped,) = Iterable([item], extra=tuple(item.extra)).batches(["b"])
+        (swapped,) = IterableSource([item], extra=tuple(item.extra)).batches(["b"])
         assert bags_of(swapped) == bags_of(item)[1:]
 
 
@@ -220,7 +220,7 @@ SIZES = [3, 1, 0, 5, 4]
 def test_every_kind_of_iterable_passes_on_the_same_inputs(flat: bool, bags: bool) -> None:
     items = generate_inputs(SIZES, flat=flat, bags=bags)
     forms: list[Any] = [items, tuple(items), iter(items), (each for each in items), lambda: iter(items)]
-    found = [list(Iterable(form).batches(["a", "b"])) for form in forms]
+    found = [list(IterableSource(form).batches(["a", "b"])) for form in forms]
     for batches in found:
         assert list(map(content_of, batches)) == list(map(content_of, found[0]))
         filled = [item for item in items if item.batch_size]
@@ -235,7 +235,7 @@ def test_every_kind_of_iterable_passes_on_the_same_inputs(flat: bool, bags: bool
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 5, 100])
 def test_inputs_are_cut_to_the_batch_size_and_permuted(size: int, flat: bool, shuffle: bool) -> None:
-    data = Iterable(generate_inputs(SIZES, flat=flat), batch_size=size, shuffle=shuffle, extra="x", epochs=2)
+    data = IterableSource(generate_inputs(SIZES, flat=flat), batch_size=size, shuffle=shuffle, extra="x", epochs=2)
     batches = list(data.batches(["a", "b"]))
     epochs = [
         [inputs for inputs in batches if inputs.position is not None and inputs.position.epoch == e] for e in (0, 1)
@@ -255,7 +255,7 @@ def test_inputs_are_cut_to_the_batch_size_and_permuted(size: int, flat: bool, sh
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_resuming_within_an_item_yields_the_rest_of_it(flat: bool) -> None:
-    data = Iterable(generate_inputs(SIZES, flat=flat), extra="x")
+    data = IterableSource(generate_inputs(SIZES, flat=flat), extra="x")
     for inputs in data.replace(batch_size=2).batches(["a", "b"]):
         assert inputs.position is not None
         batches = list(data.batches(["a", "b"], position=inputs.position))
@@ -277,13 +277,13 @@ def test_inputs_that_are_not_complete_batches_are_converted() -> None:
         {"values": torch.from_numpy(item.values.view(np.int64)), "label": torch.from_numpy(item.label)},
         {"names": list(item.names)},
     ):
-        (found,) = Iterable([dataclasses.replace(item, **changes)]).batches(["a", "b"])
-        (expected_inputs,) = Iterable([item]).batches(["a", "b"])
+        (found,) = IterableSource([dataclasses.replace(item, **changes)]).batches(["a", "b"])
+        (expected_inputs,) = IterableSource([item]).batches(["a", "b"])
         assert content_of(found) == content_of(expected_inputs) and found.values.dtype == np.uint64
         assert found.values.flags.writeable and not np.shares_memory(found.values, item.values)
-    (found,) = Iterable([item], extra="x").batches(["b", "a"])
+    (found,) = IterableSource([item], extra="x").batches(["b", "a"])
     assert bags_of(found) == bags_of(item)[::-1] and found.label is not None and found.label.shape == (4, 1)
-    (found,) = Iterable([item], ids={"a": "b", "b": "a"}).batches(["a", "b"])
+    (found,) = IterableSource([item], ids={"a": "b", "b": "a"}).batches(["a", "b"])
     assert bags_of(found) == bags_of(item)[::-1]
 
 
@@ -292,15 +292,15 @@ def test_an_items_label_keeps_its_shape_and_a_declared_label_is_flat() -> None:
     for size in (None, 2):
         for label, dims in ((column, 2), (column[:, 0], 1)):
             items = [(None, jagged, label)] * 2
-            for inputs in Iterable(items, batch_size=size).batches(["a"]):
+            for inputs in IterableSource(items, batch_size=size).batches(["a"]):
                 assert inputs.label is not None and inputs.label.ndim == dims
         columns = [{"a": [1, 2, 3], "y": [1.0, 0.0, 1.0]}] * 2
         for declared, dims in (("y", 1), (["y"], 2)):
-            for inputs in Iterable(columns, label=declared, batch_size=size).batches(["a"]):
+            for inputs in IterableSource(columns, label=declared, batch_size=size).batches(["a"]):
                 assert inputs.label is not None and inputs.label.ndim == dims
     mixed = generate_inputs([2, 2]) + generate_inputs([2], flat=False)
-    assert [content_of(inputs)[1] for inputs in Iterable(mixed).batches(["a"])] == [(2,), (2,), (2, 1)]
-    batches = Iterable(mixed, batch_size=3).batches(["a"])
+    assert [content_of(inputs)[1] for inputs in IterableSource(mixed).batches(["a"])] == [(2,), (2,), (2, 1)]
+    batches = IterableSource(mixed, batch_size=3).batches(["a"])
     next(batches)
     with pytest.raises(
         SourceError, match=r"of items with labels \[n\] and of items with labels \[n, 1\]; give all items"
@@ -321,7 +321,7 @@ def test_inputs_are_released() -> None:
 
     gc.disable()
     try:
-        batches = Iterable(items()).batches(["a"])
+        batches = IterableSource(items()).batches(["a"])
         for _ in range(10):
             next(batches)
             assert sum(each() is not None for each in alive) <= 2
@@ -344,7 +344,7 @@ def test_items_are_taken_in_the_callers_thread_one_at_a_time() -> None:
             taken += 1
             yield {"a": [taken]}
 
-    for i, inputs in enumerate(Iterable(items).batches(["a"]), 1):
+    for i, inputs in enumerate(IterableSource(items).batches(["a"]), 1):
         assert taken == i and inputs.values.tolist() == [i]
 
 
@@ -357,7 +357,7 @@ def test_an_iterable_may_reuse_its_arrays() -> None:
             column[:], weights[:], offsets[1] = -1, -1, 3
             offsets[1] = 1
 
-    (inputs,) = Iterable(items, batch_size=100).batches(["a", "b"])
+    (inputs,) = IterableSource(items, batch_size=100).batches(["a", "b"])
     assert inputs.values.tolist() == [*range(15), *range(15)]
     assert inputs.weights is not None and inputs.weights[:15].tolist() == [i for i in range(5) for _ in range(3)]
 
@@ -368,14 +368,14 @@ def test_an_iterable_may_reuse_its_arrays() -> None:
             yield Inputs(names=("a",), values=values, batch_size=3)
 
     for shuffle in (False, True):
-        found = [inputs.values for inputs in Iterable(whole, batch_size=2, shuffle=shuffle).batches(["a"])]
+        found = [inputs.values for inputs in IterableSource(whole, batch_size=2, shuffle=shuffle).batches(["a"])]
         assert sorted(np.concatenate(found).tolist()) == list(range(15))
 
 
 def test_an_iterator_can_be_read_once() -> None:
-    data = Iterable(iter([{"a": [1]}, {"a": [2]}]))
+    data = IterableSource(iter([{"a": [1]}, {"a": [2]}]))
     assert [inputs.values.tolist() for inputs in data.batches(["a"])] == [[1], [2]]
-    with pytest.raises(SourceError, match="Iterable: this list_iterator was read before; give a list, or a function"):
+    with pytest.raises(SourceError, match="this list_iterator was read before; give a list, or a function"):
         data.batches(["a"])
 
 
@@ -384,7 +384,7 @@ def test_an_error_of_the_iterable_reaches_the_caller() -> None:
         yield {"a": [1]}
         raise ZeroDivisionError("mine")
 
-    batches = Iterable(items).batches(["a"])
+    batches = IterableSource(items).batches(["a"])
     next(batches)
     with pytest.raises(ZeroDivisionError, match="mine"):
         next(batches)
@@ -444,22 +444,23 @@ INVALID_ITEMS: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("items", "options", "message"), INVALID_ITEMS)
 def test_invalid_items_are_refused_with_their_numbers(items: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        list(Iterable(items, **options).batches(["a"]))
+        list(IterableSource(items, **options).batches(["a"]))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Iterable(3), r"Iterable: found 3 \(int\); expected an iterable, or a function that returns one"),
+        (lambda: IterableSource(3), r"found 3 \(int\); expected an iterable, or a function that returns one"),
         (
-            lambda: Iterable("clicks/"),
+            lambda: IterableSource("clicks/"),
             r"found 'clicks/' \(str\); expected batches. To read files, use satrap.Parquet",
         ),
-        (lambda: Iterable(PurePath("clicks")), "expected batches. To read files, use satrap.Parquet"),
-        (lambda: Iterable(iter([]), epochs=2), "epochs is 2 and a list_iterator can be read once; give a list"),
-        (lambda: Iterable([], shuffle=True), "batch_size is None and shuffle or samples is True; set batch_size"),
-        (lambda: Iterable([], samples=True), "batch_size is None and shuffle or samples is True"),
-        (lambda: Iterable([], samples=1, batch_size=1), r"samples is 1 \(int\); expected True or False"),  # type: ignore[arg-type]
+        (lambda: IterableSource("a.json"), "satrap.Criteo; parse other files to dicts, one for each sample"),
+        (lambda: IterableSource(PurePath("clicks")), "expected batches. To read files, use satrap.Parquet"),
+        (lambda: IterableSource(iter([]), epochs=2), "epochs is 2 and a list_iterator can be read once; give a list"),
+        (lambda: IterableSource([], shuffle=True), "batch_size is None and shuffle or samples is True; set batch_size"),
+        (lambda: IterableSource([], samples=True), "batch_size is None and shuffle or samples is True"),
+        (lambda: IterableSource([], samples=1, batch_size=1), r"samples is 1 \(int\); expected True or False"),  # type: ignore[arg-type]
     ],
 )
 def test_invalid_declarations_are_refused(call: Callable[[], Any], message: str) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 import clicks
 from clicks import WRITERS, expected, make, read, source
-from satrap.config.columns import IdColumn, LabelColumn
+from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
 from satrap.data.arrow import Arrow
 from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
-from satrap.data.frame import Frame
+from satrap.data.frame import Frame, as_arrow
 from satrap.data.hashing import hash_strings
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
@@ -243,6 +243,7 @@ def test_dropped_and_bad_rows_in_one_chunk() -> None:
 
 # -- types and names ---------------------------------------------------------------------------------------------------
 
+WIDE = DenseColumn("x", width=2)
 WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"a": [0.5]}, {}, "column 'a' is of type double; expected integers or texts for ids; convert them, or declare"),
     (
@@ -261,8 +262,23 @@ WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"ids": {"a": IdColumn(separator="|")}},
         "column 'a' is of type int64; expected texts to split at '|'",
     ),
-    ({"a": [1], "x": ["1"]}, {"dense": "x"}, "column 'x' is of type string; expected numbers"),
-    ({"a": [1], "x": [[1.0]]}, {"dense": "x"}, "column 'x' is of type list<.*>; expected numbers"),
+    ({"a": [1], "x": [b"1"]}, {"dense": "x"}, "column 'x' is of type binary; expected numbers, or texts of numbers"),
+    ({"a": [1], "x": [[b"1"]]}, {"dense": WIDE}, "column 'x' is of type list<.*>; expected numbers, or texts of"),
+    (
+        {"a": [1], "x": [[1.0]]},
+        {"dense": "x"},
+        r"column 'x' is of type list<.*>; expected numbers; for lists of one .*: DenseColumn\('x', width=...\)",
+    ),
+    (
+        {"a": [1], "x": [1.0]},
+        {"dense": WIDE},
+        r"column 'x' is of type double; expected lists of 2 numbers, as declared",
+    ),
+    (
+        {"a": [1], "x": np.ones((1, 3))},
+        {"dense": WIDE},
+        "column 'x' is of type fixed_size_list<.*; expected lists of 2",
+    ),
     ({"a": [1], "x": ["1"]}, {"label": "x"}, "column 'x' is of type string; expected numbers; for texts"),
     (
         {"a": [1], "x": [1]},
@@ -278,7 +294,8 @@ WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_types_that_do_not_fit_are_refused_with_the_column(
     columns: dict[str, Any], options: dict[str, Any], message: str, kind: str, tmp_path: Path
 ) -> None:
-    table, data = pa.table(columns), Frame(columns, **options)
+    data = Frame(columns, **options)
+    table = pa.table({name: as_arrow("a dict", name, column) for name, column in columns.items()})
     if kind == "dict":
         with pytest.raises(SourceError, match=message):
             list(data.batches(["a"]))
@@ -388,7 +405,7 @@ def test_globs_folders_and_lists(tmp_path: Path) -> None:
 
 BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: CSV("x", batch_size=0), "CSV: batch_size is 0; expected an integer from 1"),
-    (lambda: CSV("x", batch_size=None), "CSV: batch_size is None; expected an integer from 1"),
+    (lambda: CSV("x", batch_size=None), "CSV: batch_size is None .*; expected an integer from 1"),
     (lambda: CSV("x", epochs=0), "CSV: epochs is 0"),
     (lambda: CSV("x", shuffle_blocks=0), "shuffle_blocks is 0"),
     (lambda: CSV("x", shuffle=1), r"shuffle is 1 \(int\); expected True or False"),  # type: ignore[arg-type]
@@ -423,7 +440,7 @@ BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Parquet("x", block_rows=0), "Parquet: block_rows is 0"),
     (lambda: Arrow("x", block_rows=0), "Arrow: block_rows is 0"),
     (lambda: Frame({}, block_rows=0), "Frame: block_rows is 0"),
-    (lambda: Frame(3), r"Frame: found 3 \(int\); expected a DataFrame, an Arrow table or a dict of arrays"),
+    (lambda: Frame(3), r"Frame: found 3 \(int\); expected a DataFrame, a Dataset, an Arrow table or a dict"),
     (lambda: Frame(type("LazyFrame", (), {})()), r"Frame: found a LazyFrame; expected rows: call .collect\(\)"),
     (lambda: CSV("x").replace(batchsize=3), "CSV: unknown key 'batchsize'; the nearest known one is 'batch_size'"),
     (

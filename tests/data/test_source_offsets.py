@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from satrap.data.inputs import Position
-from satrap.data.iterable import Iterable
+from satrap.data.iterable import IterableSource
 from satrap.errors import ConfigError, SourceError
 
 
@@ -37,7 +37,7 @@ def test_data_with_offsets_resumes_by_itself(
             pairs = zip(sizes[at:], ends[at:], strict=True)
             yield from (({"a": np.arange(end - size, end)}, {"p0": end}) for size, end in pairs if size)
 
-    data = Iterable(items, samples=samples, batch_size=batch_size or (4 if samples else None), offsets=True)
+    data = IterableSource(items, samples=samples, batch_size=batch_size or (4 if samples else None), offsets=True)
     found = []
     for rank in range(world_size):
         whole = list(data.batches(["a"], rank=rank, world_size=world_size))
@@ -55,17 +55,33 @@ def test_data_with_offsets_resumes_by_itself(
     assert sorted(found) == list(range(sum(sizes)))
 
 
+def read(items: list[Any]) -> list[Any]:
+    return list(IterableSource(lambda _: items, offsets=True).batches(["a"]))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (lambda: Iterable([1], offsets=True), "offsets is True and items is .*; expected a function of an offset"),
         (
-            lambda: Iterable(lambda _: [], offsets=True, shuffle=True, batch_size=1),
+            lambda: IterableSource([1], offsets=True),
+            "offsets is True and items is .*; expected a function of an offset",
+        ),
+        (
+            lambda: IterableSource(lambda _: [], offsets=True, shuffle=True, batch_size=1),
             "offsets and shuffle are True, but",
         ),
-        (lambda: list(Iterable(lambda _: [{"a": [1]}], offsets=True).batches(["a"])), "item 0 is .*; expected a pair"),
-        (lambda: list(Iterable(lambda _: [({"a": [1]}, {1})], offsets=True).batches(["a"])), "its offset is .*JSON"),
-        (lambda: list(Iterable(lambda _: [({"a": [1]}, None)], offsets=True).batches(["a"])), "its offset is None"),
+        (
+            lambda: list(IterableSource(lambda _: [{"a": [1]}], offsets=True).batches(["a"])),
+            "item 0 is .*; expected a pair",
+        ),
+        (
+            lambda: list(IterableSource(lambda _: [({"a": [1]}, {1})], offsets=True).batches(["a"])),
+            "its offset is .*JSON",
+        ),
+        (
+            lambda: list(IterableSource(lambda _: [({"a": [1]}, None)], offsets=True).batches(["a"])),
+            "its offset is None",
+        ),
     ],
 )
 def test_offsets_that_cannot_be_used_are_refused(data: Callable[[], Any], message: str) -> None:

@@ -22,10 +22,11 @@ from satrap import (
     ConfigError,
     Criteo,
     DenseColumn,
+    Deployment,
     Embeddings,
     Frame,
     IdColumn,
-    Iterable,
+    IterableSource,
     LabelColumn,
     Parquet,
 )
@@ -91,7 +92,7 @@ class UserSource(Parquet):
         Parquet("a", filesystem=pyarrow.fs.LocalFileSystem()),
         UserSource("a"),
         Frame({"a": [1]}),
-        Iterable([]),
+        IterableSource([]),
         [],
         None,
     ],
@@ -165,7 +166,7 @@ def test_a_run_context_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> Non
             ([workers[1].address], RemoteWorker, workers[1].address),
             ([], ShardedWorker, None),
         ):
-            worker = Embeddings(of, workers=named).worker
+            worker = Embeddings(of, deployment=Deployment(workers=named)).worker
             assert type(worker) is kind
             if isinstance(worker, RemoteWorker):
                 assert worker.connection.address == address

@@ -173,7 +173,11 @@ def is_of_satrap(name: str) -> bool:
 def test_a_signature_names_types_and_defaults(sections: dict[str, str]) -> None:
     call = re.search(r"```py\n(Embeddings\(.*?)```", sections["Embeddings"], re.DOTALL)
     assert call is not None
-    for text in ("features: Mapping[str, Feature | Table],", "staleness: int = 0,", "Literal['float32', 'float16']"):
+    for text in (
+        "features: Mapping[str, Feature | Table],",
+        "staleness: int = 0,",
+        "Literal['sync', 'async']",
+    ):
         assert text in call[1]
     assert "- `step: int`" in sections["Embeddings"] and "- `dense: Tensor`" in sections["Batch"]
 

@@ -27,7 +27,7 @@ from cluster import (
 )
 from faults import killed_at_random, train_until
 from rpc_parts import FrameProxy
-from satrap import SGD, Constant, Embeddings, Table
+from satrap import SGD, Constant, Deployment, Embeddings, Table
 from satrap.errors import ConfigError, SharedMemoryError
 from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls
@@ -91,7 +91,9 @@ def test_a_stale_loop_with_duplicate_messages_and_killed_servers(
     data = [batch(rng.integers(0, 60, 40)) for _ in range(50)]
     with killed_at_random(tmp_path, seed, 3) as (servers, over), ExitStack() as stack:
         proxies = [stack.enter_context(FrameProxy(each.address, seed, 0.0, 0.3, 0.3)) for each in servers]
-        embeddings = Embeddings({"id": table}, staleness=3, num_threads=1, servers=[each.address for each in proxies])
+        embeddings = Embeddings(
+            {"id": table}, staleness=3, num_threads=1, deployment=Deployment([each.address for each in proxies])
+        )
         worker = embeddings.worker
         assert isinstance(worker, ShardedWorker)
         stack.callback(worker.servers.close)

@@ -27,6 +27,7 @@ from satrap import (
     CheckpointError,
     ConfigError,
     DeadlineError,
+    Deployment,
     Embeddings,
     InputError,
     NotReadyError,
@@ -57,7 +58,7 @@ def trained(num_servers: int, path: Path) -> Iterator[tuple[Embeddings, list[str
         addresses = (
             [each.address for each in stack.enter_context(running_servers(num_servers))] if num_servers else None
         )
-        embeddings = stack.enter_context(Embeddings(dict(features()), num_threads=1, servers=addresses))
+        embeddings = stack.enter_context(Embeddings(dict(features()), num_threads=1, deployment=Deployment(addresses)))
         width = embeddings.features.total_dim
         model = torch.nn.Linear(width, 1)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -24,7 +24,7 @@ from forks import in_fork
 from loop import batches, job, loss_of, tables
 from remote_worker_parts import Net, source, working, write
 from rpc_parts import Calls, Served, wait_until
-from satrap import Embeddings, InputError, Inputs, SnapshotError, StreamError
+from satrap import Deployment, Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
 from satrap.rpc import Client, Service
@@ -90,9 +90,8 @@ def test_a_worker_stops_reading_for_a_trainer_that_exits_early(tmp_path: Path, c
     path = write(tmp_path / "a.parquet", 12)
     with running_servers(1) as services, working() as workers:
         of = features()
-        embeddings = Embeddings(
-            dict(of), staleness=1, num_threads=1, servers=[services[0].address], workers=[workers[0].address]
-        )
+        where = Deployment([services[0].address], workers=[workers[0].address])
+        embeddings = Embeddings(dict(of), staleness=1, num_threads=1, deployment=where)
         model = Net(1 + of.total_dim + 5)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in embeddings.stream(source(path)):
@@ -172,8 +171,7 @@ def test_closed_objects_raise() -> None:
     with running_servers(1) as services:
         embeddings, _, _ = kept = job(servers=[services[0].address])
         data = batches(3)
-        with pytest.warns(UserWarning, match="no table has a row"):
-            looking = embeddings.eval().stream(data, overlap=True)
+        looking = embeddings.eval().stream(data, overlap=True)
         next(looking)
         stream = embeddings.train().stream(data)
         next(stream)

@@ -14,9 +14,9 @@ import torch
 
 from cluster import IDS, batch, running_servers
 from faults import killed_at_random
-from loop import Net, batches, bits, loss_of, rows, tables, train
+from loop import Net, batches, bits, deployed, loss_of, rows, tables, train
 from one_row import ulp
-from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
+from satrap import Checkpoint, ConfigError, Deployment, Embeddings, StreamError, Table
 from satrap.config.features import Features
 from satrap.config.tables import Zeros
 from satrap.errors import CheckpointError, NonFiniteError
@@ -34,6 +34,7 @@ KINDS: dict[str, Kind] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), betas=(0.8, 0.99), eps=1e-6),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.0),
 }
+NOWHERE = Deployment(["tcp://127.0.0.1:1"])
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
@@ -42,7 +43,7 @@ def job(
     addresses: list[str], kind: Kind = KINDS["SGD"], model: Any = None, **options: Any
 ) -> Iterator[tuple[Embeddings, Any, Any]]:
     torch.manual_seed(0)
-    embeddings = Embeddings(tables(), **{"num_threads": 1, "servers": addresses, "dense": "async", **options})
+    embeddings = Embeddings(tables(), **deployed({"num_threads": 1, "servers": addresses, "dense": "async", **options}))
     model = Net() if model is None else model
     optimizer = embeddings.optimizer(kind(model.parameters()))
     try:
@@ -309,7 +310,7 @@ def test_a_finished_trainer_keeps_no_row_from_eviction() -> None:
     table = Table("t", dim=2, capacity=8, num_buckets=1, initial=Zeros())
     features = Features({"id": table})
     with running_servers(1) as services:
-        embeddings = Embeddings(features, num_threads=1, servers=[services[0].address], dense="async")
+        embeddings = Embeddings(features, num_threads=1, deployment=Deployment([services[0].address]), dense="async")
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = embeddings.optimizer(torch.optim.SGD([weight], lr=0.1))
         for one in embeddings.stream([batch(range(8))]):
@@ -333,8 +334,8 @@ def test_invalid_jobs_are_refused() -> None:
     with pytest.raises(ConfigError, match="dense is 'late'"):
         Embeddings(tables(), dense="late")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"table 'dense.x': dense='async' reserves the names that begin with"):
-        Embeddings({"id": Table("dense.x", dim=2)}, dense="async", servers=["tcp://127.0.0.1:1"])
-    embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
+        Embeddings({"id": Table("dense.x", dim=2)}, dense="async", deployment=NOWHERE)
+    embeddings = Embeddings(tables(), dense="async", deployment=NOWHERE)
     with pytest.raises(StreamError, match=r"no tables yet: call optimizer\(...\) first"):
         embeddings.stream(batches(1))
 
@@ -352,13 +353,13 @@ def test_invalid_jobs_are_refused() -> None:
     ],
 )
 def test_unsupported_optimizers_are_refused(kind: Kind, found: str) -> None:
-    embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
+    embeddings = Embeddings(tables(), dense="async", deployment=NOWHERE)
     with pytest.raises(ConfigError, match=f"dense='async': .*{found}"):
         embeddings.optimizer(kind(Net().parameters()))
 
 
 def test_unsupported_parameters_are_refused() -> None:
-    embeddings = Embeddings(tables(), dense="async", servers=["tcp://127.0.0.1:1"])
+    embeddings = Embeddings(tables(), dense="async", deployment=NOWHERE)
     with pytest.raises(ConfigError, match=r"parameter 0 is torch\.float64; expected torch\.float32"):
         embeddings.optimizer(torch.optim.SGD(Net().double().parameters(), lr=0.1))
     used = KINDS["Adam"](Net().parameters())

@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import itertools
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
 from rpc_parts import wait_until
-from satrap import ConfigError, Embeddings, Inputs, Iterable, Position, StreamError
+from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError
 from satrap.train.embeddings import session_of
 
 
@@ -320,7 +322,7 @@ def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
 
 def test_a_list_and_a_generator_train_equally() -> None:
     found = []
-    for data in (batches(5), iter(batches(5)), (each for each in batches(5)), Iterable(batches(5))):
+    for data in (batches(5), iter(batches(5)), (each for each in batches(5)), IterableSource(batches(5))):
         embeddings, model, optimizer = job()
         losses, positions = [], []
         for batch in embeddings.stream(data):
@@ -334,20 +336,19 @@ def test_a_list_and_a_generator_train_equally() -> None:
     assert found[0][1] == [Position(0, 0, number, number * BATCH, end=1) for number in range(1, 6)]
 
 
-@pytest.mark.parametrize("data", [list, iter, Iterable], ids=["list", "iterator", "Iterable"])
+@pytest.mark.parametrize("data", [list, iter, IterableSource], ids=["list", "iterator", "IterableSource"])
 def test_a_label_keeps_its_two_dimensions(data: Callable[[list[Inputs]], Any]) -> None:
     column = [replace(each, label=np.ones((each.batch_size, 1), np.float32)) for each in batches(3)]
     embeddings, _, _ = job()
     embeddings.eval()
-    with pytest.warns(UserWarning, match="no table has a row yet"):
-        stream = embeddings.stream(data(column))
+    stream = embeddings.stream(data(column))
     assert [tuple(batch.label.shape) for batch in stream] == [(BATCH, 1)] * 3
 
 
-@pytest.mark.parametrize("declared", [False, True], ids=["list-first", "Iterable-first"])
+@pytest.mark.parametrize("declared", [False, True], ids=["list-first", "IterableSource-first"])
 def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> None:
     items = batches(7)
-    first, second = (Iterable(items), items) if declared else (items, Iterable(items))
+    first, second = (IterableSource(items), items) if declared else (items, IterableSource(items))
     embeddings, model, optimizer = job()
     session_of(embeddings).track_position(first)
     with embeddings.stream(first) as stream:
@@ -406,3 +407,56 @@ def test_control_c_stops_a_run_at_once() -> None:
     _, errors = child.communicate(timeout=300)
     assert child.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no message about threads or leaks after it
+
+
+def test_a_mapping_of_ids_is_a_batch() -> None:
+    embeddings, model, optimizer = job()
+    train(embeddings, model, optimizer, batches(3))
+    inputs = batches(1)[0]
+    assert inputs.offsets is not None
+    cuts = inputs.offsets.reshape(-1)[[0, BATCH, 2 * BATCH, 3 * BATCH]]
+    parts = [inputs.values[a:b] for a, b in itertools.pairwise(cuts)]
+    history = parts[2], torch.from_numpy(inputs.offsets[2 * BATCH :] - cuts[2])
+    batch = embeddings({"history": history, "item": torch.from_numpy(parts[1].view(np.int64)), "user": parts[0]})
+    assert torch.equal(batch.embeddings, embeddings(inputs).embeddings)
+    assert len(batch) == BATCH and batch.dense.shape == (BATCH, 0) and embeddings.step == 3
+
+
+IDS = np.arange(2, dtype=np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([IDS], "a batch is a list; expected Inputs, or a mapping from features to ids"),
+        ({"usr": IDS}, "a batch has ids of 'usr', which is no feature; the nearest known one is 'user'"),
+        ({"user": IDS}, r"a batch has no ids of \['item', 'history'\]; expected ids of each feature: \['user', 'item'"),
+        ({"user": IDS[:1]}, "a batch has 1 samples of 'user' and 2 of 'item'"),
+        ({"user": IDS.astype(np.float32)}, "feature 'user': ids are float32; expected uint64"),
+        ({"user": [1, 2]}, "feature 'user': ids is a list; expected a uint64 or int64 array: convert it"),
+        ({"user": (IDS, None, None)}, r"a batch has 3 values for 'user'; expected ids, or \(ids, offsets\)"),
+        ({"user": (IDS, np.array([0, 1]))}, r"feature 'user': offsets must rise from 0 to the number of ids, 2; found"),
+        ({"user": (IDS, np.array([0, 3, 2]))}, r"feature 'user': offsets must rise from 0 to the number of ids, 2"),
+        ({"user": (IDS, np.zeros(0, np.int64))}, r"feature 'user': offsets are int64 of shape \(0,\); expected int64"),
+        ({"user": (IDS, 7)}, "feature 'user': offsets is an int; expected an int64 array"),
+    ],
+)
+def test_invalid_mappings_are_refused(ids: Any, message: str) -> None:
+    if isinstance(ids, dict) and message.find("has no ids") < 0 and "usr" not in ids:
+        ids = {"item": IDS, "history": IDS, **ids}
+    with pytest.raises(InputError, match=message):
+        job()[0](ids)
+
+
+def test_evaluating_without_rows_is_warned_of_unless_training_follows() -> None:
+    """Lightning evaluates once before the first step."""
+    embeddings, model, optimizer = job()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        embeddings.stream(batches(1), train=False).close()
+        train(embeddings, model, optimizer, batches(1))
+        embeddings.close()
+    embeddings, _, _ = job()
+    embeddings.stream(batches(1), train=False).close()
+    with pytest.warns(UserWarning, match="no table has a row yet: resume a checkpoint, or train first"):
+        embeddings.close()

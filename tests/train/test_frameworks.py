@@ -36,7 +36,7 @@ def reset() -> Iterator[None]:
 def items(sized: bool) -> Any:
     """Return batches as a list, whose length is known, or from a function, so that Lightning reads one batch ahead."""
     data = batches(NUM)
-    return satrap.Iterable(data if sized else lambda: iter(data))
+    return satrap.IterableSource(data if sized else lambda: iter(data))
 
 
 def plain(staleness: int = 0, *, accumulate: int = 1, num: int = NUM) -> list[bytes]:

@@ -25,7 +25,7 @@ from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, runn
 from interrupts import Interrupts, no_hang
 from remote_worker_parts import send_through, working
 from rpc_parts import Calls, Served
-from satrap import SGD, Embeddings, Parquet, Table, Zeros
+from satrap import SGD, Deployment, Embeddings, Parquet, Table, Zeros
 from satrap.errors import InputError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Service
@@ -53,7 +53,7 @@ def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
     with ExitStack() as stack:
         how: dict[str, Any] = {"staleness": staleness, "num_threads": 1}
         if rows != "local":
-            how["servers"] = [each.address for each in stack.enter_context(running_servers(2))]
+            how["deployment"] = Deployment([each.address for each in stack.enter_context(running_servers(2))])
         made = Embeddings({"id": table}, **how)
         if isinstance(made.worker, ShardedWorker):
             stack.callback(made.worker.servers.close)

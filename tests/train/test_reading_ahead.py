@@ -217,7 +217,7 @@ def test_a_loop_that_uses_no_batch_keeps_none(staleness: int, overlap: bool) -> 
             values = rng.integers(0, NUM_IDS, (3, BATCH)).astype(np.uint64)
             yield {"user": values[0], "item": values[1], "history": values[2]}
 
-    with embeddings.stream(satrap.Iterable(made, num_threads=0), overlap=overlap) as stream:
+    with embeddings.stream(satrap.IterableSource(made, num_threads=0), overlap=overlap) as stream:
         for _count, batch in enumerate(stream, 1):
             arrays.append(weakref.ref(batch.inputs.values))
             most = max(most, sum(each() is not None for each in arrays))
@@ -248,7 +248,7 @@ def test_an_evaluation_in_the_middle_keeps_batches_read_ahead(overlap: bool) -> 
 @each_way
 @pytest.mark.parametrize("how", ["one ahead", "three ahead"])
 def test_a_checkpoint_counts_no_batch_that_was_only_read(how: str, overlap: bool, tmp_path: Path) -> None:
-    data = satrap.Iterable(batches(10))
+    data = satrap.IterableSource(batches(10))
     expected = trained("plain", 0, overlap, num=10)[0]
     embeddings, model, optimizer = job()
     run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
@@ -288,7 +288,7 @@ def test_a_data_loader_around_a_stream_is_refused(options: dict[str, Any], sized
     embeddings, _, _ = job()
     data: list[Inputs] = batches(4)
     stream = embeddings.stream(data if sized else (each for each in data))
-    with pytest.raises((StreamError, TypeError), match=r"satrap\.Iterable\(loader\)"):
+    with pytest.raises((StreamError, TypeError), match=r"satrap\.IterableSource\(loader\)"):
         next(iter(DataLoader(stream, **options)))  # type: ignore[arg-type]
     stream.close()
 
@@ -307,7 +307,7 @@ def test_a_data_loader_worker_refuses_a_stream() -> None:
     embeddings, _, _ = job()
     with embeddings.stream(batches(4), overlap=False) as stream:
         reader = iter(DataLoader(Wrapped(stream), batch_size=None, num_workers=1))
-        with pytest.raises(StreamError, match=r"satrap\.Iterable\(loader\)"):
+        with pytest.raises(StreamError, match=r"satrap\.IterableSource\(loader\)"):
             next(reader)
         reader._shutdown_workers()  # type: ignore[attr-defined]  # what it does when it is collected, but now
 
@@ -315,8 +315,7 @@ def test_a_data_loader_worker_refuses_a_stream() -> None:
 def test_a_stream_is_one_pass() -> None:
     embeddings, _, _ = job()
     embeddings.eval()
-    with pytest.warns(UserWarning, match="no table has a row yet"):
-        stream = embeddings.stream(batches(3))
+    stream = embeddings.stream(batches(3))
     assert len(list(stream)) == 3 and next(stream, None) is None
     with pytest.raises(StreamError, match=r"a stream is one pass over its data: start another one"):
         iter(stream)
@@ -335,7 +334,7 @@ SOURCES: dict[str, Callable[..., Any]] = {
     "parquet": lambda folder, **options: satrap.Parquet(parquet(folder), block_rows=10, **options),
     "table": lambda _, **options: satrap.Arrow(pa.table(COLUMNS), block_rows=10, **options),
     "frame": lambda _, **options: satrap.Frame(COLUMNS, block_rows=10, **options),
-    "samples": lambda _, **options: satrap.Iterable(
+    "samples": lambda _, **options: satrap.IterableSource(
         [{name: int(i) for name in COLUMNS} for i in range(ROWS)], samples=True, **options
     ),
 }
@@ -362,7 +361,7 @@ def test_the_length_of_a_stream_is_its_number_of_batches(kind: str, options: dic
 
 def test_the_length_of_a_list_is_its_number_of_items() -> None:
     embeddings, _, _ = job()
-    data = satrap.Iterable(batches(5), epochs=2)
+    data = satrap.IterableSource(batches(5), epochs=2)
     stream = embeddings.stream(data)
     position = [batch.position for batch in stream][5]
     assert len(stream) == 10 and len(data.batches(embeddings.features, position=position)) == 4

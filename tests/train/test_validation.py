@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,12 +180,33 @@ def test_training_is_not_changed_by_it(staleness: int, overlap: bool) -> None:
     assert found[1][1] == expected[0], "of the rows after exactly six steps"
 
 
+def test_submitted_updates_are_applied_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings, net, optimizer = job(staleness=2)
+    update, release = embeddings.worker.update, threading.Event()
+
+    def update_later(*arguments: Any, **options: Any) -> None:
+        assert release.wait(300)
+        update(*arguments, **options)
+
+    with embeddings.stream(batches(3), overlap=True) as stream:
+        for batch in stream:
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if batch.step == 2:
+                monkeypatch.setattr(embeddings.worker, "update", update_later)
+            optimizer.step()
+            if batch.step == 2:
+                break
+        threading.Timer(0.5, release.set).start()
+        validation = Validation(net, embeddings, VALID)
+        validation.step()
+        assert validation.metrics["auc"] == evaluate(net, embeddings.stream(VALID, train=False)).auc()
+        assert release.is_set()
+
+
 def test_an_error_leaves_the_model_training() -> None:
     embeddings, net, _ = job()
-    with (
-        pytest.raises(ZeroDivisionError),
-        pytest.warns(UserWarning, match="no table has a row"),
-    ):
+    with pytest.raises(ZeroDivisionError):
         Validation(net, embeddings, VALID, score=lambda _: 1 // 0).step()  # type: ignore[arg-type,return-value]
     assert net.training
 
@@ -250,9 +272,9 @@ class Validated(Job):
             return logits
 
         self.validation = Given(self.model, self.embeddings, Source(3), patience=patience, score=score)
-        further = {"scheduler": self.scheduler, "validation": self.validation}
+        extra_state = {"scheduler": self.scheduler, "validation": self.validation}
         self.run = Checkpoint(
-            run, self.model, self.optimizer, self.embeddings, self.source, keep=1, full_every=2, further=further
+            run, self.model, self.optimizer, self.embeddings, self.source, keep=1, full_every=2, extra_state=extra_state
         )
 
     def train(self, every_steps: int = 1) -> None:

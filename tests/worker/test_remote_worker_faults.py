@@ -18,6 +18,7 @@ import satrap.worker.remote.service
 from cluster import ANYWHERE, features, one_table, running_servers
 from faults import killed_at_random
 from logged import logged
+from loop import deployed
 from remote_worker_parts import (
     KillableWorker,
     bits,
@@ -240,7 +241,7 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
     with running_servers(1) as services, working() as (worker,):
         wheres: list[dict[str, Any]] = [{}, {"servers": [services[0].address], "workers": [worker.address]}]
         for where in wheres:
-            embeddings = Embeddings(dict(one_table()), num_threads=1, **where)
+            embeddings = Embeddings(dict(one_table()), num_threads=1, **deployed(where))
             model = torch.nn.Linear(3, 1)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             seen = []
@@ -409,7 +410,7 @@ def raised(call: Any) -> BaseException | None:
 )
 def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
-        Embeddings(dict(one_table()), **options)
+        Embeddings(dict(one_table()), **deployed(options))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

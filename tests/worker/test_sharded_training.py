@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cluster import DEADLINE_SECONDS, ServerProcess, running_servers
-from loop import batches, bits, job, loss_of, running, train
+from loop import batches, bits, deployed, job, loss_of, running, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.server.migration.coordinator import Migration
@@ -190,8 +190,8 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"servers": []}, r"addresses is \[\]"),
-        ({"servers": "tcp://127.0.0.1:1"}, "expected a list of at least one"),
+        ({"servers": []}, r"servers is \[\]; expected a list of at least one"),
+        ({"servers": "tcp://127.0.0.1:1"}, "servers is 'tcp://127.0.0.1:1'; expected a list of"),
         ({"keys": "client.key"}, "found keys but no servers"),
         ({"servers": ["tcp://127.0.0.1:1"], "shared": "rows"}, "pass it to `satrap server`"),
         ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; expected at most 31 with servers"),
@@ -200,4 +200,4 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
 )
 def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
-        Embeddings({"id": Table("t", dim=2)}, **options)
+        Embeddings({"id": Table("t", dim=2)}, **deployed(options))

@@ -28,7 +28,7 @@ from cluster import (
     step_both,
 )
 from loop import DIM, Net, batches, job, rows, train
-from satrap import Embeddings, _core
+from satrap import Deployment, Embeddings, _core
 from satrap.config.job import Job
 from satrap.config.tables import Adagrad, Table
 from satrap.errors import ConfigError, InputError
@@ -305,7 +305,7 @@ def test_other_wires_are_refused(wire: Any) -> None:
     with pytest.raises(ConfigError, match=r"wire is .*; expected one of 'float32', 'float16'"):
         job(servers=["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match="no servers"):
-        job(wire=wire)
+        job(wire="float16")
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -319,8 +319,7 @@ def trained(wire: Literal["float32", "float16"], **options: Any) -> tuple[list[f
     with running_servers(2) as services:
         embeddings = Embeddings(
             {"user": user, "item": item, "history": item.bag("mean")},
-            servers=[each.address for each in services],
-            wire=wire,
+            deployment=Deployment([each.address for each in services], wire=wire),
             **options,
         )
         model = Net()

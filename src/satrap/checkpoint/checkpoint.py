@@ -3,7 +3,7 @@
     run/
       000004-step-3000/           one checkpoint; the number counts up, the highest is the newest
         tables/<n>/               a snapshot of each table (docs/format.md), full or a delta
-        state.safetensors         dense parameters, optimizer, further objects, random state of each trainer
+        state.safetensors         dense parameters, optimizer, extra state, random state of each trainer
         checkpoint.json           the manifest, written last; names the parent if the tables are deltas
 
 A checkpoint is a cut between two steps. 1. The stream is paused: submitted updates are applied, no lookup runs. 2. All
@@ -68,22 +68,22 @@ class Checkpoint:
         *,
         keep: int = 3,
         full_every: int = 1,
-        further: Mapping[str, Any] | None = None,
+        extra_state: Mapping[str, Any] | None = None,
     ) -> None:
         """keep: number of checkpoints to keep, not counting parents that they need.
 
         data: the source that the training stream reads; its position is saved and restored.
         full_every: save the tables in full every so many saves, and in between as deltas to the last save, unless a
             table no longer tracks all changes since.
-        further: other objects with state_dict and load_state_dict, by name: schedulers, a GradScaler.
+        extra_state: other objects with state_dict and load_state_dict, by name: schedulers, a GradScaler.
         """
         if not isinstance(optimizer, HybridOptimizer):
             raise CheckpointError(
                 f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
             )
-        taken = {"model", "optimizer"} & set(further or {})
+        taken = {"model", "optimizer"} & set(extra_state or {})
         if taken:
-            raise CheckpointError(f"further has the reserved names {sorted(taken)}: use other names")
+            raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
         for name, value in (("keep", keep), ("full_every", full_every)):
             _require_count(name, value)
         path, context = os.fspath(path), current_context()
@@ -93,7 +93,7 @@ class Checkpoint:
                 "run: use an absolute path that all machines share"
             )
         self._directory = RunDirectory(path)
-        self._objects = {"model": unwrap(model), "optimizer": optimizer, **(further or {})}
+        self._objects = {"model": unwrap(model), "optimizer": optimizer, **(extra_state or {})}
         self._session, self._data = session_of(embeddings), data
         self._keep, self._full_every = keep, full_every
         self._session.track_position(data)
@@ -204,14 +204,17 @@ class Checkpoint:
             self._since_full = 1 if parent is None else self._since_full + 1
             self._directory.remove_beyond(self._keep)
 
-    def resume(self) -> bool:
-        """Restore everything from the newest checkpoint; return False if there is none yet.
+    def resume(self, name: str | None = None) -> bool:
+        """Restore everything from a checkpoint; return False if there is none yet. In the middle of a run, its streams
+        end, and the run continues as a new process that resumes would. Several trainers all call this.
+
+        name: such as `best`; None: the newest. Later saves follow the newest one's number.
 
         A checkpoint that is torn, or has another model, other tables, another seed or a source read in another order,
         is refused with the differences, and everything is left unchanged.
         """
         trainers = self._session.trainers
-        with self._directory.newest() as chain:
+        with self._directory.chain_of(name) as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
                     found = chain[-1].where if chain else "no checkpoint"
@@ -228,9 +231,11 @@ class Checkpoint:
             same = len(set(trainers.gather(newest.folder.name.encode()))) == 1
             if not trainers.all(error is None) or not same:
                 raise error or CheckpointError("another trainer cannot resume; its own error says why")
+            self._session.end_streams()
             with self._restored(newest.where, state):
                 trainers.run_first(lambda: self._restore_tables(chain), CheckpointError)
             self._session.join_attempt()
+            self._objects["optimizer"].zero_grad()  # a new process has no gradients either
             self._session.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
             self._saved_step = newest.step
         if trainers.rank == 0:
@@ -305,14 +310,16 @@ class Checkpoint:
         now = self._signature()
         if not any(entry.positions) or entry.source is None or now is None:
             return
+        are_several = len(entry.positions) > 1 or self._session.trainers.world_size > 1
+        not_compared = {"files"} if are_several else {"files", "batch_size"}  # which decides who gets which samples
         lines = [
             f"{name} is {entry.source.get(name)!r} in the checkpoint and {now.get(name)!r} here"
-            for name in sorted((entry.source.keys() | now.keys()) - {"files"})
+            for name in sorted((entry.source.keys() | now.keys()) - not_compared)
             if entry.source.get(name) != now.get(name)
         ]
         # New files may follow the old ones, unless the order or the shards depend on all files.
         were, are = entry.source.get("files", ()), now.get("files", ())
-        of_all = now.get("shuffle") or len(entry.positions) > 1 or self._session.trainers.world_size > 1
+        of_all = now.get("shuffle") or are_several
         for i in range(max(len(were), len(are)) if of_all else len(were)):
             was, is_ = (list(files[i]) if i < len(files) else None for files in (were, are))
             if was != is_:

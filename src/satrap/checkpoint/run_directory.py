@@ -288,8 +288,9 @@ class RunDirectory:
             return self._scan(None).best
 
     @contextmanager
-    def newest(self) -> Iterator[list[CheckpointManifest]]:
-        """Yield the newest checkpoint and its parents, oldest first, in local folders; empty if there is none."""
+    def chain_of(self, name: str | None = None) -> Iterator[list[CheckpointManifest]]:
+        """Yield a checkpoint and its parents, oldest first, in local folders; the newest one, or nothing if there is
+        none. This process may then save, also if there are newer ones."""
         chain: list[CheckpointManifest] = []
         try:
             with self._name_originals():
@@ -298,7 +299,12 @@ class RunDirectory:
                     owner = self._owner()
                     self._has_claim, self._previous_writer = True, None if owner is None else owner.writer
                     self._warn_of_skipped(catalog)
-                    name = catalog.newest
+                    if name is not None and name not in catalog.parents:
+                        raise CheckpointError(
+                            f"{self._storage.url} has no checkpoint {name!r}; it has {sorted(catalog.parents)}"
+                        )
+                    self._announced |= {catalog.newest} if name is not None and catalog.newest is not None else set()
+                    name = name or catalog.newest
                     while name is not None:
                         chain.insert(0, self._entry(name, chain[0] if chain else None))
                         name = chain[0].parent

@@ -19,6 +19,7 @@ from satrap.config.validation import (
     check_choice,
     check_flag,
     check_id,
+    check_integer,
     check_number,
     describe,
     set_field,
@@ -32,7 +33,10 @@ _NO_BOUND = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class DenseColumn(Config):
-    """A column of numbers for the dense network. A list of fixed size counts as that many numbers."""
+    """A column of numbers for the dense network: one number, or a list of numbers of one length, in each row.
+
+    Texts are read as numbers: "3.5" is 3.5, "" is missing, and another text makes its row malformed.
+    """
 
     name: str
     """The name of the column."""
@@ -41,12 +45,17 @@ class DenseColumn(Config):
     """The number that a missing value reads as; NaN is a missing value. An infinite value is malformed."""
     log1p: bool = False
     """Whether to read x as ln(1 + max(x, 0)), as is usual for counts. `missing` is not transformed."""
+    width: int | None = None
+    """The number of values in each list, where the type of the column does not say it; a list of another length makes
+    its row malformed. A missing list reads as that many missing values."""
 
     def __post_init__(self) -> None:
         check_column("DenseColumn", self.name)
         where = f"dense column {self.name!r}"
         set_field(self, "missing", check_number(where, "missing", self.missing, _NO_BOUND))
         check_flag(where, "log1p", self.log1p)
+        if self.width is not None:
+            set_field(self, "width", check_integer(where, "width", self.width, 1, 1 << 20))
 
 
 @dataclass(frozen=True, slots=True)

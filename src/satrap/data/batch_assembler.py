@@ -5,7 +5,7 @@ yields `Inputs`. It knows no file format.
 
 Windows. A window is the set of samples that is permuted together and held in memory: at most `num_chunks` chunks (1
 without shuffling). A window that starts at the beginning of a block continues through the following blocks. If it is
-full before a block has ended, the rest of that block follows in windows of its own. The windows from one that starts
+full before a block has ended, the rest of that block follows in further windows. The windows from one that starts
 at the beginning of a block up to the next such window form a window group. A position names the block at which a group
 starts and how many samples of the group were consumed: resuming reads that group from its start, and nothing before
 it. A batch may take samples from several windows. A complete batch of the data, in unchanged order, is passed on
@@ -167,7 +167,8 @@ class _EpochReader:
         if start.block > len(self.plan):
             raise SourceError(
                 f"position {start} is at block {start.block} and rank {assembler.rank} of {assembler.world_size} reads "
-                f"{len(self.plan)} in an epoch: the source or its settings changed since the position was saved"
+                f"{len(self.plan)} in an epoch: the source or its settings changed since the position was saved; "
+                "declare the source as it was, or start without the position"
             )
 
     def batches(self) -> Iterator[Inputs]:
@@ -274,12 +275,12 @@ class _EpochReader:
         """Count the rows that decoding left out; raise if there are more bad rows than allowed."""
         self.skipped_rows.no_label += chunk.num_dropped
         num_allowed = self.assembler.max_bad_rows - self.num_bad
-        if len(chunk.bad_rows) > num_allowed:
+        if chunk.num_bad > num_allowed:
             allowed = self.assembler.max_bad_rows
             hint = f"only {allowed} bad rows are allowed in an epoch: fix the row" if allowed else "fix the row"
-            raise SourceError(f"{chunk.bad_rows[num_allowed]}; {hint}, or allow more with max_bad_rows")
-        self.num_bad += len(chunk.bad_rows)
-        self.skipped_rows.malformed += len(chunk.bad_rows)
+            raise SourceError(f"{chunk.describe_bad(num_allowed)}; {hint}, or allow more with max_bad_rows")
+        self.num_bad += chunk.num_bad
+        self.skipped_rows.malformed += chunk.num_bad
 
     def _window(self, group: "_WindowGroup", end: int, chunks: list[Chunk]) -> _Window:
         """Close a window of these chunks and add it to its group."""
@@ -295,7 +296,7 @@ class _EpochReader:
             for name in self.assembler.columns.extra
         }
         ready_batch = chunks[0].ready_batch if not self.assembler.shuffle and len(chunks) == 1 else None
-        bare = [replace(chunk, extra={}) for chunk in chunks]
+        bare = [replace(chunk, extra={}, describe_bad=str) for chunk in chunks]
         window = _Window(
             block=group.block,
             end=end,

@@ -5,26 +5,25 @@ only be read from its start. It is read in chunks of bounded size; most blocks a
 read in order, one at a time; they are decoded to samples in any order, in many threads at once.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from satrap._core import Samples
 from satrap.data.inputs import Inputs
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A malformed row."""
+class RawChunk(Protocol):
+    """Rows of a block that were read and are not decoded yet."""
 
-    where: Callable[[], str]
-    """Returns the file and the line. Finding the line may require reading the file up to it."""
-    why: str
-    """What was found and what was expected."""
+    def count_rows(self) -> int:
+        """Return the number of rows. Decoding may leave out some of them."""
 
-    def __str__(self) -> str:
-        return f"{self.where()}: {self.why}"
+    def slice(self, begin: int, end: int) -> Self:
+        """Return some of the rows."""
+
+    def decode(self) -> "Chunk":
+        """Return the samples of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +38,11 @@ class Chunk:
     """Whether the data has a label without a declared column whose shape is [n] and not [n, 1]."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Arrow arrays with one value for each sample."""
-    bad_rows: tuple[BadRow, ...] = ()
-    """Malformed rows: at most one more than the user allows."""
+    num_bad: int = 0
+    """The number of malformed rows: at most one more than the user allows."""
+    describe_bad: Callable[[int], str] = str
+    """Returns the file, the line and the fault of a malformed row, by its number among them. Finding the line may
+    require reading the file up to it."""
     num_dropped: int = 0
     """Rows dropped because their label is missing."""
     begin: int = 0
@@ -64,32 +66,30 @@ class Chunk:
         """Return the samples, converted from the ready batch if necessary."""
         return self.samples() if callable(self.samples) else self.samples
 
+    # -- a chunk that is decoded as it is read is its own RawChunk -----------------------------------------------------
 
-class Block(ABC):
+    def count_rows(self) -> int:
+        return len(self)
+
+    def slice(self, begin: int, end: int) -> Self:
+        return replace(self, samples=self.decoded(), ready_batch=None, begin=begin, end=end)
+
+    def decode(self) -> "Chunk":
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
     """A part of a source that can be read on its own."""
 
-    num_chunks = 1
+    read: Callable[[], Iterator[RawChunk]]
+    """Yields the chunks. Opens the data when the first is requested."""
+    num_chunks: int = 1
     """How many chunks to expect; an estimate, used only for reading ahead."""
-    is_exact = False
+    is_exact: bool = False
     """Whether `num_chunks` is exact, so that reading need not look for the end."""
     num_rows: int | None = None
     """The number of rows; None: unknown before the block is read."""
     num_items: int | None = None
     """The number of samples, or of batches if each chunk is one, where it is known but they cannot be read on their
     own; None: unknown before the block is read."""
-
-    @abstractmethod
-    def read(self) -> Iterator[Any]:
-        """Yield the chunks, not decoded yet. Opens the data when the first is requested."""
-
-    @abstractmethod
-    def count_rows(self, raw: Any) -> int:
-        """Return the number of rows of a chunk from `read`. Decoding may leave out some of them."""
-
-    @abstractmethod
-    def slice(self, raw: Any, begin: int, end: int) -> Any:
-        """Return some rows of a chunk from `read`, in the same form."""
-
-    @abstractmethod
-    def decode(self, raw: Any) -> Chunk:
-        """Return the samples of a chunk from `read`."""

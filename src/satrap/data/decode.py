@@ -5,8 +5,9 @@ of iterables all pass through it. Malformed rows are found after their columns w
 reported by their numbers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from satrap.config.optional_deps import pyarrow_for
-from satrap.data.block import BadRow, Chunk
-from satrap.data.file_source import errors_naming
-from satrap.data.hashing import hash_integers, hash_strings, is_text
+from satrap.data.block import Chunk
+from satrap.data.hashing import hash_integers, hash_strings, is_text, text_buffers
 from satrap.errors import SourceError
 
 _Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
@@ -51,7 +51,7 @@ class _Decoder:
         """Return the ids of one feature; weights: the column of their weights, or None."""
         array = self._split(column, array)
         bag: tuple[NDArray[np.uint64], NDArray[np.int64] | None]
-        if _is_list(self.arrow, array.type):
+        if is_list(self.arrow, array.type):
             bag = self._list_ids(column, array, weights is not None)
         else:
             bag = self._single_ids(column, array)
@@ -147,7 +147,7 @@ class _Decoder:
         ids, offsets = bag
         if offsets is None:
             offsets = np.arange(self.n + 1, dtype=np.int64)
-        if not _is_list(self.arrow, weights.type):
+        if not is_list(self.arrow, weights.type):
             lengths, flat = _numpy(weights.is_valid()).astype(np.int64), weights.drop_null()
         else:
             lengths = _numpy(self.arrow.compute.list_value_length(weights).fill_null(0)).astype(np.int64)
@@ -165,8 +165,7 @@ class _Decoder:
             )
         num_infinite = np.append(0, np.cumsum(~np.isfinite(numbers)))
         infinite = ~missing & (num_infinite[starts + lengths] > num_infinite[starts])
-        if infinite.any():
-            self._fault(column.weights, infinite, weights, "finite weights")
+        self._fault(column.weights, infinite, weights, "finite weights")
         out = np.ones(len(ids), np.float32)
         good = ~missing & ~uneven & (expected > 0)
         position = np.repeat(np.where(good, starts - offsets[:-1], 0), expected) + np.arange(len(ids))
@@ -180,32 +179,50 @@ class _Decoder:
         """Return all dense columns side by side, as [n, num_dense]."""
         if not columns:
             return None
-        widths = [_width(self.arrow, array.type) for array in columns.values()]
-        out = np.empty((self.n, sum(widths)), np.float32)
-        begin = 0
-        for (column, array), width in zip(columns.items(), widths, strict=True):
-            out[:, begin : begin + width] = self._numbers(column, array, width)
-            begin += width
-        return out
+        return np.concatenate([self._numbers(column, array) for column, array in columns.items()], axis=1)
 
-    def _numbers(self, column: DenseColumn, array: Any, width: int) -> NDArray[np.float32]:
-        flat = self._decoded(array)
-        if self.arrow.types.is_fixed_size_list(array.type):
-            flat = array.values.slice(array.offset * width, len(array) * width)
-        if not (_is_number(self.arrow, flat.type) or self.arrow.types.is_null(flat.type)):
-            self._refuse_type(column.name, array.type, "numbers")
-        numbers = _floats(flat)
-        if flat is not array and array.null_count:  # the values below a missing list are undefined
-            numbers = np.where(np.repeat(_numpy(array.is_null()), width), np.float32(np.nan), numbers)
-        infinite = np.logical_or.reduce(np.isinf(numbers).reshape(self.n, width), axis=1)
-        if infinite.any():
-            self._fault(column.name, infinite, array, "finite numbers that float32 can hold")
+    def _numbers(self, column: DenseColumn, array: Any) -> NDArray[np.float32]:
+        """Return one dense column, as [n, width]; texts are parsed as in text files."""
+        flat, width = self._decoded(array), self._width(column, array.type)
+        has_width: NDArray[np.bool_] = np.ones(self.n, bool)
+        if is_list(self.arrow, array.type):
+            lengths = _numpy(self.arrow.compute.list_value_length(array).fill_null(-1))
+            has_width = lengths == width
+            self._fault(column.name, (lengths >= 0) & ~has_width, array, f"a list of {width} numbers")
+            flat = (array if has_width.all() else array.filter(self.arrow.array(has_width))).flatten()
+        shape = (int(has_width.sum()), width)
+        numbers = np.full((self.n, width), np.nan, np.float32)
+        if _is_string(self.arrow, flat.type):
+            parsed, malformed = _core.parse_numbers(*text_buffers(self.arrow, flat))
+            numbers[has_width] = parsed.reshape(shape)
+            has_malformed = np.zeros(self.n, bool)
+            has_malformed[has_width] = malformed.reshape(shape).any(axis=1)
+            self._fault(column.name, has_malformed, array, "a number")
+        elif _is_number(self.arrow, flat.type):
+            numbers[has_width] = _floats(flat).reshape(shape)
+        elif not self.arrow.types.is_null(flat.type):
+            self._refuse_type(column.name, array.type, "numbers, or texts of numbers")
+        self._fault(
+            column.name, np.logical_or.reduce(np.isinf(numbers), axis=1), array, "finite numbers that float32 can hold"
+        )
         missing = np.isnan(numbers)
         if column.log1p:
-            numbers = np.asarray(_core.log1p(numbers))
-        if missing.any():
-            numbers = np.where(missing, np.float32(column.missing), numbers)
-        return numbers.reshape(self.n, width)
+            numbers = np.asarray(_core.log1p(numbers.reshape(-1))).reshape(numbers.shape)
+        return np.where(missing, np.float32(column.missing), numbers) if missing.any() else numbers
+
+    def _width(self, column: DenseColumn, kind: Any) -> int:
+        """Return how many numbers a column of this type has in each row."""
+        width = 1
+        if self.arrow.types.is_fixed_size_list(kind):
+            width = int(kind.list_size)
+        elif column.width is not None and (is_list(self.arrow, kind) or self.arrow.types.is_null(kind)):
+            return column.width
+        elif is_list(self.arrow, kind):
+            hint = f"for lists of one length, declare it: DenseColumn({column.name!r}, width=...)"
+            self._refuse_type(column.name, kind, f"numbers; {hint}")
+        if column.width not in (None, width):
+            self._refuse_type(column.name, kind, f"lists of {column.width} numbers, as declared (width)")
+        return width
 
     def label(self, column: LabelColumn, array: Any) -> NDArray[np.float32]:
         """Return the labels, as [n]."""
@@ -220,13 +237,11 @@ class _Decoder:
         else:
             numbers = self._text_label(column, array, texts)
         missing, infinite = np.isnan(numbers), np.isinf(numbers)
-        if infinite.any():
-            self._fault(column.name, infinite, array, "a finite label")
+        self._fault(column.name, infinite, array, "a finite label")
         if column.above is not None:
             numbers = (numbers > np.float32(column.above)).astype(np.float32)
         outside = column.find_invalid(numbers) & ~missing
-        if outside.any():
-            self._fault(column.name, outside, array, column.expected)
+        self._fault(column.name, outside, array, column.expected)
         if missing.any():
             self._missing_labels(column, missing)
             if not isinstance(column.missing, str):
@@ -261,9 +276,11 @@ class _Decoder:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def _fault(self, name: str | None, rows: NDArray[np.bool_], array: Any, expected: str) -> None:
-        self.faults.append(
-            _Fault(rows, lambda i: f"column {name!r} holds {_abbreviated(array[i])}; expected {expected}")
-        )
+        """Record the malformed rows, if there are any."""
+        if rows.any():
+            self.faults.append(
+                _Fault(rows, lambda i: f"column {name!r} holds {_abbreviated(array[i])}; expected {expected}")
+            )
 
     def _refuse_type(self, name: str | None, kind: Any, expected: str) -> None:
         raise SourceError(f"{self.where}: column {name!r} is of type {kind}; expected {expected}")
@@ -286,71 +303,25 @@ def decode(
     labels = [decoder.label(column, arrays[column.name]) for column in columns.label]
     skipped_rows = np.zeros(n, bool) if decoder.dropped is None else decoder.dropped
     num_dropped = int(skipped_rows.sum())
-    bad_rows: list[BadRow] = []
-    for i in np.flatnonzero(np.logical_or.reduce([np.zeros(n, bool), *(each.rows for each in decoder.faults)])):
-        if skipped_rows[i]:
-            continue
-        why = next(each.why for each in decoder.faults if each.rows[i])(int(i))
-        bad_rows.append(BadRow(lambda i=int(i): row(i), why))  # type: ignore[misc]
-        skipped_rows[i] = True
-        if len(bad_rows) > max_bad:
-            return Chunk(samples=_core.Samples(0, [], None, None), bad_rows=tuple(bad_rows), num_dropped=num_dropped)
+    is_bad = np.logical_or.reduce([np.zeros(n, bool), *(fault.rows for fault in decoder.faults)])
+    bad = np.flatnonzero(is_bad & ~skipped_rows)[: max_bad + 1]
+
+    def describe_bad(number: int) -> str:
+        i = int(bad[number])
+        return f"{row(i)}: {next(fault.why for fault in decoder.faults if fault.rows[i])(i)}"
+
+    left_out = partial(Chunk, num_bad=len(bad), describe_bad=describe_bad, num_dropped=num_dropped)
+    if len(bad) > max_bad:
+        return left_out(samples=_core.Samples(0, [], None, None))
+    skipped_rows[bad] = True
     if skipped_rows.any():
         is_kept = pyarrow_for("reading data").array(~skipped_rows)
         kept_arrays = {name: array.filter(is_kept) for name, array in arrays.items()}
         chunk = decode(kept_arrays, n - int(skipped_rows.sum()), columns, where=where, row=row, max_bad=0)
-        return Chunk(samples=chunk.samples, extra=chunk.extra, bad_rows=tuple(bad_rows), num_dropped=num_dropped)
+        return left_out(samples=chunk.samples, extra=chunk.extra)
     label = np.ascontiguousarray(np.stack(labels, axis=1)) if labels else None
     extra = {name: arrays[name] for name in columns.extra}
     return Chunk(samples=_core.Samples(n, bags, dense, label), extra=extra)
-
-
-def decode_table(table: Any, columns: Columns, where: str, before: int, max_bad: int) -> Chunk:
-    """Return the samples of an Arrow table or record batch, which `before` rows precede in what `where` names."""
-    rows = f"{where}, rows {before + 1} to {before + table.num_rows}"
-    with errors_naming(rows):
-        arrays = arrays_of(table)
-    for name, array in arrays.items():
-        with errors_naming(f"{rows}, column {name!r}"):
-            _validate(array)
-    with errors_naming(rows):
-        return decode(
-            arrays,
-            table.num_rows,
-            columns,
-            where=where,
-            row=lambda i: f"{where}, row {before + i + 1}",
-            max_bad=max_bad,
-        )
-
-
-def _validate(array: Any) -> None:
-    """Raise if an offset, a dictionary index, a type id or a text's UTF-8 is damaged; their use does not check them.
-
-    Of a list, only the items of these rows are checked, since a file may hold the items of all rows in one array.
-    """
-    arrow = pyarrow_for("reading data")
-    types = arrow.types
-    array.validate()  # the buffers exist and are long enough
-    if not (types.is_list(array.type) or types.is_large_list(array.type)):
-        array.validate(full=True)
-        return
-    offsets = _numpy(array.offsets)
-    if offsets[0] < 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > len(array.values):
-        raise ValueError(f"its offsets decrease, or exceed its {len(array.values)} items")
-    _validate(array.values.slice(offsets[0], offsets[-1] - offsets[0]))
-
-
-def arrays_of(table: Any) -> dict[str, Any]:
-    """Return the columns of an Arrow table or record batch, each as one array."""
-    arrow = pyarrow_for("reading data")
-    out = {}
-    for name, column in zip(table.schema.names, table.columns, strict=True):
-        if isinstance(column, arrow.ChunkedArray):
-            chunks = column.chunks
-            column = concatenated(chunks) if chunks else arrow.array([], column.type)
-        out[name] = column.storage if isinstance(column, arrow.ExtensionArray) else column
-    return out
 
 
 def concatenated(arrays: list[Any]) -> Any:
@@ -358,55 +329,7 @@ def concatenated(arrays: list[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else pyarrow_for("joining columns").concat_arrays(arrays)
 
 
-def check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
-    """Raise if a column is missing or of a type that cannot be read, before any row is read.
-
-    Returns whether the values of each id column are "texts" or "integers"; a column that is all null is left out.
-    """
-    columns.check_present(where, schema.names)
-    arrow = pyarrow_for("reading data")
-    empty = {}
-    for name in columns.required():
-        kind = _storage_type(arrow, schema.field(name).type)
-        try:
-            empty[name] = arrow.array([], kind)
-        except (arrow.ArrowException, LookupError, TypeError) as error:  # a union
-            raise SourceError(
-                f"{where}: column {name!r} is of type {kind}, which cannot be read; leave the column out, or write it "
-                "as another type"
-            ) from error
-    decode(empty, 0, columns, where=where, row=str, max_bad=0)
-    kinds = {column.name: _item_type(arrow, empty[column.name].type) for column in columns.ids}
-    return {
-        name: "texts" if is_text(arrow, kind) else "integers"
-        for name, kind in kinds.items()
-        if not arrow.types.is_null(kind)
-    }
-
-
-def check_kinds(kinds: Iterable[tuple[str, Mapping[str, str]]]) -> None:
-    """Raise if a column holds integers in one file and texts in another: the same value would become two ids."""
-    seen: dict[str, tuple[str, str]] = {}
-    for where, found in kinds:
-        for column, kind in found.items():
-            before, first = seen.setdefault(column, (kind, where))
-            if kind != before:
-                raise SourceError(
-                    f"{where}: column {column!r} has {kind}, and {first} has {before}; the same value would become two "
-                    "ids: write the column in one type"
-                )
-
-
-def _item_type(arrow: Any, kind: Any) -> Any:
-    kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-    return _item_type(arrow, kind.value_type) if _is_list(arrow, kind) else kind
-
-
-def _storage_type(arrow: Any, kind: Any) -> Any:
-    return kind.storage_type if isinstance(kind, arrow.BaseExtensionType) else kind
-
-
-def _is_list(arrow: Any, kind: Any) -> bool:
+def is_list(arrow: Any, kind: Any) -> bool:
     types = arrow.types
     return bool(
         types.is_list(kind)
@@ -422,8 +345,9 @@ def _is_number(arrow: Any, kind: Any) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
 
 
-def _width(arrow: Any, kind: Any) -> int:
-    return int(kind.list_size) if arrow.types.is_fixed_size_list(kind) else 1
+def _is_string(arrow: Any, kind: Any) -> bool:
+    types = arrow.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _floats(array: Any) -> NDArray[np.float32]:

@@ -4,8 +4,9 @@ This module knows what the fields of a row mean; `delimited_file` finds the rows
 column are hashed unless it is declared otherwise. An empty field, or one of the texts in `missing`, is a missing value.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ from satrap import _core
 from satrap.config.columns import Columns, DenseColumn, LabelColumn, as_names
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_choice, check_flag, check_integer, describe, set_field
-from satrap.data.block import BadRow, Block, Chunk
+from satrap.data.block import Block, Chunk
 from satrap.data.delimited_file import TextChunk, TextFile, TextLayout
-from satrap.data.file_source import File, files_signature, find_files
+from satrap.data.file_source import File, find_files
 from satrap.data.inputs import Position
-from satrap.data.source import Source
+from satrap.data.source import FileSource
 from satrap.errors import ConfigError
 
 _VALUE, _REFUSE, _DROP = 0, 1, 2  # the core's numbers for the handling of a missing label
@@ -27,11 +28,9 @@ _COMPRESSION = 5  # the assumed compression ratio; used only for reading ahead
 
 
 @dataclass(frozen=True)
-class CSV(Source):
+class CSV(FileSource):
     """Delimited text files, or folders, globs and URLs of them; .gz, .bz2, .zst and .lz4 are decompressed."""
 
-    path: Any
-    """A file, folder, glob or URL, or a list of those."""
     _: KW_ONLY
     columns: Sequence[str] | None = None
     """The names of all columns of a file without a header. None: the first line of each file names them."""
@@ -53,8 +52,6 @@ class CSV(Source):
     """The number of bytes of text that are read at a time."""
     max_line_bytes: int = 16 << 20
     """The maximum length of a line, which is held in memory as a whole. A longer line is an error."""
-    filesystem: Any = None
-    """The filesystem of the path, from pyarrow.fs or fsspec. None: the path decides."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,6 +67,9 @@ class CSV(Source):
                 raise ConfigError(
                     f"{where}: quote {self.quote!r} is part of delimiter {self.delimiter!r}; give another quote"
                 )
+        for column in self.dense:  # type: ignore[union-attr]  # normalised by Source
+            if column.width is not None:  # type: ignore[union-attr]
+                raise ConfigError(f"{where}: {column!r} has a width; expected none, since a field holds one number")
         set_field(self, "missing", as_names(where, "missing", self.missing))
         check_choice(where, "encoding", self.encoding, ("utf-8", "latin-1"))
         for name in ("strip", "newlines_in_values"):
@@ -78,22 +78,29 @@ class CSV(Source):
             set_field(self, name, check_integer(where, name, getattr(self, name), low, 1 << 31))
 
     def signature(self) -> dict[str, Any]:
-        return super().signature() | files_signature(self.path, self.filesystem)
+        names = ("block_bytes", "newlines_in_values", "skip_lines")
+        return super().signature() | {name: getattr(self, name) for name in names}
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         files = find_files(self.path, self.filesystem)
         names = self.columns
         if names is None:
             names = TextFile(files[0], self._layout(), None).header()
-        columns.check_present(files[0].name, names)
-        parser = _RowParser(self, columns, names)
-        return [block for file in files for block in self._blocks_of(file, parser)]
+        return [block for file in files for block in self._blocks_of(file, columns, names)]
 
-    def _blocks_of(self, file: File, parser: "_RowParser") -> list[Block]:
-        text = TextFile(file, self._layout(), parser.names)
+    def _blocks_of(self, file: File, columns: Columns, names: Sequence[str]) -> list[Block]:
+        text = TextFile(file, self._layout(), names)
+        partition = {name: value or "" for name, value in file.partition.items() if name not in names}
+        columns.check_present(file.name, [*names, *partition])
+        parser = _RowParser(self, columns, names, partition)
+
+        def read(*byte_range: int) -> Iterator[_TextRows]:
+            chunks = [text.chunk(*byte_range)] if byte_range else text.chunks()
+            yield from (_TextRows(text, parser, chunk) for chunk in chunks)
+
         if text.is_stream:
-            return [_WholeFileBlock(text, parser)]
-        return [_RangeBlock(text, parser, begin, end) for begin, end in text.ranges()]
+            return [Block(read=read, num_chunks=max(1, _COMPRESSION * file.size // self.block_bytes))]
+        return [Block(read=partial(read, *byte_range), is_exact=True) for byte_range in text.ranges()]
 
     def _layout(self) -> TextLayout:
         return TextLayout(
@@ -111,8 +118,10 @@ class CSV(Source):
 class _RowParser:
     """Converts rows of text to samples."""
 
-    def __init__(self, source: CSV, columns: Columns, names: Sequence[str]) -> None:
-        self.names = list(names)
+    def __init__(self, source: CSV, columns: Columns, names: Sequence[str], partition: Mapping[str, str]) -> None:
+        """names: the columns of the text; partition: the columns that the file's path holds, which all rows have."""
+        self._names = [*names, *partition]
+        self._partition = partition
         self._max_bad = source.max_bad_rows
         self._columns = columns
         self._format = fmt = _core.TextFormat()
@@ -121,10 +130,10 @@ class _RowParser:
         fmt.missing = ["", *source.missing]
         fmt.num_dense, fmt.num_labels = len(columns.dense), len(columns.label)
         fmt.num_features, fmt.num_texts = len(columns.features), len(columns.extra)
-        uses: dict[str, list[_core.FieldUse]] = {name: [] for name in self.names}
+        uses: dict[str, list[_core.FieldUse]] = {name: [] for name in self._names}
         for column, use in _uses(columns):
             uses[column].append(use)
-        fmt.columns = [uses[name] for name in self.names]
+        fmt.columns, fmt.constants = [uses[name] for name in self._names], list(partition.values())
 
     def decode(self, file: TextFile, chunk: TextChunk) -> Chunk:
         samples, texts, bad_rows, num_dropped = _core.parse_text(self._format, chunk.text, self._max_bad)
@@ -132,24 +141,23 @@ class _RowParser:
         return Chunk(
             samples=samples,
             extra=extra,
-            bad_rows=tuple(self._bad_row(file, chunk, *each) for each in bad_rows),
+            num_bad=len(bad_rows),
+            describe_bad=lambda number: self._describe_bad(file, chunk, *bad_rows[number]),
             num_dropped=num_dropped,
         )
 
-    def _bad_row(
+    def _describe_bad(
         self, file: TextFile, chunk: TextChunk, at: int, fault: str, column: int, begin: int, end: int, *counts: int
-    ) -> BadRow:
-        lines = int(_core.count_lines(chunk.text[:at]))
-        first_line = chunk.first_line
-        return BadRow(
-            lambda: f"{file.file.name}, line {first_line() + lines}",
-            self._why(fault, column, bytes(chunk.text[begin : min(end, begin + 200)]), counts),
-        )
+    ) -> str:
+        line = chunk.first_line() + int(_core.count_lines(chunk.text[:at]))
+        why = self._why(fault, column, bytes(chunk.text[begin : min(end, begin + 200)]), counts)
+        return f"{file.file.name}, line {line}: {why}"
 
     def _why(self, fault: str, column: int, field: bytes, counts: Sequence[int]) -> str:
         found, expected = counts
-        name = self.names[column]
-        text = repr(field.partition(b"\n")[0].decode(errors="backslashreplace").rstrip("\r"))
+        name = self._names[column]
+        line = field.partition(b"\n")[0].decode(errors="backslashreplace").rstrip("\r")
+        text = repr(self._partition.get(name, line))
         text = text if len(text) <= 60 else text[:60] + "..."
         match fault:
             case "few_columns" | "many_columns":
@@ -217,51 +225,30 @@ def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
     return use
 
 
-class _TextBlock(Block):
-    """Rows of a text file."""
+@dataclass(frozen=True, slots=True)
+class _TextRows:
+    """Rows of a text file that are not parsed yet."""
 
-    _file: TextFile
-    _parser: _RowParser
+    file: TextFile
+    parser: _RowParser
+    chunk: TextChunk
 
-    def count_rows(self, raw: TextChunk) -> int:
-        return int(_core.count_rows(raw.text, self._quote))
+    def count_rows(self) -> int:
+        return int(_core.count_rows(self.chunk.text, self._quote))
 
-    def slice(self, raw: TextChunk, begin: int, end: int) -> TextChunk:
-        low, high = _core.rows_within(raw.text, self._quote, begin, end)
-        first_line = raw.first_line
-        return TextChunk(raw.text[low:high], lambda: first_line() + int(_core.count_lines(raw.text[:low])))
+    def slice(self, begin: int, end: int) -> "_TextRows":
+        text, first_line = self.chunk.text, self.chunk.first_line
+        low, high = _core.rows_within(text, self._quote, begin, end)
+        return replace(self, chunk=TextChunk(text[low:high], lambda: first_line() + int(_core.count_lines(text[:low]))))
 
-    def decode(self, raw: TextChunk) -> Chunk:
-        return self._parser.decode(self._file, raw)
+    def decode(self) -> Chunk:
+        return self.parser.decode(self.file, self.chunk)
 
     @property
     def _quote(self) -> int:
         """The quote that may enclose a newline which does not end a row; -1: none."""
-        layout = self._file.layout
+        layout = self.file.layout
         return layout.quote_byte if layout.newlines_in_values else -1
-
-
-class _RangeBlock(_TextBlock):
-    """The rows that begin in a byte range of a file."""
-
-    is_exact = True
-
-    def __init__(self, file: TextFile, parser: _RowParser, begin: int, end: int) -> None:
-        self._file, self._parser, self._begin, self._end = file, parser, begin, end
-
-    def read(self) -> Iterator[TextChunk]:
-        yield self._file.chunk(self._begin, self._end)
-
-
-class _WholeFileBlock(_TextBlock):
-    """A file that can only be read from its start."""
-
-    def __init__(self, file: TextFile, parser: _RowParser) -> None:
-        self._file, self._parser = file, parser
-        self.num_chunks = max(1, _COMPRESSION * file.file.size // file.layout.block_bytes)
-
-    def read(self) -> Iterator[TextChunk]:
-        return self._file.chunks()
 
 
 def _text_array(offsets: Any, data: Any, present: Any) -> Any:

@@ -1,7 +1,7 @@
 """Files of a source on any filesystem: resolves paths, globs, folders and URLs to a list of files to open.
 
-A path without a filesystem is local, or a URL: pyarrow opens URLs of its own filesystems (s3, gs, hdfs, abfs), fsspec
-all others. A folder stands for every file in it, at any depth, except names that begin with "." or "_", which other
+A path without a filesystem is local, or a URL: pyarrow opens URLs of s3, gs, hdfs and abfs, fsspec all
+others. A folder stands for every file in it, at any depth, except names that begin with "." or "_", which other
 tools use for files without data. The files of a folder or glob are in the order of their paths. pyarrow releases the
 GIL while its own filesystems read; reads from fsspec request ranges of bytes, so threads share no cursor.
 """
@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.path_allowlist import GLOB_CHARACTER, URL, PathAllowlist, is_url
 from satrap.config.validation import describe
 from satrap.errors import ConfigError, SatrapError, SourceError
 
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
 
 
@@ -37,6 +39,12 @@ class File:
     def name(self) -> str:
         """The file's name in messages."""
         return self.storage.prefix + self.path
+
+    @property
+    def partition(self) -> dict[str, str | None]:
+        """The Hive partition in the path: {"day": "2024-01-01"} for "clicks/day=2024-01-01/0.parquet"."""
+        pairs = [folder.split("=", 1) for folder in self.path.split("/")[:-1] if "=" in folder]
+        return {unquote(name): None if value == _NULL_PARTITION else unquote(value) for name, value in pairs}
 
     @property
     def is_local(self) -> bool:
@@ -246,7 +254,10 @@ def _expand(path: str, filesystem: Any) -> list[File]:
         if matcher.match(each[len(base) :]) and not (hidden and not _names_hidden(inner[len(base) :])):
             found.append(File(storage, each, size))
     if not found:
-        raise SourceError(f"{path}: {'the folder holds' if glob is None else 'the glob matches'} no file")
+        raise SourceError(
+            f"{path}: {'the folder holds' if glob is None else 'the glob matches'} no file; expected at least one "
+            "whose name begins with neither '.' nor '_'"
+        )
     return found
 
 

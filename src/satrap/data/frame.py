@@ -1,57 +1,65 @@
-"""Frames in memory as sources: pandas and polars DataFrames, Arrow tables, and dicts of arrays by column name.
+"""Frames as sources: pandas and polars DataFrames, Hugging Face datasets, Arrow tables, and dicts of arrays.
 
 A frame is converted to Arrow arrays one range of rows at a time, so memory never holds it twice; polars and most NumPy
-columns are not copied at all. Neither pandas nor polars is imported here.
+columns are not copied at all, and a Hugging Face dataset stays in its files. None of these packages is imported here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
-from satrap.config.validation import check_integer, describe, set_field
-from satrap.data.arrow import table_blocks
-from satrap.data.block import Block, Chunk
-from satrap.data.decode import check_types, decode_table
+from satrap.config.validation import describe
+from satrap.data.block import Block
 from satrap.data.inputs import Position
-from satrap.data.source import Source
+from satrap.data.source import RowBlockSource
+from satrap.data.table_rows import TableDecoder, TableRows, table_blocks
 from satrap.errors import ConfigError, SourceError
 
 
 @dataclass(frozen=True, eq=False)
-class Frame(Source):
-    """A DataFrame of pandas or polars, an Arrow table, or a dict of arrays of equal length."""
+class Frame(RowBlockSource):
+    """A DataFrame of pandas or polars, a Hugging Face Dataset, an Arrow table, or a dict of arrays of equal length."""
 
     data: Any = field(repr=False, compare=False)
-    """The frame. In a dict, a column is an array of one or (for lists of one length, or several dense numbers) two
-    dimensions, a list, or (values, offsets) for lists of ids."""
-    _: KW_ONLY
-    block_rows: int = 32768
-    """How many rows are read at a time."""
+    """The frame. The selection of a Dataset (`select`, `filter`, `shuffle`) is applied as rows are read. In a dict, a
+    column is an array of one or (for lists of one length, or several dense numbers) two dimensions, a list, or (values,
+    offsets) for lists of ids."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_field(self, "block_rows", check_integer("Frame", "block_rows", self.block_rows, 1, 1 << 30))
-        if type(self.data).__name__ == "LazyFrame":
+        kind = type(self.data).__name__
+        if kind == "LazyFrame":
             raise ConfigError("Frame: found a LazyFrame; expected rows: call .collect()")
-        if not _is_frame(self.data) and not isinstance(self.data, Mapping):
+        if kind in ("DatasetDict", "IterableDatasetDict"):
+            raise ConfigError(f"Frame: found a {kind} of {list(self.data)}; expected one split: give data['train']")
+        if kind == "IterableDataset":
             raise ConfigError(
-                f"Frame: found {describe(self.data)}; expected a DataFrame, an Arrow table or a dict of arrays"
+                "Frame: found an IterableDataset, whose rows have no numbers; give "
+                "satrap.IterableSource(data, samples=True, batch_size=...)"
+            )
+        if not (_is_frame(self.data) or _is_dataset(self.data) or isinstance(self.data, Mapping)):
+            raise ConfigError(
+                f"Frame: found {describe(self.data)}; expected a DataFrame, a Dataset, an Arrow table or a dict of "
+                "arrays"
             )
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         arrow = pyarrow_for("reading frames")
         if isinstance(self.data, arrow.Table):
             return table_blocks(self.data, columns, self.block_rows, self.max_bad_rows, "the frame")
-        rows = _FrameRows(self.data, columns)
-        check_types(rows.table(0, 0).schema, columns, "the frame")
-        return [
-            _FrameBlock(rows, columns, begin, min(rows.n, begin + self.block_rows), self.max_bad_rows)
-            for begin in range(0, rows.n, self.block_rows)
-        ]
+        rows = (_DatasetRows if _is_dataset(self.data) else _FrameRows)(self.data, columns)
+        decoder = TableDecoder.for_schema(rows.table(0, 0).schema, columns, "the frame", self.max_bad_rows)
+
+        def read(begin: int, end: int) -> Iterator[TableRows]:
+            yield TableRows(decoder, rows.table(begin, end), begin)
+
+        ranges = [(begin, min(rows.n, begin + self.block_rows)) for begin in range(0, rows.n, self.block_rows)]
+        return [Block(read=partial(read, *each), is_exact=True, num_rows=each[1] - each[0]) for each in ranges]
 
 
 class _FrameRows:
@@ -72,28 +80,16 @@ class _FrameRows:
         return pyarrow_for("reading frames").table(arrays)
 
 
-class _FrameBlock(Block):
-    """A range of a frame's rows."""
+class _DatasetRows:
+    """The rows of a Hugging Face dataset, as Arrow tables."""
 
-    is_exact = True
+    def __init__(self, data: Any, columns: Columns) -> None:
+        columns.check_present("the frame", data.column_names)
+        self._data = data.select_columns(list(columns.required())).with_format("arrow")
+        self.n = len(data)
 
-    def __init__(self, rows: _FrameRows, columns: Columns, begin: int, end: int, max_bad: int) -> None:
-        self._rows, self._columns, self._max_bad = rows, columns, max_bad
-        self._begin, self._end = begin, end
-        self.num_rows = end - begin
-
-    def read(self) -> Iterator[tuple[int, int]]:
-        yield self._begin, self._end
-
-    def count_rows(self, raw: tuple[int, int]) -> int:
-        return raw[1] - raw[0]
-
-    def slice(self, raw: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
-        return raw[0] + begin, raw[0] + end
-
-    def decode(self, raw: tuple[int, int]) -> Chunk:
-        begin, end = raw
-        return decode_table(self._rows.table(begin, end), self._columns, "the frame", begin, self._max_bad)
+    def table(self, begin: int, end: int) -> Any:
+        return self._data[begin:end]
 
 
 def column_length(value: Any) -> int:
@@ -141,7 +137,9 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
         if isinstance(error, SourceError):
             raise
         kind = type(value).__name__
-        raise SourceError(f"{where}: column {name!r} is a {kind} that cannot be read ({error})") from error
+        raise SourceError(
+            f"{where}: column {name!r} is a {kind} that cannot be read ({error}); expected values of one type"
+        ) from error
 
 
 def _inferred(arrow: Any, values: Any) -> Any:
@@ -161,3 +159,7 @@ def as_numpy(value: Any) -> Any:
 
 def _is_frame(data: Any) -> bool:
     return hasattr(data, "columns") and (hasattr(data, "iloc") or hasattr(data, "to_arrow") or hasattr(data, "schema"))
+
+
+def _is_dataset(data: Any) -> bool:
+    return hasattr(data, "column_names") and hasattr(data, "select_columns") and hasattr(data, "with_format")

@@ -39,7 +39,7 @@ def hash_strings(strings: Any) -> NDArray[np.uint64]:
         unique = hash_strings(column.dictionary)
         index = column.indices.cast(arrow.int64()).fill_null(len(unique)).to_numpy()
         return np.asarray(np.append(unique, _core.hash_texts(np.zeros(2, np.int32), np.empty(0, np.uint8)))[index])
-    return _hash_column(arrow, column)
+    return np.asarray(_core.hash_texts(*text_buffers(arrow, column)))
 
 
 def is_text(arrow: Any, kind: Any) -> bool:
@@ -57,9 +57,10 @@ def is_text(arrow: Any, kind: Any) -> bool:
     )
 
 
-def _hash_column(arrow: Any, column: Any) -> NDArray[np.uint64]:
+def text_buffers(arrow: Any, column: Any) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+    """Return (offsets, bytes) of a column of texts that is not dictionary-encoded; a missing text is empty."""
     types = arrow.types
-    if arrow.types.is_null(column.type):
+    if types.is_null(column.type):
         column = column.cast(arrow.string())
     if not is_text(arrow, column.type):
         raise InputError(f"hash_strings: found a column of {column.type}; expected texts or bytes")
@@ -70,12 +71,11 @@ def _hash_column(arrow: Any, column: Any) -> NDArray[np.uint64]:
     ):
         column = column.cast(arrow.large_binary())
     if len(column) == 0:
-        return np.empty(0, np.uint64)
+        return np.zeros(1, np.int32), np.empty(0, np.uint8)
     if column.null_count:
         column = column.fill_null("" if types.is_string(column.type) or types.is_large_string(column.type) else b"")
     wide = types.is_large_string(column.type) or types.is_large_binary(column.type)
     _, offsets, data = column.buffers()
     first = column.offset
     ends: Any = np.frombuffer(offsets, np.int64 if wide else np.int32)[first : first + len(column) + 1]
-    content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return np.asarray(_core.hash_texts(ends, content))
+    return ends, np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)

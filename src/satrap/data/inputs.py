@@ -4,14 +4,16 @@ These classes are plain data. A source creates a batch; `worker` checks it again
 depends on no particular model, and holds no embeddings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.config.validation import Serializable, check_integer, set_field
+from satrap.config.array_args import as_ids, as_offsets
+from satrap.config.validation import Serializable, check_integer, kind_of, set_field, suggest
+from satrap.errors import InputError
 
 _MAX_COUNT = 2**63 - 1
 
@@ -87,3 +89,43 @@ class Inputs:
     """The loader's position after this batch, from which to resume. None: the loader cannot be resumed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further columns that the source declares."""
+
+
+def as_inputs(features: Iterable[str], ids: object) -> Inputs:
+    """Return a batch of ids by feature: for each an array with one id per sample, or (ids, offsets), where sample s has
+    ids[offsets[s] : offsets[s + 1]]. `Inputs` are returned unchanged."""
+    if isinstance(ids, Inputs):
+        return ids
+    if not isinstance(ids, Mapping):
+        raise InputError(f"a batch is {kind_of(ids)}; expected Inputs, or a mapping from features to ids")
+    names = tuple(features)
+    for name in ids:
+        if name not in names:
+            raise InputError(f"a batch has ids of {name!r}, which is no feature; {suggest(name, list(names))}")
+    if missing := [name for name in names if name not in ids]:
+        raise InputError(f"a batch has no ids of {missing}; expected ids of each feature: {list(names)}")
+    values, lengths = [], []
+    for name in names:
+        pair = ids[name] if isinstance(ids[name], tuple) else (ids[name], None)
+        if len(pair) != 2:
+            raise InputError(f"a batch has {len(pair)} values for {name!r}; expected ids, or (ids, offsets)")
+        values.append(as_ids(f"feature {name!r}", pair[0]))
+        lengths.append(_bag_lengths(f"feature {name!r}", pair[1], len(values[-1])))
+    batch_size = len(lengths[0])
+    for name, each in zip(names, lengths, strict=True):
+        if len(each) != batch_size:
+            raise InputError(f"a batch has {batch_size} samples of {names[0]!r} and {len(each)} of {name!r}")
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
+    return Inputs(names=names, values=np.concatenate(values), offsets=offsets, batch_size=batch_size)
+
+
+def _bag_lengths(where: str, offsets: object, num_ids: int) -> NDArray[np.int64]:
+    """Return the number of ids in each sample."""
+    if offsets is None:
+        return np.ones(num_ids, np.int64)
+    size = len(offsets) if isinstance(offsets, Sized) else 0
+    starts = as_offsets(where, offsets, max(1, size), "one more than there are samples")
+    lengths = starts[1:] - starts[:-1]
+    if starts[0] != 0 or starts[-1] != num_ids or (lengths < 0).any():
+        raise InputError(f"{where}: offsets must rise from 0 to the number of ids, {num_ids}; found {starts}")
+    return lengths

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,11 +27,11 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError, SourceError
 
-_CHUNK_SAMPLES = 4096  # taken together where each item is a sample
+_CHUNK_SAMPLES = 4096  # the most that are converted together where each item is a sample
 
 
 @dataclass(frozen=True, eq=False)
-class Iterable(Source):
+class IterableSource(Source):
     """The items of an iterable, or of the iterable that a function returns.
 
     An item is a batch: a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label), of which dense and label may
@@ -47,7 +47,8 @@ class Iterable(Source):
     _: KW_ONLY
     samples: bool = False
     """Whether each item is one sample: a dict with a value, or a list of values, for each column. A missing key is a
-    missing value."""
+    missing value. A batch is returned as soon as it has its samples, without another item, so items may be live
+    events. Samples are converted a batch at a time (with `shuffle`, 4,096 at a time): small batches cost more."""
     offsets: bool = False
     """Whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns pairs
     (item, offset after it). A checkpoint saves the offset before the first item that was not trained on completely,
@@ -55,39 +56,37 @@ class Iterable(Source):
     partition."""
     batch_size: int | None = None
     """The number of samples in a batch, whatever the items hold. None: each item is a batch."""
+    _optional: ClassVar[tuple[str, ...]] = (*Source._optional, "batch_size")
     _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("samples", "offsets"):
-            check_flag("Iterable", name, getattr(self, name))
+            check_flag("IterableSource", name, getattr(self, name))
         super().__post_init__()
+        if self.batch_size is None and (self.shuffle or self.samples):
+            raise ConfigError("IterableSource: batch_size is None and shuffle or samples is True; set batch_size")
+        found = describe(self.items)
         if isinstance(self.items, str | bytes | os.PathLike):
             raise ConfigError(
-                f"Iterable: found {describe(self.items)}; expected batches. To read files, use satrap.Parquet, "
-                "satrap.Arrow, satrap.CSV, satrap.JsonLines or satrap.Criteo"
+                f"IterableSource: found {found}; expected batches. To read files, use satrap.Parquet, satrap.Arrow, "
+                "satrap.CSV or satrap.Criteo; parse other files to dicts, one for each sample, and declare samples=True"
             )
         if not callable(self.items) and not hasattr(self.items, "__iter__"):
-            raise ConfigError(
-                f"Iterable: found {describe(self.items)}; expected an iterable, or a function that returns one"
-            )
+            raise ConfigError(f"IterableSource: found {found}; expected an iterable, or a function that returns one")
         if self.offsets and not callable(self.items):
             raise ConfigError(
-                f"Iterable: offsets is True and items is {describe(self.items)}; expected a function of an offset that "
-                "returns pairs (item, offset after it)"
+                f"IterableSource: offsets is True and items is {found}; expected a function of an offset that returns "
+                "pairs (item, offset after it)"
             )
         if self.offsets and self.shuffle:
             raise ConfigError(
-                "Iterable: offsets and shuffle are True, but offsets require a fixed order; leave out one of them"
+                "IterableSource: offsets and shuffle are True, but offsets require a fixed order; leave out one of them"
             )
         if self._is_one_shot() and self.epochs != 1:
             raise ConfigError(
-                f"Iterable: epochs is {self.epochs} and a {type(self.items).__name__} can be read once; give a list, "
-                "or a function that returns a new iterator"
+                f"IterableSource: epochs is {self.epochs} and a {type(self.items).__name__} can be read once; give a "
+                "list, or a function that returns a new iterator"
             )
-
-    def _check_no_batch_size(self, where: str) -> None:
-        if self.shuffle or self.samples:
-            raise ConfigError(f"{where}: batch_size is None and shuffle or samples is True; set batch_size")
 
     def _num_threads(self) -> int:
         return 0
@@ -97,7 +96,12 @@ class Iterable(Source):
         return super()._columns(features.names if isinstance(features, Features) else features)
 
     def signature(self) -> dict[str, Any]:
-        return super().signature() | ({"offsets": True} if self.offsets else {})
+        result = super().signature() | {"type": "Iterable"}  # the name of the class when positions were first saved
+        if self.offsets:
+            result["offsets"] = True
+        if self.samples and not self.shuffle:  # it decides which samples are read together
+            result["batch_size"] = self.batch_size
+        return result
 
     def _is_one_shot(self) -> bool:
         return isinstance(self.items, Iterator)
@@ -106,57 +110,61 @@ class Iterable(Source):
         if self._is_one_shot():
             if self._used:
                 raise SourceError(
-                    f"Iterable: this {type(self.items).__name__} was read before; give a list, or a function that "
-                    "returns a new iterator"
+                    f"IterableSource: this {type(self.items).__name__} was read before; give a list, or a function "
+                    "that returns a new iterator"
                 )
             self._used.append(True)
-        return [_ItemsBlock(self, columns, None if position is None else position.offset)]
+        is_known = isinstance(self.items, Sized) and (self.samples or self.batch_size is None)
+        reader = _ItemReader(self, columns, position)
+        return [Block(read=reader.read, num_items=len(self.items) if is_known else None)]
 
 
-class _ItemsBlock(Block):
-    """All items of the iterable."""
+class _ItemReader:
+    """Reads all items of the iterable."""
 
-    def __init__(self, source: Iterable, columns: Columns, offset: Any) -> None:
-        """offset: where the first epoch continues."""
-        self._source, self._columns, self._offset = source, columns, offset
-        if isinstance(source.items, Sized) and (source.samples or source.batch_size is None):
-            self.num_items = len(source.items)
+    def __init__(self, source: IterableSource, columns: Columns, position: Position | None) -> None:
+        """position: where the first epoch continues."""
+        self._source, self._columns, self._position = source, columns, position
 
     def read(self) -> Iterator[Chunk]:
-        max_bad, offset = self._source.max_bad_rows, None
-        items = self._items()
-        if self._source.samples:
-            before = 0
-            while taken := list(islice(items, _CHUNK_SAMPLES)):
-                if self._source.offsets:
-                    pairs = [_unpack_pair(before + i, item) for i, item in enumerate(taken)]
-                    taken, offset = [item for item, _ in pairs], pairs[-1][1]
-                yield replace(_decode_samples(before, taken, self._columns, max_bad), offset=offset)
-                before += len(taken)
-            return
+        source, position = self._source, self._position or Position(0, 0, 0)
+        self._position = None
+        if source.offsets:
+            items = iter(source.items(position.offset))
+        else:
+            items = iter(source.items() if callable(source.items) else source.items)
+        return self._sample_chunks(items, position) if source.samples else self._batch_chunks(items)
+
+    def _sample_chunks(self, items: Iterator[Any], position: Position) -> Iterator[Chunk]:
+        """Yield chunks that end with a batch, so that no batch waits for a sample of the next one.
+
+        Samples that were consumed before the position are counted from one offset on, so there is no offset among them.
+        """
+        source, offset, before, num_kept = self._source, None, 0, 0
+        size = source.batch_size or 1
+        # How far into a batch the first item is: several trainers know how many rows precede it; one knows its samples.
+        phase = 0 if position.offset is None else (position.rows or -position.sample) % size
+        while True:
+            num_missing = _CHUNK_SAMPLES if source.shuffle else min(_CHUNK_SAMPLES, size - (phase + num_kept) % size)
+            if not (taken := list(islice(items, num_missing))):
+                return
+            if source.offsets:
+                pairs = [_unpack_pair(before + i, item) for i, item in enumerate(taken)]
+                taken, offset = [item for item, _ in pairs], pairs[-1][1]
+            chunk = _decode_samples(before, taken, self._columns, source.max_bad_rows)
+            before += len(taken)
+            num_kept += len(chunk)
+            yield replace(chunk, offset=offset if num_kept >= position.sample else None)
+
+    def _batch_chunks(self, items: Iterator[Any]) -> Iterator[Chunk]:
+        offset = None
         for number, item in enumerate(items):
             if self._source.offsets:
                 item, offset = _unpack_pair(number, item)
-            chunk = replace(decode_item(f"item {number}", item, self._columns, max_bad), offset=offset)
+            chunk = decode_item(f"item {number}", item, self._columns, self._source.max_bad_rows)
             if self._source.batch_size is not None:  # it is kept while the next item is generated
                 chunk = replace(chunk, samples=chunk.decoded(), ready_batch=None)
-            yield chunk
-
-    def _items(self) -> Iterator[Any]:
-        items = self._source.items
-        if self._source.offsets:
-            offset, self._offset = self._offset, None
-            return iter(items(offset))
-        return iter(items() if callable(items) else items)
-
-    def count_rows(self, raw: Chunk) -> int:
-        return len(raw)
-
-    def slice(self, raw: Chunk, begin: int, end: int) -> Chunk:
-        return replace(raw, samples=raw.decoded(), ready_batch=None, begin=begin, end=end)
-
-    def decode(self, raw: Chunk) -> Chunk:
-        return raw
+            yield replace(chunk, offset=offset)
 
 
 def _unpack_pair(number: int, item: Any) -> tuple[Any, Any]:
@@ -187,7 +195,7 @@ def _decode_samples(before: int, items: list[Any], columns: Columns, max_bad: in
 
 
 def decode_item(where: str, item: Any, columns: Columns, max_bad: int = 0) -> Chunk:
-    """Return the samples of a batch, in any of the forms that `Iterable` accepts."""
+    """Return the samples of a batch, in any of the forms that `IterableSource` accepts."""
     if isinstance(item, Inputs):
         return _decode_inputs(where, item, columns)
     if all(hasattr(item, name) for name in ("dense_features", "sparse_features", "labels")):

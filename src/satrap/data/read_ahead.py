@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from satrap import _core
-from satrap.data.block import Block, Chunk
+from satrap.data.block import Block, Chunk, RawChunk
 from satrap.data.rank_split import RowAssigner, RowRange
 from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 
@@ -54,6 +54,8 @@ class ReadAhead:
         """Stop reading; return when all threads have ended and every file is closed."""
         with self._lock:
             self._closed = True
+        for reader in self._readers:
+            reader.stop()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         while self._readers:
@@ -109,7 +111,7 @@ class ReadAhead:
         while self._unassigned[0] is not reader:  # all chunks of the readers before it were returned
             self._unassigned.popleft()
         before, rows = self._assign(reader, raw, num_rows)
-        return before, None if raw is _END else _decoded(reader.block, raw, rows)
+        return before, None if raw is _END else _decoded(raw, rows)
 
     def _read(self, reader: "_RangeReader", turn: int, future: "Future[AssignedChunk]") -> None:
         """Run the first step of a chunk, in a thread; then the second step of all chunks whose turn it is."""
@@ -136,7 +138,7 @@ class ReadAhead:
                 reader.num_assigned += 1
                 before, rows = self._assign(reader, raw, num_rows)
                 if raw is not _END:
-                    yield partial(_decode, reader.block, raw, rows, before, future), future
+                    yield partial(_decode, raw, rows, before, future), future
                     continue
                 reader.is_assigned = True
                 if not future.done():  # it is done if reading raised an error
@@ -171,18 +173,18 @@ def _result(future: "Future[AssignedChunk]") -> AssignedChunk:
         return future.result()
 
 
-def _decode(block: Block, raw: Any, rows: tuple[int, int] | None, before: int, future: "Future[AssignedChunk]") -> None:
+def _decode(raw: RawChunk, rows: tuple[int, int] | None, before: int, future: "Future[AssignedChunk]") -> None:
     """Run the third step of a chunk, in a thread."""
     try:
-        future.set_result((before, _decoded(block, raw, rows)))
+        future.set_result((before, _decoded(raw, rows)))
     except BaseException as error:
         future.set_exception(error)
 
 
-def _decoded(block: Block, raw: Any, rows: tuple[int, int] | None) -> Chunk:
+def _decoded(raw: RawChunk, rows: tuple[int, int] | None) -> Chunk:
     if rows is not None and rows[0] == rows[1]:
         return Chunk(samples=_core.Samples(0, [], None, None))
-    return block.decode(raw if rows is None else block.slice(raw, *rows))
+    return (raw if rows is None else raw.slice(*rows)).decode()
 
 
 class _RangeReader:
@@ -219,11 +221,12 @@ class _RangeReader:
     def take(self, turn: int) -> tuple[Any, int | None]:
         """Take raw chunk number `turn`, with the number of its rows unless the range has all rows of the block.
 
-        Returns _END after the last chunk. Turns are started in order, so the one that this call waits for is running.
+        Returns _END after the last chunk. Turns are started in order, so the one that this call waits for is running,
+        or was cancelled with the pool, after `stop`.
         """
         with self._turned:
-            self._turned.wait_for(lambda: self._turn == turn)
-        raw = _END
+            self._turned.wait_for(lambda: self._turn == turn or self._ended)
+        raw: Any = _END
         try:
             if not self._ended:
                 raw = next(self._raw, _END)
@@ -232,12 +235,13 @@ class _RangeReader:
                 self._ended = self._ended or raw is _END
                 self._turn += 1
                 self._turned.notify_all()
-        return raw, None if raw is _END or self.row_range.is_whole_block else self.block.count_rows(raw)
+        return raw, None if raw is _END or self.row_range.is_whole_block else raw.count_rows()
 
     def stop(self) -> None:
-        """Read no further chunk."""
+        """Read no further chunk, and wait for no turn."""
         with self._turned:
             self._ended = True
+            self._turned.notify_all()
 
     def close(self) -> None:
         close = getattr(self._raw, "close", None)

@@ -45,5 +45,5 @@ class SkippedRows:
     def from_list(cls, counts: Sequence[int]) -> "SkippedRows":
         """Return the counts that `to_list` wrote."""
         if len(counts) != 3:
-            raise InputError(f"LeftOut: found {len(counts)} counts; expected 3")
+            raise InputError(f"SkippedRows: found {len(counts)} counts; expected 3")
         return cls(*(check_integer("SkippedRows", "count", each, 0, 2**63 - 1) for each in counts))

@@ -8,7 +8,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn, as_names, check_column
 from satrap.config.cores import thread_count
@@ -25,13 +25,13 @@ from satrap.config.validation import (
 from satrap.data.batch_assembler import BatchAssembler, Batches
 from satrap.data.block import Block
 from satrap.data.epoch_length import num_batches
+from satrap.data.file_source import files_signature
 from satrap.data.inputs import Position
 from satrap.errors import ConfigError, InputError
 
 _MAX_COUNT = 2**63 - 1
 _MAX_THREADS = 64
 _DEFAULT_THREADS = 4
-_BLOCK_SETTINGS = ("block_rows", "block_bytes", "newlines_in_values", "skip_lines")  # they decide where blocks begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,7 @@ class Source(Config, ABC):
     """How many malformed rows may be skipped in an epoch; `Batches.skipped_rows` counts them. One more is an error."""
     num_threads: int | None = None
     """Threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread."""
+    _optional: ClassVar[tuple[str, ...]] = ("epochs", "num_threads")  # the integers that may be None
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -83,12 +84,10 @@ class Source(Config, ABC):
             ("num_threads", 0, _MAX_THREADS),
         ):
             value = getattr(self, name)
-            if value is not None or name not in ("batch_size", "epochs", "num_threads"):
+            if value is not None or name not in self._optional:
                 set_field(self, name, check_integer(where, name, value, low, high))
         for name in ("drop_last", "shuffle"):
             check_flag(where, name, getattr(self, name))
-        if self.batch_size is None:
-            self._check_no_batch_size(where)
 
     def _check_columns(self, where: str) -> None:
         dense: Any = self.dense
@@ -118,9 +117,6 @@ class Source(Config, ABC):
             set_field(self, "missing_id", IdColumn(missing=self.missing_id).missing)
         set_field(self, "extra", as_names(where, "extra", self.extra))
 
-    def _check_no_batch_size(self, where: str) -> None:
-        raise ConfigError(f"{where}: batch_size is None; expected an integer from 1")
-
     def replace(self, **changes: Any) -> Self:
         """Return this source with other values for some of its fields."""
         known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
@@ -140,9 +136,8 @@ class Source(Config, ABC):
         A position of one source is valid in another if their signatures and their data are equal. The batch sizes may
         differ.
         """
-        names = ["shuffle", *(("shuffle_blocks", "seed") if self.shuffle else ()), *_BLOCK_SETTINGS]
-        fields = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return {"type": type(self).__name__} | fields
+        names = ("shuffle", "shuffle_blocks", "seed") if self.shuffle else ("shuffle",)
+        return {"type": type(self).__name__} | {name: getattr(self, name) for name in names}
 
     def batches(
         self,
@@ -205,6 +200,40 @@ class Source(Config, ABC):
 
         position: where reading starts, for data that resumes by its own offsets.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSource(Source):
+    """A declaration of files."""
+
+    path: Any
+    """A file, folder, glob or URL, or a list of those."""
+    _: dataclasses.KW_ONLY
+    filesystem: Any = None
+    """The filesystem of the path, from pyarrow.fs or fsspec. None: the path decides."""
+
+    def signature(self) -> dict[str, Any]:
+        files = files_signature(self.path, self.filesystem) if self._has_files() else {}
+        return super().signature() | files
+
+    def _has_files(self) -> bool:
+        """Return whether the path names files, and is not the data itself."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowBlockSource(Source):
+    """A declaration of typed rows, which are read a number of rows at a time."""
+
+    block_rows: int = 32768
+    """The approximate number of rows that are read at a time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_field(self, "block_rows", check_integer(type(self).__name__, "block_rows", self.block_rows, 1, 1 << 30))
+
+    def signature(self) -> dict[str, Any]:
+        return super().signature() | {"block_rows": self.block_rows}
 
 
 def _as_columns(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:

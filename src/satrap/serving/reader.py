@@ -24,7 +24,7 @@ from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import suggest
-from satrap.data.inputs import Inputs
+from satrap.data.inputs import Inputs, as_inputs
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
 from satrap.run_context import current_context
 from satrap.table.engine import open_engine
@@ -168,11 +168,12 @@ class Reader:
         self._open()
         self._rows.load_model(model)
 
-    def __call__(self, inputs: Inputs) -> Batch:
-        """Look up one batch, on the CPU: `model(batch.dense, batch.embeddings)`."""
-        return BatchLookup(self._feature_worker(), torch.device("cpu"), train=False, overlap=False)(
-            inputs, 0, 0
-        ).hand_over(None)
+    def __call__(self, inputs: Inputs | Mapping[str, Any]) -> Batch:
+        """Look up one batch, on the CPU: `model(batch.dense, batch.embeddings)`. `inputs` are those of calling
+        `Embeddings`."""
+        worker = self._feature_worker()
+        look_up = BatchLookup(worker, torch.device("cpu"), train=False, overlap=False)
+        return look_up(as_inputs(worker.features, inputs), 0, 0).hand_over(None)
 
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
         """Return the batches of a source with their rows looked up, as `Embeddings.stream` does in evaluation.
@@ -282,7 +283,7 @@ class _InFolder:
         for attempts_left in range(_MAX_READS, 0, -1):
             name = directory.newest_name()
             try:
-                with directory.newest() as chain:
+                with directory.chain_of() as chain:
                     if not chain:
                         raise CheckpointError(f"{path} contains neither a checkpoint nor a snapshot of a table")
                     self._fill(table_folders(chain))

@@ -8,7 +8,7 @@ share all code but that of the batch, and neither calls the other.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Never, Self
 
 import numpy as np
@@ -55,11 +55,15 @@ class TableGroup(Mapping[str, Store]):
         return tables
 
     @classmethod
-    def in_engine(cls, slots: list[Slot]) -> Self:
-        """Returns a group of all tables of an existing engine."""
+    def in_engine(cls, slots: list[Slot], renew: Callable[[], list[Slot]] | None = None) -> Self:
+        """Returns a group of all tables of an existing engine. renew: replaces the engine by an empty one; without it
+        a restore refuses used tables."""
         tables = cls.__new__(cls)
         tables._begin(slots)
+        tables._renew = renew
         return tables
+
+    _renew: Callable[[], list[Slot]] | None = None
 
     def _begin(self, slots: list[Slot]) -> None:
         self._engine = slots[0].engine
@@ -96,19 +100,24 @@ class TableGroup(Mapping[str, Store]):
     def restore(
         self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
     ) -> bool:
-        """Fills these tables, which must be new, bit for bit as they were saved; returns whether `save_changes` since
-        then is possible, which it is not if several servers saved them.
+        """Fills these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; returns whether
+        `save_changes` since then is possible, which it is not if several servers saved them.
 
         folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
             verified before any table is modified.
         owned: for each table and each of its buckets, whether its rows are restored here. None: all are.
         """
         used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
-        if used:
+        if used and self._renew is None:
             raise SnapshotError(
                 f"{self._where}: {used[0]!r} was already used; restore into new tables, before any step"
             )
         chains = self.verify(folders)
+        if used and self._renew is not None:
+            slots = self._renew()
+            self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}
+            for slot in slots:  # in place: the caller may hold them
+                self._stores[slot.table.name]._begin(slot)
         self._engine.set_complete(False)  # if this process is killed here, its shared-memory file cannot be attached
         for t, (name, levels) in enumerate(chains.items()):
             self._stores[name].fill(levels, None if owned is None else owned[t])

@@ -92,7 +92,9 @@ class AsyncDense(DenseStrategy):
                 f"table {taken[0]!r}: dense='async' reserves the names that begin with {_PREFIX!r}; rename the table"
             )
         if not has_servers:
-            raise ConfigError("dense='async' without servers: pass servers=[...] to hold the dense parameters")
+            raise ConfigError(
+                "dense='async' without servers: pass Deployment(servers=[...]) to hold the dense parameters"
+            )
 
     def connect(self, servers: "ServerGroup") -> None:
         self._servers = servers

@@ -131,10 +131,10 @@ class Batch:
         """use: called before the first use of rows.
         with_dense: call `use` before the first use of `dense`, too.
         """
-        self.inputs = in_flight.inputs
+        self.inputs: Inputs = in_flight.inputs
         """The inputs as the loader read them: ids, numpy arrays, other columns. There are no ids if a worker in another
         process read the batch."""
-        self.step = in_flight.step
+        self.step: int = in_flight.step
         """The optimizer step that the batch belongs to; 0 in evaluation."""
         self._in_flight, self._use = in_flight, use
         self._dense = None if with_dense else in_flight.dense

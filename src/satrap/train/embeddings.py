@@ -7,29 +7,28 @@ one checkpoint and rows of another.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor
 
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
-from satrap.config.validation import check_choice, check_flag
-from satrap.data.inputs import Inputs
+from satrap.config.validation import check_choice, kind_of
+from satrap.data.inputs import Inputs, as_inputs
 from satrap.errors import ConfigError
 from satrap.monitor.report import Counters
-from satrap.run_context import current_context
 from satrap.table.table_group import TableGroup
 from satrap.train.async_dense import AsyncDense
 from satrap.train.batch import Batch
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy, SyncDense
-from satrap.train.open_worker import RowLocation, open_worker
+from satrap.train.deployment import Deployment
+from satrap.train.open_worker import open_worker
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.session import TrainingSession
@@ -55,13 +54,9 @@ class Embeddings(torch.nn.Module):
         deterministic: bool = False,
         seed: int = 0,
         num_threads: int | None = None,
-        shared: str | PathLike[str] | None = None,
-        servers: Sequence[str] | None = None,
-        keys: str | PathLike[str] | None = None,
-        wire: Literal["float32", "float16"] = "float32",
-        workers: Sequence[str] | None = None,
         dense: Literal["sync", "async"] = "sync",
-        take_over: bool = False,
+        deployment: Deployment | None = None,
+        **unknown: Never,
     ) -> None:
         """features: features by the name of their column; a bare table stands for one id per sample.
 
@@ -69,30 +64,23 @@ class Embeddings(torch.nn.Module):
         deterministic: give every lookup exactly that staleness, so that a run repeats bit for bit.
         seed: seed of initial values and random draws.
         num_threads: threads for table work; None: the cores that torch leaves free if the two overlap, else all cores.
-        shared: path of a new shared-memory file for the rows, which then outlive the process.
-        servers: addresses of the `satrap server` processes that hold the rows, "ipc:///folder/name" or
-            "tcp://host:port", always in the same order. The default under `satrap run` is the run's servers.
-        keys: path of the client.key file that `satrap keys` wrote, for servers at tcp:// addresses.
-        wire: format of rows and gradients on the network. "float32" sends them bit for bit; "float16" sends half the
-            bytes, with each number rounded by at most 2^-11 of the largest magnitude in its row, and never overflows.
-        workers: addresses of the `satrap worker` processes, which read the files of declared sources, look up and
-            update; each trainer uses the worker of its rank. This process looks up data from other sources. The default
-            under `satrap run` is the run's workers; [] means none.
         dense: "sync" keeps a copy of the dense parameters in each trainer, synchronized by DDP. "async" stores them in
             tables on the servers, and no trainer waits for another; the worker is opened by `optimizer`.
-        take_over: take the servers from another process that trains on them, which ends its training. The default
-            refuses such servers. To read the rows of a live run use a `Reader`.
+        deployment: where the rows are; None: in this process, or under `satrap run` on the run's servers.
         """
         super().__init__()
+        _refuse(unknown)
         self.features = Features(features)
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
         self.dense, self._strategy = dense, _STRATEGIES[dense]
-        self._require_possible(dense, servers is not None or current_context() is not None)
+        if not isinstance(deployment, Deployment | None):
+            raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
+        rows = (deployment or Deployment()).in_context()
+        self._require_possible(dense, rows.servers is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
-        rows = RowLocation(shared, servers, keys, wire, workers, check_flag("Embeddings", "take_over", take_over))
         self._session = TrainingSession(
             self.features,
             self.trainers,
@@ -163,7 +151,7 @@ class Embeddings(torch.nn.Module):
     ) -> Stream:
         """Return the batches of a source with their rows looked up, as tensors on the device.
 
-        data: a source, or any iterable that `satrap.Iterable` takes without columns: of `Inputs`, or of (dense,
+        data: a source, or any iterable that `satrap.IterableSource` takes without columns: of `Inputs`, or of (dense,
             KeyedJaggedTensor, label). Several trainers each train on a shard of its samples and end together: every
             sample is trained on, and in the last step, where some trainers have fewer samples or none, all samples have
             equal weight. With dense="async" each trainer ends with its own shard.
@@ -238,9 +226,14 @@ class Embeddings(torch.nn.Module):
         """Wait until every submitted update is applied. With dense="async", then fetch the latest dense parameters."""
         self._session.drain()
 
-    def forward(self, inputs: Inputs) -> Batch:
-        """Look up one batch without training, on the CPU: for serving, outside any stream."""
-        return BatchLookup(self.worker, torch.device("cpu"), train=False, overlap=False)(inputs, 0, 0).hand_over(None)
+    def forward(self, inputs: Inputs | Mapping[str, Any]) -> Batch:
+        """Look up one batch without training, on the CPU: for serving or a quick look, outside any stream.
+
+        inputs: `Inputs`, or by feature an array with one id per sample, or (ids, offsets), where sample s has
+            ids[offsets[s] : offsets[s + 1]].
+        """
+        look_up = BatchLookup(self.worker, torch.device("cpu"), train=False, overlap=False)
+        return look_up(as_inputs(self.features, inputs), 0, 0).hand_over(None)
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
@@ -250,3 +243,11 @@ class Embeddings(torch.nn.Module):
 def session_of(embeddings: Embeddings) -> TrainingSession:
     """Return the session, for a checkpoint."""
     return embeddings._session
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError if there are arguments that `Embeddings` does not have."""
+    moved = {each.name for each in fields(Deployment)}
+    for name in unknown:
+        hint = f": write deployment=satrap.Deployment({name}=...)" if name in moved else ""
+        raise TypeError(f"Embeddings got an unexpected keyword argument {name!r}{hint}")

@@ -1,18 +1,14 @@
-"""The choice of a trainer's worker: one with rows in this process, or with rows on servers, here or in another process.
+"""The choice of a trainer's worker: one with rows in this process, or with rows on servers, here or in another
+process."""
 
-Options that the script leaves out come from the run that started it (`satrap.run_context`).
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, StreamError
 from satrap.run_context import current_context
+from satrap.train.deployment import Deployment
 from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
@@ -21,21 +17,9 @@ if TYPE_CHECKING:
     from satrap.worker.sharded_rows import ShardedWorker
 
 
-@dataclass(frozen=True, slots=True)
-class RowLocation:
-    """Where the rows are, and how to reach them: options of `Embeddings`."""
-
-    shared: str | PathLike[str] | None = None
-    servers: Sequence[str] | None = None
-    keys: str | PathLike[str] | None = None
-    wire: str = "float32"
-    workers: Sequence[str] | None = None
-    take_over: bool = False
-
-
 def open_worker(
     features: Features,
-    rows: RowLocation,
+    rows: Deployment,
     trainers: ProcessGroup,
     seed: int,
     staleness: int,
@@ -44,32 +28,18 @@ def open_worker(
 ) -> "LocalWorker | ShardedWorker":
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
+    rows: with what the run gives.
     dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
-    context = current_context()
-    if rows.servers is None and context is not None:
-        rows = replace(rows, servers=context.servers, keys=context.keys if rows.keys is None else rows.keys)
-    if rows.workers is None:
-        rows = replace(rows, workers=() if context is None else context.workers)
     if rows.servers is None:
-        if rows.workers:
-            raise ConfigError("found workers but no servers: pass servers=[...], which the workers call")
-        if rows.keys is not None or rows.wire != "float32":
-            option = f"wire={rows.wire!r}" if rows.keys is None else "keys"
-            raise ConfigError(f"found {option} but no servers: leave it out, or pass servers=[...]")
         if trainers.world_size > 1:
             raise ConfigError(
                 f"found {trainers.world_size} trainers under torch.distributed but no servers, so each would train its "
-                "own tables: pass servers=[...] to share them"
+                "own tables: pass Deployment(servers=[...]) to share them"
             )
         return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
-    if rows.shared is not None:
-        raise ConfigError("shared is a file for local rows, but servers hold them: pass it to `satrap server`")
     from satrap.worker.sharded_rows import MOST_STALENESS, ShardedWorker
 
-    workers: Any = rows.workers
-    if not isinstance(workers, list | tuple) or not all(isinstance(address, str) for address in workers):
-        raise ConfigError(f"workers is {workers!r}; expected a list of 'tcp://host:port'")
     if staleness > MOST_STALENESS:
         raise ConfigError(f"staleness is {staleness}; expected at most {MOST_STALENESS} with servers")
     job = Job(tables=(*features.tables, *dense), seed=seed)
@@ -88,7 +58,7 @@ def open_worker(
         raise
 
 
-def _connect_servers(job: Job, rows: RowLocation, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
+def _connect_servers(job: Job, rows: Deployment, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
     """Connect to the servers, in the attempt that trainer 0 starts. A lone trainer starts it only when it trains,
     restores or saves: until then it may read beside another process that trains."""
     from satrap.rpc import Keys

@@ -17,6 +17,7 @@ GradScaler reads `_step_supports_amp_scaling` and then always calls step(), with
 overflow: an overflowed step changes neither half, and its batches are dropped and counted.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             )
         super().__init__(dense.param_groups, dense.defaults)  # the same dicts: a scheduler's lr reaches both
         self.dense = dense
-        self.state = dense.state
+        self.state: defaultdict[Tensor, Any] = dense.state
         self._session, self._strategy = session, strategy
         cycled = {name: dense.defaults[name] for name in ("betas", "momentum") if name in dense.defaults}
         self._tables: list[dict[str, Any]] = [

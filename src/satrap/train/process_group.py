@@ -35,8 +35,10 @@ class ProcessGroup:
                 "torch.distributed.init_process_group(...) before satrap.Embeddings",
                 stacklevel=3,
             )
-        self.rank = dist.get_rank() if is_distributed else 0
-        self.world_size = dist.get_world_size() if is_distributed else 1
+        self.rank: int = dist.get_rank() if is_distributed else 0
+        """This trainer's number, from 0."""
+        self.world_size: int = dist.get_world_size() if is_distributed else 1
+        """The number of trainers."""
         has_peers = self.world_size > 1
         self._group = dist.new_group(backend="gloo") if has_peers else None
         self._patient_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if has_peers else None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from satrap.worker.sharded_rows import ShardedWorker
 
 _LOG = logging.getLogger("satrap.train")
+_NO_ROWS = "the embeddings are evaluated, but no table has a row yet: resume a checkpoint, or train first"
 
 
 class TrainingSession:
@@ -64,7 +65,7 @@ class TrainingSession:
         self._training_data: Any = None
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
-        self._closed = False
+        self._has_evaluated_nothing = self._closed = False
 
     # -- the worker ----------------------------------------------------------------------------------------------------
 
@@ -154,6 +155,12 @@ class TrainingSession:
         tracked = self._tracked.get(id(data))
         return None if tracked is None else tracked.position
 
+    def end_streams(self) -> None:
+        """End all streams before their rows are replaced; submitted updates are applied."""
+        for stream in list(self._evaluations):
+            stream.close("this stream ended when a checkpoint was resumed")
+        self._leave_stream()
+
     def resume_at(self, step: int, data: Any, position: Position | None) -> None:
         """Make the next training stream continue after the step, and one over `data` at the position."""
         self._leave_stream()
@@ -177,6 +184,7 @@ class TrainingSession:
                 "takes a list), or create the Checkpoint without a source and start each stream where you want it"
             )
         self._leave_stream()
+        self._has_evaluated_nothing = False
         self._require_own_rows()
         self.dense.begin()
         tracked = self._tracked.get(id(data))
@@ -210,7 +218,10 @@ class TrainingSession:
         if self.dense.tables:
             self.drain()
         if not any(len(store) for store in self.worker.tables.values()):
-            warnings.warn("the embeddings are evaluated, but no table has a row yet", stacklevel=3)
+            # With an optimizer, training may follow: Lightning validates before its first step. `close` warns if not.
+            self._has_evaluated_nothing = self.on_hold is not None
+            if not self._has_evaluated_nothing:
+                warnings.warn(_NO_ROWS, stacklevel=3)
         stream = Stream.evaluation(inputs, self.worker, device, overlap=overlap)
         self._evaluations.add(stream)
         return stream
@@ -288,6 +299,8 @@ class TrainingSession:
             self._leave_stream("the embeddings were closed")
             if finish:
                 self._finish()
+                if self._has_evaluated_nothing:
+                    warnings.warn(_NO_ROWS, stacklevel=3)
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ from satrap.worker.worker import Ticket, Worker
 _LOG = logging.getLogger("satrap.train")
 _NO_LOADER = (
     "a torch DataLoader cannot read a stream: its batches are complete, and their gradients return to this "
-    "process; use embeddings.stream(satrap.Iterable(loader)) and iterate over the stream itself"
+    "process; use embeddings.stream(satrap.IterableSource(loader)) and iterate over the stream itself"
 )
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network if the two overlap
 _DROP_REASONS = {
@@ -162,7 +162,7 @@ class Stream(Iterator[Batch]):
         except TypeError as error:
             raise TypeError(
                 f"the length of this stream is not known: {error} (a torch DataLoader needs it, but cannot read a "
-                "stream: use embeddings.stream(satrap.Iterable(loader)))"
+                "stream: use embeddings.stream(satrap.IterableSource(loader)))"
             ) from None
 
     def __next__(self) -> Batch:

@@ -33,8 +33,8 @@ class SavesBest(Protocol):
 
 
 class Validation:
-    """Evaluates a model during training. Pass it to `Checkpoint(..., further={"validation": validation})`, so that a
-    resumed run still knows its best evaluation.
+    """Evaluates a model during training. Pass it to `Checkpoint(..., extra_state={"validation": validation})`, so that
+    a resumed run still knows its best evaluation.
 
     for batch in embeddings.stream(data):
         ...

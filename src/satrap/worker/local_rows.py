@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -9,7 +11,7 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.errors import ConfigError
-from satrap.table.engine import open_engine
+from satrap.table.engine import Slot, open_engine
 from satrap.table.table_group import TableGroup
 from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, native_features
 
@@ -20,8 +22,12 @@ class LocalRows:
     def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
         """engine: of these tables."""
         self.num_threads = int(engine.num_threads)
-        self._engine = engine
-        self._bags = _core.Bags(engine, native_features(features, tables))
+        self._features = native_features(features, tables)
+        self.use(engine)
+
+    def use(self, engine: _core.Engine) -> None:
+        """Look up and update the rows of this engine from now on."""
+        self._engine, self._bags = engine, _core.Bags(engine, self._features)
 
     @property
     def latest_step(self) -> int:
@@ -92,9 +98,19 @@ class LocalWorker(Worker):
             raise ConfigError(
                 f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
             )
-        slots = open_engine(features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
-        self.tables = TableGroup.in_engine(slots)
-        super().__init__(features, LocalRows(features, slots[0].engine, features.tables))
+        create = partial(open_engine, features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
+        slots = create()
+        rows = LocalRows(features, slots[0].engine, features.tables)
+
+        def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
+            if shared is not None:
+                Path(shared).unlink(missing_ok=True)
+            slots = create()
+            rows.use(slots[0].engine)
+            return slots
+
+        self.tables = TableGroup.in_engine(slots, renew)
+        super().__init__(features, rows)
 
     def close(self) -> None:
         """Do nothing: the rows are freed with the last reference to them."""

@@ -36,10 +36,11 @@ LAUNCH_ATTEMPTS = 1 << 16
 _CLAIMS = 2 * _core.WINDOW_STEPS  # steps whose update is remembered; the servers refuse older ones themselves
 _MAX_HANDSHAKES = 8  # handshakes with one server in one call: one for each restart
 _POLL_SECONDS = 0.1
+_CALL_AGAIN = object()
 _PAUSES = 0.001, 0.05  # the first and the longest between two questions whether buckets have arrived
 _LEASE_HELD = (
     "{where} is training on these servers and would be replaced: read its rows with satrap.Reader(servers=...), wait "
-    "until it has ended, or pass satrap.Embeddings(..., take_over=True) to end its training"
+    "until it has ended, or pass satrap.Deployment(..., take_over=True) to end its training"
 )
 _R = TypeVar("_R")
 
@@ -302,9 +303,11 @@ class ServerGroup:
                     continue
                 del pending[server]
                 try:
-                    if self._collect(topology, server, call, retries, answers):
-                        continue
-                    pending[server] = start(server)
+                    answer = self._answer(topology, server, call, retries)
+                    if answer is _CALL_AGAIN:
+                        pending[server] = start(server)
+                    else:
+                        answers[server] = answer
                 except SatrapError as error:
                     failed[server] = error
                     if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
@@ -323,29 +326,20 @@ class ServerGroup:
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    def _collect(
-        self,
-        topology: Topology,
-        server: int,
-        call: PendingCall,
-        retries: defaultdict[int, RetryState],
-        answers: dict[int, Any],
-    ) -> bool:
-        """Record a server's answer; return False if it must be called again."""
+    def _answer(self, topology: Topology, server: int, call: PendingCall, retries: defaultdict[int, RetryState]) -> Any:
+        """Return a server's answer, or `_CALL_AGAIN`."""
         try:
-            answers[server] = call.result()
+            return call.result()
         except TicketError as error:
-            answers[server] = error
+            return error
         except MovedError as error:
             self._wait_for_migration(topology, server, error, retries[server])
-            return False
         except NotReadyError as error:
             self._handshake_again(topology, server, error, retries[server])
-            return False
         except DeadlineError as error:
             self._ask_other_servers(topology, server, error)
             raise
-        return True
+        return _CALL_AGAIN
 
     def _handshake_again(self, topology: Topology, server: int, error: NotReadyError, retries: RetryState) -> None:
         """Make another handshake with a restarted server."""

@@ -248,6 +248,7 @@ class ShardedWorker(Worker):
     """A worker over tables on servers."""
 
     servers: ServerGroup
+    _rows_type = ShardedRows
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> None:
         """servers: of a job whose first tables are those of the features."""
@@ -258,7 +259,7 @@ class ShardedWorker(Worker):
             )
         self.servers = servers
         self.tables = ShardedTables(servers)
-        self._sharded_rows = ShardedRows(features, servers, num_threads=num_threads)
+        self._sharded_rows = self._rows_type(features, servers, num_threads=num_threads)
         super().__init__(features, self._sharded_rows)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import check_flag
 from satrap.data.inputs import Inputs, Position
-from satrap.data.iterable import Iterable as Items
+from satrap.data.iterable import IterableSource
 from satrap.errors import InputError, TicketError
 from satrap.table.engine import resolve_step
 
@@ -176,7 +176,7 @@ class Worker:
         """Return the batches of a source, or of an iterable without columns, after the position.
 
         share: the trainer's `rank` and the `world_size`, of several."""
-        declared = source if hasattr(source, "batches") else Items(source)
+        declared = source if hasattr(source, "batches") else IterableSource(source)
         found: Iterator[Inputs] = declared.batches(self.features, position=position, **share)
         return found
 

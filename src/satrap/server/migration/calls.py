@@ -50,7 +50,7 @@ class MigrationCalls(CallFence):
             server_state.store(table)
             still = buckets[server_state.owned()[buckets]]
             if not np.isin(still, server_state.participant.outgoing).all():
-                raise NotReadyError("copy_out: expected frozen buckets, found some in use: freeze them first")
+                raise NotReadyError("export_rows: expected frozen buckets, found some in use: freeze them first")
             server_state.participant.renew(time.monotonic())
             chunk, total = server_state.participant.chunk(buckets, table, begin)
         return *chunk, total
@@ -60,7 +60,7 @@ class MigrationCalls(CallFence):
             server_state = self._require_state()
             server_state.participant.check_buckets(buckets)
             if server_state.owned()[buckets].any():
-                raise NotReadyError("companions_out: expected buckets that were handed over, found some owned here")
+                raise NotReadyError("export_metadata: expected buckets that were handed over, found some owned here")
             found = server_state.participant.export_metadata(buckets, server_state.oldest_open)
         oldest = [number for pair in found.oldest_open.items() for number in pair]
         return np.array(found.trainers, np.uint32), found.windows, found.counters, np.array(oldest, np.uint32)
@@ -71,7 +71,7 @@ class MigrationCalls(CallFence):
             self._require_fencing_token(origin)
             server_state.participant.check_buckets(buckets)
             if server_state.owned()[buckets].any():
-                raise InputError("receive: expected buckets of other servers, found some owned here")
+                raise InputError("expect_buckets: expected buckets of other servers, found some owned here")
             if server_state.owns_nothing:
                 if state["attempt"] > server_state.engine.attempt:
                     server_state.engine.begin_attempt(state["attempt"])
@@ -123,7 +123,7 @@ class MigrationCalls(CallFence):
                 return  # a duplicate
             if after.version != before.version + 1:
                 raise NotReadyError(
-                    f"change: found map {after.version}; expected the one that follows this server's, {before.version}"
+                    f"install_map: found map {after.version}; expected the one after this server's, {before.version}"
                 )
             owned, owned_after = server_state.owned(), np.array(after.bucket_map.flat()) == server
             outgoing, incoming = (

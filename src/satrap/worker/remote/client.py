@@ -169,8 +169,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def __init__(
         self, connection: WorkerConnection, features: Features, source: Any, position: Position | None, **share: int
     ):
-        """share: the trainer's `rank`, and the `world_size` size."""
-        self.connection, self.source = connection, source_to_dict(source)
+        """share: the trainer's `rank` and the `world_size`, of several."""
+        self.connection, self.servers, self.source = connection, connection.servers, source_to_dict(source)
         self._features, self._position, self._share = features, position, share
         self._last = 0  # the number of the last batch that arrived
         self._read: dict[int, _ReadBatch] = {}  # batches from which reading may have to restart
@@ -204,7 +204,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
 
     def __len__(self) -> int:
         connection = self.connection
-        found = connection.call_with_retry(connection.call.length, connection.servers.origin(0), self.stream)
+        found = connection.call_with_retry(connection.call.length, self.servers.origin(0), self.stream)
         if "batches" not in found:
             raise TypeError(found["why"])
         return int(found["batches"])
@@ -216,7 +216,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         description: dict[str, Any] = {"found": "nothing"}
         while description["found"] == "nothing":
             description, dense, label, extra = connection.call_with_retry(
-                connection.call.read, connection.servers.origin(0), self.stream, number, self.settled
+                connection.call.read, self.servers.origin(0), self.stream, number, self.settled
             )
         skipped_rows = SkippedRows.from_list(description["skipped_rows"])
         if description["found"] == "end":
@@ -252,7 +252,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def lookup(self, number: int, step: int, oldest_open: int, train: bool) -> tuple[Floats, Floats, Flags, list[int]]:
         """Look up a batch, and return what `WorkerCalls.lookup` does. Without training the batch is settled."""
         connection = self.connection
-        at = connection.servers.origin(step), self.stream, number, self.settled
+        at = self.servers.origin(step), self.stream, number, self.settled
         found = connection.call_with_retry(connection.call.lookup, *at, oldest_open, train)
         if train:
             self._tickets.add(number)
@@ -269,7 +269,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         scale: float,
     ) -> None:
         """Implements `satrap.worker.worker.Rows.update` for the tickets of this stream."""
-        servers, call = self.connection.servers, self.connection.call
+        servers, call = self.servers, self.connection.call
         servers.claim(step, tickets[0])
         origin, tables = servers.origin(step), self._features.tables  # the first ones of the servers' job
         rates = {table.name: lr for table, lr in zip(tables, servers.lrs, strict=False)}
@@ -299,7 +299,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             ticket.used = True
             self._settle(ticket.number)
         with suppress(NotReadyError, RpcError):  # it has lost the batch, or learns of the drop with the next one
-            self.connection.best_effort.drop(self.connection.servers.origin(0), self.stream, ticket.number)
+            self.connection.best_effort.drop(self.servers.origin(0), self.stream, ticket.number)
 
     def close(self) -> None:
         """Stop reading."""
@@ -307,23 +307,16 @@ class RemoteBatches(Iterator[RemoteInputs]):
         self.connection.close_stream(self.stream)
 
 
-class RemoteRows:
-    """Implements `satrap.worker.worker.Rows` on servers, for tickets of batches that the worker read and of others."""
+class RemoteRows(ShardedRows):
+    """`ShardedRows` that also takes tickets of batches that the worker read, whose owner carries out the call."""
 
-    def __init__(self, sharded: ShardedRows, connection: WorkerConnection, num_sequences: int) -> None:
-        self.num_threads = sharded.num_threads
-        self.lookup, self.empty, self.skip, self.settle = sharded.lookup, sharded.empty, sharded.skip, sharded.settle
-        self._sharded, self._connection = sharded, connection
-        self._num_truncated = [0] * num_sequences  # in batches that the worker read
-        self._lock = threading.Lock()
-
-    @property
-    def latest_step(self) -> int:
-        return self._sharded.latest_step
+    def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
+        super().__init__(features, servers, num_threads=num_threads)
+        self._num_truncated = [0] * len(super().truncated)  # in batches that the worker read
 
     @property
     def truncated(self) -> list[int]:
-        return [sum(counts) for counts in zip(self._sharded.truncated, self._num_truncated, strict=True)]
+        return [sum(counts) for counts in zip(super().truncated, self._num_truncated, strict=True)]
 
     def add_truncated(self, truncated: list[int]) -> None:
         """Add to the numbers of ids beyond the sequences' lengths."""
@@ -332,7 +325,7 @@ class RemoteRows:
 
     def owns_ticket(self, ticket: object) -> bool:
         owner = getattr(ticket, "owner", None)
-        return owner is self._sharded or getattr(owner, "connection", None) is self._connection
+        return owner is self or getattr(owner, "servers", None) is self._servers
 
     def update(
         self,
@@ -345,14 +338,19 @@ class RemoteRows:
         owner = tickets[0].owner
         if any(ticket.owner is not owner for ticket in tickets):
             raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
-        owner.update(tickets, gradients, step, lrs, scale)
+        update = super().update if owner is self else owner.update
+        update(tickets, gradients, step, lrs, scale)
 
     def drop(self, ticket: Any) -> None:
-        ticket.owner.drop(ticket)
+        drop = super().drop if ticket.owner is self else ticket.owner.drop
+        drop(ticket)
 
 
 class RemoteWorker(ShardedWorker):
     """A `ShardedWorker` whose batches from declared sources are read and looked up by a worker's process."""
+
+    _sharded_rows: RemoteRows
+    _rows_type = RemoteRows
 
     def __init__(
         self,
@@ -376,8 +374,6 @@ class RemoteWorker(ShardedWorker):
             extra_tables=servers.job.tables[len(features.tables) :],
         )
         self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
-        self._remote_rows = RemoteRows(self._sharded_rows, self.connection, len(self._sequences))
-        self._rows = self._remote_rows
 
     def close(self) -> None:
         """Close the connections."""
@@ -414,7 +410,7 @@ class RemoteWorker(ShardedWorker):
         self.settle()
         batches, number, n = inputs.batches, inputs.number, inputs.batch_size
         rows, sequences, masks, truncated = batches.lookup(number, step or 0, oldest_open or step or 0, train)
-        self._remote_rows.add_truncated(truncated)
+        self._sharded_rows.add_truncated(truncated)
         if block is None:
             block = self._rows.empty(n, self.features.total_dim)
         np.copyto(block, rows.reshape(block.shape))  # the received arrays are read-only

@@ -1,0 +1,70 @@
+"""Where the rows of a model are, and how its process reaches them.
+
+A script leaves this out: alone, the rows are in its process, and under `satrap run` they are on the run's servers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from os import PathLike
+from typing import Any, Literal, Self
+
+from satrap.config.validation import check_choice, check_flag, set_field
+from satrap.errors import ConfigError
+from satrap.run_context import current_context
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Where the rows of an `Embeddings` are, and how to reach them. The default is this process, or under `satrap run`
+    the run's servers and workers."""
+
+    servers: Sequence[str] | None = None
+    """Addresses of the `satrap server` processes that hold the rows, "ipc:///folder/name" or "tcp://host:port", always
+    in the same order. The default under `satrap run` is the run's servers."""
+    _: KW_ONLY
+    workers: Sequence[str] | None = None
+    """Addresses of the `satrap worker` processes, which read the files of declared sources, look up and update; each
+    trainer uses the worker of its rank. This process looks up data from other sources. The default under `satrap run`
+    is the run's workers; [] means none."""
+    keys: str | PathLike[str] | None = None
+    """Path of the client.key file that `satrap keys` wrote, for servers at tcp:// addresses."""
+    wire: Literal["float32", "float16"] = "float32"
+    """Format of rows and gradients on the network. "float32" sends them bit for bit; "float16" sends half the bytes,
+    with each number rounded by at most 2^-11 of the largest magnitude in its row, and never overflows."""
+    shared: str | PathLike[str] | None = None
+    """Path of a new shared-memory file for rows in this process, which then outlive it."""
+    take_over: bool = False
+    """Take the servers from another process that trains on them, which ends its training. The default refuses such
+    servers. To read the rows of a live run use a `Reader`."""
+
+    def __post_init__(self) -> None:
+        for name in ("servers", "workers"):
+            addresses: Any = getattr(self, name)
+            if addresses is None:
+                continue
+            if not isinstance(addresses, list | tuple) or not all(isinstance(each, str) for each in addresses):
+                raise ConfigError(f"Deployment: {name} is {addresses!r}; expected a list of 'tcp://host:port'")
+            set_field(self, name, tuple(addresses))
+        if self.servers == ():
+            raise ConfigError("Deployment: servers is []; expected a list of at least one 'tcp://host:port', or None")
+        check_choice("Deployment", "wire", self.wire, ("float32", "float16"))
+        check_flag("Deployment", "take_over", self.take_over)
+        if self.servers is not None and self.shared is not None:
+            raise ConfigError(
+                "Deployment: shared is a file for local rows, but servers hold them: pass it to `satrap server`"
+            )
+
+    def in_context(self) -> Self:
+        """Return this deployment with what the run gives, if `satrap run` started this process."""
+        context, found = current_context(), self
+        if found.servers is None and context is not None:
+            keys = context.keys if found.keys is None else found.keys
+            found = replace(found, servers=context.servers, keys=keys)
+        if found.workers is None:
+            found = replace(found, workers=() if context is None else context.workers)
+        if found.servers is None and found.workers:
+            raise ConfigError("found workers but no servers: pass Deployment(servers=[...]), which the workers call")
+        if found.servers is None and (found.keys is not None or found.wire != "float32"):
+            option = f"wire={found.wire!r}" if found.keys is None else "keys"
+            raise ConfigError(f"found {option} but no servers: leave it out, or pass Deployment(servers=[...])")
+        return found

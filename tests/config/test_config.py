@@ -253,6 +253,40 @@ def test_the_core_reads_every_field(
 # What is accepted
 
 
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        *((kind(0.25), kind(lr=0.25)) for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, Ftrl)),
+        (Uniform(-0.05, 0.05), Uniform(low=-0.05, high=0.05)),
+        (Normal(0.5, 0.1), Normal(mean=0.5, std=0.1)),
+        (Constant(0.5), Constant(value=0.5)),
+        (Probability(0.5), Probability(p=0.5)),
+        (MinCount(3), MinCount(n=3)),
+        (Table("user", 16), Table(name="user", dim=16)),
+    ],
+)
+def test_arguments_of_one_natural_order(short: object, full: object) -> None:
+    assert short == full
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda kind=kind: kind(0.25, 0.9) for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, Ftrl)),
+        lambda: MinCount(3, 10),  # type: ignore[call-arg]
+        lambda: Table("user", 16, Adagrad()),  # type: ignore[call-arg]
+    ],
+)
+def test_other_arguments_need_their_names(make: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        make()
+
+
+def test_one_bound_of_uniform_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"is above high 0.01: give both, e\.g\. Uniform\(-0\.1, 0\.1\)$"):
+        Uniform(0.05)
+
+
 def test_the_defaults_are_torchs() -> None:
     assert (SGD().momentum, SGD().nesterov, SGD().weight_decay) == (0.0, False, 0.0)
     assert Adagrad() == Adagrad(lr=0.01, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10)

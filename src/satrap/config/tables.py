@@ -44,7 +44,7 @@ _MAX_DEFAULT_BUCKETS = 4096
 _ROWS_PER_BUCKET = 32768
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SGD(Config):
     """Stochastic gradient descent, with torch's momentum and Nesterov momentum, without its `dampening` and `maximize`.
 
@@ -55,6 +55,7 @@ class SGD(Config):
     """
 
     lr: float = 0.01
+    _: KW_ONLY
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
@@ -69,7 +70,7 @@ class SGD(Config):
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Adagrad(Config):
     """Adagrad: one accumulator per element. Of torch's parameters `lr_decay` and `maximize` are left out.
 
@@ -80,6 +81,7 @@ class Adagrad(Config):
     """
 
     lr: float = 0.01
+    _: KW_ONLY
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
@@ -88,7 +90,7 @@ class Adagrad(Config):
         check_numbers(self, lr=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RowWiseAdagrad(Config):
     """Adagrad with one accumulator per row, the mean of the squared gradient, as FBGEMM defines it.
 
@@ -99,6 +101,7 @@ class RowWiseAdagrad(Config):
     """
 
     lr: float = 0.01
+    _: KW_ONLY
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
@@ -107,7 +110,7 @@ class RowWiseAdagrad(Config):
         check_numbers(self, lr=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Adam(Config):
     """Adam. Every row counts its own steps, those in which it has a gradient, so bias correction is per row.
     Of torch's parameters `amsgrad` and `maximize` are left out.
@@ -119,6 +122,7 @@ class Adam(Config):
     """
 
     lr: float = 1e-3
+    _: KW_ONLY
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -128,7 +132,7 @@ class Adam(Config):
         set_field(self, "betas", _betas("Adam", self.betas))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AdamW(Config):
     """Adam with decoupled weight decay; every row counts its own steps, those in which it has a gradient. Of torch's
     parameters `amsgrad` and `maximize` are left out.
@@ -140,6 +144,7 @@ class AdamW(Config):
     """
 
     lr: float = 1e-3
+    _: KW_ONLY
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
@@ -149,7 +154,7 @@ class AdamW(Config):
         set_field(self, "betas", _betas("AdamW", self.betas))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ftrl(Config):
     """FTRL-Proximal (McMahan et al., 2013), per coordinate. z starts where the closed form gives the initial value, for
     this `lr`: the first update of a row after the lr has changed moves it by that difference as well.
@@ -161,6 +166,7 @@ class Ftrl(Config):
     """
 
     lr: float = 0.05
+    _: KW_ONLY
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
@@ -183,7 +189,7 @@ class Ftrl(Config):
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Uniform(Config):
     """Initial values drawn evenly from [low, high). The default is much narrower than what `torch.nn.Embedding` draws,
     N(0, 1), which is Normal(std=1.0).
@@ -198,10 +204,10 @@ class Uniform(Config):
     def __post_init__(self) -> None:
         check_numbers(self, low=-math.inf, high=-math.inf)
         if self.low > self.high:
-            raise ConfigError(f"Uniform: low {self.low} is above high {self.high}; swap them")
+            raise ConfigError(f"Uniform: low {self.low} is above high {self.high}: give both, e.g. Uniform(-0.1, 0.1)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Normal(Config):
     """Initial values drawn from a normal distribution.
 
@@ -310,8 +316,8 @@ class Table(Serializable):
     """
 
     name: str
-    _: KW_ONLY
     dim: int
+    _: KW_ONLY
     optimizer: Optimizer = field(default_factory=Adagrad)
     initial: Initial = field(default_factory=Uniform)
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"

@@ -162,7 +162,6 @@ CHECKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-@pytest.mark.filterwarnings("ignore:the embeddings are evaluated, but no table has a row yet")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")
 @pytest.mark.parametrize("page", [page for page in pages() if blocks(page, "python")], ids=relative)
 def test_the_python_of_a_page_runs_as_written(

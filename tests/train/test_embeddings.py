@@ -456,6 +456,13 @@ def test_evaluating_without_rows_is_warned_of_unless_training_follows() -> None:
         embeddings.stream(batches(1), train=False).close()
         train(embeddings, model, optimizer, batches(1))
         embeddings.close()
+        embeddings, model, optimizer = job()
+        stream = embeddings.stream(batches(1))
+        embeddings.stream(batches(1), train=False).close()
+        for batch in stream:
+            loss_of(model, batch).backward()
+            optimizer.step()
+        embeddings.close()
     embeddings, _, _ = job()
     embeddings.stream(batches(1), train=False).close()
     with pytest.warns(UserWarning, match="no table has a row yet: resume a checkpoint, or train first"):

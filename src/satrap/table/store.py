@@ -58,7 +58,7 @@ class Store:
         seed: initial values and random draws are functions of it, of the table's name and of the id.
         num_threads: threads of one call, the caller's among them; None: the cores of this process. Changes no result.
         simd: "auto", or one of `satrap._core.simd_paths()`. Changes no result.
-            shared: path of a new shared-memory file (best on tmpfs) that holds the rows. They survive the death of this
+        shared: path of a new shared-memory file (best on tmpfs) that holds the rows. They survive the death of this
             process; `Store.attach(path)` finds them again.
         """
         self._begin(open_engine([table], seed=seed, num_threads=num_threads, simd=simd, shared=shared)[0])

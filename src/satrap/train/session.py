@@ -219,9 +219,9 @@ class TrainingSession:
             self.drain()
         if not any(len(store) for store in self.worker.tables.values()):
             # With an optimizer, training may follow: Lightning validates before its first step. `close` warns if not.
-            self._has_evaluated_nothing = self.on_hold is not None
-            if not self._has_evaluated_nothing:
+            if self.on_hold is None:
                 warnings.warn(_NO_ROWS, stacklevel=3)
+            self._has_evaluated_nothing = self.on_hold is not None and self._training is None
         stream = Stream.evaluation(inputs, self.worker, device, overlap=overlap)
         self._evaluations.add(stream)
         return stream

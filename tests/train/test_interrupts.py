@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -194,15 +195,30 @@ def test_interrupts_at_moments_of_a_loop(
         loop.end()
 
 
+@contextmanager
+def interrupted_steps() -> Iterator[None]:
+    """Let SIGINT interrupt the steps of a loop, and not the test around them, which could not catch two in a row."""
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not Loop.step.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 # A signal that is pending while pyzmq frees a Frame is swallowed, with this warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("rows", ["remote", "worker"])
 def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) -> None:
     """Sends real signals, which wake a wait for a server or a lock, also while another signal is handled."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell's background job ignores SIGINT
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    with embeddings_over(rows, 0) as embeddings, no_hang(DEADLINE_SECONDS):
-        loop = Loop(embeddings, path, False, rng)
+    with embeddings_over(rows, 0) as embeddings, no_hang(DEADLINE_SECONDS), interrupted_steps():
+        loop, hits, until = Loop(embeddings, path, False, rng), 0, time.monotonic() + 2.0
         over = threading.Event()
 
         def press() -> None:
@@ -210,20 +226,16 @@ def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) ->
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=press)
-        hits, until = 0, time.monotonic() + 2.0
-        with Uninterrupted():
-            thread.start()
-        while thread.is_alive():
-            try:
-                while time.monotonic() < until:
+        thread.start()
+        try:
+            while time.monotonic() < until:
+                try:
                     loop.step()
-                over.set()
-                thread.join()
-            except KeyboardInterrupt:
-                hits += 1
-            except BaseException:
-                over.set()
-                raise
+                except KeyboardInterrupt:
+                    hits += 1
+        finally:
+            over.set()
+            thread.join()
         loop.check(unseen=hits)
         loop.end()
         assert hits > 5

@@ -343,7 +343,7 @@ def test_one_folder_holds_one_snapshot(saved: Any, tmp_path: Path) -> None:
     other = Store(Table("user", dim=3), num_threads=1)
     alike = Store(Table("item", dim=5, optimizer=SGD()), num_threads=1)
     seeded = Store(TABLE, seed=7, num_threads=1)
-    words_of_chain = [f"since version {replica.version} of", f"not since version {version}", "a folder of its own"]
+    words_of_chain = [f"since version {replica.version} of", f"not since version {version}", "another folder"]
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "manifest.json").write_text('{"format": "other"}')
     calls: list[tuple[Callable[[], Any], list[str]]] = [

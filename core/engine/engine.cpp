@@ -13,8 +13,11 @@ Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::un
     for (TableConfig& config : configs) {
         map_.first.push_back(map_.first.back() + config.num_buckets);
         map_.bits.push_back(static_cast<std::uint8_t>(config.bucket_bits()));
+        while (config.frame_pool && *config.frame_pool >= frame_pools_.size())
+            frame_pools_.push_back(std::make_unique<FramePool>());
+        FramePool* frames = config.frame_pool ? frame_pools_[*config.frame_pool].get() : nullptr;
         tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()),
-                                                  options.seed, *kernels_, *arena_));
+                                                  options.seed, *kernels_, *arena_, frames));
         summations_.push_back(&tables_.back()->summation());
     }
     applied_steps_.init(*arena_, map_.total());

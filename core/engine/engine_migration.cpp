@@ -89,6 +89,8 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
     for (std::uint32_t b : buckets) {
         Bucket& bucket = bucket_at(b);
         std::lock_guard lock(bucket.mutex);
+        if (bucket.frames != nullptr)
+            bucket.rows.for_each([&](std::uint32_t slot, const Head&) { bucket.erase(slot); });
         bucket.rows.clear();
         bucket.sightings.clear();
         bucket.counters = {};

@@ -1,0 +1,73 @@
+// The calls of a table whose rows are on a device: they find frames where the others copy and change values.
+#include "base/errors.hpp"
+#include "table/table.hpp"
+
+namespace satrap {
+
+std::uint32_t Table::take_frame(FramePool& frames) const {
+    std::uint32_t frame;
+    if (frames.take({&frame, 1}) == 0)
+        throw CapacityError("table '" + config_.name + "': all " + std::to_string(frames.limit()) +
+                            " frames of the device's memory are in use");
+    return frame;
+}
+
+void Table::lookup_frames(const BucketVisit& visit, const LookupStep& at, std::uint32_t* frames,
+                          std::vector<InsertedRow>& inserted, Scratch& scratch) {
+    Bucket& bucket = buckets_[visit.bucket];
+    std::lock_guard lock(bucket.mutex);
+    find_rows(bucket, visit, at, &inserted, scratch);
+    const std::uint32_t* slots = scratch.slots.data();
+    const std::uint32_t line = expire_before();
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        const bool found = slots[i] != kNoSlot && bucket.rows.head(slots[i]).stamp >= line;
+        frames[i] = found ? bucket.frame_of(slots[i]) : kNoFrame;
+    }
+}
+
+void Table::update_frames(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
+                          std::uint32_t* frames, Scratch& scratch) {
+    Bucket& bucket = buckets_[visit.bucket];
+    std::lock_guard lock(bucket.mutex);
+    locate(bucket, visit, hinted, scratch);
+    const std::uint32_t* slots = scratch.slots.data();
+    const std::uint32_t line = expire_before(), version = ledger_->version.load();
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        frames[i] = kNoFrame;
+        if (!started[i]) continue;
+        if (slots[i] == kNoSlot || bucket.rows.head(slots[i]).stamp < line) {
+            ++bucket.counters.not_applied_absent;
+            continue;
+        }
+        bucket.rows.touch(slots[i], step);
+        bucket.rows.head(slots[i]).changed = version;
+        frames[i] = bucket.frame_of(slots[i]);
+        ++bucket.counters.updated;
+    }
+}
+
+std::uint32_t Table::frame_of(std::uint64_t id) {
+    Bucket& bucket = buckets_[hash_bucket(id)];
+    std::lock_guard lock(bucket.mutex);
+    const std::uint32_t slot = bucket.rows.find(id, mix64(id));
+    const bool found = slot != kNoSlot && bucket.rows.head(slot).stamp >= expire_before();
+    return found ? bucket.frame_of(slot) : kNoFrame;
+}
+
+std::uint32_t Table::import_frame(std::uint64_t id, std::uint32_t step) {
+    const std::uint32_t b = hash_bucket(id);
+    Bucket& bucket = buckets_[b];
+    std::lock_guard lock(bucket.mutex);
+    std::uint32_t slot = bucket.rows.find(id, mix64(id));
+    if (slot == kNoSlot) {
+        require_room(bucket, b, id);
+        const std::uint32_t frame = take_frame(*bucket.frames);
+        slot = bucket.rows.insert(id, mix64(id));
+        bucket.set_frame(slot, frame);
+    }
+    bucket.rows.publish(slot, step, ledger_->version.load());
+    bucket.swept_before = std::min(bucket.swept_before, step);
+    return bucket.frame_of(slot);
+}
+
+} // namespace satrap

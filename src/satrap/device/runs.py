@@ -1,0 +1,49 @@
+"""The update of one step, as the core prepares it for a device: which gradients each row gets, in which order."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """A run takes the gradients at places[begin : end], in this order, to the row in its frame."""
+
+    frames: Tensor
+    """int32 [runs]; -1: there is no row, or nothing for it."""
+    begin: Tensor
+    """int32 [runs]: positions in `places`."""
+    end: Tensor
+    """int32 [runs]."""
+    places: Tensor
+    """int32 [gradients]: where each gradient begins among the floats of all gradients."""
+    factors: Tensor | None
+    """float32 [gradients, 2]: the weight and the divisor of each gradient; None: all are 1."""
+    keys: Tensor | None
+    """int64 [runs]: keys of the random draws of each row; None: no table has 16-bit values."""
+    tables: tuple[int, ...]
+    """Where the runs of each table begin, and where the last end."""
+
+    @classmethod
+    def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
+        """Copy what the core returned to the device."""
+        return cls(
+            tables=tuple(arrays["tables"].tolist()),
+            **{
+                name: None if arrays[name] is None else torch.from_numpy(arrays[name]).to(device)
+                for name in ("frames", "begin", "end", "places", "factors", "keys")
+            },
+        )
+
+    def of_table(self, table: int) -> Self:
+        """Return the runs of one table."""
+        part = slice(self.tables[table], self.tables[table + 1])
+        return replace(
+            self,
+            frames=self.frames[part],
+            begin=self.begin[part],
+            end=self.end[part],
+            keys=None if self.keys is None else self.keys[part],
+        )

@@ -35,10 +35,10 @@ class FramePool {
         std::lock_guard lock(mutex_);
         return used_;
     }
-    // How many frames can be taken before the limit.
-    std::uint32_t left() const {
+    // How many frames below used() are free.
+    std::uint32_t num_free() const {
         std::lock_guard lock(mutex_);
-        return limit_ - used_ + static_cast<std::uint32_t>(free_.size());
+        return static_cast<std::uint32_t>(free_.size());
     }
     std::uint32_t limit() const {
         std::lock_guard lock(mutex_);

@@ -5,7 +5,6 @@ the device in the order in which this object is called, which is what makes a fr
 puts into it comes after every earlier use.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from satrap import _core
 from satrap.config.features import Features
-from satrap.config.tables import Table
 from satrap.device import reference as kernels
+from satrap.device.device_engine import DeviceEngine
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import Runs
 from satrap.worker.worker import BagRequest, native_features
@@ -26,25 +25,21 @@ from satrap.worker.worker import BagRequest, native_features
 class DeviceRows:
     """The rows of some tables on a device."""
 
-    def __init__(
-        self, features: Features, engine: _core.Engine, tables: Sequence[Table], memories: Sequence[RowMemory]
-    ) -> None:
-        """engine: of these tables, whose rows are in the memories."""
-        self.num_threads = int(engine.num_threads)
-        self.device = memories[0].device
-        self._features, self._tables, self._memories = features, tables, memories
-        self._engine, self._bags = engine, _core.Bags(engine, native_features(features, tables))
-        self._lock = threading.Lock()  # over what decides about frames, and the kernels that use them
-        self._memory_of = {number: memory for memory in memories for number in memory.tables}
-        self._num_sequences = sum(feature.pooling == "none" for feature in features.values())
-        self.corrections = {
-            number: dict.fromkeys(("skipped", "updated", "not_applied_absent"), 0) for number in self._memory_of
-        }
-        """What the device found of each table and the core's counters do not know."""
+    def __init__(self, features: Features, engine: DeviceEngine) -> None:
+        """engine: of the features' tables."""
+        self.num_threads = int(engine.core.num_threads)
+        self.device = engine.device
+        self._features, self._tables = features, features.tables
+        self.use(engine)
+
+    def use(self, engine: DeviceEngine) -> None:
+        """Look up and update the rows of this engine from now on."""
+        self._engine = engine
+        self._bags = _core.Bags(engine.core, native_features(self._features, self._tables))
 
     @property
     def latest_step(self) -> int:
-        return self._engine.latest_step
+        return self._engine.core.latest_step
 
     @property
     def truncated(self) -> list[int]:
@@ -55,11 +50,11 @@ class DeviceRows:
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | None:
         frames = np.empty(len(request.values), np.int32)
-        with self._lock:
+        with self._engine.lock:
             if request.train:
                 self._reserve(request)
             try:
-                found = self._engine.lookup_frames(
+                found = self._engine.core.lookup_frames(
                     self._bags,
                     request.values,
                     request.offsets,
@@ -72,7 +67,7 @@ class DeviceRows:
                     request.first_epoch,
                 )
             finally:  # a lookup that fails has inserted rows too
-                self._initialise()
+                self._engine.initialise_inserted()
             self._gather(request.batch_size, frames[: found["num_ids"]], found, block, sequences)
         ticket: _core.Ticket | None = found["ticket"]
         return ticket
@@ -91,17 +86,17 @@ class DeviceRows:
         given = [(block is not None, [each is not None for each in sequences]) for block, sequences in gradients]
         rates = dict(lrs)
         scale = float(np.float32(scale))
-        with self._lock:
+        with self._engine.lock:
             skips = self._check(tickets, gradients, scale)
-            runs = Runs.to_device(self._engine.update_frames(list(tickets), given, step), self.device)
+            runs = Runs.to_device(self._engine.core.update_frames(list(tickets), given, step), self.device)
             flat = self._flat(gradients)
             for number, table in enumerate(self._tables):
-                lr = rates.get(number, self._engine.lr(number))
+                lr = rates.get(number, self._engine.core.lr(number))
                 skip = skips and table.on_nonfinite == "skip"
                 self._step(number, runs.of_table(number), flat, scale, lr, step, skip_nonfinite=skip)
 
     def drop(self, ticket: _core.Ticket) -> None:
-        self._engine.drop(ticket)
+        self._engine.core.drop(ticket)
 
     def skip(self, step: int) -> None:
         """Do nothing: no other process waits for this one's steps."""
@@ -117,27 +112,7 @@ class DeviceRows:
         bounds = bounds if request.offsets is None else request.offsets[bounds]
         counts = np.zeros(len(self._tables), np.int64)
         np.add.at(counts, list(self._features.table_index), np.diff(bounds))
-        for pool, memory in enumerate(self._memories):
-            most = int(counts[memory.tables].sum())
-            free = self._engine.frames_left(pool) - (_MOST_FRAMES - self._engine.frames_used(pool))
-            needed = self._engine.frames_used(pool) + max(0, most - free)
-            memory.reserve(needed, [self._tables[number].name for number in memory.tables])
-
-    def _initialise(self) -> None:
-        """Write the initial values and states of the rows that a lookup has inserted."""
-        inserted = self._engine.take_inserted()
-        for number in np.unique(inserted["tables"]).tolist():
-            of_table = inserted["tables"] == number
-            ids = inserted["ids"][of_table]
-            values, state = self._initial_rows(number, ids)
-            self._memory_of[number].write(inserted["frames"][of_table], values, state)
-
-    def _initial_rows(self, number: int, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        layout = self._memory_of[number].layout
-        values = np.empty((len(ids), layout.dim), np.float32 if layout.dtype == "float32" else np.uint16)
-        state = np.empty((len(ids), layout.state_dim), np.float32)
-        self._engine.initial_rows(number, ids, values, state)
-        return values, state
+        self._engine.reserve(counts)
 
     def _absent(self, found: dict[str, Any], memory: RowMemory) -> Tensor:
         """Return the initial values of ids that have no row."""
@@ -145,7 +120,7 @@ class DeviceRows:
         rows.reserve(len(found["absent_ids"]), [])
         for number in np.intersect1d(found["absent_tables"], memory.tables).tolist():
             at = np.flatnonzero(found["absent_tables"] == number).astype(np.int32)
-            rows.write(at, *self._initial_rows(number, found["absent_ids"][at]))
+            rows.write(at, *self._engine.initial_rows(number, found["absent_ids"][at]))
         return rows.values.float()
 
     def _gather(
@@ -155,10 +130,10 @@ class DeviceRows:
         bounds = np.arange(len(self._features) * batch_size + 1) if found["offsets"] is None else found["offsets"]
         at, offsets = torch.from_numpy(frames).to(self.device), torch.from_numpy(bounds).to(self.device)
         weights = None if found["weights"] is None else torch.from_numpy(found["weights"]).to(self.device)
-        absent = {id(memory): self._absent(found, memory) for memory in self._memories}
+        absent = {id(memory): self._absent(found, memory) for memory in self._engine.memories}
         left = iter(sequences)
         for f, feature in enumerate(self._features.values()):
-            memory = self._memory_of[self._features.table_index[f]]
+            memory = self._engine.memory(self._features.table_index[f])
             begin, end = (offsets[f * batch_size + i : (f + 1) * batch_size + i] for i in (0, 1))
             rows = (memory.values, absent[id(memory)], at, begin, end)
             if feature.max_length is not None:
@@ -181,7 +156,7 @@ class DeviceRows:
             )
             for block, sequences in gradients
         ]
-        return self._engine.check_gradients(list(tickets), on_cpu, scale)
+        return self._engine.core.check_gradients(list(tickets), on_cpu, scale)
 
     def _flat(self, gradients: list[tuple[Tensor | None, list[Tensor | None]]]) -> Tensor:
         """Return all gradients as one tensor in the order of their places."""
@@ -192,19 +167,19 @@ class DeviceRows:
         self, number: int, runs: Runs, flat: Tensor, scale: float, lr: float, step: int, *, skip_nonfinite: bool
     ) -> None:
         """Sum the gradients of one table's rows, and apply its optimizer."""
-        table, memory, corrections = self._tables[number], self._memory_of[number], self.corrections[number]
+        table, memory = self._tables[number], self._engine.memory(number)
         sums, summed = kernels.sum_runs(runs, flat, table.dim, scale, skip_nonfinite=skip_nonfinite)
         lengths = runs.end - runs.begin
         stepped = (runs.frames >= 0) & (summed > 0)
         if skip_nonfinite:
             none_left = (lengths > 0) & (summed == 0)
-            corrections["skipped"] += int((lengths - summed).sum())
-            corrections["updated"] -= int((none_left & (runs.frames >= 0)).sum())
-            corrections["not_applied_absent"] -= int((none_left & (runs.frames < 0)).sum())
+            self._engine.correct(
+                number,
+                skipped=int((lengths - summed).sum()),
+                updated=-int((none_left & (runs.frames >= 0)).sum()),
+                not_applied_absent=-int((none_left & (runs.frames < 0)).sum()),
+            )
         keys = None if runs.keys is None else runs.keys[stepped]
         kernels.step_rows(
             memory.values, memory.state, runs.frames[stepped], sums[stepped], table.optimizer, lr, keys, step
         )
-
-
-_MOST_FRAMES = 2**31 - 1

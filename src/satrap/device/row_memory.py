@@ -81,7 +81,7 @@ class RowMemory:
     def write(self, frames: NDArray[np.int32], values: NDArray[Any], state: NDArray[np.float32]) -> None:
         """Replace rows. values: of 16 bits as uint16."""
         at = torch.from_numpy(frames).to(self.device)
-        self.values[at] = _as_tensor(values, self.values.dtype).to(self.device)
+        self.values[at] = self._as_tensor(values).to(self.device)
         self.state[at] = torch.from_numpy(state).to(self.device)
 
     def read(self, frames: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
@@ -93,8 +93,16 @@ class RowMemory:
         )
         return as_stored, self.state[at].cpu().numpy()
 
+    def read_floats(self, frames: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the values as float32, and the states."""
+        values, state = self.read(frames)
+        return self.as_floats(values), state
 
-def _as_tensor(values: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float32:
-        return torch.from_numpy(values)
-    return torch.from_numpy(values.view(np.int16)).view(dtype)
+    def as_floats(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Return stored values as float32."""
+        return self._as_tensor(values).float().numpy()
+
+    def _as_tensor(self, values: NDArray[Any]) -> Tensor:
+        if values.dtype == np.float32:
+            return torch.from_numpy(values)
+        return torch.from_numpy(values.view(np.int16)).view(self.values.dtype)

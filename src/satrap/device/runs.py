@@ -29,13 +29,11 @@ class Runs:
     @classmethod
     def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
         """Copy what the core returned to the device."""
-        return cls(
-            tables=tuple(arrays["tables"].tolist()),
-            **{
-                name: None if arrays[name] is None else torch.from_numpy(arrays[name]).to(device)
-                for name in ("frames", "begin", "end", "places", "factors", "keys")
-            },
-        )
+        names = ("frames", "begin", "end", "places", "factors", "keys")
+        tensors: Any = {
+            name: None if arrays[name] is None else torch.from_numpy(arrays[name]).to(device) for name in names
+        }
+        return cls(tables=tuple(arrays["tables"].tolist()), **tensors)
 
     def of_table(self, table: int) -> Self:
         """Return the runs of one table."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.data.inputs import Inputs
-from satrap.train.batch import InFlightBatch, Sequence, gradient_array
+from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_step import PADDING_ROWS, JointStep, Padding
 from satrap.train.torch_threads import torch_threads
@@ -94,7 +94,9 @@ class BatchLookup:
             dense, label = step.padding()
             batch.dense, batch.label = self._to_device(dense), None if label is None else self._to_device(label)
 
-    def _to_device(self, array: NDArray[Any]) -> Tensor:
+    def _to_device(self, array: NDArray[Any] | Tensor) -> Tensor:
+        if isinstance(array, Tensor):  # the rows are there
+            return array
         host = torch.from_numpy(array)
         if self._batch_copies is None:
             return host
@@ -146,15 +148,16 @@ class BatchLookup:
 
     def _copy_gradients(
         self, batches: list[InFlightBatch], ready: torch.cuda.Event | None
-    ) -> tuple[list[NDArray[np.float32] | None], list[dict[str, NDArray[np.float32] | None]]]:
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
         """Copy the gradients to CPU memory; from a device on a CUDA stream of their own, which waits for `ready`
-        alone."""
+        alone. Gradients of rows on a device stay there."""
+        take = gradient_of if self._worker.device is not None else gradient_array
         if ready is not None:
             ready.synchronize()
         with self._gradient_stream():
-            blocks = [gradient_array(each.embeddings, each.weight) for each in batches]
+            blocks = [take(each.embeddings, each.weight) for each in batches]
             return blocks, [
-                {name: gradient_array(sequence.values, each.weight) for name, sequence in each.sequences.items()}
+                {name: take(sequence.values, each.weight) for name, sequence in each.sequences.items()}
                 for each in batches
             ]
 

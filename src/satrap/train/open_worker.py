@@ -3,6 +3,8 @@ process."""
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
@@ -13,6 +15,7 @@ from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
+    from satrap.device.device_worker import DeviceWorker
     from satrap.worker.server_group import ServerGroup
     from satrap.worker.sharded_rows import ShardedWorker
 
@@ -24,13 +27,17 @@ def open_worker(
     seed: int,
     staleness: int,
     num_threads: int | None,
+    device: torch.device | None = None,
     dense: tuple[Table, ...] = (),
-) -> "LocalWorker | ShardedWorker":
+) -> "LocalWorker | ShardedWorker | DeviceWorker":
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
     rows: with what the run gives.
+    device: of the rows; None: the memory of this process, or servers.
     dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
+    if device is not None:
+        return _open_on_device(features, rows, trainers, seed, num_threads, device)
     if rows.servers is None:
         if trainers.world_size > 1:
             raise ConfigError(
@@ -56,6 +63,27 @@ def open_worker(
     except BaseException:
         servers.close()
         raise
+
+
+def _open_on_device(
+    features: Features,
+    rows: Deployment,
+    trainers: ProcessGroup,
+    seed: int,
+    num_threads: int | None,
+    device: torch.device,
+) -> "DeviceWorker":
+    from satrap.device.device_worker import DeviceWorker
+
+    for found, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
+        if found is not None:
+            raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
+    if trainers.world_size > 1:
+        raise ConfigError(
+            f"device is {str(device)!r} and there are {trainers.world_size} trainers, each of which would train its "
+            "own tables: use one trainer, or servers"
+        )
+    return DeviceWorker(features, device, seed=seed, num_threads=num_threads)
 
 
 def _connect_servers(job: Job, rows: Deployment, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":

@@ -1,0 +1,60 @@
+"""A worker whose rows are on a device. Its blocks and gradients are tensors there."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from satrap.config.features import Features
+from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_rows import DeviceRows
+from satrap.errors import InputError
+from satrap.table.engine import Slot
+from satrap.table.table_group import TableGroup
+from satrap.worker.worker import Worker
+
+
+class DeviceWorker(Worker):
+    """A worker that owns the tables of its features."""
+
+    servers: None = None
+
+    def __init__(
+        self, features: Features, device: torch.device, *, seed: int = 0, num_threads: int | None = None
+    ) -> None:
+        """Create empty tables. seed and num_threads are those of `Store`."""
+
+        def create() -> DeviceEngine:
+            return DeviceEngine(features.tables, device, seed=seed, num_threads=num_threads)
+
+        engine = create()
+        rows = DeviceRows(features, engine)
+
+        def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
+            engine = create()
+            rows.use(engine)
+            return engine.slots(seed)
+
+        self.device = device
+        self.tables = TableGroup.in_engine(engine.slots(seed), renew)
+        super().__init__(features, rows)
+
+    def close(self) -> None:
+        """Do nothing: the rows are freed with the last reference to them."""
+
+    def _check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
+        return _tensor_of("block", block, shape, self.device)
+
+    def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
+        return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
+
+
+def _tensor_of(where: str, given: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise InputError(f"{where} is a {type(given).__name__}; expected a tensor on {device}, where the rows are")
+    if tuple(given.shape) != shape or given.dtype != torch.float32 or given.device.type != device.type:
+        raise InputError(
+            f"{where} is {given.dtype} of shape {tuple(given.shape)} on {given.device}; expected float32 of shape "
+            f"{shape} on {device}, where the rows are"
+        )
+    return given

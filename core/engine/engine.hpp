@@ -58,8 +58,8 @@ struct GivenParts {
 };
 
 // An update of rows on a device. Run r takes the sum of the gradients at places[begin[r]] .. places[end[r] - 1], in
-// this order, to the row in frames[r]; a run without a row or an entry has kNoFrame. A place counts floats from the
-// start of the first ticket's block, through all blocks and sequences.
+// this order, to the row in frames[r]; a run without a row or an entry has kNoFrame. A place
+// counts floats through the given gradients of all tickets.
 struct FrameRuns {
     std::vector<std::uint32_t> first_run_of_table;     // [tables + 1]
     std::vector<std::uint32_t> first_run, first_entry; // of each bucket

@@ -8,27 +8,43 @@ namespace satrap {
 
 namespace {
 
-// Which places of a ticket have a gradient. Its places are those of bag_layout.hpp, after those of earlier tickets.
-struct GivenPlaces {
-    GivenPlaces(const Ticket& ticket, const GivenParts& given, std::uint64_t begin) : first(begin) {
+// Where the gradients of a ticket's places are among the floats of all gradients: tickets and their parts that have a
+// gradient, one after another.
+class GivenPlaces {
+  public:
+    GivenPlaces(const Ticket& ticket, const GivenParts& given, std::uint64_t begin) : end_(begin) {
         const Bags& bags = *ticket.bags;
-        std::uint64_t end = ticket.batch_size * bags.total_dim;
-        parts.emplace_back(end, given.block);
+        add(ticket.batch_size * bags.total_dim, given.block);
         for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
             const BagFeature& feature = bags.features[bags.sequences[q]];
-            end += std::uint64_t{ticket.batch_size} * feature.max_length * feature.dim;
-            parts.emplace_back(end, given.sequences[q]);
+            add(std::uint64_t{ticket.batch_size} * feature.max_length * feature.dim, given.sequences[q]);
         }
     }
-    std::uint64_t end() const { return first + parts.back().first; }
-    bool has(std::uint32_t place) const {
-        std::size_t p = 0;
-        while (place >= parts[p].first) ++p;
-        return parts[p].second;
+
+    std::uint64_t end() const { return end_; }
+    bool has(std::uint32_t place) const { return of(place).given; }
+    std::uint32_t at(std::uint32_t place) const { return static_cast<std::uint32_t>(of(place).begin + place); }
+
+  private:
+    struct Part {
+        std::uint64_t last;  // the place after it
+        std::uint64_t begin; // of its gradient, less its first place: the sum wraps around
+        bool given;
+    };
+
+    void add(std::uint64_t floats, bool given) {
+        const std::uint64_t first = parts_.empty() ? 0 : parts_.back().last;
+        parts_.push_back({first + floats, end_ - first, given});
+        if (given) end_ += floats;
+    }
+    const Part& of(std::uint32_t place) const {
+        const Part* part = parts_.data();
+        while (place >= part->last) ++part;
+        return *part;
     }
 
-    std::uint64_t first;
-    std::vector<std::pair<std::uint64_t, bool>> parts; // where each ends, and whether it has a gradient
+    std::vector<Part> parts_;
+    std::uint64_t end_;
 };
 
 // The entries of one bucket over all tickets that have a gradient, ordered by unique id: a stable counting sort.
@@ -40,7 +56,7 @@ class BucketRuns {
         : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()) {
         begin_ = scratch.run_begin.reserve(num_unique + 1);
         std::memset(begin_, 0, (num_unique + 1) * sizeof(std::uint32_t));
-        for_each([&](std::uint32_t number, const Batch&, std::uint32_t, std::uint64_t) { ++begin_[number + 1]; });
+        for_each([&](std::uint32_t number, const Batch&, std::uint32_t, std::uint32_t) { ++begin_[number + 1]; });
         for (std::uint32_t i = 0; i < num_unique; ++i) begin_[i + 1] += begin_[i];
     }
 
@@ -49,9 +65,9 @@ class BucketRuns {
 
     // Writes the gradient's place and factor of each entry; begin() is undefined afterwards.
     void write(std::size_t t, std::uint32_t* places, Factor* factors) {
-        for_each([&](std::uint32_t number, const Batch& batch, std::uint32_t e, std::uint64_t first) {
+        for_each([&](std::uint32_t number, const Batch& batch, std::uint32_t e, std::uint32_t place) {
             const std::uint32_t at = begin_[number]++;
-            places[at] = static_cast<std::uint32_t>(first + batch.positions[e]);
+            places[at] = place;
             if (factors != nullptr) factors[at] = batch.bags.scaled[t] != 0 ? batch.bags.factors[e] : Factor{};
         });
     }
@@ -62,7 +78,8 @@ class BucketRuns {
         for (std::size_t k = 0; k < tickets_.size(); ++k) {
             const Batch& batch = *tickets_[k]->batch;
             for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e)
-                if (given_[k].has(batch.positions[e])) visit(numbers[batch.local[e]], batch, e, given_[k].first);
+                if (const std::uint32_t place = batch.positions[e]; given_[k].has(place))
+                    visit(numbers[batch.local[e]], batch, e, given_[k].at(place));
             numbers += batch.num_unique[b_];
         }
     }

@@ -100,6 +100,12 @@ class DeviceEngine:
             present[:] = frames >= 0
             values[present], state[present] = self.memory(table).read_floats(frames[present])
 
+    def next_step(self) -> int:
+        """Refuse: a store's lookup wants to train."""
+        raise InputError(
+            f"the rows are on {self.device}, where only a stream of `Embeddings` trains them: pass train=False"
+        )
+
     def lookup(
         self,
         ids: NDArray[np.uint64],
@@ -112,9 +118,7 @@ class DeviceEngine:
     ) -> None:
         """Fill `out` with the rows of the ids of each table, one after another. Without training only."""
         if train:
-            raise InputError(
-                f"the rows are on {self.device}, where only a stream of `Embeddings` trains them: pass train=False"
-            )
+            self.next_step()
         flat, at = out.reshape(-1), 0
         for number, table in enumerate(self.tables):
             of_table = ids[offsets[number] : offsets[number + 1]]

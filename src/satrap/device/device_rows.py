@@ -161,7 +161,7 @@ class DeviceRows:
     def _flat(self, gradients: list[tuple[Tensor | None, list[Tensor | None]]]) -> Tensor:
         """Return all gradients as one tensor in the order of their places."""
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, device=self.device)])
 
     def _step(
         self, number: int, runs: Runs, flat: Tensor, scale: float, lr: float, step: int, *, skip_nonfinite: bool

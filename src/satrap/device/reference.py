@@ -14,11 +14,13 @@ from satrap.device.runs import Runs
 
 def read_rows(values: Tensor, absent: Tensor, frames: Tensor) -> Tensor:
     """Return the rows of the frames as float32 [n, dim]: -1 reads zeros, and -2 - k row k of `absent`."""
-    rows = values[frames.clamp(min=0)].float()
-    if bool((frames < 0).any()):
-        rows[frames == -1] = 0.0
-        without = frames < -1
-        rows[without] = absent[-2 - frames[without]]
+    found = frames >= 0
+    if bool(found.all()):
+        return values[frames].float()
+    rows = torch.zeros((len(frames), values.shape[1]), device=frames.device)
+    rows[found] = values[frames[found]].float()
+    without = frames < -1
+    rows[without] = absent[-2 - frames[without]]
     return rows
 
 
@@ -102,11 +104,14 @@ def step_rows(
     """Apply one optimizer step to the rows of these frames, each of which occurs once.
 
     keys: of the rows, for the rounding of 16-bit values."""
+    if len(frames) == 0:
+        return
     stored = values[frames]
     of_rows = state[frames]
     new = _STEPS[type(optimizer)](stored.float(), of_rows, sums, optimizer, lr)
     state[frames] = of_rows
-    if keys is not None and stored.dtype != torch.float32:
+    if stored.dtype != torch.float32:
+        assert keys is not None
         new = round_stochastic(new, stored.dtype, draw_elements(step_keys(keys, step), values.shape[1]))
     values[frames] = new
 

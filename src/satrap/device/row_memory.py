@@ -82,7 +82,7 @@ class RowMemory:
         """Replace rows. values: of 16 bits as uint16."""
         at = torch.from_numpy(frames).to(self.device)
         self.values[at] = self._as_tensor(values).to(self.device)
-        self.state[at] = torch.from_numpy(state).to(self.device)
+        self.state[at] = torch.from_numpy(np.require(state, requirements="W")).to(self.device)
 
     def read(self, frames: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values and states of rows as they are stored; of 16 bits as uint16."""
@@ -103,6 +103,7 @@ class RowMemory:
         return self._as_tensor(values).float().numpy()
 
     def _as_tensor(self, values: NDArray[Any]) -> Tensor:
+        values = np.require(values, requirements="W")  # a file's columns are views that torch warns of
         if values.dtype == np.float32:
             return torch.from_numpy(values)
         return torch.from_numpy(values.view(np.int16)).view(self.values.dtype)

@@ -45,3 +45,17 @@ class Runs:
             end=self.end[part],
             keys=None if self.keys is None else self.keys[part],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PooledFeatures:
+    """The pooled features of one memory, as tensors of int32 on the device."""
+
+    numbers: Tensor
+    """Their places in `Features`."""
+    columns: Tensor
+    """Where their columns begin in a block."""
+    poolings: Tensor
+    """0 sum, 1 mean, 2 sqrtn."""
+    weighted: Tensor
+    """Whether ids have weights."""

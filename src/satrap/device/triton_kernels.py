@@ -1,0 +1,336 @@
+"""The kernels of rows on a device in Triton: the bits of `satrap.device.reference`, at the speed of the memory.
+
+Imported only where the rows are on a CUDA device. No kernel contracts a product and a sum (`enable_fp_fusion=False`);
+where the core's formula is fused it says `fma`. Division and square root are those of IEEE. There are no atomics: one
+program owns a row, and adds gradients in the order of their places.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
+from satrap.device.runs import PooledFeatures, Runs
+
+_UNROLL = 8  # gradients of one row whose loads are in flight at a time
+_MOST_DIM = 4096  # of a row that one program holds
+
+
+@triton.jit
+def _values(rows, offsets, mask, DTYPE: tl.constexpr):
+    """Load values as float32. DTYPE: 0 float32, 1 float16, 2 bfloat16, the last two as int16."""
+    if DTYPE == 0:
+        return tl.load(rows + offsets, mask=mask, other=0.0)
+    bits = tl.load(rows + offsets, mask=mask, other=0)
+    if DTYPE == 1:
+        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pool_kernel(
+    values, absent, frames, offsets, weights, features, columns, poolings, weighted, out, line,
+    batch_size, dim: tl.constexpr, DTYPE: tl.constexpr, UNIFORM: tl.constexpr, SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pool the bags of some samples of one feature."""
+    sample = tl.program_id(0) * SAMPLES + tl.arange(0, SAMPLES)
+    which = tl.program_id(1)
+    feature = tl.load(features + which)
+    in_batch = sample < batch_size
+    bag = feature.to(tl.int64) * batch_size + sample
+    if UNIFORM:
+        begin = bag
+        end = bag + 1
+    else:
+        begin = tl.load(offsets + bag, mask=in_batch, other=0)
+        end = tl.load(offsets + bag + 1, mask=in_batch, other=0)
+    length = tl.where(in_batch, end - begin, 0)
+    has_weights = tl.load(weighted + which)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros((SAMPLES, BLOCK), dtype=tl.float32)
+    for k in range(0, tl.max(length)):
+        active = k < length
+        frame = tl.load(frames + begin + k, mask=active, other=-1).to(tl.int64)
+        inside = column[None, :] < dim
+        row = _values(values, frame[:, None] * dim + column[None, :], (frame >= 0)[:, None] & inside, DTYPE)
+        without = frame < -1
+        initial = tl.load(
+            absent + (-2 - frame)[:, None] * dim + column[None, :], mask=without[:, None] & inside, other=0.0
+        )
+        row = tl.where(without[:, None], initial, row)
+        if has_weights != 0:
+            weight = tl.load(weights + begin + k, mask=active, other=0.0)[:, None] + tl.zeros_like(row)
+            row = tl.where(k == 0, weight * row, tl.fma(weight, row, total))
+        else:
+            row = tl.where(k == 0, row, total + row)
+        total = tl.where(active[:, None], row, total)
+    pooling = tl.load(poolings + which)
+    if pooling != 0:
+        count = tl.maximum(length, 1).to(tl.float64)
+        divisor = tl.where(pooling == 1, count, tl.sqrt(count)).to(tl.float32)
+        total = tl.where(length[:, None] > 1, tl.div_rn(total, divisor[:, None] + tl.zeros_like(total)), total)
+    start = tl.load(columns + which)
+    place = out + sample.to(tl.int64)[:, None] * line + start + column[None, :]
+    tl.store(place, total, mask=in_batch[:, None] & (column[None, :] < dim))
+
+
+@triton.jit
+def _draw(key, element):
+    """Return 32 random bits: `draw_element` of the core."""
+    x = key.to(tl.uint32) + element.to(tl.uint32) * 0x9E3779B9
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15) ^ (key >> 32).to(tl.uint32)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _to_bfloat16(value, noise):
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (bits + (noise & 0xFFFF)) >> 16
+    cut = bits >> 16
+    return tl.where(magnitude > 0x7F800000, cut | 0x40, tl.where(magnitude >= 0x7F7F0000, cut, rounded))
+
+
+@triton.jit
+def _to_float16(value, noise):
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude - (112 << 23) + (noise & 0x1FFF)) >> 13
+    scaled = tl.where(magnitude < 0x38800000, tl.abs(value), 0.0) * 16777216.0
+    whole = scaled.to(tl.int32)
+    up = (noise >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 < scaled - whole.to(tl.float32)
+    half = tl.where(magnitude >= 0x38800000, normal, (whole + up.to(tl.int32)).to(tl.uint32))
+    half = tl.where(magnitude >= 0x477FE000, 0x7BFF, half)
+    half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
+    return half | ((bits >> 16) & 0x8000)
+
+
+@triton.jit
+def _power(base, count):
+    """Return base ** count by squaring: `power` of the core. base: float64."""
+    result = base * 0.0 + 1.0
+    while count != 0:
+        result = tl.where(count & 1 == 1, result * base, result)
+        base = base * base
+        count = count >> 1
+    return result
+
+
+@triton.jit
+def _row_total(squares, BLOCK: tl.constexpr):
+    """Return the sum of g^2 with element i in lane i % 16, the lanes added up as a tree. squares: [BLOCK / 16, 16] g."""
+    lanes = tl.zeros((16,), dtype=tl.float32)
+    number = tl.arange(0, BLOCK // 16)[:, None]
+    for i in tl.static_range(BLOCK // 16):
+        g = tl.sum(tl.where(number == i, squares, 0.0), axis=0)
+        lanes = tl.fma(g, g, lanes)
+    lanes = tl.sum(tl.reshape(lanes, (2, 8)), axis=0)
+    lanes = tl.sum(tl.reshape(lanes, (2, 4)), axis=0)
+    lanes = tl.sum(tl.reshape(lanes, (2, 2)), axis=0)
+    return tl.sum(lanes, axis=0)
+
+
+@triton.jit(do_not_specialize=["step_mark"])
+def _update_kernel(
+    values, state, frames, begins, ends, places, factors, keys, gradients, summed, doubles,
+    scale, lr, momentum, decay, eps, l1, l2, step_mark,
+    KIND: tl.constexpr, NESTEROV: tl.constexpr, DTYPE: tl.constexpr, FACTORS: tl.constexpr, SCALED: tl.constexpr,
+    SKIP: tl.constexpr, UNROLL: tl.constexpr, dim: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of one row in order, and apply the optimizer.
+
+    KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl. doubles: lr, beta1, beta2."""
+    run = tl.program_id(0)
+    begin, end = tl.load(begins + run), tl.load(ends + run)
+    if begin == end:
+        return
+    column = tl.arange(0, BLOCK)
+    inside = column < dim
+    g = tl.zeros((BLOCK,), dtype=tl.float32)
+    count = begin * 0
+    for first in range(begin, end, UNROLL):
+        for u in tl.static_range(UNROLL):
+            entry = first + u
+            if entry < end:
+                place = tl.load(places + entry).to(tl.int64)
+                row = tl.load(gradients + place + column, mask=inside, other=0.0)
+                if SCALED:
+                    row = row * scale
+                if FACTORS:
+                    row = row * tl.load(factors + 2 * entry)
+                    row = tl.div_rn(row, tl.load(factors + 2 * entry + 1) + tl.zeros_like(row))
+                if SKIP:
+                    is_finite = tl.max((tl.abs(row) <= 3.4028234663852886e38).to(tl.int32) ^ 1) == 0
+                    g = tl.where(is_finite, tl.where(count == 0, row, g + row), g)
+                    count += is_finite.to(tl.int32)
+                else:
+                    g = tl.where(entry == begin, row, g + row)
+                    count += 1
+    if SKIP:
+        overflows = tl.max((tl.abs(g) <= 3.4028234663852886e38).to(tl.int32) ^ 1) != 0
+        count = tl.where(overflows, 0, count)
+        tl.store(summed + run, count)
+    frame = tl.load(frames + run).to(tl.int64)
+    if (frame < 0) | (count == 0):
+        return
+    at = frame * dim + column
+    p = _values(values, at, inside, DTYPE)
+    zeros = tl.zeros_like(g)
+    lrs = zeros + lr
+    decays = zeros + decay
+    if KIND == 0:
+        g = tl.where(decay == 0.0, g, tl.fma(decays, p, g))
+        p = tl.fma(-lrs, g, p)
+    elif KIND == 1:
+        g = tl.fma(decays, p, g)
+        buffer = tl.load(state + at, mask=inside, other=0.0) * momentum + g
+        tl.store(state + at, buffer, mask=inside)
+        if NESTEROV:
+            p = tl.fma(-lrs, tl.fma(zeros + momentum, buffer, g), p)
+        else:
+            p = tl.fma(-lrs, buffer, p)
+    elif KIND == 2:
+        g = tl.fma(decays, p, g)
+        total = tl.load(state + at, mask=inside, other=1.0) + g * g
+        tl.store(state + at, total, mask=inside)
+        p = tl.fma(-lrs, tl.div_rn(g, tl.sqrt_rn(total) + eps), p)
+    elif KIND == 3:
+        g = tl.fma(decays, p, g)
+        squares = _row_total(tl.reshape(tl.where(inside, g, 0.0), (BLOCK // 16, 16)), BLOCK)
+        total = tl.load(state + frame) + tl.div_rn(squares, l1)  # l1 is the dim
+        tl.store(state + frame, total)
+        factor = tl.div_rn(tl.cast(lr, tl.float32), tl.sqrt_rn(total) + eps)
+        p = tl.fma(zeros - factor, g, p)
+    elif KIND == 4 or KIND == 5:
+        row = frame * (2 * dim + 1)
+        steps = tl.load(state + row + 2 * dim) + 1.0
+        tl.store(state + row + 2 * dim, steps)
+        number = steps.to(tl.int32)
+        lr_double, beta1, beta2 = tl.load(doubles), tl.load(doubles + 1), tl.load(doubles + 2)
+        step_size = (lr_double / (1.0 - _power(beta1, number))).to(tl.float32)
+        correction = tl.sqrt(1.0 - _power(beta2, number)).to(tl.float32)
+        weight = (1.0 - beta1).to(tl.float32)
+        average = tl.load(state + row + column, mask=inside, other=0.0)
+        square = tl.load(state + row + dim + column, mask=inside, other=0.0)
+        if KIND == 5:
+            p = p * (1.0 - lr_double * tl.cast(decay, tl.float64)).to(tl.float32)
+            g = tl.fma(zeros, p, g)
+        else:
+            g = tl.fma(decays, p, g)
+        coefficient = tl.where(weight < 0.5, weight, weight - 1.0)
+        average = tl.fma(zeros + coefficient, g - average, tl.where(weight < 0.5, average, g))
+        square = tl.fma((1.0 - beta2).to(tl.float32) * g, g, square * beta2.to(tl.float32))
+        tl.store(state + row + column, average, mask=inside)
+        tl.store(state + row + dim + column, square, mask=inside)
+        p = tl.fma(zeros - step_size, tl.div_rn(average, tl.div_rn(tl.sqrt_rn(square), zeros + correction) + eps), p)
+    else:
+        row = frame * (2 * dim)
+        z = tl.load(state + row + column, mask=inside, other=0.0)
+        n = tl.load(state + row + dim + column, mask=inside, other=1.0)
+        inverse_lr = (1.0 / tl.load(doubles)).to(tl.float32)
+        new_n = tl.fma(g, g, n)
+        root = tl.sqrt_rn(new_n)
+        sigma = (root - tl.sqrt_rn(n)) * inverse_lr
+        z = tl.fma(-sigma, p, z + g)
+        magnitude = tl.abs(z)
+        shrunk = tl.where(z.to(tl.uint32, bitcast=True) >> 31 == 0, 1.0, -1.0) * tl.abs(magnitude - l1)
+        p = tl.where(magnitude <= l1, 0.0, tl.div_rn(-shrunk, (momentum + root) * inverse_lr + l2))  # momentum is beta
+        tl.store(state + row + column, z, mask=inside)
+        tl.store(state + row + dim + column, new_n, mask=inside)
+    if DTYPE == 0:
+        tl.store(values + at, p, mask=inside)
+    else:
+        key = tl.load(keys + run).to(tl.uint64, bitcast=True)
+        noise = _draw(_mix(key + step_mark.to(tl.uint64, bitcast=True)), column)
+        bits = _to_float16(p, noise) if DTYPE == 1 else _to_bfloat16(p, noise)
+        tl.store(values + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
+
+
+def pool(
+    values: Tensor,
+    absent: Tensor,
+    frames: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    features: PooledFeatures,
+    batch_size: int,
+    block: Tensor,
+) -> None:
+    """Pool the rows of all bags of some features into their columns of the block."""
+    dim, samples = values.shape[1], 8
+    if batch_size == 0 or len(features.numbers) == 0:
+        return
+    _pool_kernel[(triton.cdiv(batch_size, samples), len(features.numbers))](
+        _as_bits(values), absent, frames, offsets, weights, features.numbers, features.columns, features.poolings,
+        features.weighted, block, block.stride(0), batch_size, dim, DTYPE=_DTYPES[values.dtype], UNIFORM=offsets is None,
+        SAMPLES=samples, BLOCK=triton.next_power_of_2(dim), **_OPTIONS,
+    )  # fmt: skip
+
+
+def update(
+    values: Tensor,
+    state: Tensor,
+    runs: Runs,
+    gradients: Tensor,
+    optimizer: Optimizer,
+    lr: float,
+    scale: float,
+    step: int,
+    *,
+    skip_nonfinite: bool,
+) -> Tensor | None:
+    """Sum the gradients of each run, and apply the optimizer to its row; see the reference."""
+    dim = values.shape[1]
+    kind, constants = _constants(optimizer, dim)
+    summed = torch.zeros_like(runs.frames) if skip_nonfinite else None
+    if len(runs.frames) == 0:
+        return summed
+    doubles = torch.tensor([lr, *getattr(optimizer, "betas", (0.0, 0.0))], dtype=torch.float64, device=values.device)
+    mark = (0x9E3779B97F4A7C15 * (step + 1)) & ((1 << 64) - 1)
+    _update_kernel[(len(runs.frames),)](
+        _as_bits(values), state, runs.frames, runs.begin, runs.end, runs.places, runs.factors, runs.keys, gradients,
+        summed, doubles, _rounded(scale), _rounded(lr), *map(_rounded, constants), mark - (1 << 64) if mark >> 63 else mark,
+        KIND=kind, NESTEROV=getattr(optimizer, "nesterov", False), DTYPE=_DTYPES[values.dtype],
+        FACTORS=runs.factors is not None, SCALED=scale != 1.0, SKIP=skip_nonfinite, UNROLL=_UNROLL,
+        dim=dim, BLOCK=max(16, triton.next_power_of_2(dim)), **_OPTIONS,
+    )  # fmt: skip
+    return summed
+
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_OPTIONS = {"enable_fp_fusion": False}
+
+
+def _rounded(number: float) -> float:
+    """Return the number as float32 holds it: a kernel may take it as float64."""
+    return float(torch.tensor(number, dtype=torch.float32))
+
+
+def _as_bits(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float32 else values.view(torch.int16)
+
+
+def _constants(optimizer: Optimizer, dim: int) -> tuple[int, tuple[float, ...]]:
+    """Return the kind of an optimizer for the kernel, and its momentum, decay, eps, l1 and l2."""
+    match optimizer:
+        case SGD():
+            return int(optimizer.momentum != 0.0), (optimizer.momentum, optimizer.weight_decay, 0.0, 0.0, 0.0)
+        case Adagrad():
+            return 2, (0.0, optimizer.weight_decay, optimizer.eps, 0.0, 0.0)
+        case RowWiseAdagrad():
+            return 3, (0.0, optimizer.weight_decay, optimizer.eps, float(dim), 0.0)
+        case Adam() | AdamW():
+            return 4 + isinstance(optimizer, AdamW), (0.0, optimizer.weight_decay, optimizer.eps, 0.0, 0.0)
+        case Ftrl():
+            return 6, (optimizer.beta, 0.0, 0.0, optimizer.l1, optimizer.l2)

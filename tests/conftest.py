@@ -28,6 +28,10 @@ from satrap.config.tables import Table
 from satrap.table.store import Store
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read by Triton's decorators, its own library's too, so before any import of it
+    )
 settings.register_profile(
     "laptop",
     deadline=None,

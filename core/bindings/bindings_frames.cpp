@@ -169,6 +169,15 @@ void bind_frames(nb::class_<Engine>& engine) {
              nb::sig("def update_frames(self, tickets: collections.abc.Sequence[Ticket], given: "
                      "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int) -> dict[str, "
                      "typing.Any]"))
+        .def(
+            "sum_bound",
+            [](const Engine& e, const std::vector<Ticket*>& tickets) {
+                for (const Ticket* ticket : tickets)
+                    if (ticket == nullptr) refuse("a ticket is None");
+                return e.sum_bound(tickets);
+            },
+            "tickets"_a, nb::sig("def sum_bound(self, tickets: collections.abc.Sequence[Ticket]) -> float"),
+            "Returns how many times the largest gradient a sum can be at most.")
         .def("check_gradients", &check_gradients, "tickets"_a, "gradients"_a, "scale"_a,
              "Raises NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.")
         .def("initial_rows", &initial_rows, "table"_a, "ids"_a, "values"_a, "state"_a,

@@ -138,6 +138,8 @@ class Engine {
     std::vector<InsertedRow> take_inserted();
     // Does all of an update but the optimizer.
     FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step);
+    // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
+    double sum_bound(Tickets tickets) const;
     // Throws NonFiniteError as update_bags would; sets `filter` if gradients may have to be skipped.
     void check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter);
     void initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state);

@@ -1,5 +1,7 @@
 // Lookups and updates of bags whose rows are on a device. The core finds the frame of each id, and for an update the
 // places of each frame's gradients in order of appearance. The device pools, sums and steps.
+#include <limits>
+
 #include "bags/bag_gradients.hpp"
 #include "base/errors.hpp"
 #include "engine/engine.hpp"
@@ -232,6 +234,16 @@ FrameRuns Engine::reserve_runs(Tickets tickets) const {
     if (scaled) runs.factors.resize(num_entries);
     if (rounded) runs.keys.resize(num_runs);
     return runs;
+}
+
+double Engine::sum_bound(Tickets tickets) const {
+    double entries = 0.0, weight = 1.0;
+    for (const Ticket* ticket : tickets) {
+        if (ticket->batch == nullptr) return std::numeric_limits<double>::infinity();
+        entries += static_cast<double>(ticket->batch->size());
+        weight = std::max(weight, static_cast<double>(ticket->batch->bags.largest_weight));
+    }
+    return entries * weight;
 }
 
 void Engine::check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter) {

@@ -192,6 +192,9 @@ class Engine:
 
     def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int) -> dict[str, Any]: ...
 
+    def sum_bound(self, tickets: Sequence[Ticket]) -> float:
+        """Returns how many times the largest gradient a sum can be at most."""
+
     def check_gradients(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float) -> bool:
         """
         Raises NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.

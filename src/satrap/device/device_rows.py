@@ -15,11 +15,13 @@ from torch import Tensor
 
 from satrap import _core
 from satrap.config.features import Features
-from satrap.device import reference as kernels
 from satrap.device.device_engine import DeviceEngine
+from satrap.device.kernels import kernels_of
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import Runs
+from satrap.device.runs import PooledFeatures, Runs
 from satrap.worker.worker import BagRequest, native_features
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class DeviceRows:
@@ -29,6 +31,7 @@ class DeviceRows:
         """engine: of the features' tables."""
         self.num_threads = int(engine.core.num_threads)
         self.device = engine.device
+        self._kernels = kernels_of(engine.device)
         self._features, self._tables = features, features.tables
         self.use(engine)
 
@@ -36,6 +39,7 @@ class DeviceRows:
         """Look up and update the rows of this engine from now on."""
         self._engine = engine
         self._bags = _core.Bags(engine.core, native_features(self._features, self._tables))
+        self._pooled = [PooledFeatures.of(self._features, memory.tables, self.device) for memory in engine.memories]
 
     @property
     def latest_step(self) -> int:
@@ -87,9 +91,9 @@ class DeviceRows:
         rates = dict(lrs)
         scale = float(np.float32(scale))
         with self._engine.lock:
-            skips = self._check(tickets, gradients, scale)
-            runs = Runs.to_device(self._engine.core.update_frames(list(tickets), given, step), self.device)
             flat = self._flat(gradients)
+            skips = self._check(list(tickets), gradients, flat, scale)
+            runs = Runs.to_device(self._engine.core.update_frames(list(tickets), given, step), self.device)
             for number, table in enumerate(self._tables):
                 lr = rates.get(number, self._engine.core.lr(number))
                 skip = skips and table.on_nonfinite == "skip"
@@ -127,28 +131,37 @@ class DeviceRows:
         self, batch_size: int, frames: NDArray[np.int32], found: dict[str, Any], block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
-        bounds = np.arange(len(self._features) * batch_size + 1) if found["offsets"] is None else found["offsets"]
-        at, offsets = torch.from_numpy(frames).to(self.device), torch.from_numpy(bounds).to(self.device)
-        weights = None if found["weights"] is None else torch.from_numpy(found["weights"]).to(self.device)
-        absent = {id(memory): self._absent(found, memory) for memory in self._engine.memories}
+        at, offsets, weights = (
+            None if array is None else torch.from_numpy(array).to(self.device)
+            for array in (frames, found["offsets"], found["weights"])
+        )
+        assert at is not None
+        absent = [self._absent(found, memory) for memory in self._engine.memories]
+        for memory, rows, pooled in zip(self._engine.memories, absent, self._pooled, strict=True):
+            self._kernels.pool(memory.values, rows, at, offsets, weights, pooled, batch_size, block)
         left = iter(sequences)
-        for f, feature in enumerate(self._features.values()):
-            memory = self._engine.memory(self._features.table_index[f])
-            begin, end = (offsets[f * batch_size + i : (f + 1) * batch_size + i] for i in (0, 1))
-            rows = (memory.values, absent[id(memory)], at, begin, end)
-            if feature.max_length is not None:
-                kernels.copy_sequence(*rows, next(left).view(batch_size, feature.max_length, -1))
-            else:
-                column = self._features.columns[f]
-                out = block[:, column : column + feature.table.dim]
-                kernels.pool_bags(*rows, weights if feature.weighted else None, feature.pooling, out)
+        for number, feature in enumerate(self._features.values()):
+            if feature.max_length is None:
+                continue
+            memory = self._engine.memory(self._features.table_index[number])
+            out = next(left).view(batch_size, feature.max_length, -1)
+            rows = absent[self._engine.memories.index(memory)]
+            self._kernels.copy_sequence(memory.values, rows, at, offsets, number, out)
 
     # -- update --------------------------------------------------------------------------------------------------------
 
     def _check(
-        self, tickets: Sequence[_core.Ticket], gradients: list[tuple[Tensor | None, list[Tensor | None]]], scale: float
+        self,
+        tickets: list[_core.Ticket],
+        gradients: list[tuple[Tensor | None, list[Tensor | None]]],
+        flat: Tensor,
+        scale: float,
     ) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
+        bound = abs(scale) * self._engine.core.sum_bound(tickets)
+        largest = float(flat.abs().max()) if len(flat) else 0.0
+        if largest * bound < _LARGEST:  # not true of a NaN
+            return False
         on_cpu = [
             (
                 None if block is None else block.cpu().numpy(),
@@ -156,7 +169,7 @@ class DeviceRows:
             )
             for block, sequences in gradients
         ]
-        return self._engine.core.check_gradients(list(tickets), on_cpu, scale)
+        return self._engine.core.check_gradients(tickets, on_cpu, scale)
 
     def _flat(self, gradients: list[tuple[Tensor | None, list[Tensor | None]]]) -> Tensor:
         """Return all gradients as one tensor in the order of their places."""
@@ -168,10 +181,11 @@ class DeviceRows:
     ) -> None:
         """Sum the gradients of one table's rows, and apply its optimizer."""
         table, memory = self._tables[number], self._engine.memory(number)
-        sums, summed = kernels.sum_runs(runs, flat, table.dim, scale, skip_nonfinite=skip_nonfinite)
-        lengths = runs.end - runs.begin
-        stepped = (runs.frames >= 0) & (summed > 0)
-        if skip_nonfinite:
+        summed = self._kernels.update(
+            memory.values, memory.state, runs, flat, table.optimizer, lr, scale, step, skip_nonfinite=skip_nonfinite
+        )
+        if summed is not None:
+            lengths = runs.end - runs.begin
             none_left = (lengths > 0) & (summed == 0)
             self._engine.correct(
                 number,
@@ -179,7 +193,3 @@ class DeviceRows:
                 updated=-int((none_left & (runs.frames >= 0)).sum()),
                 not_applied_absent=-int((none_left & (runs.frames < 0)).sum()),
             )
-        keys = None if runs.keys is None else runs.keys[stepped]
-        kernels.step_rows(
-            memory.values, memory.state, runs.frames[stepped], sums[stepped], table.optimizer, lr, keys, step
-        )

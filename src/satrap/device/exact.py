@@ -47,9 +47,9 @@ def draw_elements(keys: Tensor, dim: int) -> Tensor:
 
 def step_keys(keys: Tensor, step: int) -> Tensor:
     """Return the keys of rows at a step: `step_key` of the core. int64 as bit patterns; its products wrap around."""
-    x = keys + _signed(0x9E3779B97F4A7C15 * (step + 1))
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    x = keys + signed(0x9E3779B97F4A7C15 * (step + 1))
+    x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ _shifted(x, 31)
 
 
@@ -88,7 +88,7 @@ def _shifted(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
     """Return the low 64 bits as torch's int64 holds them."""
     x &= (1 << 64) - 1
     return x - (1 << 64) if x >> 63 else x

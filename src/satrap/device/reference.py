@@ -9,7 +9,7 @@ from torch import Tensor
 
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
 from satrap.device.exact import draw_elements, fma, round_stochastic, sqrt, step_keys
-from satrap.device.runs import Runs
+from satrap.device.runs import PooledFeatures, Runs
 
 
 def read_rows(values: Tensor, absent: Tensor, frames: Tensor) -> Tensor:
@@ -24,7 +24,29 @@ def read_rows(values: Tensor, absent: Tensor, frames: Tensor) -> Tensor:
     return rows
 
 
-def pool_bags(
+def pool(
+    values: Tensor,
+    absent: Tensor,
+    frames: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    features: PooledFeatures,
+    batch_size: int,
+    block: Tensor,
+) -> None:
+    """Pool the rows of all bags of some features, in order, into their columns of the block.
+
+    frames: of all ids. offsets: where the bag of each feature and sample begins in them; None: each has one id."""
+    if offsets is None:
+        offsets = torch.arange(len(frames) + 1, device=frames.device)
+    for number, column, pooling, weighted in features.lines():
+        first = number * batch_size
+        begin, end = offsets[first : first + batch_size], offsets[first + 1 : first + batch_size + 1]
+        out = block[:, column : column + values.shape[1]]
+        _pool_bags(values, absent, frames, begin, end, weights if weighted else None, pooling, out)
+
+
+def _pool_bags(
     values: Tensor,
     absent: Tensor,
     frames: Tensor,
@@ -34,7 +56,6 @@ def pool_bags(
     pooling: str,
     out: Tensor,
 ) -> None:
-    """Pool the rows of each bag, frames[begin[i] : end[i]], into out[i], in order. weights: of a weighted feature."""
     lengths = end - begin
     longest = int(lengths.max()) if len(lengths) else 0
     out.zero_()
@@ -53,20 +74,48 @@ def pool_bags(
         out[several] = out[several] / (count if pooling == "mean" else sqrt(count)).float()[:, None]
 
 
-def copy_sequence(values: Tensor, absent: Tensor, frames: Tensor, begin: Tensor, end: Tensor, out: Tensor) -> None:
-    """Copy the rows of each bag into out[i], zeros after the last."""
-    position = torch.arange(out.shape[1], device=out.device)
-    ids = begin[:, None] + position
+def copy_sequence(
+    values: Tensor, absent: Tensor, frames: Tensor, offsets: Tensor | None, feature: int, out: Tensor
+) -> None:
+    """Copy the rows of each bag of a feature into out[i], zeros after the last.
+
+    feature: its number. out: float32 [batch size, length, dim]."""
+    samples, length, _ = out.shape
+    bag = torch.arange(feature * samples, (feature + 1) * samples, device=out.device)
+    begin, end = (bag, bag + 1) if offsets is None else (offsets[bag], offsets[bag + 1])
+    ids = begin[:, None] + torch.arange(length, device=out.device)
     found = ids < end[:, None]
     out.zero_()
     out[found] = read_rows(values, absent, frames[ids[found]])
 
 
-def sum_runs(runs: Runs, gradients: Tensor, dim: int, scale: float, *, skip_nonfinite: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum of each run's gradients in order, float32 [runs, dim], and how many gradients were summed.
+def update(
+    values: Tensor,
+    state: Tensor,
+    runs: Runs,
+    gradients: Tensor,
+    optimizer: Optimizer,
+    lr: float,
+    scale: float,
+    step: int,
+    *,
+    skip_nonfinite: bool,
+) -> Tensor | None:
+    """Sum the gradients of each run in order, and apply the optimizer to its row, once.
 
     gradients: flat; runs.places are positions in it.
-    skip_nonfinite: leave out a gradient that is not finite, and all of a run whose sum is not."""
+    skip_nonfinite: leave out a gradient that is not finite, and all of a run whose sum is not. Then return how many
+        gradients of each run were summed."""
+    sums, summed = _sum_runs(runs, gradients, values.shape[1], scale, skip_nonfinite=skip_nonfinite)
+    stepped = (runs.frames >= 0) & (summed > 0)
+    if bool(stepped.any()):
+        keys = None if runs.keys is None else runs.keys[stepped]
+        _step_rows(values, state, runs.frames[stepped], sums[stepped], optimizer, lr, keys, step)
+    return summed if skip_nonfinite else None
+
+
+def _sum_runs(runs: Runs, gradients: Tensor, dim: int, scale: float, *, skip_nonfinite: bool) -> tuple[Tensor, Tensor]:
+    """Return the sum of each run, float32 [runs, dim], and how many gradients it has."""
     lines = gradients.as_strided((max(0, len(gradients) - dim + 1), dim), (1, 1))
     lengths = runs.end - runs.begin
     sums = torch.zeros((len(lengths), dim), device=gradients.device)
@@ -91,7 +140,7 @@ def sum_runs(runs: Runs, gradients: Tensor, dim: int, scale: float, *, skip_nonf
     return sums, summed
 
 
-def step_rows(
+def _step_rows(
     values: Tensor,
     state: Tensor,
     frames: Tensor,
@@ -101,11 +150,7 @@ def step_rows(
     keys: Tensor | None,
     step: int,
 ) -> None:
-    """Apply one optimizer step to the rows of these frames, each of which occurs once.
-
-    keys: of the rows, for the rounding of 16-bit values."""
-    if len(frames) == 0:
-        return
+    """Apply one optimizer step to the rows of these frames, each of which occurs once."""
     stored = values[frames]
     of_rows = state[frames]
     new = _STEPS[type(optimizer)](stored.float(), of_rows, sums, optimizer, lr)

@@ -1,10 +1,15 @@
-"""The update of one step, as the core prepares it for a device: which gradients each row gets, in which order."""
+"""What the kernels of a device take: the runs of an update, and the features of a lookup."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from satrap.config.features import Features
+
+POOLINGS = ("sum", "mean", "sqrtn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,23 @@ class PooledFeatures:
     columns: Tensor
     """Where their columns begin in a block."""
     poolings: Tensor
-    """0 sum, 1 mean, 2 sqrtn."""
+    """The index in POOLINGS."""
     weighted: Tensor
     """Whether ids have weights."""
+
+    @classmethod
+    def of(cls, features: Features, tables: Sequence[int], device: torch.device) -> Self:
+        """Return the pooled features of some tables."""
+        lines = [
+            (number, features.columns[number], POOLINGS.index(feature.pooling), feature.weighted)
+            for number, feature in enumerate(features.values())
+            if feature.pooling != "none" and features.table_index[number] in tables
+        ]
+        return cls(*torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device))
+
+    def lines(self) -> Iterator[tuple[int, int, str, bool]]:
+        """Yield number, column, pooling and whether it is weighted of each."""
+        for number, column, pooling, weighted in zip(
+            *(each.tolist() for each in (self.numbers, self.columns, self.poolings, self.weighted)), strict=True
+        ):
+            yield number, column, POOLINGS[pooling], bool(weighted)

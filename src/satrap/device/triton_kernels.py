@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
+from satrap.device.exact import signed
 from satrap.device.runs import PooledFeatures, Runs
 
 _UNROLL = 8  # gradients of one row whose loads are in flight at a time
@@ -29,9 +30,19 @@ def _values(rows, offsets, mask, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _row_of(values, absent, frame, column, dim: tl.constexpr, DTYPE: tl.constexpr):
+    """Load the rows of some ids as float32: `read_rows` of the reference."""
+    inside = column[None, :] < dim
+    row = _values(values, frame[:, None] * dim + column[None, :], (frame >= 0)[:, None] & inside, DTYPE)
+    without = (frame < -1)[:, None]
+    initial = tl.load(absent + (-2 - frame)[:, None] * dim + column[None, :], mask=without & inside, other=0.0)
+    return tl.where(without, initial, row)
+
+
+@triton.jit
 def _pool_kernel(
-    values, absent, frames, offsets, weights, features, columns, poolings, weighted, out, line,
-    batch_size, dim: tl.constexpr, DTYPE: tl.constexpr, UNIFORM: tl.constexpr, SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+    values, absent, frames, offsets, weights, features, columns, poolings, weighted, out, line, batch_size,
+    dim: tl.constexpr, DTYPE: tl.constexpr, UNIFORM: tl.constexpr, SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags of some samples of one feature."""
     sample = tl.program_id(0) * SAMPLES + tl.arange(0, SAMPLES)
@@ -49,16 +60,10 @@ def _pool_kernel(
     has_weights = tl.load(weighted + which)
     column = tl.arange(0, BLOCK)
     total = tl.zeros((SAMPLES, BLOCK), dtype=tl.float32)
-    for k in range(0, tl.max(length)):
+    for k in range(tl.max(length)):
         active = k < length
         frame = tl.load(frames + begin + k, mask=active, other=-1).to(tl.int64)
-        inside = column[None, :] < dim
-        row = _values(values, frame[:, None] * dim + column[None, :], (frame >= 0)[:, None] & inside, DTYPE)
-        without = frame < -1
-        initial = tl.load(
-            absent + (-2 - frame)[:, None] * dim + column[None, :], mask=without[:, None] & inside, other=0.0
-        )
-        row = tl.where(without[:, None], initial, row)
+        row = _row_of(values, absent, frame, column, dim, DTYPE)
         if has_weights != 0:
             weight = tl.load(weights + begin + k, mask=active, other=0.0)[:, None] + tl.zeros_like(row)
             row = tl.where(k == 0, weight * row, tl.fma(weight, row, total))
@@ -73,6 +78,25 @@ def _pool_kernel(
     start = tl.load(columns + which)
     place = out + sample.to(tl.int64)[:, None] * line + start + column[None, :]
     tl.store(place, total, mask=in_batch[:, None] & (column[None, :] < dim))
+
+
+@triton.jit
+def _sequence_kernel(
+    values, absent, frames, offsets, first, out, length, dim: tl.constexpr, DTYPE: tl.constexpr, UNIFORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy one row of one sample's sequence, or zeros behind its end."""
+    sample, at = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if UNIFORM:
+        begin = first + sample
+        end = begin + 1
+    else:
+        begin = tl.load(offsets + first + sample)
+        end = tl.load(offsets + first + sample + 1)
+    column = tl.arange(0, BLOCK)
+    frame = tl.load(frames + begin + at, mask=begin + at < end, other=-1).to(tl.int64)
+    row = _row_of(values, absent, frame[None], column, dim, DTYPE)
+    tl.store(out + (sample * length + at) * dim + column, tl.reshape(row, (BLOCK,)), mask=column < dim)
 
 
 @triton.jit
@@ -129,7 +153,7 @@ def _power(base, count):
 
 @triton.jit
 def _row_total(squares, BLOCK: tl.constexpr):
-    """Return the sum of g^2 with element i in lane i % 16, the lanes added up as a tree. squares: [BLOCK / 16, 16] g."""
+    """Return the sum of squares: element i in lane i % 16, the lanes added up as a tree. squares: g, [BLOCK / 16, 16]."""
     lanes = tl.zeros((16,), dtype=tl.float32)
     number = tl.arange(0, BLOCK // 16)[:, None]
     for i in tl.static_range(BLOCK // 16):
@@ -150,7 +174,8 @@ def _update_kernel(
 ):  # fmt: skip
     """Sum the gradients of one row in order, and apply the optimizer.
 
-    KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl. doubles: lr, beta1, beta2."""
+    KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl.
+    doubles: lr, beta1, beta2."""
     run = tl.program_id(0)
     begin, end = tl.load(begins + run), tl.load(ends + run)
     if begin == end:
@@ -160,23 +185,20 @@ def _update_kernel(
     g = tl.zeros((BLOCK,), dtype=tl.float32)
     count = begin * 0
     for first in range(begin, end, UNROLL):
-        for u in tl.static_range(UNROLL):
+        for u in tl.static_range(UNROLL):  # no branches, so that the loads go ahead of the additions
             entry = first + u
-            if entry < end:
-                place = tl.load(places + entry).to(tl.int64)
-                row = tl.load(gradients + place + column, mask=inside, other=0.0)
-                if SCALED:
-                    row = row * scale
-                if FACTORS:
-                    row = row * tl.load(factors + 2 * entry)
-                    row = tl.div_rn(row, tl.load(factors + 2 * entry + 1) + tl.zeros_like(row))
-                if SKIP:
-                    is_finite = tl.max((tl.abs(row) <= 3.4028234663852886e38).to(tl.int32) ^ 1) == 0
-                    g = tl.where(is_finite, tl.where(count == 0, row, g + row), g)
-                    count += is_finite.to(tl.int32)
-                else:
-                    g = tl.where(entry == begin, row, g + row)
-                    count += 1
+            there = entry < end
+            place = tl.load(places + entry, mask=there, other=0).to(tl.int64)
+            row = tl.load(gradients + place + column, mask=inside & there, other=0.0)
+            if SCALED:
+                row = row * scale
+            if FACTORS:
+                row = row * tl.load(factors + 2 * entry, mask=there, other=1.0)
+                row = tl.div_rn(row, tl.load(factors + 2 * entry + 1, mask=there, other=1.0) + tl.zeros_like(row))
+            if SKIP:
+                there = there & (tl.max((tl.abs(row) <= 3.4028234663852886e38).to(tl.int32) ^ 1) == 0)
+            g = tl.where(there, tl.where(count == 0, row, g + row), g)
+            count += there.to(tl.int32)
     if SKIP:
         overflows = tl.max((tl.abs(g) <= 3.4028234663852886e38).to(tl.int32) ^ 1) != 0
         count = tl.where(overflows, 0, count)
@@ -197,9 +219,8 @@ def _update_kernel(
         buffer = tl.load(state + at, mask=inside, other=0.0) * momentum + g
         tl.store(state + at, buffer, mask=inside)
         if NESTEROV:
-            p = tl.fma(-lrs, tl.fma(zeros + momentum, buffer, g), p)
-        else:
-            p = tl.fma(-lrs, buffer, p)
+            buffer = tl.fma(zeros + momentum, buffer, g)
+        p = tl.fma(-lrs, buffer, p)
     elif KIND == 2:
         g = tl.fma(decays, p, g)
         total = tl.load(state + at, mask=inside, other=1.0) + g * g
@@ -273,9 +294,26 @@ def pool(
         return
     _pool_kernel[(triton.cdiv(batch_size, samples), len(features.numbers))](
         _as_bits(values), absent, frames, offsets, weights, features.numbers, features.columns, features.poolings,
-        features.weighted, block, block.stride(0), batch_size, dim, DTYPE=_DTYPES[values.dtype], UNIFORM=offsets is None,
-        SAMPLES=samples, BLOCK=triton.next_power_of_2(dim), **_OPTIONS,
+        features.weighted, block, block.stride(0), batch_size, dim, DTYPE=_DTYPES[values.dtype],
+        UNIFORM=offsets is None, SAMPLES=samples, BLOCK=triton.next_power_of_2(dim), **_OPTIONS,
     )  # fmt: skip
+
+
+def copy_sequence(
+    values: Tensor,
+    absent: Tensor,
+    frames: Tensor,
+    offsets: Tensor | None,
+    feature: int,
+    out: Tensor,
+) -> None:
+    """Copy the rows of a feature's sequences into out, float32 [samples, length, dim]; see the reference."""
+    samples, length, dim = out.shape
+    if out.numel():
+        _sequence_kernel[(samples, length)](
+            _as_bits(values), absent, frames, offsets, feature * samples, out, length, dim,
+            DTYPE=_DTYPES[values.dtype], UNIFORM=offsets is None, BLOCK=triton.next_power_of_2(dim), **_OPTIONS,
+        )  # fmt: skip
 
 
 def update(
@@ -297,10 +335,10 @@ def update(
     if len(runs.frames) == 0:
         return summed
     doubles = torch.tensor([lr, *getattr(optimizer, "betas", (0.0, 0.0))], dtype=torch.float64, device=values.device)
-    mark = (0x9E3779B97F4A7C15 * (step + 1)) & ((1 << 64) - 1)
+    mark = signed(0x9E3779B97F4A7C15 * (step + 1))
     _update_kernel[(len(runs.frames),)](
         _as_bits(values), state, runs.frames, runs.begin, runs.end, runs.places, runs.factors, runs.keys, gradients,
-        summed, doubles, _rounded(scale), _rounded(lr), *map(_rounded, constants), mark - (1 << 64) if mark >> 63 else mark,
+        summed, doubles, _rounded(scale), _rounded(lr), *map(_rounded, constants), mark,
         KIND=kind, NESTEROV=getattr(optimizer, "nesterov", False), DTYPE=_DTYPES[values.dtype],
         FACTORS=runs.factors is not None, SCALED=scale != 1.0, SKIP=skip_nonfinite, UNROLL=_UNROLL,
         dim=dim, BLOCK=max(16, triton.next_power_of_2(dim)), **_OPTIONS,

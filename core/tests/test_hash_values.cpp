@@ -37,7 +37,7 @@ std::vector<unsigned char> present_buffer(std::size_t n) {
     return bytes;
 }
 
-void known_vectors(Random&) {
+CASE(known_vectors, 1) {
     CHECK_EQ(hash_text(""), 0xef46db3751d8e999ULL);
     CHECK_EQ(hash_text("a"), 0xd24ec4f1a98c6e5bULL);
     CHECK_EQ(hash_text("abc"), 0x44bc2cf5ad770999ULL);
@@ -58,7 +58,7 @@ void known_vectors(Random&) {
     }
 }
 
-void integers_are_their_bytes(Random& random) {
+CASE(integers_are_their_bytes, 3) {
     std::set<std::uint64_t> seen;
     for (int i = 0; i < 2000; ++i) {
         const std::uint64_t value = i < 100 ? static_cast<std::uint64_t>(i) : random.bits();
@@ -87,24 +87,16 @@ template <typename Offset> void column_is_its_texts(Random& random) {
                                                          static_cast<std::size_t>(offsets[i + 1] - offsets[i]))));
 }
 
-void offsets_that_fall_are_refused(Random&) {
+CASE(offsets_that_fall_are_refused, 1) {
     std::uint64_t out[2];
     for (const std::vector<std::int32_t>& offsets :
          {std::vector<std::int32_t>{0, 2, 1}, {-1, 0, 1}, {0, 1, 4}, {3, 2, 3}})
         CHECK(!hash_texts(offsets.data(), 2, "abc", 3, out));
 }
 
-void columns_are_their_texts(Random& random) {
+CASE(columns_are_their_texts, 20) {
     column_is_its_texts<std::int32_t>(random);
     column_is_its_texts<std::int64_t>(random);
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"known_vectors", 1, known_vectors},
-                         {"integers_are_their_bytes", 3, integers_are_their_bytes},
-                         {"offsets_that_fall_are_refused", 1, offsets_that_fall_are_refused},
-                         {"columns_are_their_texts", 20, columns_are_their_texts}});
-}

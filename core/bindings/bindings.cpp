@@ -19,10 +19,6 @@ using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 Table& of_table(Engine& engine, std::size_t t) { return engine.table(checked_table(engine, t)); }
 
-Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) {
-    return empty_block(engine.blocks(), rows, dim);
-}
-
 std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
                                std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
                                bool first_epoch) {
@@ -255,10 +251,8 @@ void bind_saving(nb::class_<Engine>& engine) {
 
 void bind_ticket(nb::module_& m) {
     nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; pass it to update() once.")
-        .def_prop_ro("n", [](const Ticket& t) { return t.size; })
-        .def_prop_ro(
-            "batch_size", [](const Ticket& t) { return t.batch_size; },
-            "The number of samples of a batch of bags; else 0.")
+        .def_ro("n", &Ticket::size)
+        .def_ro("batch_size", &Ticket::batch_size, "The number of samples of a batch of bags; else 0.")
         .def(
             "only_of", [](const Ticket& t, std::size_t table) { return t.size == 0 || t.table == table; }, "table"_a,
             "Whether all ids are that table's.")
@@ -304,8 +298,9 @@ void bind_engine(nb::module_& m) {
             "False: the shared-memory file cannot be attached until this is True again.")
         .def_prop_ro("simd", &Engine::simd)
         .def_prop_ro("num_threads", &Engine::num_threads)
-        .def("empty", &empty_floats, "rows"_a, "dim"_a,
-             "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
+        .def(
+            "empty", [](Engine& e, std::size_t rows, std::size_t dim) { return empty_block(e.blocks(), rows, dim); },
+            "rows"_a, "dim"_a, "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
         .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
              "first_epoch"_a = true, WithoutGil())
         .def("num_floats", &num_floats, "offsets"_a, "num_ids"_a, "The number of floats in the rows of so many ids.")

@@ -35,7 +35,8 @@ using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 using FloatsIn = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
-// For a function that touches no Python object but by reference: its arguments are converted before, its result after.
+// Releases the GIL while a function runs: its arguments are converted before, its result after. The function may use
+// the memory of arrays, and no other Python object.
 using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 [[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }

@@ -7,9 +7,8 @@
 namespace {
 
 std::shared_ptr<Bags> make_bags(const Engine& engine, const std::vector<NamedFeature>& named) {
-    std::vector<std::uint32_t> dims;
-    for (std::size_t t = 0; t < engine.num_tables(); ++t) dims.push_back(engine.table(t).config().dim);
-    return std::make_shared<Bags>(checked_features(dims, named), dims.size(), engine.identity());
+    return std::make_shared<Bags>(checked_features(engine.codec().dims(), named), engine.num_tables(),
+                                  engine.identity());
 }
 
 void require_own(const Engine& engine, const Bags& bags) {

@@ -8,7 +8,7 @@
 
 inline std::vector<std::int64_t> checked_rows(const Fp16Codec& wire, const Offsets& offsets) {
     const std::size_t last = offsets.size() == 0 ? 0 : static_cast<std::size_t>(offsets.data()[offsets.size() - 1]);
-    return checked_offsets(offsets, wire.num_tables(), last);
+    return checked_offsets(offsets, wire.dims().size(), last);
 }
 
 inline Array<std::uint8_t> wire_message(const Fp16Codec& wire, const std::shared_ptr<BlockPool>& blocks,

@@ -103,13 +103,6 @@ std::uint32_t Engine::begin_version(std::size_t t) {
     return now + 1;
 }
 
-std::vector<std::size_t> Engine::float_offsets(std::span<const std::int64_t> offsets) const {
-    std::vector<std::size_t> at(tables_.size() + 1);
-    for (std::size_t t = 0; t < tables_.size(); ++t)
-        at[t + 1] = at[t] + static_cast<std::size_t>(offsets[t + 1] - offsets[t]) * tables_[t]->config().dim;
-    return at;
-}
-
 std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
     fork_guard_.require_same_process();
     std::unique_ptr<Batch> batch = batches_.take();

@@ -80,7 +80,9 @@ class Engine {
     std::uint32_t next_step();
     void reach_step(std::uint32_t step) { raise_to(arena().latest_step(), step); }
     // Returns where each table's part of a lookup's result begins, in floats, and last where it ends.
-    std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const;
+    std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const {
+        return codec_.float_offsets(offsets);
+    }
     std::size_t out_size(std::span<const std::int64_t> offsets) const { return float_offsets(offsets).back(); }
 
     std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,

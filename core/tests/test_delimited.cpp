@@ -89,8 +89,7 @@ CASE(quoting_is_undone, testing::scaled(300)) {
         }
 }
 
-// -- columns of every kind, against a model that splits each line
-// --------------------------------------------------------
+// -- columns of every kind, against a model that splits each line ---------------------------------------------------
 
 struct Model {
     std::vector<std::vector<std::uint64_t>> bags[2];
@@ -224,8 +223,7 @@ CASE(columns_are_the_models, testing::scaled(600)) {
     check_bags(parsed.samples->ids[1], model.bags[1], nullptr);
 }
 
-// -- faults
-// --------------------------------------------------------------------------------------------------------------
+// -- faults ----------------------------------------------------------------------------------------------------------
 
 CASE(every_fault_is_named, 1) {
     TextFormat format;

@@ -50,9 +50,7 @@ class TableGroup(Mapping[str, Store]):
     @classmethod
     def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
         """Attaches the tables in the shared-memory file of a process that has exited or was killed."""
-        tables = cls.__new__(cls)
-        tables._begin(attach_engine(path, num_threads=num_threads, simd=simd))
-        return tables
+        return cls.in_engine(attach_engine(path, num_threads=num_threads, simd=simd))
 
     @classmethod
     def in_engine(cls, slots: list[Slot], renew: Callable[[], list[Slot]] | None = None) -> Self:

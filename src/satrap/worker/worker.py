@@ -296,7 +296,8 @@ class Worker:
             offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
         weights = None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
         check_flag(_WHERE, "train", train, InputError)
-        step, oldest_open = resolve_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
+        latest = self._rows.latest_step
+        step, oldest_open = resolve_step(_WHERE, latest, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
         return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
 

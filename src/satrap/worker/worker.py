@@ -44,12 +44,10 @@ class Ticket(Protocol):
     @property
     def used(self) -> bool:
         """Whether it was updated or dropped."""
-        ...
 
     @property
     def batch_size(self) -> int:
         """Number of samples in the batch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +69,19 @@ class BagRequest:
     """Whether to count sightings in tables that count only those of the first epoch."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateRequest:
+    """One optimizer step, with checked arguments."""
+
+    tickets: Sequence[Any]
+    gradients: list[TicketGradients]
+    """For each ticket."""
+    step: int
+    lrs: list[tuple[int, float]]
+    """Pairs of a table's number and its rate."""
+    scale: float
+
+
 class Rows(Protocol):
     """Where the rows of a worker's features are. Does not check its arguments."""
 
@@ -80,49 +91,31 @@ class Rows(Protocol):
     @property
     def latest_step(self) -> int:
         """The largest step of any training lookup or update so far; 0 before the first."""
-        ...
 
     @property
     def truncated(self) -> list[int]:
         """For each sequence, the number of ids beyond its max_length so far."""
-        ...
 
     def empty(self, lines: int, floats: int) -> Floats:
         """Return aligned memory, which is reused once the array is collected."""
-        ...
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:
         """Fill `block` and `sequences`, and return a ticket if the request trains."""
-        ...
 
     def owns_ticket(self, ticket: object) -> bool:
         """Return whether the ticket comes from a lookup of this object."""
-        ...
 
-    def update(
-        self,
-        tickets: Sequence[Any],
-        gradients: list[TicketGradients],
-        step: int,
-        lrs: list[tuple[int, float]],
-        scale: float,
-    ) -> None:
-        """Apply one optimizer step.
-
-        gradients: for each ticket. lrs: pairs of a table's number and its rate."""
-        ...
+    def update(self, request: UpdateRequest) -> None:
+        """Apply one optimizer step."""
 
     def drop(self, ticket: Any) -> None:
         """Give up a ticket without an update."""
-        ...
 
     def skip(self, step: int) -> None:
         """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""
-        ...
 
     def settle(self) -> None:
         """Return once all processes that wait for a skipped step know that it has no update."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,7 +251,7 @@ class Worker:
         ]
         at = max(1, self._rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._learning_rates(lrs)
-        self._rows.update(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale))
+        self._rows.update(UpdateRequest(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale)))
 
     def drop(self, ticket: Ticket) -> None:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""

@@ -211,7 +211,6 @@ class PendingCall:
         client: object,
         channel: Channel,
         method: Method,
-        method_number: int,
         origin: Origin,
         frames: Sequence[memoryview],
         schedule: Schedule,
@@ -223,7 +222,7 @@ class PendingCall:
         self.frames: Sequence[memoryview] = frames
         self._client = client  # keeps the client from being collected before its calls have ended
         self._channel, self._method, self._seconds = channel, method, seconds
-        self._method_number, self._origin = method_number, origin
+        self._origin = origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
         self.unwarned_since = schedule.due
 
@@ -232,7 +231,7 @@ class PendingCall:
         left = math.ceil(1000 * (self.schedule.deadline - now))
         return Header(
             kind=Kind.REQUEST,
-            method=self._method_number,
+            method=self._method.number,
             client=self._channel.client,
             call=self.number,
             num_frames=len(self.frames),

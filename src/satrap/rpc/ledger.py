@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from satrap.config.validation import check_integer
-from satrap.errors import ConfigError
 from satrap.rpc.header import MAX_FRAMES, Header
 from satrap.rpc.values import Buffer
 
@@ -47,9 +46,9 @@ class Limits:
             ("max_bytes", 1 << 62),
             ("max_frame_bytes", 1 << 62),
             ("max_partial_bytes", 1 << 62),
+            ("max_frames", MAX_FRAMES),
         ):
-            check_integer("Limits", name, getattr(self, name), 1, high, ConfigError)
-        check_integer("Limits", "max_frames", self.max_frames, 1, MAX_FRAMES, ConfigError)
+            check_integer("Limits", name, getattr(self, name), 1, high)
 
 
 @dataclass(slots=True)

@@ -24,8 +24,6 @@ class ServerLoad:
     used_bytes: float
     limit_bytes: float
     """How much of its machine's memory the server may use."""
-    calls: float = 0.0
-    """Calls in flight on average. Those beyond the server's number of threads wait."""
     work_seconds: float = 0.0
     """Time that the server spent on all calls of one step."""
 
@@ -41,7 +39,6 @@ class ServerLoad:
             rows=int(after["rows"]),
             used_bytes=after["bytes"],
             limit_bytes=after["memory_bytes"] if limit_bytes is None else limit_bytes,
-            calls=(before["calls"] + after["calls"]) / 2,
             work_seconds=worked / num_steps if num_steps > 0 and worked >= 0 else 0.0,  # negative after a restart
         )
 

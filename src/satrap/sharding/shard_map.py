@@ -42,9 +42,9 @@ class ShardMap(Serializable):
         """The version of the bucket map, which rises with each change."""
         return self.bucket_map.version
 
-    def number(self, address: str) -> int | None:
-        """Return the number of the server at this address; None if there is none."""
-        return self.addresses.index(address) if address in self.addresses else None
+    def number(self, address: str) -> int:
+        """Return the number of the server at this address; NO_MEMBER if there is none."""
+        return self.addresses.index(address) if address in self.addresses else NO_MEMBER
 
     def owner(self) -> list[str]:
         """Return the address of each bucket's owner, one table after the other."""

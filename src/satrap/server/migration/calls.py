@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
 from satrap.rpc import Origin
@@ -82,25 +83,11 @@ class MigrationCalls(CallFence):
             for t, (version, line) in enumerate(zip(state["versions"], state["expire_before"], strict=True)):
                 server_state.engine.reach_table(t, version, line)
 
-    def import_rows(
-        self,
-        origin: Origin,
-        migration: int,
-        table: int,
-        ids: Ids,
-        steps: Numbers,
-        values: Coded,
-        state: Floats,
-        sighted: Ids,
-        sighted_at: Numbers,
-        counts: Numbers,
-    ) -> None:
+    def import_rows(self, origin: Origin, migration: int, table: int, *columns: NDArray[Any]) -> None:
         with self._admit(None) as server_state:  # keeps the map from changing meanwhile
             server_state.store(table)
             server_state.participant.require_migration(migration)
-            server_state.participant.import_chunk(
-                table, BucketChunk(ids, steps, values, state, sighted, sighted_at, counts)
-            )
+            server_state.participant.import_chunk(table, BucketChunk(*columns))
 
     def import_metadata(
         self, origin: Origin, migration: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
@@ -156,7 +143,6 @@ class MigrationCalls(CallFence):
                 "rows": sum(each["rows"] for each in stats),
                 "bytes": sum(each["bytes"] for each in stats),
                 "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-                "calls": self._running - 1,
                 "work_seconds": self._work_seconds,
                 "latest_step": server_state.engine.latest_step,
             }

@@ -149,12 +149,8 @@ class MigrationParticipant:
         if attempt < self.engine.attempt:
             raise AttemptError(f"found rows of attempt {attempt}; expected the server's, {self.engine.attempt}")
         self.engine.forget(buckets)
-        self.incoming, self.incoming_migration, self.incoming_attempt, self.is_complete = (
-            buckets,
-            migration,
-            attempt,
-            False,
-        )
+        self.incoming, self.incoming_migration = buckets, migration
+        self.incoming_attempt, self.is_complete = attempt, False
 
     def require_migration(self, migration: int) -> None:
         """Raise NotReadyError unless rows of that migration are expected."""

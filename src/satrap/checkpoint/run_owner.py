@@ -25,7 +25,6 @@ class RunOwner:
     writer: str = field(default_factory=lambda: secrets.token_hex(16))
     """32 hex digits that each saving process draws at random."""
     host: str = field(default_factory=socket.gethostname)
-    """The name of its machine."""
     pid: int = field(default_factory=os.getpid)
     """Its process id on that machine."""
     announced: str | None = None
@@ -35,7 +34,6 @@ class RunOwner:
         return f"process {self.pid} on {self.host} (writer {self.writer[:8]})"
 
     def to_json(self) -> bytes:
-        """Return the content of the owner object."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod

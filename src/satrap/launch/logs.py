@@ -46,7 +46,6 @@ class RunLogs:
         self._stderr.close()
 
     def path(self, process: Process) -> Path:
-        """Returns the path of a process's log file."""
         return self.folder / f"{process.role}-{process.number}.log"
 
     def record_start(self, process: Process) -> None:

@@ -64,7 +64,6 @@ class _ProcessActor:
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
     def start(self, spec: ProcessSpec, memory: Path, keys: dict[str, bytes], rendezvous: str | None) -> list[Report]:
-        """Starts the child process."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"memory is {os.fspath(memory)!r}, which cannot be written to on node {self._host}; choose another "
@@ -97,7 +96,6 @@ class _ProcessActor:
         return [] if warning is None else [ProcessOutput(process, "stderr", f"satrap: {warning}\n".encode())]
 
     def stop(self, process: Process, mode: StopMode, release: bool) -> None:
-        """Stops the child process."""
         self._children.stop(process, mode, release)
 
     def poll(self) -> list[Report]:
@@ -109,7 +107,6 @@ class _ProcessActor:
 
 
 def _remove_node_files(memory: Path, name: str) -> None:
-    """Removes the files of a run from this node."""
     for path in memory.glob(f"satrap-{name}-*"):
         if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.geteuid():
             shutil.rmtree(path, ignore_errors=True)  # an actor that exits may remove it at the same time

@@ -53,7 +53,6 @@ class RunResources:
     trainer: Resources = field(default_factory=Resources)
 
     def for_role(self, role: Role) -> Resources:
-        """Returns the resources of one process of the role."""
         return {Role.SERVER: self.server, Role.WORKER: self.worker, Role.TRAINER: self.trainer}[role]
 
     def describe(self, run_config: RunConfig) -> str:

@@ -38,7 +38,6 @@ class RunState(Serializable):
             raise ConfigError(f"RunState: name is {self.name!r}; expected letters and digits")
 
     def next_launch(self) -> Self:
-        """Returns the state with one more launch."""
         return replace(self, launch=self.launch + 1)
 
     def write(self, path: Path) -> None:

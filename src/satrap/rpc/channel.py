@@ -163,7 +163,6 @@ class Channel:
         self._fail_all(DeadlineError(self.refusal))
 
     def _receive(self) -> None:
-        """Receives one message."""
         try:
             first = self.socket.recv(_NOW, copy=False)
         except zmq.Again:

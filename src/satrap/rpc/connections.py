@@ -65,12 +65,10 @@ class Connections:
         return any(peer.unfinished_since is not None for peer in self._peers.values())
 
     def record_accepted(self, fd: int, inode: int) -> None:
-        """Records a new connection."""
         self._peers.pop(fd, None)
         self._peers[fd] = _Peer(inode, self._clock, progress_at=self._clock)
 
     def record_closed(self, fd: int) -> None:
-        """Records that a connection was closed."""
         self._peers.pop(fd, None)
 
     def inode(self, fd: int) -> int | None:

@@ -73,7 +73,6 @@ class StepBarrier:
 
 
 def concatenate_parts(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
-    """Concatenate the parts table by table."""
     num_tables = len(dims)
     ids, gradients, counts = [], [], [0]
     starts = [np.concatenate([[0], np.cumsum(np.diff(part.offsets) * dims)]) for part in parts]

@@ -247,7 +247,6 @@ class ShardedWorker(Worker):
         super().__init__(features, self._sharded_rows)
 
     def close(self) -> None:
-        """Close the connections."""
         self.servers.close()
 
     def renew(self, inputs: Inputs) -> ShardedTicket:

@@ -199,17 +199,14 @@ class Worker:
         if block is None:
             block = self._rows.empty(*shape)
         memory = array_args.as_out(_WHERE, block, shape, "block")
-        sequences = [self._rows.empty(batch_size, each.floats) for each in self._sequences]
-        ticket = self._rows.lookup(request, memory, sequences)
-        lengths = [each.lengths(request) for each in self._sequences]
+        sequences = [(each, self._rows.empty(batch_size, each.floats)) for each in self._sequences]
+        ticket = self._rows.lookup(request, memory, [rows for _, rows in sequences])
+        lengths = [(each, each.lengths(request)) for each in self._sequences]
         return LookupResult(
             block=block,
-            sequences={
-                each.name: rows.reshape(each.shape(batch_size))
-                for each, rows in zip(self._sequences, sequences, strict=True)
-            },
-            masks={each.name: each.mask(its) for each, its in zip(self._sequences, lengths, strict=True)},
-            truncated=[each.count_truncated(its) for each, its in zip(self._sequences, lengths, strict=True)],
+            sequences={each.name: rows.reshape(each.shape(batch_size)) for each, rows in sequences},
+            masks={each.name: each.mask(its) for each, its in lengths},
+            truncated=[each.count_truncated(its) for each, its in lengths],
             ticket=ticket,
         )
 

@@ -38,16 +38,6 @@ class BucketChunk(NamedTuple):
     counts: NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class BucketMetadata:
-    """What migrates with buckets besides their rows."""
-
-    trainers: list[int]
-    windows: NDArray[np.uint64]
-    counters: NDArray[np.uint64]
-    oldest_open: dict[int, int]
-
-
 @dataclass(slots=True)
 class MigrationParticipant:
     """The buckets that a server is giving away and receiving."""
@@ -135,11 +125,6 @@ class MigrationParticipant:
         self._cached_columns = (*key, columns)
         return columns
 
-    def export_metadata(self, buckets: Buckets, oldest_open: dict[int, int]) -> BucketMetadata:
-        """Return what migrates besides the rows."""
-        trainers, windows = self.engine.export_windows(buckets)
-        return BucketMetadata(trainers, windows, self.engine.export_counters(buckets), dict(oldest_open))
-
     # -- incoming buckets --------------------------------------------------------------------------------------------
 
     def expect_buckets(self, migration: int, buckets: Buckets, attempt: int) -> None:
@@ -166,12 +151,10 @@ class MigrationParticipant:
         self.engine.import_rows(table, chunk.ids, chunk.steps, values, state)
         self.engine.import_sightings(table, chunk.sighted, chunk.sighted_at, chunk.counts, clear=False)
 
-    def import_metadata(self, metadata: BucketMetadata, oldest_open: dict[int, int]) -> None:
+    def import_metadata(self, trainers: list[int], windows: NDArray[np.uint64], counters: NDArray[np.uint64]) -> None:
         """Insert the metadata, which completes the buckets; only the change of the map is missing then."""
-        self.engine.import_windows(self.incoming, metadata.trainers, metadata.windows)
-        self.engine.import_counters(self.incoming, metadata.counters)
-        for trainer, step in metadata.oldest_open.items():
-            oldest_open[trainer] = max(step, oldest_open.get(trainer, 0))
+        self.engine.import_windows(self.incoming, trainers, windows)
+        self.engine.import_counters(self.incoming, counters)
         self.is_complete = True
 
     # -- the change of the map ---------------------------------------------------------------------------------------

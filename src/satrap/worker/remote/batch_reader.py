@@ -124,7 +124,6 @@ class BatchReader:
                     self._pending_read = None
 
     def held_batch(self, number: int) -> HeldBatch | None:
-        """Return the batch if it is here."""
         with self._lock:
             return self._held.get(number)
 

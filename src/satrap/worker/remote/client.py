@@ -121,7 +121,6 @@ class WorkerConnection:
                 self.best_effort.close_stream(self.servers.origin(0), stream)
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
 
@@ -359,7 +358,6 @@ class RemoteWorker(ShardedWorker):
         self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
 
     def close(self) -> None:
-        """Close the connections."""
         self.connection.close()
         super().close()
 

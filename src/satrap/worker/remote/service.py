@@ -318,7 +318,6 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
 def _split_gradients(
     worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
 ) -> tuple[Floats | None, dict[str, Floats]]:
-    """Split flat gradients into the block's and each sequence's."""
     shapes: dict[str, tuple[int, ...]] = {"": (batch_size, worker.features.total_dim)}
     for name, feature in worker.features.items():
         if feature.max_length is not None:

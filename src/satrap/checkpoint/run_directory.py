@@ -406,11 +406,8 @@ class RunDirectory:
     def _require_alone(self) -> None:
         """Raise CheckpointError if another process has saved here since this one resumed or saved."""
         found = self._owner()
-        if (
-            self._has_claim
-            and found is not None
-            and found.writer not in (self._this_owner.writer, self._previous_writer)
-        ):
+        is_known = found is None or found.writer in (self._this_owner.writer, self._previous_writer)
+        if self._has_claim and not is_known:
             raise self._two_owners(found)
 
     def _claim(self, name: str) -> None:
@@ -421,10 +418,7 @@ class RunDirectory:
         self._announced.add(name)
 
     def _require_owned(self) -> None:
-        if (found := self._owner()) is None or (found.writer, found.announced) != (
-            self._this_owner.writer,
-            self._this_owner.announced,
-        ):
+        if (found := self._owner()) != self._this_owner:
             raise self._two_owners(found)
 
     def _two_owners(self, found: RunOwner | None) -> CheckpointError:

@@ -26,7 +26,7 @@ class RunOwner:
     """32 hex digits that each saving process draws at random."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    """Its process id on that machine."""
+    """Its process id on that host."""
     announced: str | None = None
     """The name of the checkpoint that it is writing, or wrote last."""
 

@@ -238,10 +238,8 @@ class _Objects:
         try:
             yield
         except Exception as error:
-            code = getattr(error, "errno", None) or (
-                errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
-            )
-            text = (
-                os.strerror(code) if isinstance(error, OSError) and error.errno else f"{type(error).__name__}: {error}"
-            )
+            usual = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+            code = getattr(error, "errno", None) or usual
+            is_coded = isinstance(error, OSError) and error.errno
+            text = os.strerror(code) if is_coded else f"{type(error).__name__}: {error}"
             raise OSError(code, text, f"{self.url}/{key}".rstrip("/")) from error

@@ -87,11 +87,9 @@ class RunLogs:
         and both the terminal and the log file report them."""
         path = self.path(process)
         unwritten = self._unwritten_bytes.pop(path, 0)
-        gap = (
-            f"\n--- up to {unwritten} bytes are missing here: they could not be written\n".encode()
-            if unwritten
-            else b""
-        )
+        gap = b""
+        if unwritten:
+            gap = f"\n--- up to {unwritten} bytes are missing here: they could not be written\n".encode()
         try:
             with open(path, "ab") as file:
                 file.write(gap + data)

@@ -297,17 +297,14 @@ def _require_batch(reader: BatchReader, number: int) -> HeldBatch:
 
 
 def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dict[str, float], scale: float) -> None:
-    blocks, sequences, tickets = [], [], []
     for each in batches:
         if each.inputs is None or each.gradients is None:
             raise NotReadyError(
                 "this process lacks the gradients of a batch of this step: send those of all batches again"
             )
         each.ticket = worker.renew(each.inputs) if each.ticket is None else each.ticket
-        block, of_sequences = each.gradients
-        blocks.append(block)
-        sequences.append(of_sequences)
-        tickets.append(each.ticket)
+    tickets = [each.ticket for each in batches]
+    blocks, sequences = zip(*(each.gradients for each in batches), strict=True)
     worker.update(tickets, blocks, sequences, step=step, lrs=lrs, scale=scale)
     answer = tickets[0].num_skipped
     for each in batches:

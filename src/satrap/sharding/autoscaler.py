@@ -110,7 +110,7 @@ def decide(
     if not servers:
         raise ConfigError("there are no servers; expected the load of at least one")
     found = _wanted(servers, step_seconds, bounds)
-    same = past.same + 1 if found.change and _sign(found.change) == _sign(past.change) else int(found.change != 0)
+    same = past.same + 1 if found.change * past.change > 0 else int(found.change != 0)
     then = replace(past, same=same, change=found.change)
     outside = not bounds.min_servers <= len(servers) <= bounds.max_servers
     if not found.change or (same < bounds.patience and not outside):
@@ -139,7 +139,3 @@ def _wanted(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLim
         return Decision(add=wanted - have, reason=why)
     least = sorted(servers, key=lambda each: each.rows)  # so that the fewest rows move
     return Decision(remove=tuple(each.address for each in least[: have - wanted]), reason=why)
-
-
-def _sign(number: int) -> int:
-    return (number > 0) - (number < 0)

@@ -96,7 +96,7 @@ class Migration:
             self._apply_map(job, shard_map)  # completes a change that an earlier run started
             new = [address for address in self._target if address not in shard_map.addresses]
             if new:
-                shard_map = self._apply_map(job, shard_map.with_servers(new), shard_map)
+                shard_map = self._apply_map(job, shard_map.with_servers((*shard_map.addresses, *new)), shard_map)
             servers = [shard_map.addresses.index(address) for address in self._target]
             moves = shard_map.bucket_map.spread(servers)
             to = {bucket: shard_map.addresses[server] for bucket, server in moves.items()}
@@ -106,7 +106,7 @@ class Migration:
                 shard_map = self._apply_map(job, after, shard_map)
                 time.sleep(self._pause_ratio * (time.monotonic() - at))
             if shard_map.addresses != self._target:
-                shard_map = self._apply_map(job, shard_map.restricted_to(self._target), shard_map)
+                shard_map = self._apply_map(job, shard_map.with_servers(self._target), shard_map)
             self._clients.clear()
         seconds = time.monotonic() - start_time
         return MigrationResult(

@@ -200,6 +200,8 @@ class RunDirectory:
 
     def __init__(self, path: str) -> None:
         self._storage = open_storage(path)
+        self.local = self._storage.staging
+        """The folder itself, or the local folder in which checkpoints for another file system are prepared."""
         self._this_owner = RunOwner()
         self._has_claim = False  # whether this process has resumed or saved
         self._previous_writer: str | None = None  # the previous writer, the only one from which this process takes over
@@ -207,11 +209,6 @@ class RunDirectory:
         self._known_parents: dict[str, str | None] = {}  # parent of each version known to be complete
         self._known_best: set[str] = set()  # versions that were the best of the run when they were saved
         self._warned_about: set[str] = set()
-
-    @property
-    def local(self) -> Path:
-        """The folder itself, or the local folder in which checkpoints for another file system are prepared."""
-        return self._storage.staging
 
     @property
     def name(self) -> str:

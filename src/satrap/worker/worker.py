@@ -144,17 +144,14 @@ class Worker:
         """rows: of the tables of these features."""
         self.features = features
         self._rows = rows
+        self.num_threads = rows.num_threads
+        """Threads of one call on the tables."""
         self._sequences = [
             _Sequence(name, index, feature)
             for index, (name, feature) in enumerate(features.items())
             if feature.pooling == "none"
         ]
         self._numbers = {table.name: (i, table.optimizer) for i, table in enumerate(features.tables)}
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of one call on the tables."""
-        return self._rows.num_threads
 
     @property
     def truncated(self) -> dict[str, int]:

@@ -112,14 +112,12 @@ class MigrationParticipant:
         first, end = self._first_buckets[table], self._first_buckets[table + 1]
         own = np.sort(buckets[(first <= buckets) & (buckets < end)]) - first
         rows, sighted = [], []
-        for begin, stop in _runs(own.tolist()):
+        for begin, stop in _runs(own.tolist()) or [(0, 0)]:
             rows.append(self.engine.export_rows(table, begin, stop, 0, others=True))
             sighted.append(self.engine.export_sightings(table, begin, stop, others=True))
-        if not rows:
-            rows, sighted = [self.engine.export_rows(table, 0, 0, 0)], [self.engine.export_sightings(table, 0, 0)]
-        columns = {name: _concatenate([each[name] for each in rows]) for name in rows[0]}
+        columns = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
         columns |= {
-            to: _concatenate([each[name] for each in sighted])
+            to: np.concatenate([each[name] for each in sighted])
             for name, to in (("id", "sighted"), ("step", "sighted_at"), ("count", "count"))
         }
         self._cached_columns = (*key, columns)
@@ -190,7 +188,3 @@ def _runs(buckets: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((b, b + 1))
     return found
-
-
-def _concatenate(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

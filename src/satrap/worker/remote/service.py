@@ -173,11 +173,10 @@ class WorkerService:
                     before, held.ticket = held.ticket, found.ticket
                     if before is not None:  # its answer was lost, and this is a retry
                         session.worker.drop(before)
-            names = list(found.sequences)
             return (
                 found.block.reshape(-1),
-                as_one([found.sequences[name] for name in names], np.float32),
-                as_one([found.masks[name] for name in names], np.bool_),
+                as_one(list(found.sequences.values()), np.float32),
+                as_one(list(found.masks.values()), np.bool_),
                 found.truncated,
             )
 

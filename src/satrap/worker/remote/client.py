@@ -281,7 +281,6 @@ class RemoteBatches(Iterator[RemoteInputs]):
                 self._settle(ticket.number)
 
     def drop(self, ticket: RemoteTicket) -> None:
-        """Implements `satrap.worker.worker.Rows.drop`."""
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
         with Uninterrupted():

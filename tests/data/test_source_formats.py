@@ -25,6 +25,7 @@ from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs
+from satrap.data.iterable import IterableSource
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
@@ -108,6 +109,7 @@ def frames(samples: list[clicks.Sample]) -> dict[str, Any]:
         "pandas of Arrow types": table.to_pandas(types_mapper=pd.ArrowDtype),
         "polars": pl.from_arrow(table),
         "table": table,
+        "record batch": table.combine_chunks().to_batches()[0] if samples else None,
         "chunked table": pa.concat_tables([table.slice(0, 33), table.slice(33)]),
         "dict of lists": {name: [sample[name] for sample in samples] for name in table.schema.names},
         "dict of Arrow arrays": dict(zip(table.schema.names, table.columns, strict=True)),
@@ -123,6 +125,12 @@ def test_frames_yield_their_samples(kind: str, seed: int) -> None:
     if kind in ("table", "chunked table"):
         data = Arrow(frame, batch_size=32, block_rows=40, **OPTIONS)
         assert read(data) == [expected(sample) for sample in samples]
+
+
+def test_data_in_memory_is_not_compared() -> None:
+    for kind, one, other in ((Frame, {"x": [1]}, {"x": [2]}), (IterableSource, [1], [2])):
+        source = kind(one)
+        assert source == source and source != kind(other) and len({source, kind(other)}) == 2
 
 
 def only_batch(data: Source, features: Any) -> Inputs:

@@ -81,6 +81,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
             )
+        if not isinstance(embeddings, Embeddings):
+            raise CheckpointError(
+                f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
+                "Checkpoint(path, model, optimizer, embeddings, data)"
+            )
         taken = {"model", "optimizer"} & set(extra_state or {})
         if taken:
             raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")

@@ -59,6 +59,9 @@ class IterableSource(Source):
     _optional: ClassVar[tuple[str, ...]] = (*Source._optional, "batch_size")
     _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
+    __eq__ = object.__eq__  # items are not compared
+    __hash__ = object.__hash__
+
     def __post_init__(self) -> None:
         for name in ("samples", "offsets"):
             check_flag("IterableSource", name, getattr(self, name))

@@ -13,7 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from cluster import DEADLINE_SECONDS
+from loop import rows
+from satrap import Embeddings
 
 CHILD = Path(__file__).with_name("trainer_child.py")
 
@@ -91,3 +96,13 @@ def said(trainer: subprocess.Popen[str]) -> dict[str, Any]:
     assert line, "the trainer exited, or was killed at the deadline"
     found: dict[str, Any] = json.loads(line)
     return found
+
+
+def require_result(found: dict[str, Any], embeddings: Embeddings, model: torch.nn.Module, tolerance: float = 1) -> None:
+    """Check that a trainer's parameters and rows are those of a job in this process, up to the rounding of sums in
+    another order. tolerance: how many times as much."""
+    near: dict[str, Any] = {"rtol": 1e-4 * tolerance, "atol": 1e-6 * tolerance}
+    for parameter, there in zip(model.parameters(), found["dense"], strict=True):
+        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, **near)
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found["rows"][name], values, **near)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from loop import batches, bits, job, loss_of
+from loop import batches, bits, job, train_step
 from satrap import Adagrad, Batch, Embeddings, InputError, Normal, Table
 from satrap.train.batch import Sequence
 
@@ -83,8 +83,7 @@ def test_a_model_of_the_parts_trains_like_one_of_the_block() -> None:
 def test_a_part_looks_up_a_batch_that_was_read_ahead(overlap: bool) -> None:
     ours, model, optimizer = job(staleness=0)
     first, second = islice(ours.stream(batches(2), overlap=overlap), 2)
-    loss_of(model, first).backward()
-    optimizer.step()
+    train_step(model, optimizer, first)
     assert "not looked up yet" in repr(second) or overlap
     assert list(second) == ["user", "item", "history"]  # names need no rows
     second["item"].sum().backward()

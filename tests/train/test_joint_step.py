@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import running_servers
-from loop import NUM_IDS, batches, job, loss_of, rows
+from loop import NUM_IDS, batches, job, loss_of, train, train_step
 from satrap import Inputs
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
@@ -29,7 +29,7 @@ from satrap.train.joint_step import PADDING_ROWS, JointBatches, JointStep, descr
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
-from trainers import Trainers
+from trainers import Trainers, require_result
 
 N = 143
 
@@ -108,15 +108,8 @@ def test_every_sample_is_trained_on_once_with_equal_weight(
     assert all(each["lost"] == {} for each in found)
     embeddings, model, optimizer = job()
     columns = samples()
-    with embeddings.stream([inputs_of(columns, step) for step in steps]) as stream:
-        for batch in stream:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    train(embeddings, model, optimizer, [inputs_of(columns, step) for step in steps])
+    require_result(found[0], embeddings, model)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv.gz"])
@@ -157,8 +150,7 @@ def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: P
                     (loss_of(model, next(stream)) / len(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    require_result(found[0], embeddings, model)
 
 
 def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
@@ -195,8 +187,7 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     assert weights[3:] == [1.0], "the weight no longer applies"
     padding = next(stream)
     assert len(padding) == 0 and padding.embeddings.shape[0] == padding.dense.shape[0] == PADDING_ROWS
-    loss_of(model, padding).backward()
-    optimizer.step()
+    train_step(model, optimizer, padding)
     assert weights[4:] == [0.0, 1.0]
     with pytest.raises(StopIteration):
         next(stream)

@@ -13,40 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cluster import DEADLINE_SECONDS, batch, one_table, running_servers, server_processes, sharded_worker
 from faults import killed_at_random, random_faults, stop_and_go
-from loop import batches, job, loss_of, rows
-from satrap import Inputs
+from loop import BATCH, batches, job, join, loss_of
 from satrap.errors import CapacityError
-from trainers import Trainers
+from trainers import Trainers, require_result
 
 
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[Trainers]:
     with Trainers(3) as found:
         yield found
-
-
-def join(parts: list[Inputs]) -> Inputs:
-    """Return one batch with the samples of several."""
-    num_features = len(parts[0].names)
-    values, lengths = [], []
-    for f in range(num_features):
-        for part in parts:
-            assert part.offsets is not None
-            begin, end = (part.offsets[i * part.batch_size] for i in (f, f + 1))
-            values.append(part.values[begin:end])
-            lengths.append(np.diff(part.offsets[f * part.batch_size : (f + 1) * part.batch_size + 1]))
-    return Inputs(
-        names=parts[0].names,
-        values=np.concatenate(values),
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64),
-        batch_size=sum(part.batch_size for part in parts),
-        dense=np.concatenate([part.dense for part in parts if part.dense is not None]),
-        label=np.concatenate([part.label for part in parts if part.label is not None]),
-    )
 
 
 def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:
@@ -77,13 +55,7 @@ def test_synchronous_trainers_equal_one_on_the_joined_batch(
     assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world_size, (
         "each batch goes to one trainer"
     )
-    assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
-    embeddings, model = alone(found, 6 * world_size)
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
-    assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
+    require_same_as_alone(found, 6 * world_size)
 
 
 WAITED_FOR = """
@@ -118,10 +90,7 @@ def test_run_first_starts_once_all_other_trainers_wait(tmp_path: Path) -> None:
 def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> None:
     """Check that one trainer on all samples of each step ends with the same parameters and rows."""
     embeddings, model = alone(found, num, without)
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    require_result(found[0], embeddings, model)
     assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
     assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
 
@@ -169,32 +138,28 @@ def test_drops_by_some_trainers(trainers: Trainers, tmp_path: Path, dropped: lis
     assert all(each["rows"] == found[0]["rows"] for each in found)
 
 
+def updates_of(steps: list[list[list[int]]], num: int) -> dict[str, int]:
+    """Return the number of updates of each table, if each step is one update by the batches with these ids."""
+    known = {json.dumps(each.values.tolist()): each for each in batches(num)}
+    updated = {"user": 0, "item": 0}
+    for step in steps:
+        ids = [np.split(known[json.dumps(values)].values, [BATCH]) for values in step]
+        for table, each in zip(updated, zip(*ids, strict=True), strict=True):
+            updated[table] += len(np.unique(np.concatenate(each)))
+    return updated
+
+
 def test_a_dropped_micro_batch_leaves_the_others_of_its_step(trainers: Trainers, tmp_path: Path) -> None:
     with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
-    known = {json.dumps(each.values.tolist()): each for each in batches(8)}
-    kept = [[known[json.dumps(each["seen"][k])] for each in found] for k in (1, 2, 3)]
-    updated = dict.fromkeys(found[0]["updated"], 0)
-    for step in ([kept[0]], kept[1:]):
-        ids = [np.split(one.values, [one.batch_size]) for pair in step for one in pair]
-        updated["user"] += len(np.unique(np.concatenate([user for user, _ in ids])))
-        updated["item"] += len(np.unique(np.concatenate([others for _, others in ids])))
-    assert found[0]["updated"] == updated
+    first, *second = [[each["seen"][k] for each in found] for k in (1, 2, 3)]
+    assert found[0]["updated"] == updates_of([first, list(chain(*second))], 8)
 
 
 def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Path) -> None:
     with running_servers(2) as services:
         found = trainers.run(services, 2, tmp_path, batches=20, staleness=3, overlap=True)
-    known = {json.dumps(each.values.tolist()): each for each in batches(20)}
-    updated = dict.fromkeys(found[0]["updated"], 0)
-    for each in found:
-        for values in each["seen"]:
-            inputs = known[json.dumps(values)]
-            assert inputs.offsets is not None
-            user, others = np.split(inputs.values, [inputs.batch_size])
-            updated["user"] += len(np.unique(user))
-            updated["item"] += len(np.unique(others))
-    assert found[0]["updated"] == updated
+    assert found[0]["updated"] == updates_of([[values] for each in found for values in each["seen"]], 20)
     assert all(each["dense"] == found[0]["dense"] for each in found)
 
 
@@ -217,11 +182,7 @@ def test_killed_servers_under_synchronous_trainers(trainers: Trainers, tmp_path:
     """Half of a step may be waiting on the server, and half of it may be applied."""
     with killed_at_random(tmp_path, seed, 8) as (servers, _):
         found = trainers.run(servers, 2, tmp_path, batches=600)
-    embeddings, model = alone(found, 600)
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-3, atol=1e-5)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
+    require_result(found[0], *alone(found, 600), tolerance=10)
 
 
 def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path: Path, seed: int) -> None:
@@ -234,9 +195,7 @@ def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path
                 assert over.wait(DEADLINE_SECONDS)
 
         found = trainers.run(servers, 2, tmp_path, stop_some, batches=600)
-    embeddings, _ = alone(found, 600)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
+    require_result(found[0], *alone(found, 600), tolerance=10)
 
 
 def test_an_overflow_of_one_trainer(trainers: Trainers, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ import pytest
 from hypothesis import given, settings
 
 import clicks
-from clicks import FEATURES, WRITERS, make, source
+from clicks import FEATURES, KINDS, make, source
 from satrap.config.columns import Columns
 from satrap.data.block import Block, Chunk
 from satrap.data.delimited import CSV
@@ -324,15 +324,18 @@ def test_chunks_of_one_block_are_decoded_in_parallel() -> None:
 # -- every format ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("kind", WRITERS)
-def test_formats_resume_and_partition(kind: str, shuffle: bool, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("shuffle", "num_threads"), [(False, 0), (False, 3), (True, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_formats_yield_their_samples_resume_and_partition(
+    kind: str, shuffle: bool, num_threads: int, tmp_path: Path, seed: int
+) -> None:
     samples = make(500, seed)
     for i in range(5):
-        WRITERS[kind](tmp_path / f"{i}.{kind}", samples[100 * i : 100 * i + 100])
-    data = source(kind, tmp_path, batch_size=48, shuffle=shuffle, shuffle_blocks=3, seed=seed)
-    expected = sorted(map(clicks.expected, samples))
-    assert sorted(clicks.read(data)) == expected
+        clicks.write(tmp_path / f"{i}.{kind}", samples[100 * i : 100 * i + 100])
+    how: dict[str, Any] = {"shuffle": shuffle, "shuffle_blocks": 3, "seed": seed, "num_threads": num_threads}
+    data = source(kind, tmp_path, batch_size=48, **how)
+    found, expected = clicks.read(data), sorted(map(clicks.expected, samples))
+    assert sorted(found) == expected and (found == list(map(clicks.expected, samples))) is not shuffle
     assert sorted(s for rank in range(3) for s in clicks.read(data, rank=rank, world_size=3)) == expected
     whole = [(inputs.position, clicks.samples_in(inputs)) for inputs in data.batches(FEATURES)]
     for i, (position, _) in enumerate(whole):
@@ -350,7 +353,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
     paths = [tmp_path / f"small.{kind}", tmp_path / f"large.{kind}"]
     for path, times in zip(paths, (2, 300), strict=True):
         if kind.startswith("csv"):
-            clicks.write_csv(tmp_path / "some.csv", some)
+            clicks.write(tmp_path / "some.csv", some)
             header, _, rows = (tmp_path / "some.csv").read_bytes().partition(b"\n")
             text = header + b"\n" + rows * times
             path.write_bytes(text if kind == "csv" else gzip.compress(text, 1))

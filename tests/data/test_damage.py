@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import clicks
 from satrap.data.arrow import Arrow
 from satrap.data.inputs import Inputs
 from satrap.data.parquet import Parquet
@@ -191,12 +192,9 @@ DAMAGED: dict[str, Any] = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damage_that_arrow_does_not_detect(case: str, use: str, kind: str, tmp_path: Path) -> None:
     """The error names file, rows and column. The samples before are returned: only data in use is checked."""
-    path = tmp_path / "a.arrow"
+    path = tmp_path / ("a.arrows" if kind == "stream" else "a.arrow")
     table = pa.table({"a": DAMAGED[case], "b": range(100)})
-    if kind != "memory":
-        new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-        with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
-            writer.write_table(table)
+    clicks.write_table(path, table)
     data: Source = Arrow(table if kind == "memory" else path, block_rows=50, batch_size=50)
     features = ["a"] if use == "id" else ["b"]
     data = data.replace(extra="a") if use == "extra" else data
@@ -221,8 +219,7 @@ def test_a_union_is_refused_with_its_name(mode: str, tmp_path: Path) -> None:
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), union)
     for column in (union, nested):
         table = pa.table({"a": [1, 2], "u": column})
-        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+        clicks.write_table(tmp_path / "a.arrow", table)
         for data in (Arrow(tmp_path / "a.arrow", extra="u"), Arrow(table, extra="u")):
             with pytest.raises(
                 SourceError, match=f"(a.arrow|the table): column 'u' is of type .*{mode}_union.*; leave"

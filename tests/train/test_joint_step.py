@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,6 @@ from satrap.train.stream import Stream
 from trainers import Trainers, require_result
 
 N = 143
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[Trainers]:
-    with Trainers(3) as found:
-        yield found
 
 
 def samples() -> dict[str, Any]:

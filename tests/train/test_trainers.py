@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,6 @@ from faults import killed_at_random, random_faults, stop_and_go
 from loop import BATCH, batches, job, join, loss_of
 from satrap.errors import CapacityError
 from trainers import Trainers, require_result
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[Trainers]:
-    with Trainers(3) as found:
-        yield found
 
 
 def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:

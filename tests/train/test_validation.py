@@ -312,19 +312,10 @@ def test_a_best_checkpoint_of_another_run_is_not_mine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_several_trainers_agree(staleness: int, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with Trainers(2) as trainers, running_servers(2) as services:
-        one, other = trainers.run(
-            services,
-            2,
-            tmp_path,
-            batches=24,
-            staleness=staleness,
-            overlap=bool(staleness),
-            patience=2,
-            checkpoint=str(tmp_path / "run"),
-        )
+def test_several_trainers_agree(trainers: Trainers, staleness: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batches": 24, "patience": 2, "checkpoint": str(tmp_path / "run")}
+    with running_servers(2) as services:
+        one, other = trainers.run(services, 2, tmp_path, staleness=staleness, overlap=bool(staleness), **options)
     assert one["validation"] == other["validation"] and len(one["seen"]) == len(other["seen"])
     assert one["metrics"] == other["metrics"] and set(one["metrics"]) == set(METRICS)
     assert one["validation"]["best_step"] > 0

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from hypothesis import given, settings
 
 import clicks
 from clicks import FEATURES, KINDS, make, source
+from rpc_parts import DEADLINE_SECONDS, wait_until
 from satrap.config.columns import Columns
 from satrap.data.block import Block, Chunk
 from satrap.data.delimited import CSV
@@ -37,9 +37,6 @@ from satrap.data.read_ahead import ReadAhead
 from satrap.data.shuffle_order import permutation
 from satrap.errors import ConfigError, InputError, SourceError
 from uneven_source import Numbers, UnevenSource, at, ids, number_block, uneven_sources
-
-DEADLINE = 120.0
-
 
 # -- order -------------------------------------------------------------------------------------------------------------
 
@@ -198,13 +195,6 @@ def source_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("satrap-source")]
 
 
-def threads_have_ended() -> bool:
-    limit = time.monotonic() + DEADLINE
-    while source_threads() and time.monotonic() < limit:
-        threading.Event().wait(0.001)
-    return not source_threads()
-
-
 @pytest.mark.parametrize("end", ["drop", "close", "with", "error"])
 def test_no_thread_outlives_its_iterator(end: str) -> None:
     data = UnevenSource(sizes=[[100]] * 50, batch_size=10, num_threads=3)
@@ -232,7 +222,7 @@ def test_no_thread_outlives_its_iterator(end: str) -> None:
                 for inputs in batches:
                     _ = inputs.batch_size / 0
             del batches
-            assert threads_have_ended()
+            wait_until(lambda: not source_threads())
 
 
 class MalformedNumbers(Numbers):
@@ -259,7 +249,7 @@ def test_an_error_is_raised_in_place_of_its_samples(where: str, message: str, nu
     assert ids(islice(batches, 2)) == [0, 1, 2, 3]
     with pytest.raises(SourceError, match=message):
         next(batches)
-    assert threads_have_ended()
+    wait_until(lambda: not source_threads())
 
 
 def test_reading_ahead_is_bounded() -> None:
@@ -274,7 +264,7 @@ def test_reading_ahead_is_bounded() -> None:
                 num_in_flight += 1
                 most = max(most, num_in_flight)
             if self.first < 3:
-                three_threads.wait(DEADLINE)  # three threads decode at the same time
+                three_threads.wait(DEADLINE_SECONDS)  # three threads decode at the same time
             return super().decode()
 
     blocks = [(number_block([CountingNumbers(i, 1)]), RowRange(i)) for i in range(40)]
@@ -292,19 +282,19 @@ def test_closing_waits_for_no_turn_that_was_cancelled() -> None:
 
     def occupy_thread() -> None:
         has_begun.set()
-        may_end.wait(DEADLINE)
+        may_end.wait(DEADLINE_SECONDS)
 
     block = number_block([Numbers(i, 1) for i in range(3)])
     ahead = ReadAhead([(block, RowRange(0))], RowAssigner(), num_threads=1, num_chunks=3)
     assert ahead._pool is not None
     ahead._pool.submit(occupy_thread)
-    assert has_begun.wait(DEADLINE)
+    assert has_begun.wait(DEADLINE_SECONDS)
     ahead._fill()
     ahead._pool._work_queue.get()  # the first turn; the thread continues with the second
     may_end.set()
     closing = threading.Thread(target=ahead.close, daemon=True)
     closing.start()
-    closing.join(DEADLINE)
+    closing.join(DEADLINE_SECONDS)
     assert not closing.is_alive()
 
 
@@ -313,7 +303,7 @@ def test_chunks_of_one_block_are_decoded_in_parallel() -> None:
 
     class ParallelNumbers(Numbers):
         def decode(self) -> Chunk:
-            two_threads.wait(DEADLINE)
+            two_threads.wait(DEADLINE_SECONDS)
             return super().decode()
 
     block = number_block([ParallelNumbers(i, 1) for i in range(4)], guess=3)

@@ -222,22 +222,6 @@ def test_a_compiled_dense_part() -> None:
     assert losses == train(plain_embeddings, plain_model, plain_optimizer, batches(3))
 
 
-def test_evaluation_changes_nothing() -> None:
-    embeddings, model, optimizer = job()
-    train(embeddings, model, optimizer, batches(3))
-    sizes = {name: len(store) for name, store in embeddings.tables.items()}
-    before = rows(embeddings)
-    embeddings.eval()
-    for batch in embeddings.stream(batches(5, seed=9)):
-        assert not batch.embeddings.requires_grad
-        assert batch.step == 0
-    assert {name: len(store) for name, store in embeddings.tables.items()} == sizes
-    np.testing.assert_array_equal(before["item"], rows(embeddings)["item"])
-    embeddings.train()
-    train(embeddings, model, optimizer, batches(1))
-    assert embeddings.step == 4
-
-
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
     def torn() -> Iterator[Inputs]:

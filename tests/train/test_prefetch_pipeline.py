@@ -228,8 +228,11 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
     wait_until(lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))  # the reader's end
 
 
+Concurrent = tuple[PrefetchPipeline[tuple[int, int]], Tables]
+
+
 @pytest.fixture
-def concurrent() -> Iterator[tuple[PrefetchPipeline[tuple[int, int]], Tables]]:
+def concurrent() -> Iterator[Concurrent]:
     """Yield a pipeline of staleness 2 with three batches looked up, the lookup of step 4 blocked, and update 1 being
     applied."""
     tables = Tables()
@@ -244,9 +247,7 @@ def concurrent() -> Iterator[tuple[PrefetchPipeline[tuple[int, int]], Tables]]:
     pipeline.close()
 
 
-def test_updates_and_lookups_do_not_wait_for_each_other(
-    concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables],
-) -> None:
+def test_updates_and_lookups_do_not_wait_for_each_other(concurrent: Concurrent) -> None:
     pipeline, tables = concurrent
     pipeline.submit(tables.update(2))
     wait_until(lambda: tables.applied == [1, 2])  # an update during a lookup
@@ -264,7 +265,7 @@ def test_updates_and_lookups_do_not_wait_for_each_other(
     assert tables.seen[6] == 3
 
 
-def test_a_pause_waits_for_lookups_and_updates(concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
+def test_a_pause_waits_for_lookups_and_updates(concurrent: Concurrent) -> None:
     pipeline, tables = concurrent
     tables.hold_update.clear()
     pipeline.submit(tables.update(2))
@@ -296,7 +297,7 @@ def threads_of_tables() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name in ("satrap-lookups", "satrap-updates")]
 
 
-def test_of_two_errors_the_first_is_raised(concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables]) -> None:
+def test_of_two_errors_the_first_is_raised(concurrent: Concurrent) -> None:
     pipeline, tables = concurrent
     tables.hold_update.clear()
     tables.fail_update, tables.fail_lookup = 2, 4
@@ -315,9 +316,7 @@ def test_of_two_errors_the_first_is_raised(concurrent: tuple[PrefetchPipeline[tu
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_an_error_of_a_lookup_waits_for_the_concurrent_update(
-    concurrent: tuple[PrefetchPipeline[tuple[int, int]], Tables], refused: bool
-) -> None:
+def test_an_error_of_a_lookup_waits_for_the_concurrent_update(concurrent: Concurrent, refused: bool) -> None:
     pipeline, tables = concurrent
     tables.hold_update.clear()
     tables.fail_lookup, tables.fail_update = 4, 2 if refused else 0

@@ -83,12 +83,11 @@ def contents(worker: LocalWorker | ShardedWorker, ids: Any = IDS) -> dict[str, l
 
 def step_both(workers: list[Worker], rng: np.random.Generator, bags: list[Any], step: int) -> None:
     """Make the same lookups and one update on each worker; the looked-up rows must be the same bits."""
-    seen = []
     looked = [[worker.lookup(each.inputs(), step=step) for each in bags] for worker in workers]
-    for of_worker in looked:
-        seen.append(
-            [[each.block.tobytes(), *(rows.tobytes() for rows in each.sequences.values())] for each in of_worker]
-        )
+    seen = [
+        [[each.block.tobytes(), *(rows.tobytes() for rows in each.sequences.values())] for each in of_worker]
+        for of_worker in looked
+    ]
     assert all(each == seen[0] for each in seen)
     blocks = [rng.normal(size=each.block.shape).astype(np.float32) for each in looked[0]]
     sequences = [

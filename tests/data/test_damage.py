@@ -91,35 +91,14 @@ def test_flipped_bytes_are_refused_by_file_name(kind: str, tmp_path: Path, rng: 
     assert refused > 10
 
 
-@pytest.mark.parametrize("sums", [True, False])
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_the_page_checksum_detects_a_flipped_value(sums: bool, version: str, compression: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    numbers = np.arange(1000, 1100)
-    table = pa.table({"id": numbers, "x": numbers * 0.5})
-    pq.write_table(
-        table, path, row_group_size=50, use_dictionary=False, compression=compression, write_page_checksum=sums,
-        data_page_version=version,
-    )  # fmt: skip
-    data, whole = Parquet(path, dense="x", block_rows=50), path.read_bytes()
-    num_read = 0
-    for name, value in (("id", struct.pack("<q", 1077)), ("x", struct.pack("<d", 538.5))):
-        at = (
-            whole.find(value)
-            if compression == "none"
-            else pq.read_metadata(path).row_group(1).column(int(name == "x")).total_compressed_size // 2
-            + pq.read_metadata(path).row_group(1).column(int(name == "x")).data_page_offset
-        )
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        batches = data.batches(["id"])
-        try:
-            num_read += sum(inputs.batch_size for inputs in batches)
-        except SourceError as error:
-            assert str(error).startswith(f"{path}, row group 1: cannot be read") or not sums
-            assert not sums or "CRC" in str(error) or "checksum" in str(error)
-    assert not sums or num_read == 0
-    assert sums or compression != "none" or num_read == 200, "nothing detects that these bytes were flipped"
+def test_the_page_checksum_detects_a_flipped_value(tmp_path: Path) -> None:
+    path, table = tmp_path / "a.parquet", pa.table({"id": np.arange(1000, 1100)})
+    pq.write_table(table, path, row_group_size=50, use_dictionary=False, compression="none", write_page_checksum=True)
+    whole = path.read_bytes()
+    at = whole.find(struct.pack("<q", 1077))
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(SourceError, match=f"^{path}, row group 1: cannot be read.*(CRC|checksum)"):
+        list(Parquet(path, block_rows=50).batches(["id"]))
 
 
 def test_a_footer_that_contradicts_its_pages(tmp_path: Path) -> None:

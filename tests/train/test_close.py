@@ -363,7 +363,7 @@ def test_a_process_exits_while_its_threads_call(tmp_path: Path) -> None:
         "for _ in range(8):\n"
         "    began.acquire()\n"
     )
-    for _ in range(5):
+    for _ in range(3):
         command = [sys.executable, "-c", code, f"ipc://{tmp_path}/sockets/none"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
         assert run.returncode == 0, run.stderr

@@ -21,28 +21,9 @@ from satrap import Batch, Checkpoint, Inputs, StreamError
 from satrap.train.stream import Stream
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
-HOW: dict[str, Callable[[Stream], Iterable[Batch]]] = {}
 
 
-def loop(name: str) -> Callable[[Callable[[Stream], Iterable[Batch]]], None]:
-    def register(how: Callable[[Stream], Iterable[Batch]]) -> None:
-        HOW[name] = how
-
-    return register
-
-
-@loop("plain")
-def _(stream: Stream) -> Iterable[Batch]:
-    return stream
-
-
-@loop("all at once")
-def _(stream: Stream) -> Iterable[Batch]:
-    return list(stream)
-
-
-@loop("one ahead")
-def _(stream: Stream) -> Iterator[Batch]:
+def one_ahead(stream: Stream) -> Iterator[Batch]:
     """Read one batch ahead, as Lightning and Accelerate do."""
     one = next(stream)
     for following in stream:
@@ -51,13 +32,20 @@ def _(stream: Stream) -> Iterator[Batch]:
     yield one
 
 
-@loop("three ahead")
-def _(stream: Stream) -> Iterator[Batch]:
+def three_ahead(stream: Stream) -> Iterator[Batch]:
     held = list(islice(stream, 3))
     for following in stream:
         held.append(following)
         yield held.pop(0)
     yield from held
+
+
+HOW: dict[str, Callable[[Stream], Iterable[Batch]]] = {
+    "plain": lambda stream: stream,
+    "all at once": list,
+    "one ahead": one_ahead,
+    "three ahead": three_ahead,
+}
 
 
 def trained(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cluster import DEADLINE_SECONDS
+from cluster import DEADLINE_SECONDS, running_servers
 from loop import rows
 from satrap import Embeddings
 
@@ -52,6 +52,11 @@ class Trainers:
         with self.at_work(world_size, folder, settings | options) as trainers:
             meanwhile(trainers)
             return [said(each) for each in trainers]
+
+    def run_on_servers(self, num_servers: int, world_size: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
+        """Run a job on new servers."""
+        with running_servers(num_servers) as services:
+            return self.run(services, world_size, folder, **options)
 
     @contextmanager
     def at_work(self, world_size: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:

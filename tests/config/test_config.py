@@ -418,14 +418,6 @@ def test_a_wrong_dict_is_explained(changes: dict[str, Any], message: str) -> Non
         Table.from_dict({"name": "item", "dim": 4} | changes)
 
 
-@pytest.mark.parametrize("key", ["name", "dim"])
-def test_a_required_key_that_is_missing_is_named(key: str) -> None:
-    data = Table("item", dim=4).to_dict()
-    del data[key]
-    with pytest.raises(ConfigError, match=f"the key '{key}' is missing; add it"):
-        Table.from_dict(data)
-
-
 def test_a_dict_of_another_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="SGD: type is 'Adam'; expected 'SGD'"):
         SGD.from_dict(Adam().to_dict())

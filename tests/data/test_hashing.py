@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
+from xxhash import xxh64_intdigest as xxh64
 
-from clicks import xxh64
 from satrap import _core
 from satrap.data.hashing import hash_integers, hash_strings
 from satrap.errors import InputError

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
+from xxhash import xxh64_intdigest as xxh64
 
 import clicks
 from clicks import KINDS, OPTIONS, expected, make, read, source
@@ -133,7 +134,7 @@ def test_a_dict_of_numpy_arrays() -> None:
     inputs = only_batch(data, ["id", "name", "pair", "bag"])
     assert clicks.bags_of(inputs) == [
         [[3], [2**64 - 1], [5]],
-        [[clicks.xxh64(text)] for text in (b"a", b"bc", b"")],
+        [[xxh64(text)] for text in (b"a", b"bc", b"")],
         [[0, 1], [2, 3], [4, 5]],
         [[7, 8], [], [9]],
     ]
@@ -165,7 +166,7 @@ def test_missing_ids_become_the_declared_id() -> None:
     data = Frame(frame, ids={"one": IdColumn(missing=9), "text": IdColumn(missing=7)}, missing_id=5)
     bags = clicks.bags_of(only_batch(data, ["one", "many", "text"]))
     assert bags[:2] == [[[1], [9], [3]], [[1, 5], [5], []]]
-    assert bags[2] == [[clicks.xxh64(b"a")], [7], [clicks.xxh64(b"b")]]
+    assert bags[2] == [[xxh64(b"a")], [7], [xxh64(b"b")]]
     weighted = only_batch(data.replace(weights={"many": "w"}), ["many"])
     assert clicks.bags_of(weighted, weighted.weights) == [[[0.5, 0.25], [1.0], []]]
     assert clicks.bags_of(only_batch(Frame(frame), ["many"])) == [[[1], [], []]]
@@ -173,8 +174,8 @@ def test_missing_ids_become_the_declared_id() -> None:
 
 def test_integers_may_be_hashed_or_read_as_texts() -> None:
     ids = [0, 7, -3]
-    hashed = [[clicks.xxh64((i % 2**64).to_bytes(8, "little"))] for i in ids]
-    texts = [[clicks.xxh64(str(i).encode())] for i in ids]
+    hashed = [[xxh64((i % 2**64).to_bytes(8, "little"))] for i in ids]
+    texts = [[xxh64(str(i).encode())] for i in ids]
     frame = {"a": ids, "f": [0.0, 7.0, -3.0]}
     for name, column, expected_samples in (
         ("a", IdColumn(hash=True), hashed),
@@ -206,7 +207,7 @@ def test_labels_dense_and_lists_of_text(kind: str, tmp_path: Path) -> None:
     }
     data: Source = CSV(tmp_path / "a.csv", **options) if kind == "csv" else Frame(rows, **options)
     inputs = only_batch(data, ["genres"])
-    a, b = clicks.xxh64(b"a"), clicks.xxh64(b"b")
+    a, b = xxh64(b"a"), xxh64(b"b")
     assert clicks.bags_of(inputs) == [[[b, a], [], [a, b]]]
     assert inputs.label is not None and inputs.label.tolist() == [[1, 2, 1], [0, 3, 0], [1, 4, 0.5]]
     expected_samples = np.array([[0, 0], [np.log(6), np.log1p(1e-6)], [-1, np.log(70001)]], np.float32)
@@ -271,13 +272,13 @@ def test_criteo(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     assert [inputs.batch_size for inputs in batches] == [128, 128, 44]
     assert all(inputs.offsets is None for inputs in batches)
     ids = np.concatenate([np.asarray(b.values).reshape(26, -1) for b in batches], axis=1)
-    assert ids.T.tolist() == [[clicks.xxh64(text.encode()) for text in row[3]] for row in rows]
+    assert ids.T.tolist() == [[xxh64(text.encode()) for text in row[3]] for row in rows]
     dense = np.concatenate([b.dense for b in batches if b.dense is not None])
     assert np.allclose(dense, np.array([row[2] for row in rows], np.float32), rtol=2e-7)
     assert np.concatenate([b.label for b in batches if b.label is not None]).tolist() == [row[1] for row in rows]
     raw = next(data.replace(log1p=False, dense=["I3"], ids={"ad": "C7"}, missing_id=None).batches(["ad"]))
     assert raw.dense is not None and raw.dense.shape == (128, 1) and raw.dense.max() > 8
-    assert clicks.bags_of(raw)[0] == [[clicks.xxh64(r[3][6].encode())] if r[3][6] else [] for r in rows[:128]]
+    assert clicks.bags_of(raw)[0] == [[xxh64(r[3][6].encode())] if r[3][6] else [] for r in rows[:128]]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] + b"\n" for line in text.splitlines()))
     unlabelled = only_batch(data.replace(path=tmp_path / "test.txt", label=None, batch_size=300), features)
     assert unlabelled.label is None and np.array_equal(unlabelled.values.reshape(26, -1), ids)

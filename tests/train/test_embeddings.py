@@ -92,26 +92,6 @@ def test_a_last_incomplete_group_may_be_stepped() -> None:
     assert embeddings.step == 2 and not stream.dropped
 
 
-def test_a_batch_that_no_loss_reached_is_dropped_and_counted() -> None:
-    embeddings, model, optimizer = job()
-    with embeddings.stream(batches(6)) as stream:
-        for i, batch in enumerate(stream):
-            if i % 2 == 1:
-                continue
-            train_step(model, optimizer, batch)
-    assert stream.dropped == {"unused": 3}
-
-
-def test_a_loss_without_a_step_raises_instead_of_waiting() -> None:
-    embeddings, model, _ = job()
-    stream = embeddings.stream(batches(6))
-    loss_of(model, next(stream)).backward()
-    second = next(stream)
-    with pytest.raises(StreamError, match=r"optimizer\.step\(\) was not called"):
-        _ = second.embeddings
-    stream.close()
-
-
 def test_cleared_gradients_drop_the_batch() -> None:
     embeddings, model, optimizer = job()
     stream = embeddings.stream(batches(6))

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import running_servers
 from loop import NUM_IDS, batches, job, loss_of, train, train_step
 from satrap import Inputs
 from satrap.data.inputs import Position
@@ -92,8 +91,7 @@ def write(folder: Path, kind: str) -> str:
 def test_every_sample_is_trained_on_once_with_equal_weight(
     trainers: Trainers, tmp_path: Path, kind: str, world_size: int, how: dict[str, Any]
 ) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, world_size, tmp_path, batches=0, file=write(tmp_path / "data", kind), how=how)
+    found = trainers.run_on_servers(2, world_size, tmp_path, batches=0, file=write(tmp_path / "data", kind), how=how)
     steps = [list(chain(*each)) for each in zip(*(each["seen"] for each in found), strict=True)]
     assert sorted(chain(*steps)) == list(range(N))
     size = world_size * how.get("batch_size", 8)
@@ -117,8 +115,7 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
     trained: list[int] = []
     before = 0
     for world_size, until, saved in ((2, 4, 2), (3, 7, 6), (1, None, None)):
-        with running_servers(2) as services:
-            found = trainers.run(services, world_size, tmp_path, until=until, **options)
+        found = trainers.run_on_servers(2, world_size, tmp_path, until=until, **options)
         assert all(each["resumed"] == (before > 0) for each in found)
         kept = None if saved is None else saved - before
         trained += [number for each in found for batch in each["seen"][:kept] for number in batch]
@@ -128,8 +125,7 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
 
 def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: Path) -> None:
     """Two trainers have five batches, two per step: the last step has one batch of one trainer, and padding."""
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
     assert [len(each["seen"]) for each in found] == [3, 3]
     assert found[0]["dense"] == found[1]["dense"] and all(each["lost"] == {} for each in found)
     embeddings, model, optimizer = job()

@@ -102,17 +102,6 @@ def test_the_staleness_seen_counts_open_steps() -> None:
     assert gate.look_up() == 4
 
 
-def test_a_started_step_is_open_until_its_last_batch() -> None:
-    gate = StalenessGate(0, accumulate=3)
-    gate.settle(gate.look_up())
-    assert gate.oldest_open == 1
-    gate.look_up()
-    gate.exhaust()
-    assert gate.oldest_open == 1
-    gate.settle(1)
-    assert gate.oldest_open == gate.next_step
-
-
 def test_lookups_and_updates_may_overlap_unless_deterministic() -> None:
     assert [StalenessGate(staleness).allows_overlap for staleness in (0, 1, 4)] == [False, True, True]
     assert not any(StalenessGate(staleness, deterministic=True).allows_overlap for staleness in (0, 1, 4))

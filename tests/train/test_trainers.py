@@ -28,13 +28,10 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
     for step, each in enumerate(seen, 1):
         whole = join([known[json.dumps(values)] for values in each if values])
         with embeddings.stream([whole]) as stream:
-            for one in stream:
-                optimizer.zero_grad()
-                loss_of(model, one).backward()
-                if step in without:
-                    optimizer.zero_grad()
-                else:
-                    optimizer.step()
+            loss_of(model, next(stream)).backward()
+            if step not in without:
+                optimizer.step()
+            optimizer.zero_grad()
     return embeddings, model
 
 
@@ -42,8 +39,7 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
 def test_synchronous_trainers_equal_one_on_the_joined_batch(
     trainers: Trainers, world_size: int, overlap: bool, tmp_path: Path
 ) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, world_size, tmp_path, batches=6 * world_size, overlap=overlap)
+    found = trainers.run_on_servers(2, world_size, tmp_path, batches=6 * world_size, overlap=overlap)
     assert all(len(each["seen"]) == 6 for each in found)
     assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world_size, (
         "each batch goes to one trainer"
@@ -98,8 +94,7 @@ def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_all_drop_and_uneven_data(trainers: Trainers, tmp_path: Path, ahead: bool) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
     assert [len(each["seen"]) for each in found] == [5, 5] and found[1]["seen"][-1] == [], (
         "one trainer has padding at the end"
     )
@@ -112,8 +107,7 @@ def test_a_step_that_all_drop_and_uneven_data(trainers: Trainers, tmp_path: Path
 def test_trainers_with_fewer_or_no_batches_join_each_step(
     trainers: Trainers, tmp_path: Path, batches: int, staleness: int, overlap: bool
 ) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 3, tmp_path, batches=batches, staleness=staleness, overlap=overlap)
+    found = trainers.run_on_servers(2, 3, tmp_path, batches=batches, staleness=staleness, overlap=overlap)
     seen = [[len(values) for values in each["seen"]] for each in found]
     assert [len(each) for each in seen] == [1 + (batches - 1) // 3] * 3 and sum(map(bool, chain(*seen))) == batches
     assert [each["lost"] for each in found] == [{}] * 3
@@ -123,8 +117,7 @@ def test_trainers_with_fewer_or_no_batches_join_each_step(
 
 def test_uneven_epochs_and_a_save_between(trainers: Trainers, tmp_path: Path) -> None:
     """Both trainers are at the same step in the second epoch, and at the save."""
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
     assert [len(each["seen"]) for each in found] == [6, 6]
     assert [each["lost"] for each in found] == [{}, {}]
     require_same_as_alone(found, 5)
@@ -133,8 +126,7 @@ def test_uneven_epochs_and_a_save_between(trainers: Trainers, tmp_path: Path) ->
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drops_by_some_trainers(trainers: Trainers, tmp_path: Path, dropped: list[Any], ahead: bool) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
     assert all(len(each["seen"]) == 3 for each in found)
     assert all(each["rows"] == found[0]["rows"] for each in found)
 
@@ -151,15 +143,13 @@ def updates_of(steps: list[list[list[int]]], num: int) -> dict[str, int]:
 
 
 def test_a_dropped_micro_batch_leaves_the_others_of_its_step(trainers: Trainers, tmp_path: Path) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
     first, *second = [[each["seen"][k] for each in found] for k in (1, 2, 3)]
     assert found[0]["updated"] == updates_of([first, list(chain(*second))], 8)
 
 
 def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Path) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=20, staleness=3, overlap=True)
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=20, staleness=3, overlap=True)
     assert found[0]["updated"] == updates_of([[values] for each in found for values in each["seen"]], 20)
     assert all(each["dense"] == found[0]["dense"] for each in found)
 
@@ -167,12 +157,9 @@ def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Pat
 def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path: Path) -> None:
     """The results are equal bit for bit: each trainer continues at its own position, all at the same step."""
     folder = tmp_path / "run"
-    with running_servers(2) as services:
-        whole = trainers.run(services, 2, tmp_path, batches=16)
-    with running_servers(2) as services:
-        first = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
-    with running_servers(3) as services:
-        rest = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder))
+    whole = trainers.run_on_servers(2, 2, tmp_path, batches=16)
+    first = trainers.run_on_servers(2, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
+    rest = trainers.run_on_servers(3, 2, tmp_path, batches=16, checkpoint=str(folder))
     assert not any(each["resumed"] for each in first) and all(each["resumed"] for each in rest)
     for before, after, once in zip(first, rest, whole, strict=True):
         assert before["seen"][:4] + after["seen"] == once["seen"]
@@ -201,8 +188,7 @@ def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path
 
 def test_an_overflow_of_one_trainer(trainers: Trainers, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """torch's scaler for several trainers spreads the overflow; with the plain GradScaler it is refused."""
-    with running_servers(1) as services:
-        found = trainers.run(services, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
+    found = trainers.run_on_servers(1, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
     assert [each["scale"] for each in found] == [512.0, 512.0]
     assert [each["lost"] for each in found] == [{"batches/overflow": 1}] * 2
     assert found[0]["dense"] == found[1]["dense"]

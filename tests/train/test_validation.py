@@ -18,7 +18,6 @@ import torch
 from hypothesis import given
 
 from checkpoint_job import Job, Source
-from cluster import running_servers
 from example_reports import Clock, ListSink
 from loop import batches, bits, job, loss_of, train_step
 from satrap import Checkpoint, CheckpointError, ConfigError, JsonLines, Progress, Reader, Validation, evaluate
@@ -314,8 +313,7 @@ def test_a_best_checkpoint_of_another_run_is_not_mine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_several_trainers_agree(trainers: Trainers, staleness: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"batches": 24, "patience": 2, "checkpoint": str(tmp_path / "run")}
-    with running_servers(2) as services:
-        one, other = trainers.run(services, 2, tmp_path, staleness=staleness, overlap=bool(staleness), **options)
+    one, other = trainers.run_on_servers(2, 2, tmp_path, staleness=staleness, overlap=bool(staleness), **options)
     assert one["validation"] == other["validation"] and len(one["seen"]) == len(other["seen"])
     assert one["metrics"] == other["metrics"] and set(one["metrics"]) == set(METRICS)
     assert one["validation"]["best_step"] > 0

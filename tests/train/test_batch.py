@@ -14,20 +14,16 @@ from satrap import Adagrad, Batch, Embeddings, InputError, Normal, Table
 from satrap.train.batch import Sequence
 
 
-def embeddings() -> Embeddings:
-    """Return features of other dims and tables, among them two sequences, in an order that tables change."""
+def looked_up() -> Batch:
+    """Return a batch of features of other dims and tables, two of them sequences, in an order that tables change."""
     item = Table("item", dim=3, optimizer=Adagrad(), initial=Normal())
     user = Table("user", dim=5, optimizer=Adagrad(), initial=Normal())
-    return Embeddings(
+    ours = Embeddings(
         {"item": item, "path": item.sequence(2), "user": user, "bag": item.bag("mean"), "past": user.sequence(3)},
         num_threads=1,
     )
-
-
-def looked_up(seed: int = 0) -> Batch:
-    ours = embeddings()
     ours.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
-    inputs = draw_bags(np.random.default_rng(seed), ours.features, 7).inputs()
+    inputs = draw_bags(np.random.default_rng(0), ours.features, 7).inputs()
     return next(ours.stream([inputs], overlap=False))
 
 

@@ -67,16 +67,22 @@ class Job:
             **options,
         )
 
+    def logits(self, batch: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
+        return logits
+
+    def step(self, batch: Any) -> None:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(self.logits(batch), batch.label)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
     def train(self, every_steps: int = 1) -> None:
         """Train the remaining steps."""
         with self.embeddings.stream(self.source) as stream:
             for batch in stream:
-                logit = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
-                loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, batch.label)
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-                self.scheduler.step()
+                self.step(batch)
                 self.run.save(every_steps=every_steps)
                 print(self.embeddings.step, flush=True)
 

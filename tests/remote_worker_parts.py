@@ -146,10 +146,7 @@ def made(of: Mapping[str, Table | Feature], **options: Any) -> Iterator[Embeddin
     try:
         yield embeddings
     finally:
-        if isinstance(embeddings.worker, RemoteWorker):
-            embeddings.worker.close()
-        elif isinstance(embeddings.worker, ShardedWorker):
-            embeddings.worker.servers.close()
+        embeddings.worker.close()
 
 
 @contextmanager

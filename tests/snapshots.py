@@ -21,6 +21,14 @@ from satrap.table.store import Store
 Columns = dict[str, NDArray[Any]]
 
 
+def train(store: Store, rng: np.random.Generator, steps: int = 5, universe: int = 400, batch: int = 30) -> None:
+    """Looks up and updates random ids."""
+    for _ in range(steps):
+        ids = rng.integers(universe, size=batch).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        store.lookup(ids)
+        store.update(ids, rng.normal(size=(batch, store.table.dim)).astype(np.float32))
+
+
 def contents(store: Store) -> dict[str, Any]:
     """Returns rows with their stamps and exact bits, sightings, and the numbers of a snapshot; no counters."""
     engine = store._engine

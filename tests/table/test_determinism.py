@@ -131,31 +131,6 @@ def test_the_workload_evicts_refuses_expires_and_skips(seed: int, tmp_path: Path
         assert total[name] > 0, f"no row was ever {name}"
 
 
-def test_a_loaded_store_goes_on_the_same_way(seed: int, tmp_path: Path) -> None:
-    """Save, load with another thread count and path, continue: the bits equal those of a run without interruption."""
-    rng = np.random.default_rng(seed)
-    batches = [rng.integers(3000, size=800).astype(np.uint64) for _ in range(8)]
-    gradients = [rng.normal(size=(800, 17)).astype(np.float32) for _ in range(8)]
-    table = Table("t", dim=17, optimizer=Adam(), capacity=1500, num_buckets=4, dtype="bfloat16", admission=MinCount(2))
-
-    def advance(store: Store, some: range) -> None:
-        for i in some:
-            store.lookup(batches[i])
-            store.update(batches[i], gradients[i])
-
-    whole = Store(table, seed=seed, num_threads=1)
-    advance(whole, range(8))
-    first = Store(table, seed=seed, num_threads=3)
-    advance(first, range(4))
-    first.save(tmp_path / "half")
-    second = Store.load(tmp_path / "half", num_threads=2, simd="portable")
-    advance(second, range(4, 8))
-    ids = np.arange(3000, dtype=np.uint64)
-    for a, b in zip(whole.read(ids), second.read(ids), strict=True):
-        np.testing.assert_array_equal(a, b)
-    second.check()
-
-
 # -- the caller's float mode -------------------------------------------------------------------------------------------
 
 TINY_IDS = np.arange(4000, dtype=np.uint64)  # enough to wake all threads

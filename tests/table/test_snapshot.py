@@ -24,18 +24,11 @@ from satrap.errors import CapacityError, SnapshotError
 from satrap.table.snapshot import writer
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
-from snapshots import assert_same, columns, contents, crc32c, forge, manifest
+from snapshots import assert_same, columns, contents, crc32c, forge, manifest, train
 
 ROOT = Path(__file__).parents[2]
 
 OPTIMIZERS: list[Any] = [SGD(), SGD(momentum=0.9), Adagrad(), RowWiseAdagrad(), Adam(), Ftrl()]
-
-
-def train(store: Store, rng: np.random.Generator, steps: int = 5, universe: int = 400, batch: int = 30) -> None:
-    for _ in range(steps):
-        ids = rng.integers(universe, size=batch).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        store.lookup(ids)
-        store.update(ids, rng.normal(size=(batch, store.table.dim)).astype(np.float32))
 
 
 @pytest.fixture
@@ -377,7 +370,7 @@ def test_a_table_among_others_is_saved_alone(tmp_path: Path) -> None:
 
 
 def test_loading_into_shared_memory(tmp_path: Path, rng: np.random.Generator) -> None:
-    store = Store(Table("item", dim=4), num_threads=1)
+    store = Store(Table("item", dim=4, capacity=64, admission=MinCount(2)), num_threads=1)
     train(store, rng)
     version = store.save(tmp_path / "a")
     Store.load(tmp_path / "a", num_threads=1, shared=tmp_path / "shared")

@@ -204,25 +204,6 @@ def test_trains_like_an_embedding_bag(optimizer: Any, mode: Any, weighted: bool,
     )
 
 
-def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
-    """Nothing is read back in between: 100 steps end in exactly the bits of index_add_ and fma."""
-    num_ids, dim, rate = 50, 16, 0.0371
-    table = Table("t", dim=dim, optimizer=SGD(lr=rate), initial=Normal())
-    worker = LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
-    everyone = np.arange(num_ids, dtype=np.uint64)
-    values = worker.tables["t"].lookup(everyone)
-    for _ in range(100):
-        some = [[rng.integers(num_ids, size=n).tolist() for n in sizes] for sizes in ([1] * 30, [4] * 30, [1] * 30)]
-        bags = Bags(worker.features, [[[(id_, np.float32(1)) for id_ in bag] for bag in each] for each in some])
-        looked = worker.lookup(bags.inputs())
-        gradients = rng.normal(size=looked.block.shape).astype(np.float32)
-        assert looked.ticket
-        worker.update([looked.ticket], [gradients])
-        for id_, total in summed([bags], [(gradients, {})], 1.0)["t"].items():
-            values[id_] = fma(np.full_like(total, -np.float32(rate)), total, values[id_])
-    np.testing.assert_array_equal(worker.tables["t"].read(everyone).values, values)
-
-
 def test_a_history_keeps_its_last_ids_and_ignores_padding() -> None:
     """0 pads two of three histories: it has no row, no position, no part in a mean and is not counted as truncated."""
     item = Table("item", dim=2, initial=Normal())

@@ -42,14 +42,6 @@ def worker(request: pytest.FixtureRequest) -> Iterator[ShardedWorker]:
         yield worker
 
 
-def test_it_equals_torch(worker: ShardedWorker, rng: np.random.Generator) -> None:
-    follow(worker, rng, num_steps=3, scale=0.5)
-
-
-def test_accumulated_batches_are_one_step(worker: ShardedWorker, rng: np.random.Generator) -> None:
-    follow(worker, rng, num_steps=2, accumulate=3)
-
-
 def test_it_has_the_bits_of_a_local_worker(worker: ShardedWorker, rng: np.random.Generator) -> None:
     """Rows, counters, and evaluation; with a batch that is dropped and gradients that are missing."""
     local = LocalWorker(features(), num_threads=1)

@@ -351,20 +351,6 @@ def test_gradients_may_be_tensors_and_strided() -> None:
     assert contents(worker) == contents(other)
 
 
-def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
-    worker = LocalWorker(FEATURES, shared=tmp_path / "rows", seed=4)
-    tickets = [worker.lookup(GOOD).ticket for _ in range(2)]
-    worker.update([each for each in tickets if each], [BLOCK, BLOCK], [{"path": PATH}] * 2)
-    wanted = contents(worker)[2]
-    del worker, tickets
-    again = TableGroup.attach(tmp_path / "rows")
-    assert [store.table for store in again.values()] == list(FEATURES.tables)
-    found = [[part.tolist() for part in store.read(as_ids(range(12)))] for store in again.values()]
-    assert found == [rows for _, rows in wanted]
-    with pytest.raises(SharedMemoryError):
-        LocalWorker(FEATURES, shared=tmp_path / "rows")
-
-
 # -- threads and cost --------------------------------------------------------------------------------------------------
 
 

@@ -351,6 +351,19 @@ def test_changes_do_not_set_the_line_of_expiry_back(tmp_path: Path) -> None:
         each.check()
 
 
+def test_rows_that_expired_in_a_copy_are_a_change(tmp_path: Path) -> None:
+    store = Store(Table("item", dim=1, expire_after=100), num_threads=1)
+    store.lookup(as_ids(range(300)), step=200)
+    version = store.save(tmp_path / "full")
+    store.save_changes(tmp_path / "changes", since=version)
+    copy = Store.load(tmp_path / "full", num_threads=1)
+    copy.lookup(as_ids([]), step=400)
+    with pytest.raises(SnapshotError, match="was changed after version"):
+        copy.apply_changes(tmp_path / "changes")
+    assert copy._engine.expire_before(0) == 300
+    copy.check()
+
+
 def test_a_line_of_expiry_beyond_the_latest_step() -> None:
     """A foreign snapshot may have it: rows are stamped with expire_before, so the latest step follows it."""
     store = Store(Table("item", dim=1, expire_after=10), num_threads=1)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from bag_oracle import Bags, assert_pooled, assert_stepped, draw_bags, draw_gradients, follow, read, summed
-from one_row import F32, fma
+from one_row import F32
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Feature, Ftrl, Normal, RowWiseAdagrad, Table

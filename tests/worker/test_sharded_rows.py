@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import satrap.server.server
-from bag_oracle import draw_bags, follow
+from bag_oracle import draw_bags
 from cluster import ANYWHERE, IDS, batch, contents, features, one_table, running_servers, sharded_worker, step_both
 from satrap.config.job import Job
 from satrap.errors import (

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,7 @@ from satrap._core import Ticket
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Constant, Ftrl, Table
 from satrap.data.inputs import Inputs
-from satrap.errors import ConfigError, InputError, NonFiniteError, SharedMemoryError, TicketError
-from satrap.table.table_group import TableGroup
+from satrap.errors import ConfigError, InputError, NonFiniteError, TicketError
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.worker import LookupResult
 

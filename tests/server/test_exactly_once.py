@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bag_oracle import draw_bags
+from bag_oracle import draw_bags, update
 from cluster import (
     ANYWHERE,
     batch,
@@ -68,7 +68,7 @@ def test_a_restarted_server_continues(tmp_path: Path) -> None:
             del service
             service = Service(Server(shared=tmp_path / "rows"), ServerCalls, worker.servers.addresses[0])
             for each, one in zip((local, worker), looked, strict=True):
-                each.update([one.ticket] if one.ticket else [], [np.ones((30, 2), np.float32)], step=1)
+                update(each, one, np.ones((30, 2), np.float32), step=1)
             assert contents(worker) == contents(local)
     finally:
         service.close()

@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
-from bag_oracle import draw_bags
+from bag_oracle import draw_bags, update
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, features, running_servers, sharded_worker, step_both
 from faults import killed_at_random
 from satrap.config.features import Features
@@ -101,8 +101,7 @@ def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None
                 for each in (local, worker):
                     looked = each.lookup(batch(ids), step=step)
                     blocks.append(looked.block.copy())
-                    assert looked.ticket
-                    each.update([looked.ticket], [looked.block + 1], step=step)
+                    update(each, looked, looked.block + 1, step=step)
                 assert blocks[0].tobytes() == blocks[1].tobytes()
         assert contents(worker, np.arange(2000, dtype=np.uint64)) == contents(local, np.arange(2000, dtype=np.uint64))
         found, wanted = worker.tables["t"].stats(), local.tables["t"].stats()
@@ -244,7 +243,7 @@ def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path
         for step in (1, 2):
             for each in (local, worker):
                 looked = each.lookup(batch(EXACT[: 100 * step]), step=step)
-                each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+                update(each, looked, looked.block + 1, step=step)
             told.times = 0
             if step == 1:
                 since = worker.tables["t"].save(tmp_path / "whole")
@@ -273,8 +272,7 @@ def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -
                 assert contents(worker) == wanted
                 num_restores += 1
                 looked = worker.lookup(draw_bags(rng, local.features, 60).inputs(), step=2)
-                assert looked.ticket
-                worker.update([looked.ticket], [looked.block + 1], step=2)
+                update(worker, looked, looked.block + 1, step=2)
         worker.tables.restore(folders)
         assert contents(worker) == wanted and num_restores > 5
 
@@ -288,7 +286,7 @@ def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
             for step, (now, wanted) in enumerate(((1, 2), (2, 1), (1, 2)), 1):
                 for each in (local, worker):
                     looked = each.lookup(batch(ids[: 15_000 * step]), step=step)
-                    each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+                    update(each, looked, looked.block + 1, step=step)
                 before = client.call.load(Origin())
                 Migration(addresses[:now], addresses[:wanted], pause_ratio=0.0).run()
                 sizes.append(client.call.load(Origin())["bytes"] / before["bytes"])

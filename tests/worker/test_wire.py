@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import satrap.server.server
-from bag_oracle import draw_bags
+from bag_oracle import draw_bags, update
 from cluster import (
     DEADLINE_SECONDS,
     IDS,
@@ -215,9 +215,8 @@ def test_fp16_gradients_are_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> 
         for each in (local, worker):
             looked = [each.lookup(batch(range(k, k + 20)), step=k) for k in (1, 2, 3)]
             for k, one in enumerate(looked, 1):
-                assert one.ticket
                 gradients = (np.arange(40, dtype=np.float32) - 20).reshape(20, 2) * np.float32(0.125)
-                each.update([one.ticket], [gradients], step=k)
+                update(each, one, gradients, step=k)
         assert contents(worker) == contents(local)
 
 
@@ -245,7 +244,7 @@ def test_each_trainer_has_the_wire_that_it_chose() -> None:
         exact = plain.tables["t"].read(np.arange(20)).values
         assert np.array_equal(looked[0].block, exact) and not np.array_equal(looked[1].block, exact)
         for each, one in zip((plain, coded), looked, strict=True):
-            each.update([one.ticket] if one.ticket else [], [np.ones((20, 2), np.float32)], step=1)
+            update(each, one, np.ones((20, 2), np.float32), step=1)
         assert plain.tables["t"].stats()["updated"] == 40
         halves.close()
 
@@ -266,10 +265,9 @@ def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
             ) as coded,
         ):
             looked = [each.lookup(one, step=1) for each, one in zip((plain, coded), inputs, strict=True)]
-            tickets = [[each.ticket] if each.ticket else [] for each in looked]
             with ThreadPoolExecutor(1) as other:  # the first part is answered when the second has arrived
-                waits = other.submit(coded.update, tickets[1], gradients[1:], step=1)
-                plain.update(tickets[0], gradients[:1], step=1)
+                waits = other.submit(update, coded, looked[1], gradients[1], step=1)
+                update(plain, looked[0], gradients[0], step=1)
                 waits.result(DEADLINE_SECONDS)
             assert contents(plain) == contents(local)
 

@@ -96,6 +96,13 @@ class Job:
         return found
 
 
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Check that two states are equal, bit for bit."""
+    assert set(one) == set(other)
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
 if __name__ == "__main__":
     job = Job(sys.argv[1], int(sys.argv[2]), keep=2, full_every=3)
     job.run.resume()

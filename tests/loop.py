@@ -150,8 +150,6 @@ class Plain:
 @contextmanager
 def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield a job on `num_servers` new servers; 0: with local rows."""
-    from cluster import running_servers  # not at the top: the tests of `satrap run` copy this file alone
-
     with ExitStack() as stack:
         if num_servers:
             from cluster import running_servers  # not at the top: scripts of `satrap run` have a copy of this file only

@@ -16,7 +16,7 @@ import torch
 
 import satrap.checkpoint.run_directory
 import satrap.run_context
-from checkpoint_job import Job
+from checkpoint_job import Job, same
 from logged import logged
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.checkpoint.run_directory import RunDirectory
@@ -137,9 +137,7 @@ def test_a_random_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path, mo
         patched.setattr(torch, "set_rng_state", lambda _: (_ for _ in ()).throw(RuntimeError("no such state")))
         with pytest.raises(RuntimeError, match="no such state"):
             job.run.resume()
-    after = job.state()
-    for name, value in before.items():
-        np.testing.assert_array_equal(after[name], value)
+    same(job.state(), before)
     assert job.run.resume()
 
 

@@ -24,6 +24,7 @@ from runs import (
     SATRAP,
     assert_same_result,
     is_running,
+    name_processes,
     num_checkpoints,
     request_scale,
     scale_to,
@@ -48,13 +49,9 @@ def cluster() -> Iterator[Any]:
 
     cluster = Cluster()
     health_checks = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}  # to notice a lost node
-    node_options: dict[str, Any] = {
-        "object_store_memory": 100 << 20,
-        "include_dashboard": False,
-        "_system_config": health_checks,
-    }
+    head: dict[str, Any] = {"include_dashboard": False, "_system_config": health_checks}
     try:
-        cluster.add_node(num_cpus=4, num_gpus=2, **node_options)
+        cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100 << 20, **head)
         cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20)
         yield cluster
     finally:
@@ -84,19 +81,8 @@ def name_of(folder: Path) -> str:
 
 def children(folder: Path) -> dict[str, int]:
     """Returns the process ids of the run by name, on all nodes."""
-    pids = {}
-    for each in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (each / "cmdline").read_bytes().decode().split("\0")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if "--die-with" not in words or f"satrap-{name_of(folder)}-" not in " ".join(words):
-            continue
-        if "trainer" in words:
-            pids[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(each.name)
-        elif "--shared" in words:
-            pids[f"server {words[words.index('--shared') + 1][-1]}"] = int(each.name)
-    return pids
+    pids = (each.name for each in Path("/proc").glob("[0-9]*"))
+    return name_processes(pids, "--die-with", f"satrap-{name_of(folder)}-")
 
 
 def servers_of(folder: Path) -> set[str]:

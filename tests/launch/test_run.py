@@ -27,6 +27,7 @@ from runs import (
     assert_nothing_is_left,
     assert_same_result,
     is_running,
+    name_processes,
     num_checkpoints,
     request_scale,
     scale_to,
@@ -44,20 +45,7 @@ ASYNC = JOB.with_name("async_job.py")
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
-    """Returns the process ids of a run by name: "server 0", "trainer 1"."""
-    pids = {}
-    for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if "trainer" in words:
-            pids[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(pid)
-        elif "server" in words:
-            pids[f"server {words[words.index('--shared') + 1][-1]}"] = int(pid)
-        elif "worker" in words:
-            pids["worker"] = int(pid)
-    return pids
+    return name_processes(Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint_job import Job
+from checkpoint_job import Job, same
 from cluster import running_servers
 from logged import logged
 from loop import batches, bits, job, rows, train
@@ -56,8 +56,7 @@ def refused(run: Path, words: str, error: type[SatrapError] = SatrapError) -> No
         job.run.resume()
     with pytest.raises(error, match=words):
         Reader(run)
-    for name, value in job.state().items():
-        np.testing.assert_array_equal(value, before[name])
+    same(job.state(), before)
 
 
 def test_a_table_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -260,10 +259,9 @@ def test_an_old_checkpoint_is_resumed_with_a_warning(tmp_path: Path) -> None:
         "satrap.checkpoint", match=r"000004-step-4 was saved by an older release of Satrap, which did not record"
     ):
         assert run.run.resume() and run.embeddings.step == 4
-    found = run.state()
     with np.load(OLD / "local.npz") as wanted:
-        for name in wanted.files:
-            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+        found = run.state()
+        same({name: found[name] for name in wanted}, wanted)
     run.train()
     again = Job(str(tmp_path / "run"), 6)
     assert again.run.resume() and again.embeddings.step == 6, "without a warning"

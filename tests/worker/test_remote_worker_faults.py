@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,15 +48,15 @@ from satrap.worker.remote.client import RemoteWorker, WorkerConnection
 from satrap.worker.server_group import ServerGroup
 
 each_way = pytest.mark.parametrize(
-    "given",
-    [{"overlap": False}, {"overlap": True}, {"overlap": True, "staleness": 3, "deterministic": True}],
+    ("overlap", "how"),
+    [(False, {}), (True, {}), (True, {"staleness": 3, "deterministic": True})],
     ids=["inline", "sync", "stale"],
 )
 
 
 @each_way
 def test_a_worker_killed_at_random_moments(
-    tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, overlap: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handshakes, handshake = [], WorkerConnection.handshake
 
@@ -64,7 +65,6 @@ def test_a_worker_killed_at_random_moments(
         handshake(at)
 
     monkeypatch.setattr(WorkerConnection, "handshake", counted)
-    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
     test = source(write(tmp_path / "b.parquet", 40, seed=1))
     with running(**how) as job:
@@ -103,9 +103,8 @@ def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
 @each_way
 @pytest.mark.parametrize("moment", ["looked up", "updated"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_restarted_worker(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
+def test_a_restarted_worker(tmp_path: Path, moment: str, overlap: bool, how: dict[str, Any], accumulate: int) -> None:
     """After many batches, at one moment of the trainer's loop."""
-    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
@@ -122,8 +121,7 @@ def test_a_restarted_worker(tmp_path: Path, moment: str, given: dict[str, Any], 
 
 
 @each_way
-def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dict[str, Any]) -> None:
-    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
+def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, overlap: bool, how: dict[str, Any]) -> None:
     data = source(write(tmp_path / "a.parquet", 40))
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap), bits(job)
@@ -366,51 +364,25 @@ def test_a_worker_that_was_suspended_and_replaced(tmp_path: Path) -> None:
     """It resumes with an update of the older attempt in flight, which the servers refuse."""
     data = source(write(tmp_path / "a.parquet", 12))
     worker = KillableWorker()
-    try:
-        with running_servers(1) as services, working() as (replacing,):
-            servers = [services[0].address]
-            with running(servers=servers, workers=[worker.address]) as old:
-                stream = old[0].stream(data, overlap=False)
-                batch = next(stream)
-                old[1](batch).sum().backward()
-                worker.stop()
-                stepping = threading.Thread(target=lambda: told.append(raised(old[2].step)))
-                told: list[Any] = []
-                stepping.start()
-                with running(servers=servers, workers=[replacing.address]) as new, running() as alone:
-                    new[0].tables.clear()  # type: ignore[union-attr]
-                    found = train(new, data), bits(new)
-                    worker.resume()
-                    stepping.join()
-                    assert isinstance(told[0], AttemptError)
-                    assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]
-                stream.close()
-                assert stream.counters().lost == {"batches/failed": 1}, "and step() has said so"
-    finally:
-        worker.end()
-
-
-def raised(call: Any) -> BaseException | None:
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"workers": ["tcp://127.0.0.1:1"]}, "found workers but no servers"),
-        (
-            {"workers": "tcp://127.0.0.1:1", "servers": ["tcp://127.0.0.1:1"]},
-            "workers is 'tcp://127.0.0.1:1'; expected",
-        ),
-    ],
-)
-def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
-        Embeddings(dict(one_table()), **deployed(options))
+    with (
+        ending([worker]),
+        running_servers(1) as services,
+        working() as (replacing,),
+        running(servers=[services[0].address], workers=[worker.address]) as old,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stream = old[0].stream(data, overlap=False)
+        old[1](next(stream)).sum().backward()
+        worker.stop()
+        stepping = pool.submit(old[2].step)
+        with running(servers=[services[0].address], workers=[replacing.address]) as new, running() as alone:
+            new[0].tables.clear()  # type: ignore[union-attr]
+            found = train(new, data), bits(new)
+            worker.resume()
+            assert isinstance(stepping.exception(), AttemptError)
+            assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]
+        stream.close()
+        assert stream.counters().lost == {"batches/failed": 1}, "and step() has said so"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -422,23 +394,18 @@ def test_keys(tmp_path: Path) -> None:
     create_keys(tmp_path / "others")
     data = source(write(tmp_path / "a.parquet", 4))
     key = tmp_path / "keys" / "server.key"
-    worker = KillableWorker("--keys", str(key))
-    try:
-        with Service(Server(num_threads=1), ServerCalls, "tcp://127.0.0.1:0", Keys.read(key)) as service:
-            where = {"servers": [service.address], "workers": [worker.address]}
-            with running(**where, keys=tmp_path / "keys" / "client.key") as job:
-                assert len(train(job, data)) == 4
-            of = features()
-            servers = ServerGroup(
-                Job(tables=of.tables), [service.address], keys=Keys.read(tmp_path / "keys" / "client.key")
-            )
-            with pytest.raises(DeadlineError, match="no connection"):
-                RemoteWorker(
-                    of, servers, worker.address, keys=Keys.read(tmp_path / "others" / "client.key"), deadline=1.0
-                )
-            servers.close()
-    finally:
-        worker.end()
+    worker, client = KillableWorker("--keys", str(key)), tmp_path / "keys" / "client.key"
+    with (
+        ending([worker]),
+        Service(Server(num_threads=1), ServerCalls, "tcp://127.0.0.1:0", Keys.read(key)) as service,
+    ):
+        with running(servers=[service.address], workers=[worker.address], keys=client) as job:
+            assert len(train(job, data)) == 4
+        of, others = features(), Keys.read(tmp_path / "others" / "client.key")
+        servers = ServerGroup(Job(tables=of.tables), [service.address], keys=Keys.read(client))
+        with pytest.raises(DeadlineError, match="no connection"):
+            RemoteWorker(of, servers, worker.address, keys=others, deadline=1.0)
+        servers.close()
 
 
 def test_a_worker_without_the_other_key_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

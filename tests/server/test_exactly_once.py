@@ -25,7 +25,7 @@ from cluster import (
     sharded_worker,
     step_both,
 )
-from faults import killed_at_random, train_until
+from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Deployment, Embeddings, Table
 from satrap.errors import ConfigError, SharedMemoryError
@@ -72,15 +72,6 @@ def test_a_restarted_server_continues(tmp_path: Path) -> None:
             assert contents(worker) == contents(local)
     finally:
         service.close()
-
-
-def test_random_kills_lose_and_duplicate_no_update(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    local = LocalWorker(features(), num_threads=1)
-    with (
-        killed_at_random(tmp_path, seed, 6) as (servers, over),
-        sharded_worker(features(), [each.address for each in servers]) as worker,
-    ):
-        train_until(over, local, worker, rng, least=30)
 
 
 def test_a_stale_loop_with_duplicate_messages_and_killed_servers(

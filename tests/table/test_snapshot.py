@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -277,14 +277,11 @@ def test_changes_are_exact_once_training_has_paused(tmp_path: Path) -> None:
 
     @contextmanager
     def in_training(seed: int) -> Iterator[None]:
-        threads = [threading.Thread(target=train_meanwhile, args=(seed + i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        with ThreadPoolExecutor(2) as pool:
+            threads = [pool.submit(train_meanwhile, seed + i) for i in range(2)]
             yield
-        finally:
-            for thread in threads:
-                thread.join()
+        for each in threads:
+            each.result()
 
     with in_training(10):
         primary.save(tmp_path / "full")
@@ -398,11 +395,8 @@ def test_loading_into_shared_memory(tmp_path: Path, rng: np.random.Generator) ->
 def test_saving_from_several_threads(tmp_path: Path, rng: np.random.Generator) -> None:
     store = Store(Table("item", dim=4), num_threads=2)
     train(store, rng)
-    threads = [threading.Thread(target=store.save, args=(tmp_path / str(i % 2),)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(store.save, [tmp_path / str(i % 2) for i in range(6)]))
     for i in range(2):
         assert_same(contents(Store.load(tmp_path / str(i), num_threads=1)), contents(store))
 

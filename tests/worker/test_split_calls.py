@@ -243,8 +243,11 @@ def in_threads(*works: Callable[[], object]) -> list[object]:
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(len(works)) as pool:
-        return list(pool.map(run, works))
+    pool = ThreadPoolExecutor(len(works))
+    try:
+        return list(pool.map(run, works, timeout=DEADLINE_SECONDS))
+    finally:
+        pool.shutdown(wait=False)
 
 
 def test_several_threads_of_one_split(seed: int) -> None:

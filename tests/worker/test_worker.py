@@ -389,9 +389,12 @@ def test_lookups_and_updates_at_the_same_time(rng: np.random.Generator) -> None:
             rows = worker.lookup(inputs, train=False).block.reshape(10, 2, 8)
             assert np.array_equal(rows, np.repeat(rows[:, :, :1], 8, axis=2)), "a row was seen half-written"
 
-    with ThreadPoolExecutor(4) as pool:
+    pool = ThreadPoolExecutor(4)
+    try:
         threads = [pool.submit(each) for each in (look_up, bring_back, bring_back, peek)]
-        num_gradients, *_ = [each.result() for each in threads]
+        num_gradients, *_ = [each.result(DEADLINE_SECONDS) for each in threads]
+    finally:
+        pool.shutdown(wait=False)
     total = worker.tables["t"].read(np.arange(400, dtype=np.uint64)).values
     np.testing.assert_array_equal(total, np.repeat(total[:, :1], 8, axis=1))
     assert total[:, 0].sum() == num_gradients

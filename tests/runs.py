@@ -52,6 +52,12 @@ def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def run_to_its_end(folder: Path, script: Path, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """Returns status, output and errors of a run."""
+    with start_run(folder, script, *options, arguments=arguments) as run:
+        return wait_for_exit(run)
+
+
 def wait_until(condition: Callable[[], object], run: subprocess.Popen[str] | None = None) -> None:
     """Waits until the condition holds, while the run is alive."""
     deadline = time.monotonic() + DEADLINE_SECONDS

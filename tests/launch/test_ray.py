@@ -27,6 +27,7 @@ from runs import (
     name_processes,
     num_checkpoints,
     request_scale,
+    run_to_its_end,
     scale_to,
     start_run,
     wait_for_exit,
@@ -62,8 +63,7 @@ def cluster() -> Iterator[Any]:
 def one_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """The result of the job without Ray."""
     folder = tmp_path_factory.mktemp("one_machine")
-    with start_run(folder, JOB, *SIZES, arguments=(str(folder), "100")) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(folder, JOB, *SIZES, arguments=(str(folder), "100"))
     assert status == 0, err
     with np.load(folder / "end.npz") as results:
         return dict(results)
@@ -228,16 +228,14 @@ def processes(run: subprocess.Popen[str], folder: Path) -> list[int]:
 
 def test_resources_that_the_cluster_lacks_are_refused(tmp_path: Path, cluster: Any) -> None:
     options = on_cluster(cluster, "--placement-seconds", "1", "--trainer-cpus", "64", "--server-memory", "2GiB")
-    with start_run(tmp_path, JOB, *SIZES, *options) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(tmp_path, JOB, *SIZES, *options)
     assert status == 1
     assert "Ray could not place 2 x server with 1 CPU, 2.0 GiB memory, 2 x trainer with 64 CPU within 1 s" in err
     assert "2 GPU" in err and "Traceback" not in err
 
 
 def test_a_node_without_the_directory_for_rows(tmp_path: Path, cluster: Any) -> None:
-    with start_run(tmp_path, JOB, *on_cluster(cluster, "--memory", str(tmp_path / "nowhere"))) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(tmp_path, JOB, *on_cluster(cluster, "--memory", str(tmp_path / "nowhere")))
     assert status == 1 and "nowhere', which cannot be written to on node " in err
     assert "Traceback" not in err
 

@@ -11,7 +11,6 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -36,23 +35,10 @@ GOOD = np.ones((3, 4), np.float32)
 TABLE = Table("item", dim=4, optimizer=Adam(), capacity=64, admission=MinCount(2), num_buckets=2)
 
 
-@dataclass
-class Unchanged:
-    """Returns everything observable of a store, to compare it later."""
-
-    store: Store
-
-    def __post_init__(self) -> None:
-        self.seen = self._look()
-
-    def _look(self) -> Any:
-        store = self.store
-        read = [part.tolist() for part in store.read(as_ids(range(100)))]
-        return store.stats(), store.latest_step, store.lr, store.version, len(store), read
-
-    def verify(self) -> None:
-        self.store.check()
-        assert self._look() == self.seen, "a refused call changed the table"
+def visible(store: Store) -> Any:
+    """Returns everything observable of a store."""
+    read = [part.tolist() for part in store.read(as_ids(range(100)))]
+    return store.stats(), store.latest_step, store.lr, store.version, len(store), read
 
 
 @pytest.fixture
@@ -64,9 +50,10 @@ def store() -> Iterator[Store]:
         ids = rng.integers(90, size=30).astype(np.uint64)
         store.lookup(ids, step=step)
         store.update(ids, rng.normal(size=(30, 4)).astype(np.float32), step=step)
-    unchanged = Unchanged(store)
+    before = visible(store)
     yield store
-    unchanged.verify()
+    store.check()
+    assert visible(store) == before, "a refused call changed the table"
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import satrap.server.server
 from bag_oracle import draw_bags, update
 from cluster import ANYWHERE, IDS, batch, contents, features, one_table, running_servers, sharded_worker, step_both
 from satrap.config.job import Job
@@ -104,17 +103,6 @@ def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-
-
-def test_ids_replace_a_ticket_that_the_server_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
-    local = LocalWorker(one_table(), num_threads=1)
-    with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
-        for each in (local, worker):
-            looked = [each.lookup(batch(range(k, k + 20)), step=k) for k in (1, 2, 3)]
-            for k, one in enumerate(looked, 1):
-                update(each, one, np.full((20, 2), 0.5, np.float32), step=k)
-        assert contents(worker) == contents(local)
 
 
 def test_a_refused_gradient_has_the_local_error_and_changes_nothing() -> None:

@@ -204,13 +204,14 @@ def test_a_lookup_is_rounded_and_a_read_is_exact(num_servers: int, rng: np.rando
                 assert np.array_equal(found, stored.values[stored.present]), name
 
 
-def test_fp16_gradients_are_trained_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of few bits: the rows on servers equal those of a run that does not round, with lost tickets or not."""
+@pytest.mark.parametrize("wire", ["float32", "float16"])
+def test_ids_replace_a_ticket_that_the_server_dropped(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of few bits are exact on both wires: the rows equal those of a local worker."""
     monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
     local = LocalWorker(one_table(), num_threads=1)
     with (
         running_servers(2) as services,
-        sharded_worker(one_table(), [each.address for each in services], wire="float16") as worker,
+        sharded_worker(one_table(), [each.address for each in services], wire=wire) as worker,
     ):
         for each in (local, worker):
             looked = [each.lookup(batch(range(k, k + 20)), step=k) for k in (1, 2, 3)]

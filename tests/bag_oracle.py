@@ -22,7 +22,7 @@ from satrap.config.tables import Feature, Pooling
 from satrap.data.inputs import Inputs
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
-from satrap.worker.worker import LookupResult
+from satrap.worker.worker import LookupResult, Worker
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
 AnyWorker = LocalWorker | ShardedWorker
@@ -201,7 +201,7 @@ def draw_gradients(rng: np.random.Generator, looked: LookupResult) -> tuple[F32,
 
 
 def update(
-    worker: AnyWorker, looked: LookupResult, block: F32 | None, sequences: dict[str, F32] | None = None, **options: Any
+    worker: Worker, looked: LookupResult, block: F32 | None, sequences: dict[str, F32] | None = None, **options: Any
 ) -> None:
     """Applies the gradients of one batch."""
     assert looked.ticket

@@ -16,17 +16,13 @@ import torch
 
 import satrap.checkpoint.run_directory
 import satrap.run_context
-from checkpoint_job import Job, same
+from checkpoint_job import Job, names, same
 from logged import logged
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.checkpoint.run_directory import RunDirectory
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import CheckpointError
 from satrap.run_context import RunContext
-
-
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir() if path.name != OWNER)
 
 
 def test_foreign_folders_are_neither_read_nor_removed(tmp_path: Path) -> None:

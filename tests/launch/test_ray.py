@@ -73,20 +73,10 @@ def on_cluster(cluster: Any, *options: str) -> tuple[str, ...]:
     return ("--cluster", "ray", "--address", cluster.address, *options)
 
 
-def name_of(folder: Path) -> str:
-    name = json.loads((folder / "run/run.json").read_text())["name"]
-    assert isinstance(name, str)
-    return name
-
-
 def children(folder: Path) -> dict[str, int]:
     """Returns the process ids of the run by name, on all nodes."""
-    pids = (each.name for each in Path("/proc").glob("[0-9]*"))
-    return name_processes(pids, "--die-with", f"satrap-{name_of(folder)}-")
-
-
-def servers_of(folder: Path) -> set[str]:
-    return {name for name in children(folder) if name.startswith("server")}
+    run = json.loads((folder / "run/run.json").read_text())["name"]
+    return name_processes((each.name for each in Path("/proc").glob("[0-9]*")), "--die-with", f"satrap-{run}-")
 
 
 def actor_of(pid: int) -> int:
@@ -176,7 +166,7 @@ def test_a_run_that_loses_a_node_with_a_server_resumes_its_checkpoint(
         wait_until(lambda: num_checkpoints(tmp_path) >= 2, run)
         for number in (3, 1, 2):
             scale_to(tmp_path, run, number)
-        wait_until(lambda: {"server 0", "server 3"} == servers_of(tmp_path), run)
+        wait_until(lambda: children(tmp_path).keys() == {"server 0", "server 3", "trainer 0", "trainer 1"}, run)
         pids = children(tmp_path)
         on_lost = [each for each in (tmp_path / "memory").iterdir() if lost.node_id[:12] in each.name]
         assert sorted(each.suffix for each in on_lost) == ["", ".keys"], "one server, in the bundle of one that left"

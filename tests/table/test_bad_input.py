@@ -221,12 +221,6 @@ def test_integers_of_numpy_are_integers(open_store: Callable[..., Store]) -> Non
     assert store.latest_step == 6
 
 
-def _readonly() -> Any:
-    out = np.zeros((3, 4), np.float32)
-    out.flags.writeable = False
-    return out
-
-
 BAD_OUT: list[tuple[Any, list[str]]] = [
     (np.zeros((2, 4), np.float32), ["(2, 4)", "(3, 4)"]),
     (np.zeros((3, 5), np.float32), ["(3, 5)", "(3, 4)"]),
@@ -237,7 +231,7 @@ BAD_OUT: list[tuple[Any, list[str]]] = [
     (np.zeros((3, 8), np.float32)[:, ::2], ["contiguous"]),
     (np.zeros((3, 4), np.float32)[::-1], ["contiguous"]),
     (np.zeros(49, np.uint8)[1:].view(np.float32).reshape(3, 4), ["aligned"]),
-    (_readonly(), ["read-only"]),
+    (np.frombuffer(bytes(48), np.float32).reshape(3, 4), ["read-only"]),
     ([[0.0] * 4] * 3, ["a list", "float32"]),
     (torch.zeros(3, 4, requires_grad=True), ["out"]),
     (3, ["an int", "float32"]),

@@ -72,10 +72,6 @@ def test_a_forged_manifest(change: Any, words: list[str], saved: Any, tmp_path: 
         saved[1].apply_changes(tmp_path / "changes")
 
 
-def without_metadata(table: Any) -> Any:
-    return table.replace_schema_metadata(None)
-
-
 def with_column(table: Any, name: str, values: Any) -> Any:
     return table.set_column(table.column_names.index(name), table.schema.field(name), pa.array(values))
 
@@ -98,7 +94,7 @@ def with_null(table: Any, name: str) -> Any:
 
 
 FORGED_FILES: list[tuple[str, str, Callable[[Any], Any], list[str]]] = [
-    ("metadata", "rows", without_metadata, ["has the schema", "expected"]),
+    ("metadata", "rows", lambda table: table.replace_schema_metadata(None), ["has the schema", "expected"]),
     ("column", "rows", lambda table: table.drop_columns(["step"]), ["has the schema"]),
     ("another kind", "removed", lambda table: table.rename_columns(["ids"]), ["has the schema"]),
     ("lines", "rows", lambda table: table.slice(1), ["lines; expected"]),

@@ -396,18 +396,6 @@ def test_the_last_step(open_store: OpenStore) -> None:
     store.check()
 
 
-def test_empty_batches(open_store: OpenStore) -> None:
-    store = open_store(table())
-    rows, ticket = store.lookup_for_update(as_ids([]))
-    assert rows.shape == (0, 2)
-    assert ticket.n == ticket.num_unique == 0
-    store.update(ticket, np.zeros((0, 2), np.float32))
-    store.update(as_ids([]), np.zeros((0, 2), np.float32))
-    assert store.lookup(as_ids([]), train=False).shape == (0, 2)
-    assert store.read(as_ids([])).values.shape == (0, 2)
-    assert store.stats()["lookups"] == store.stats()["updated"] == 0
-
-
 def test_a_refused_capacity_costs_no_sighting(open_store: OpenStore) -> None:
     """An id that was admitted but found no room keeps its count: the retry with room inserts it."""
     store = open_store(table(admission=MinCount(2), capacity=1))

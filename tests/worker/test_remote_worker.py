@@ -13,25 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cluster import running_servers
-from remote_worker_parts import BATCH, Net, bits, evaluate, made, running, source, train, working, write
+from remote_worker_parts import BATCH, Net, bits, evaluate, made, running, serving, source, train, write
 from satrap import Checkpoint, Embeddings, MinCount, Parquet, Table
 from satrap.errors import StreamError
 from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
 
 
 @contextmanager
-def deployed(num_servers: int, num_workers: int) -> Iterator[dict[str, Any]]:
-    """Yield the options of a job with so many servers and workers."""
-    with running_servers(num_servers) as servers, working(num_workers) as workers:
-        given = {"servers": servers, "workers": workers}
-        yield {name: [each.address for each in found] for name, found in given.items() if found}
-
-
-@contextmanager
 def running_on(num_servers: int, num_workers: int, **options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
     """Yield a job with so many servers and workers."""
-    with deployed(num_servers, num_workers) as where, running(**where, **options) as job:
+    with serving(num_servers, num_workers) as (where, _), running(**where, **options) as job:
         yield job
 
 
@@ -95,7 +86,7 @@ def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tu
     data = Parquet(path, label="click", batch_size=8, block_rows=20, epochs=3)
     table = Table("t", dim=2, admission=MinCount(2, first_epoch_only=only))
     found = []
-    with deployed(*where) as options, made({"id": table}, **options) as embeddings:
+    with serving(*where) as (options, _), made({"id": table}, **options) as embeddings:
         model = torch.nn.Linear(2, 1)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in embeddings.stream(data):
@@ -145,8 +136,8 @@ def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
     """By `forward`, in the middle of its step; and then the worker is restarted."""
     data = source(write(tmp_path / "a.parquet", 4))
     found = []
-    with running_servers(1) as services, working() as (worker,):
-        for where in ({}, {"servers": [services[0].address], "workers": [worker.address]}):
+    with serving() as (addresses, (worker,)):
+        for where in ({}, addresses):
             with running(**where) as job:
                 again: list[bytes] = []
 

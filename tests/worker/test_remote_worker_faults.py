@@ -28,6 +28,7 @@ from remote_worker_parts import (
     evaluate,
     running,
     send_through,
+    serving,
     source,
     train,
     working,
@@ -125,7 +126,7 @@ def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, overlap: b
     data = source(write(tmp_path / "a.parquet", 40))
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap), bits(job)
-    with running_servers(2) as services, working() as (worker,):
+    with serving(2) as (where, (worker,)):
 
         def at(now: str, number: int) -> None:
             for session in worker.host._sessions.values():
@@ -135,7 +136,6 @@ def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, overlap: b
                         reader.batch(1000)
                     del session.readers[stream]
 
-        where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
             assert (train(job, data, at, overlap=overlap), bits(job)) == wanted
 
@@ -147,7 +147,7 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
     with running() as job:
         wanted = train(job, data, accumulate=2), bits(job)
     update, died = satrap.worker.remote.service._update, []
-    with running_servers(2) as services, working() as (worker,):
+    with serving(2) as (where, (worker,)):
 
         def dies(remote: Any, batches: Any, step: int, *rest: Any) -> None:
             first = step not in died
@@ -163,7 +163,6 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
                 raise NotReadyError("killed")
 
         monkeypatch.setattr(satrap.worker.remote.service, "_update", dies)
-        where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where) as job:
             assert (train(job, data, accumulate=2), bits(job)) == wanted
             repeated = sum(table.stats()["repeated"] for table in job[0].tables.values())
@@ -236,9 +235,8 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
     malformed, no_label = labels.count("x") + labels.count("7"), labels.count("")
     left_over = 2 * ((len(labels) - malformed - no_label) % 16)
     found = []
-    with running_servers(1) as services, working() as (worker,):
-        wheres: list[dict[str, Any]] = [{}, {"servers": [services[0].address], "workers": [worker.address]}]
-        for where in wheres:
+    with serving() as (addresses, (worker,)):
+        for where in ({}, addresses):
             embeddings = Embeddings(dict(one_table()), num_threads=1, **deployed(where))
             model = torch.nn.Linear(3, 1)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -266,29 +264,27 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
-    with running_servers(1) as services, working() as (worker,):
-        where = {"servers": [services[0].address], "workers": [worker.address]}
-        with running(**where) as job:
-            message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
-            with pytest.raises(SourceError, match=message):
-                train(job, source(tmp_path / "none.parquet"))
-            run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
-            with pytest.raises(SourceError, match=message):
-                run.save()
-            path = write(tmp_path / "a.parquet", 8)
-            with pytest.raises(
-                SourceError, match=f"the worker at {worker.address} cannot read the source: .*has no column"
-            ):
-                job[0].stream(source(path).replace(dense="height"))
-            assert len(train(job, source(path))) == 8
+    with serving() as (where, (worker,)), running(**where) as job:
+        message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
+        with pytest.raises(SourceError, match=message):
+            train(job, source(tmp_path / "none.parquet"))
+        run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
+        with pytest.raises(SourceError, match=message):
+            run.save()
+        path = write(tmp_path / "a.parquet", 8)
+        with pytest.raises(
+            SourceError, match=f"the worker at {worker.address} cannot read the source: .*has no column"
+        ):
+            job[0].stream(source(path).replace(dense="height"))
+        assert len(train(job, source(path))) == 8
 
-            def cut(_: str, number: int) -> None:
-                if number == 1:
-                    worker.restart()
-                    path.write_bytes(b"PAR1")
+        def cut(_: str, number: int) -> None:
+            if number == 1:
+                worker.restart()
+                path.write_bytes(b"PAR1")
 
-            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read the source: {path}"):
-                train(job, source(path), cut)
+        with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read the source: {path}"):
+            train(job, source(path), cut)
 
 
 def test_another_job_is_refused_field_by_field() -> None:
@@ -330,17 +326,15 @@ def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) 
 def test_a_replaced_trainer_reads_no_more(tmp_path: Path) -> None:
     """A trainer that starts a new attempt, by a restore, continues."""
     data = source(write(tmp_path / "a.parquet", 12))
-    with running_servers(1) as services, working() as (worker,):
-        where = {"servers": [services[0].address], "workers": [worker.address]}
-        with running(**where) as old, running(**where) as new:
-            seen = train(new, data)
-            with pytest.raises(AttemptError, match="this process was replaced"):
-                train(old, data)
-            new[0].tables.clear()  # type: ignore[union-attr]
-            session_of(new[0]).resume_at(0, data, None)
-            with running() as alone:
-                assert len(seen) == len(train(new, data)) == len(train(alone, data))
-            assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
+    with serving() as (where, (worker,)), running(**where) as old, running(**where) as new:
+        seen = train(new, data)
+        with pytest.raises(AttemptError, match="this process was replaced"):
+            train(old, data)
+        new[0].tables.clear()  # type: ignore[union-attr]
+        session_of(new[0]).resume_at(0, data, None)
+        with running() as alone:
+            assert len(seen) == len(train(new, data)) == len(train(alone, data))
+        assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
 
 
 def test_servers_that_were_started_empty(tmp_path: Path) -> None:

@@ -301,8 +301,6 @@ def test_invalid_wire_calls_are_refused() -> None:
 def test_other_wires_are_refused(wire: Any) -> None:
     with pytest.raises(ConfigError, match=r"ServerGroup: wire is .*; expected one of 'float32', 'float16'"):
         ServerGroup(Job(tables=one_table().tables), ["tcp://127.0.0.1:1"], wire=wire)
-    with pytest.raises(ConfigError, match=r"wire is .*; expected one of 'float32', 'float16'"):
-        job(servers=["tcp://127.0.0.1:1"], wire=wire)
     with pytest.raises(ConfigError, match="no servers"):
         job(wire="float16")
 

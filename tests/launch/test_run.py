@@ -88,9 +88,8 @@ def test_processes_die_with_their_supervisor_and_the_next_run_resumes(
         run.wait()
     wait_until(lambda: not any(map(is_running, pids)))
     assert list((tmp_path / "memory").iterdir()), "the rows, which the next run removes"
-    status, out, err = run_to_its_end(
-        tmp_path, JOB, "--servers", "3", "--trainers", "2", arguments=(str(tmp_path), "160")
-    )
+    options = ("--servers", "3", "--trainers", "2")
+    status, out, err = run_to_its_end(tmp_path, JOB, *options, arguments=(str(tmp_path), "160"))
     assert (status, out) == (0, "resumed\n"), err
     assert "launch 2: starting 2 trainers" in err
     assert_same_result(tmp_path, undisturbed)

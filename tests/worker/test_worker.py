@@ -337,9 +337,9 @@ def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
 
 def test_gradients_may_be_tensors_and_strided() -> None:
     worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
-    block, path = torch.arange(14.0).reshape(7, 2).T, torch.arange(8.0).reshape(2, 2, 2)
-    given: Any = (block, {"path": path})
-    update(worker, worker.lookup(GOOD), *given)
+    block: Any = torch.arange(14.0).reshape(7, 2).T
+    path: Any = torch.arange(8.0).reshape(2, 2, 2)
+    update(worker, worker.lookup(GOOD), block, {"path": path})
     update(other, other.lookup(GOOD), block.numpy().copy(), {"path": path.numpy()})
     assert contents(worker) == contents(other)
 

@@ -8,8 +8,6 @@
 #include <cstdint>
 #include <string>
 
-#include "base/hash.hpp"
-
 namespace satrap {
 
 enum class Dtype : std::uint8_t { float32, float16, bfloat16 };

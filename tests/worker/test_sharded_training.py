@@ -18,6 +18,7 @@ from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.server.migration.coordinator import Migration
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
+from satrap.worker.worker import UpdateRequest
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 
@@ -51,10 +52,10 @@ def test_lookups_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
             came.set()
         return found
 
-    def updated(rows: ShardedRows, tickets: Any, gradients: Any, step: int, *rest: Any) -> None:
+    def updated(rows: ShardedRows, request: UpdateRequest) -> None:
         threads.add(threading.current_thread().name)
-        assert step != 2 or came.wait(DEADLINE_SECONDS)
-        update(rows, tickets, gradients, step, *rest)
+        assert request.step != 2 or came.wait(DEADLINE_SECONDS)
+        update(rows, request)
 
     monkeypatch.setattr(ShardedRows, "lookup", looked_up)
     monkeypatch.setattr(ShardedRows, "update", updated)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from satrap import Adagrad, Adam, Checkpoint, Embeddings, Inputs, MinCount, Position, Table
+from satrap.checkpoint.run_owner import OWNER
 
 SIZE, NUM_IDS = 16, 200
 
@@ -100,6 +101,18 @@ class Job:
         found |= {"step": self.embeddings.step, "lr": [group["lr"] for group in self.optimizer.param_groups]}
         found["random"] = torch.get_rng_state().numpy()
         return found
+
+
+def names(run: Path) -> list[str]:
+    """Return the names in a run's folder, without the file of its owner."""
+    return sorted(path.name for path in run.iterdir() if path.name != OWNER)
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Check that two states are equal, bit for bit."""
+    assert set(one) == set(other)
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 if __name__ == "__main__":

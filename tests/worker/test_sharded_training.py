@@ -191,10 +191,8 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"servers": []}, r"servers is \[\]; expected a list of at least one"),
-        ({"servers": "tcp://127.0.0.1:1"}, "servers is 'tcp://127.0.0.1:1'; expected a list of"),
+        ({"workers": ["tcp://127.0.0.1:1"]}, "found workers but no servers"),
         ({"keys": "client.key"}, "found keys but no servers"),
-        ({"servers": ["tcp://127.0.0.1:1"], "shared": "rows"}, "pass it to `satrap server`"),
         ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; expected at most 31 with servers"),
         ({"servers": ["127.0.0.1"]}, "127.0.0.1"),
     ],
